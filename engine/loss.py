@@ -220,7 +220,8 @@ def _losses_and_gradients(
     dhidden = torch.empty_like(hidden) if wanted[0] else None
     # No rows: the gradient is zero, but weight still takes part (another rank may have rows).
     dweight = torch.zeros_like(weight) if wanted[1] and not hidden.shape[0] else None
-    dbias = torch.zeros_like(bias) if wanted[2] and bias is not None else None
+    several = hidden.shape[0] > rows
+    dbias = torch.zeros_like(bias, dtype=_sum_dtype(bias, several)) if wanted[2] and bias is not None else None
     for start in range(0, hidden.shape[0], rows):
         h, t = hidden[start : start + rows], targets[start : start + rows]
         logits = matmul_nt(h, weight, bias).float()  # later their gradient
@@ -236,10 +237,10 @@ def _losses_and_gradients(
         if dhidden is not None:
             dhidden[start : start + rows] = matmul(grad, weight)
         if wanted[1]:
-            dweight = matmul(grad.t(), h, add_to=dweight)
+            dweight = matmul(grad.t(), h, add_to=dweight).to(_sum_dtype(weight, several))
         if dbias is not None:
-            dbias += grad.sum(0)
-    return total, dhidden, dweight, dbias
+            dbias += grad.sum(0, dtype=dbias.dtype)
+    return total, dhidden, _in_dtype_of(weight, dweight), _in_dtype_of(bias, dbias)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -268,9 +269,11 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         shard = ctx.shard
         rows = _rows_per_chunk(weight, shard)
-        dhidden, dweight, dbias = (
-            torch.zeros_like(x) if wanted else None
-            for x, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        several = hidden.shape[0] > rows
+        dhidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        dweight, dbias = (
+            torch.zeros_like(x, dtype=_sum_dtype(x, several)) if wanted else None
+            for x, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
@@ -287,10 +290,10 @@ class _LinearLogProbs(torch.autograd.Function):
             if dweight is not None:
                 dweight = matmul(d.t(), h, add_to=dweight)
             if dbias is not None:
-                dbias += d.sum(0)
+                dbias += d.sum(0, dtype=dbias.dtype)
         if shard is not None and dhidden is not None:
             dhidden = shard.sum(dhidden)
-        return dhidden, dweight, dbias, None, None
+        return dhidden, _in_dtype_of(weight, dweight), _in_dtype_of(bias, dbias), None, None
 
 
 def _rows_per_chunk(weight: Tensor, shard: _VocabularyShard | None) -> int:
@@ -299,6 +302,19 @@ def _rows_per_chunk(weight: Tensor, shard: _VocabularyShard | None) -> int:
     if weight.device.type == "cuda":
         return max(_GPU_ROWS, _GPU_CHUNK_BYTES // (4 * held))
     return max(1, _CHUNK_BYTES // (4 * held))
+
+
+def _sum_dtype(x: Tensor, several: bool) -> torch.dtype:
+    """In what the chunks' parts of the gradient of x are added up: in 16 bits each sum would be rounded, and stop
+    growing. A matrix on a GPU is left at that: its chunks are large, so few, and its gradient in fp32 would be too.
+    """
+    if not several or (x.device.type == "cuda" and x.dim() > 1):
+        return x.dtype
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _in_dtype_of(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    return gradient if parameter is None or gradient is None else gradient.to(parameter.dtype)
 
 
 def _within(t: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,27 @@ def test_the_loss_scale_comes_before_fp16(chunk, compiled, smoothing, monkeypatc
         assert (half.grad.double() / scale - double.grad).norm() < 0.01 * double.grad.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", ["linear_cross_entropy", "linear_log_probs"])
+def test_gradients_in_16_bits_do_not_depend_on_the_chunks(which, dtype, monkeypatch):
+    """Added up in 16 bits, those of a class that all rows have stop growing."""
+    n, vocab = 2048, 8
+    start = torch.rand(n, 4) + 0.5, torch.zeros(vocab, 4), torch.zeros(vocab)
+    targets = torch.zeros(n, dtype=torch.int64)
+    doubles = [x.to(dtype).double().requires_grad_() for x in start]
+    F.cross_entropy(F.linear(*doubles), targets).backward()
+    for chunk in (1 << 26, 4 * vocab):  # all rows at once; each by itself
+        monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+        inputs = [x.to(dtype).requires_grad_() for x in start]
+        if which == "linear_cross_entropy":
+            loss.linear_cross_entropy(*inputs, targets, n).backward()
+        else:
+            loss.linear_log_probs(*inputs, targets).sum().div(-n).backward()
+        for x, double in zip(inputs, doubles, strict=True):
+            assert x.grad.dtype == dtype
+            assert (x.grad.double() - double.grad).norm() <= torch.finfo(dtype).eps * double.grad.norm()
+
+
 def test_the_gradient_can_be_taken_twice():
     hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     value = loss.linear_cross_entropy(hidden, weight, None, torch.tensor([0, 1, 2, 3]), 4)

@@ -302,3 +302,4 @@ def test_which_heads_flash_attention_takes(monkeypatch):
     assert not has(old, torch.float16, 64, 0.0) and not has(torch.device("cpu"), torch.bfloat16, 64, 0.0)
     assert not has(new, torch.float32, 64, 0.0) and not has(new, torch.bfloat16, 12, 0.0)
     assert not has(new, torch.bfloat16, 264, 0.0) and not has(new, torch.bfloat16, 256, 0.1)
+    assert has(new, torch.bfloat16, 192, 0.1) and not any(has(new, torch.bfloat16, n, 0.0) for n in (200, 224))

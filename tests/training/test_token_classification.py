@@ -252,6 +252,24 @@ def test_lists_that_a_table_of_texts_holds():
     assert word_tags.words_of(plain, "words", tagged=True) == [["[", "1", "]"], ["[x]", "b", "c"]]
 
 
+def test_a_row_for_each_word(folder):
+    """Words without their sentences would be trained on one by one."""
+    rows = make_tagged(27, seed=1)
+    data = folder / "words.tsv"
+
+    def words_as(between: str, first: str = "token\ttag\n") -> TokenClassification:
+        sentences = ("".join(map("{}\t{}\n".format, row["tokens"], row["ner_tags"])) for row in rows)
+        data.write_text(first + between.join(sentences), encoding="utf-8")
+        given = {} if first else {"words_column": "0", "tags_column": "1"}
+        values = flags(folder, train_data=str(data), **given)
+        return TokenClassification.from_flags(TokenClassificationConfig.from_args(command(values)))
+
+    for first in ("token\ttag\n", ""):
+        assert words_as("\n", first).words == [row["tokens"] for row in rows]
+        with pytest.raises(ValueError, match=r"words.tsv: each of \d+ rows has one word in column '\w+', expected"):
+            words_as("", first)
+
+
 def test_entities_by_characters(folder, capsys):
     """As tools for annotation write them: the same run as on the words and tags that they mean."""
     rows = [row | {"tokens": [word.replace("-", "") for word in row["tokens"]]} for row in make_tagged(12, seed=1)]

@@ -17,6 +17,7 @@ from modelcenter.data.readers.text_encoding import decode_text
 MAX_FIELD_SIZE = 2**31 - 1  # csv's own limit of 128 kB refuses long documents; a C long has no more bits on Windows
 _SENTENCE_NAME = re.compile(r"sent(ence)?[ _]?(#|id|idx|no|num|number)", re.IGNORECASE)
 _WORD_NAMES, _TAG_NAMES = ("word", "words", "token", "tokens"), ("tag", "tags", "ner", "ner_tag", "label", "labels")
+_TAG = re.compile(r"O|[BIESMLU]([-_]\S+)?")  # also of a corpus with entities of one kind
 
 
 def read_csv(path: Path, raw: bytes) -> ParsedFile:
@@ -129,20 +130,46 @@ def _named_columns(path: Path, rows: list[list[str]], numbers: list[int]) -> Par
 
 
 def _group_by_sentence(columns: dict[str, list[Any]], numbers: list[int]) -> tuple[dict[str, list[Any]], list[int]]:
-    """One row for each sentence, of lists, if the rows are tagged words that name their sentence; else the same rows.
+    """One row for each sentence, of lists, if the rows are tagged words and a column names their sentence, or else
+    empty lines separate the sentences; otherwise the same rows.
 
     The name of a sentence may stand in the row of its first word alone. A row keeps the line of its first word.
     """
-    lower = {name.lower() for name in columns}
+    if not _are_tagged_words(columns):
+        return columns, numbers
     sentence = next((name for name in columns if _SENTENCE_NAME.fullmatch(name)), None)
+    filled: list[str] = []
+    if sentence is None:
+        starts = _after_empty_lines(columns, numbers)
+    else:
+        named = [value.strip() for value in columns[sentence]]
+        filled = list(accumulate(named, lambda before, name: name or before))
+        starts = [i for i in range(len(filled)) if i == 0 or filled[i] != filled[i - 1]]
+    if len(starts) == len(numbers) or (sentence is None and len(starts) == 1):
+        return columns, numbers  # a row for each sentence, or nothing that separates sentences
+    ends = [*starts[1:], len(numbers)]
+    lists: dict[str, list[Any]] = {
+        name: [values[a:b] for a, b in zip(starts, ends, strict=True)] for name, values in columns.items()
+    }
+    if sentence is not None:
+        lists[sentence] = [filled[i] for i in starts]
+    return lists, [numbers[i] for i in starts]
+
+
+def _are_tagged_words(columns: dict[str, list[Any]]) -> bool:
+    """Whether each row is one word with its tag: by the names of the columns, or in a file without names, whose first
+    column then has the word and whose last has tags such as O and B-PER."""
+    lower = {name.lower() for name in columns}
     words = next((columns[name] for name in columns if name.lower() in _WORD_NAMES), None)
-    if sentence is None or words is None or lower.isdisjoint(_TAG_NAMES) or any(len(w.split()) > 1 for w in words):
-        return columns, numbers
-    named = [value.strip() for value in columns[sentence]]
-    filled: list[str] = list(accumulate(named, lambda before, name: name or before))
-    starts = [i for i in range(len(filled)) if i == 0 or filled[i] != filled[i - 1]]
-    if len(starts) == len(filled):  # a row for each sentence
-        return columns, numbers
-    ends = [*starts[1:], len(filled)]
-    lists = {name: [values[a:b] for a, b in zip(starts, ends, strict=True)] for name, values in columns.items()}
-    return {**lists, sentence: [filled[i] for i in starts]}, [numbers[i] for i in starts]
+    if all(map(str.isdecimal, columns)) and len(columns) > 1:
+        first, *_, last = columns.values()
+        words = first if all(map(_TAG.fullmatch, last)) else None
+    elif lower.isdisjoint(_TAG_NAMES):
+        return False
+    return words is not None and not any(len(word.split()) > 1 for word in words)
+
+
+def _after_empty_lines(columns: dict[str, list[Any]], numbers: list[int]) -> list[int]:
+    """The first row, and those with an empty line before them. numbers: the line at which each row begins."""
+    lines = [1 + "".join(row).count("\n") for row in zip(*columns.values(), strict=True)]  # quoted fields may have many
+    return [i for i in range(len(numbers)) if i == 0 or numbers[i] > numbers[i - 1] + lines[i - 1]]

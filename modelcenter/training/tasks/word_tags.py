@@ -17,6 +17,7 @@ WORDS = ("words", "tokens", "token", "word", "sentence", "text")
 TAGS = ("tags", "ner_tags", "ner", "ner_tag", "tag", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
 # Of a plain text: words with what is written inside them, Chinese characters and other signs each by itself.
 _TEXT = re.compile(r"\w+(?:[-'\u2019.]\w+)*|[^\w\s]")
+_FEW_WORDS = 10  # that may all be in rows of their own
 
 
 def find_word_columns(table: Table, words: str | None, tags: str | None, tagged: bool = True) -> tuple[str, str | None]:
@@ -36,7 +37,7 @@ def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
     count its words, into words, signs and Chinese characters.
 
     Raises:
-        ValueError: a row with neither.
+        ValueError: a row with neither; of more than a few rows with tags, each with one word, which are no sentences.
     """
     rows = []
     for i, value in enumerate(parse_lists(table.columns[column])):
@@ -48,6 +49,12 @@ def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
                 f"{table.where(i)}: got {value!r:.60} in column {column!r}, expected a list of words that are not empty"
             )
         rows.append([str(word) for word in value])
+    if tagged and sum(map(len, rows)) > _FEW_WORDS and max(map(len, rows)) == 1:
+        raise ValueError(
+            f"{table.name}: each of {len(rows)} rows has one word in column {column!r}, expected a sentence in each; a "
+            "file with a row for each word needs empty lines between sentences (.conll, .tsv, .csv) or a column "
+            "sentence_id (.tsv, .csv)"
+        )
     return rows
 
 

@@ -134,3 +134,34 @@ def test_a_row_for_each_word_of_a_sentence(tmp_path):
     assert every.columns["words"] == [["Anna", "."], ["Rome"]]
     whole = "sentence_id,words,labels\n0,Anna .,B-PER O\n0,Rome,B-LOC\n"
     assert read(tmp_path, "a.csv", whole).columns["words"] == ["Anna .", "Rome"]
+
+
+TAGGED = [["Anna", "B-PER"], ["met", "O"], [], ["Bob", "B-PER"], ["left", "O"], [",", "O"]]
+
+
+@pytest.mark.parametrize("separator", ["\t", ","])
+@pytest.mark.parametrize("header", [["token", "tag"], ["id", "Word", "NER"], None])
+def test_a_row_for_each_word_and_empty_lines_between_sentences(tmp_path, separator, header):
+    rows = [["7", *row] if row and header and len(header) > 2 else row for row in TAGGED]
+    lines = [separator.join(f'"{value}"' if value == "," else value for value in row) for row in [header or [], *rows]]
+    table = read(tmp_path, "a.tsv" if separator == "\t" else "a.csv", "\n".join(lines) + "\n\n")
+    words, tags = list(table.columns.values())[-2:]
+    assert list(table.columns) == (header or ["0", "1"])
+    comma = '","' if separator == "\t" else ","  # in tsv quotes are characters
+    assert (words, tags) == ([["Anna", "met"], ["Bob", "left", comma]], [["B-PER", "O"], ["B-PER", "O", "O"]])
+    assert [table.where(i).rsplit(" ")[-1] for i in (0, 1)] == ["2", "5"]
+
+
+def test_tags_of_one_kind_and_what_is_no_row_for_each_word(tmp_path):
+    """As the corpora of biomedical names are, without a header and with bare letters for tags."""
+    table = read(tmp_path, "a.tsv", "APC\tB\nprotein\tI\n.\tO\n\nWnt\tB\n-\tO\n")
+    assert table.columns == {"0": [["APC", "protein", "."], ["Wnt", "-"]], "1": [["B", "I", "O"], ["B", "O"]]}
+    for content in (
+        "good\tyes\nbad\tno\n\nso\tyes\n",  # labels that are no tags
+        "a b\tO\nc\tB-X\n\nd\tO\n",  # texts
+        'word,tag,note\na,O,"x\n\ny"\nb,O,z\n',  # an empty line in quotes
+        "word\ttag\n\na\tO\n\nb\tO\n",  # one between all rows
+        "word\ttag\na\tO\nb\tO\n\n",  # or at the end
+    ):
+        table = read(tmp_path, "b.csv" if "," in content else "b.tsv", content)
+        assert all(isinstance(value, str) for values in table.columns.values() for value in values)

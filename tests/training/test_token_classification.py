@@ -250,6 +250,10 @@ def test_lists_that_a_table_of_texts_holds():
     assert word_tags.named_tags(numbered, "tags", [[1, 0], [0]]) == [["o", "b-x"], ["b-x"]]
     plain = Table({"words": ["[ 1 ]", "[x] b c"]}, made.origins)
     assert word_tags.words_of(plain, "words", tagged=True) == [["[", "1", "]"], ["[x]", "b", "c"]]
+    broken = Table({"words": ["['EU', 'in']", "", "['a', nan]"]}, [Origin("a.csv", 3, "", range(2, 5))])
+    for reader in (word_tags.words_of, word_tags.tags_of):
+        with pytest.raises(ValueError, match=r"a.csv, line 4: got .\['a', nan\].*, expected a list .* such as .*EU.*;"):
+            reader(broken, "words", [["a", "b"]] * 3)
 
 
 def test_a_row_for_each_word(folder):

@@ -6,10 +6,10 @@ import ast
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_ARRAY_ITEM = r"""(?:[-+]?\d+\.?\d*|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_ARRAY_ITEM = r"""(?:[-+]?\d+\.?\d*(?:e[-+]\d+)?|True|False|None|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _ARRAY_CALL = re.compile(r"array\((\[.*?\])(?:,\s*dtype=[\w.<>']+)?\)", re.DOTALL)
 _ARRAY = re.compile(rf"\[\s*{_ARRAY_ITEM}(?:\s+{_ARRAY_ITEM})+\s*\]")
 
@@ -103,13 +103,29 @@ def _parse_literal(text: str) -> Any:
             return None
 
 
-def parse_lists(values: Sequence[Any]) -> Sequence[Any]:
-    """The values of a column, as lists where every text in it spells one; otherwise as they are."""
-    texts = {value for value in values if isinstance(value, str) and value.strip()}
-    lists = {text: parse_list(text) for text in texts if next(iter(texts)).lstrip()[:1] == "["}
-    if not lists or None in lists.values():
+def parse_lists(values: Sequence[Any], where: Callable[[int], str]) -> Sequence[Any]:
+    """The values of a column, as lists where every text in it spells one; otherwise as they are.
+
+    where: the place of a row, for messages.
+
+    Raises:
+        ValueError: every text is in brackets, and some of them spell lists and others none.
+    """
+    texts = dict.fromkeys(value for value in values if isinstance(value, str) and value.strip())
+    if not texts or not all(text.strip()[:1] == "[" and text.strip()[-1:] == "]" for text in texts):
         return values
-    return [lists.get(value, value) if isinstance(value, str) else value for value in values]
+    lists = {text: parse_list(text) for text in texts}
+    wrong = next((text for text, found in lists.items() if found is None), None)
+    if wrong is None:
+        return [lists.get(value, value) if isinstance(value, str) else value for value in values]
+    right = next((text for text, found in lists.items() if found is not None), None)
+    if right is not None:
+        place = where(list(values).index(wrong))
+        raise ValueError(
+            f"{place}: got {wrong!r:.60}, expected a list as JSON, Python or numpy write it, "
+            f"such as {right!r:.60} in another row; correct it or remove the row"
+        )
+    return values
 
 
 def pandas_columns(document: Mapping[str, Any]) -> dict[str, list[Any]] | None:

@@ -112,7 +112,7 @@ def find_labels(
     Raises ValueError for rows without a label, where the labels found do not fit num_labels or problem_type, and,
     without these, for whole numbers that hardly recur.
     """
-    given, problem_type = problem_type, problem_type or _guess_type(values)
+    given, problem_type = problem_type, problem_type or _guess_type(values, where)
     values = _read(values, where, problem_type, names or (), names is not None)
     if given is None and problem_type == "single_label_classification" and names is None:
         _check_single(values, where)
@@ -154,10 +154,13 @@ def unsaid(
     names: Sequence[str] | None,
 ) -> dict[str, Any]:
     """What problem_type and num_labels would have been found to be had they not been given, of the labels that
-    `find_labels` made of the same arguments. num_labels: none where there are such classes only with it."""
+    `find_labels` made of the same arguments. Neither where the labels can be read only with it given."""
     found: dict[str, Any] = {"problem_type": labels.problem_type, "num_labels": len(labels.names)}
     if problem_type is not None:
-        found["problem_type"] = _guess_type(values)
+        try:
+            found["problem_type"] = _guess_type(values, where)
+        except ValueError:
+            del found["problem_type"]
     if num_labels is not None:
         try:
             kept = find_labels(values, where, problem_type=labels.problem_type, names=names)
@@ -233,7 +236,8 @@ def _read(values: Sequence[Any], where: Where, problem_type: str, names: Sequenc
     Raises ValueError for a row without a label, with an empty one in its list, or with anything else for one.
     """
     single = problem_type == "single_label_classification"
-    values = [_normalise(value if single else _unspelled(value), names) for value in values]
+    values = values if single else [_unspelled(value) for value in parse_lists(values, where)]
+    values = [_normalise(value, names) for value in values]
     for row, value in enumerate(values):
         if any(isinstance(v, (dict, list, bytes)) for v in _members(value)):
             raise ValueError(f"{where(row)}: the label is {value!r:.60}, expected a text, a number, or a list of these")
@@ -276,8 +280,8 @@ def _unspelled(value: Any) -> Any:
     return value if members is None else members
 
 
-def _guess_type(values: Sequence[Any]) -> str:
-    values = [_normalise(value) for value in parse_lists(values)]
+def _guess_type(values: Sequence[Any], where: Where) -> str:
+    values = [_normalise(value) for value in parse_lists(values, where)]
     if any(isinstance(value, list) for value in values):
         members = [v for value in values for v in _members(value)]
         fraction = all(isinstance(v, (int, float)) for v in members) and any(isinstance(v, float) for v in members)

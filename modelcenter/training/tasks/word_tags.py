@@ -40,7 +40,7 @@ def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
         ValueError: a row with neither; of more than a few rows with tags, each with one word, which are no sentences.
     """
     rows = []
-    for i, value in enumerate(parse_lists(table.columns[column])):
+    for i, value in enumerate(parse_lists(table.columns[column], table.where)):
         if isinstance(value, str):
             value = value.split() if tagged else split_text(value)
         wrong = not isinstance(value, (list, tuple)) or any(not isinstance(word, (str, int, float)) for word in value)
@@ -81,7 +81,7 @@ def tags_of(table: Table, column: str | None, rows: list[list[str]], names: Sequ
     """
     assert column is not None
     all_tags = []
-    for i, (value, words) in enumerate(zip(parse_lists(table.columns[column]), rows, strict=True)):
+    for i, (value, words) in enumerate(zip(parse_lists(table.columns[column], table.where), rows, strict=True)):
         tags = value.split() if isinstance(value, str) else value
         if not isinstance(tags, (list, tuple)) or len(tags) != len(words):
             count = f"{len(tags)} tags" if isinstance(tags, (list, tuple)) else f"{value!r:.40}"

@@ -85,6 +85,22 @@ def test_lists_with_a_label_missing(missing):
             find_labels(["b|a", text], where, problem_type="multi_label_classification")
 
 
+def test_texts_that_spell_lists_but_for_one():
+    """It must not make a single label of each of the others."""
+    for given in ({}, {"problem_type": "multi_label_classification"}):
+        with pytest.raises(ValueError, match=r"line 3: got .\['sad', nan\].*, expected a list .* such as .\['joy'\]"):
+            find_labels(["['joy']", "", "['sad', nan]"], where, **given)
+    labels = find_labels(["['joy']", "['sad']"], where)
+    with pytest.raises(ValueError, match=r"line 1: got .\['joy', nan\].*, expected a list"):
+        labels.encode(["['joy', nan]", "['sad']"], where)
+
+
+@pytest.mark.parametrize("values", [["[ True False]", "[False  True]"], ["[1.e+00 0.0]", "[0. 1.]"]])
+def test_zeros_and_ones_as_numpy_writes_them(values):
+    labels, found = both(values)
+    assert labels.problem_type == "multi_label_classification" and found == [[1, 0], [0, 1]]
+
+
 def test_nan_among_numbers_is_no_label():
     """A file of texts alone, such as csv, has NaN as one; among words it is a word."""
     says = r"line 3: the row has no label \(2 of 4 rows have none\)"
@@ -258,13 +274,14 @@ def test_numbers_of_rows_are_no_labels(values, fits):
         ([[1], [0, 1]], {"problem_type": "multi_label_classification"}, ("multi_label_classification", 2)),
         (["1.5", "2"], {"problem_type": "regression", "num_labels": 1}, ("regression", 1)),
         ([0, 0], {"num_labels": 2}, ("single_label_classification", None)),
+        (["[1]", "[a b]"], {"problem_type": "single_label_classification"}, (None, 2)),
     ],
 )
 def test_what_would_have_been_found_without_flags(values, given, found):
     flags = {"problem_type": None, "num_labels": None, "names": None, **given}
     labels = find_labels(list(values), where, **flags)
     without = unsaid(list(values), where, labels, **flags)
-    assert (without["problem_type"], without.get("num_labels")) == found
+    assert (without.get("problem_type"), without.get("num_labels")) == found
 
 
 def test_one_label_or_several_is_asked():

@@ -12,6 +12,8 @@ from typing import Any
 _ARRAY_ITEM = r"""(?:[-+]?\d+\.?\d*(?:e[-+]\d+)?|True|False|None|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _ARRAY_CALL = re.compile(r"array\((\[.*?\])(?:,\s*dtype=[\w.<>']+)?\)", re.DOTALL)
 _ARRAY = re.compile(rf"\[\s*{_ARRAY_ITEM}(?:\s+{_ARRAY_ITEM})+\s*\]")
+# A text in an array of objects, or the place between two of them.
+_BETWEEN_OBJECTS = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?<=\})\s+(?=\{)""", re.DOTALL)
 
 
 def _constant(name: str) -> float | None:
@@ -72,13 +74,16 @@ def parse_objects(lines: Sequence[str]) -> list[dict[str, Any]] | None:
 
 
 def parse_list(text: str) -> list[Any] | None:
-    """The list that a text spells, as JSON, Python or numpy writes it: '["a"]', "['a', None]", "[0 1]"; else None."""
+    """The list that a text spells, as JSON, Python or numpy writes it: '["a"]', "['a', None]", "[0 1]", "[{} {}]"; else
+    None."""
     text = text.strip()
     if text[:1] != "[" or text[-1:] != "]":
         return None
     if _ARRAY.fullmatch(text):  # Python would join texts that no comma separates
         text = f"[{','.join(re.findall(_ARRAY_ITEM, text))}]"
     value = _parse_literal(text)
+    if value is None and text[1:].lstrip()[:1] == "{":
+        value = _parse_literal(_BETWEEN_OBJECTS.sub(lambda match: match[1] or ", ", text))
     return value if isinstance(value, list) else None
 
 

@@ -33,6 +33,7 @@ SYSTEM_NAMES = ("system", "system_prompt")
 TOOLS_NAMES = ("tools", "functions", "available_tools")
 TOOLS = "<tools>"  # key of the tools in a conversation's first turn; no message has a key of this name
 _MESSAGES = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages that is written as a text
+_ROLE_KEY = re.compile(r"""["'](role|from)["']\s*:""")
 _ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
@@ -214,7 +215,7 @@ def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
     rows = []
     for row in range(len(table)):
         if columns.messages is not None:
-            turns = as_turns(table, columns.messages, row, "user")
+            turns = as_turns(table, columns.messages, row, "user", messages=True)
         else:
             assert columns.prompt is not None
             turns = as_turns(table, columns.prompt, row, "user")
@@ -236,12 +237,15 @@ def with_input(table: Table, column: str | None, row: int, turns: Conversation) 
     return [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}\n{text}"}]
 
 
-def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
+def as_turns(table: Table, column: str, row: int, role: str, messages: bool = False) -> Conversation:
     """The turns of a cell: of a text, one turn of `role`; of a list, its messages. A blank text makes no turn, nor
     does a missing answer.
 
+    messages: the column is one of messages, so that a text which begins like a list of them is meant as one.
+
     Raises:
-        ValueError: neither a text nor messages, or a message without a known role or a text.
+        ValueError: neither a text nor messages, a text that is meant as messages and spells none, or a message without
+            a known role or a text.
     """
     value = table.columns[column][row]
     if value is None and role == "assistant":
@@ -249,7 +253,13 @@ def as_turns(table: Table, column: str, row: int, role: str) -> Conversation:
     if isinstance(value, (list, tuple)):
         value = _without_none(value)
     elif isinstance(value, str) and _MESSAGES.match(value):
-        value = parse_list(value) or value  # it may be a text that begins like a list
+        spelt = parse_list(value)
+        if spelt is None and (messages or (value.rstrip().endswith("]") and _ROLE_KEY.search(value))):
+            raise ValueError(
+                f"{table.where(row)}: got {value!r:.60} in column {column!r}, which begins like a list of messages but "
+                "is none that JSON, Python or numpy can write; correct it or remove the row"
+            )
+        value = spelt or value  # it may be a text that begins like a list
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         text = str(value)
         if role == "user" and not text.strip():

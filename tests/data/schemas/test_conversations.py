@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from modelcenter.data.schemas.conversations import TOOLS, ChatColumns, conversations, find_chat_columns
@@ -85,6 +86,34 @@ def test_turns_of_all_forms():
     assert found[1:] == [[user("do")], [user("do"), answer("4")]]
     trl = table(prompt=[[user("q")]], completion=[[answer("a")]])
     assert conversations(trl, find_chat_columns(trl, {})) == [[user("q"), answer("a")]]
+
+
+def test_arrays_of_messages_in_the_cells_of_a_csv_file():
+    """pandas writes the lists that it has read from parquet as numpy shows them, without commas."""
+    asked, said = user("it's {a} {'b': 1}\n {c}"), answer('"} {" \\" \\\\')
+    rows = [[asked, said], [said], [asked | {"name": None}, said, asked, said]]
+    cells = [str(np.array(row)) for row in rows]
+    assert "} {" in cells[0].replace("\n", "") and ", {" not in cells[0]
+    found = [conversations(table(messages=[cell]), ChatColumns(messages="messages"))[0] for cell in cells]
+    assert found == [[asked, said], [said], [asked, said, asked, said]]
+    chosen, rejected = (str(np.array([user("q"), end])) for end in (said, answer("no")))
+    pair = table(prompt=["q"], chosen=[chosen], rejected=[rejected])
+    assert preferences(pair, find_preference_columns(pair, {})) == [[user("q"), said], [user("q"), answer("no")]]
+
+
+def test_texts_that_begin_like_messages():
+    whole = str([user("q"), answer("a")])
+    broken = {"cut": whole[:-9], "nan": whole.replace("'a'", "nan"), "other": "[{x}] is a set in a list"}
+    for name, cell in broken.items():
+        rows = table(messages=[whole, cell])
+        with pytest.raises(ValueError, match="line 2: got .* in column 'messages', which begins like a list"):
+            conversations(rows, find_chat_columns(rows, {}))
+        pair = table(prompt=["q"], chosen=["yes"], rejected=[cell])
+        if name == "nan":
+            with pytest.raises(ValueError, match="line 1: got .* in column 'rejected', which begins like a list"):
+                preferences(pair, find_preference_columns(pair, {}))
+        else:  # a text, in a column that may have any
+            assert preferences(pair, find_preference_columns(pair, {}))[1] == [user("q"), answer(cell)]
 
 
 def test_tools_of_a_row():

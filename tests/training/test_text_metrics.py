@@ -36,6 +36,10 @@ from modelcenter.training.metrics import (
         ("E-P I-P E-P O E-P", [("P", 0, 1), ("P", 1, 3), ("P", 4, 5)]),  # tags that cannot follow
         ("PER PER O LOC PER", [("PER", 0, 2), ("LOC", 3, 4), ("PER", 4, 5)]),  # bare names
         ("I-P O I-P", [("P", 0, 1), ("P", 2, 3)]),
+        ("B_P I_P O B_L_x", [("P", 0, 2), ("L_x", 3, 4)]),  # underscores
+        ("S_P B_P M_P E_P", [("P", 0, 1), ("P", 1, 4)]),
+        ("S_1 S_1 E_2", [("S_1", 0, 2), ("E_2", 2, 3)]),  # bare names
+        ("I_B-x B-P", [("I_B-x", 0, 1), ("P", 1, 2)]),
         ("O O", []),
         ("", []),
     ],
@@ -59,6 +63,15 @@ def test_entity_scores():
     packed = TokenLabels(names)
     packed.update(logits.reshape(1, 10, 5), targets.reshape(1, 10), torch.tensor([0, 5, 10]))
     assert packed.result() == metrics.result()
+
+
+def test_all_labels_together_tell_how_they_are_written():
+    assert entities(["I_P", "I_P"], ["O", "B_P", "I_P"]) == [("P", 0, 2)]
+    assert entities(["I_P", "I_P"], ["O", "I_P", "LOC"]) == [("I_P", 0, 2)]
+    names = ["O", "B_P", "I_P"]
+    metrics = TokenLabels(names)
+    metrics.add([1, 2, 0], [1, 2, 2])
+    assert metrics.types == ["P"] and metrics.counts.tolist() == [[1], [1], [0]]
 
 
 def test_a_packed_entity_ends_with_its_sequence():

@@ -174,6 +174,7 @@ def test_plain_texts_and_empty_rows(folder, tmp_path, capsys):
 def test_all_tokens_of_a_word(folder):
     names = ("B-PER", "I-PER", "B-LOC", "O")
     assert word_tags.inside_tags(names).tolist() == [1, 1, 2, 3]
+    assert word_tags.inside_tags(tuple(name.replace("-", "_") for name in names)).tolist() == [1, 1, 2, 3]
     rows = [["zurich", "met"]]  # a word in pieces
     words = tokenize_words(make_tokenizer(), rows, max_length=20)
     pieces = int((words.word == 0).sum())

@@ -4,7 +4,7 @@ Entities are those of CoNLL's conlleval, whatever the scheme: BIO (IOB1 and IOB2
 BMES), and IO, in which labels may also be bare names. A tag that cannot follow the one before it begins a new entity.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,19 +20,32 @@ _LETTERS = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S"
 Entity = tuple[str, int, int]  # type, first token, token after the last
 
 
-def split_tag(tag: str) -> tuple[str, str]:
+def tag_separator(names: Collection[str]) -> str:
+    """What all labels but O have between letter and type: an underscore (B_PER), else a hyphen.
+
+    Only all of them together tell: among bare names, S_1 is one.
+    """
+    marked = [name for name in names if name != OUTSIDE]
+    underscored = all(name[0] in _LETTERS and name[1:2] == "_" for name in marked if name)
+    return "_" if underscored and any(name[:2] in ("B_", "I_") for name in marked) else "-"
+
+
+def split_tag(tag: str, separator: str = "-") -> tuple[str, str]:
     """(B, I, E, S or O; type) of a label: "B-PER", "PER-B" is not one; a bare name is inside."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
-    letter, dash, kind = tag.partition("-")
-    if dash and letter in _LETTERS:
+    letter, separated, kind = tag.partition(separator)
+    if separated and letter in _LETTERS:
         return _LETTERS[letter], kind
     return (_LETTERS[tag], "") if tag in _LETTERS else ("I", tag)
 
 
-def entities(tags: Iterable[str]) -> list[Entity]:
-    """The entities of one sequence of labels."""
-    return _entities([split_tag(tag) for tag in tags])
+def entities(tags: Iterable[str], names: Collection[str] | None = None) -> list[Entity]:
+    """The entities of one sequence of labels. names: all labels that there are, which tell how they are written; None:
+    those of the sequence."""
+    tags = list(tags)
+    separator = tag_separator(tags if names is None else names)
+    return _entities([split_tag(tag, separator) for tag in tags])
 
 
 def _entities(tags: Sequence[tuple[str, str]]) -> list[Entity]:
@@ -59,7 +72,8 @@ class TokenLabels:
     main = "f1"
 
     def __init__(self, names: Sequence[str]):
-        self.tags = [split_tag(name) for name in names]
+        separator = tag_separator(names)
+        self.tags = [split_tag(name, separator) for name in names]
         self.types = sorted({kind for tag, kind in self.tags if tag != OUTSIDE})
         self.number = {kind: i for i, kind in enumerate(self.types)}
         # Per type: entities predicted, labelled, both; and tokens labelled and right.

@@ -182,7 +182,7 @@ class TokenClassification(WindowTask):
         return TokenLabels(self.tag_names)
 
     def describe_columns(self) -> str:
-        types = sorted({kind for name in self.tag_names for kind, _, _ in entities([name])})
+        types = sorted({kind for name in self.tag_names for kind, _, _ in entities([name], self.tag_names)})
         shown = ", ".join(types[:6]) + (", ..." if len(types) > 6 else "")
         words, tags = self.columns
         count = sum(not row for row in self.words)
@@ -244,7 +244,7 @@ class TokenClassification(WindowTask):
                 "end": end,
                 "score": round(sum(scores[start:end]) / (end - start), 6),
             }
-            for kind, start, end in entities(tags)
+            for kind, start, end in entities(tags, examples.names)
         ]
         return {"words": words, "tags": tags, "entities": spans}
 

@@ -11,6 +11,7 @@ from modelcenter.data.schemas.class_names import ids_to_names, reordered_ids_to_
 from modelcenter.data.schemas.entity_spans import has_entity_spans, spans_to_tags
 from modelcenter.data.table import Table
 from modelcenter.training.metrics.qa import is_han
+from modelcenter.training.metrics.tagging import tag_separator
 from modelcenter.training.tasks.column_roles import find_named
 
 WORDS = ("words", "tokens", "token", "word", "sentence", "text")
@@ -144,5 +145,6 @@ def encode_tags(
 
 def inside_tags(names: tuple[str, ...]) -> np.ndarray:
     """For each tag the one that goes on inside its word: I-PER after B-PER, where there is such a tag."""
-    number = {name: i for i, name in enumerate(names)}
-    return np.array([number.get("I-" + name[2:], i) if name[:2] == "B-" else i for i, name in enumerate(names)])
+    number, separator = {name: i for i, name in enumerate(names)}, tag_separator(names)
+    begin, inside = f"B{separator}", f"I{separator}"
+    return np.array([number.get(inside + n[2:], i) if n[:2] == begin else i for i, n in enumerate(names)])

@@ -171,7 +171,7 @@ def test_plain_texts_and_empty_rows(folder, tmp_path, capsys):
     assert word_tags.joined(["\u5f20", "\u4e09", "a", "b", "\u5728"]) == "\u5f20\u4e09 a b \u5728"
 
 
-def test_all_tokens_of_a_word(folder):
+def test_all_tokens_of_a_word(folder, capsys):
     names = ("B-PER", "I-PER", "B-LOC", "O")
     assert word_tags.inside_tags(names).tolist() == [1, 1, 2, 3]
     assert word_tags.inside_tags(tuple(name.replace("-", "_") for name in names)).tolist() == [1, 1, 2, 3]
@@ -188,6 +188,10 @@ def test_all_tokens_of_a_word(folder):
     assert one[0]["loss"] != other[0]["loss"]  # more tokens are trained
     accuracy = 1 - round((1 - one[-1]["eval_accuracy"]) * words_in_dev()) / words_in_dev()
     assert one[-1]["eval_accuracy"] == pytest.approx(accuracy)  # each word is judged once all the same
+    capsys.readouterr()
+    cli(["evaluate", str(folder / "run"), str(folder / "data"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == pytest.approx({name: one[-1].get(f"eval_{name}", value) for name, value in found.items()}, abs=1e-5)
 
 
 def words_in_dev() -> int:

@@ -171,12 +171,16 @@ class TokenClassification(WindowTask):
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[TaggedWords, TaggedWords | None]:
         space_before_words(tokenizer)
         tokens = tokenize_words(tokenizer, self.words, max_length=max_length, split=self.split_long_rows)
-        inner = inside_tags(self.tag_names) if self.label_all_tokens else None
+        inner = self._inner_tags()
         train_set = windows_of(self.table, self.words, tokens, self.tag_names, self.targets, inner)
         if self.eval_table is None or self.eval_words is None:
             return train_set, None
         tokens = tokenize_words(tokenizer, self.eval_words, max_length=max_length)
         return train_set, windows_of(self.eval_table, self.eval_words, tokens, self.tag_names, self.eval_targets, inner)
+
+    def _inner_tags(self) -> np.ndarray | None:
+        """`inner` of TaggedWords."""
+        return inside_tags(self.tag_names) if self.label_all_tokens else None
 
     def metrics(self, device: torch.device | str = "cpu") -> TokenLabels:
         return TokenLabels(self.tag_names)
@@ -200,7 +204,9 @@ class TokenClassification(WindowTask):
         words = words_of(table, columns[0], tagged=labelled)
         if not any(words):
             raise ValueError(f"{table.name}: no row has a word in column {columns[0]!r}")
-        return cls(table=table, columns=columns, words=words)
+        # So that the loss is that of the run's own evaluations.
+        label_all_tokens = getattr(run, "label_all_tokens", False)
+        return cls(table=table, columns=columns, words=words, label_all_tokens=label_all_tokens)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> TaggedWords:
         names = model.config.id2label or {}
@@ -210,7 +216,7 @@ class TokenClassification(WindowTask):
             tags = tags_of(self.table, self.columns[1], self.words, self.tag_names)
             targets = encode_tags(self.table, self.words, tags, self.tag_names, known_from="the model")
         tokens = tokenize_words(tokenizer, self.words, max_length=max_length)
-        return windows_of(self.table, self.words, tokens, self.tag_names, targets)
+        return windows_of(self.table, self.words, tokens, self.tag_names, targets, self._inner_tags())
 
     def window_results(
         self, examples: TaggedWords, windows: np.ndarray, out: ModelOutput

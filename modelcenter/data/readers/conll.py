@@ -40,7 +40,8 @@ def parse_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[i
     column have no tags. Sentences end at empty lines and at -DOCSTART-. Tags of any scheme are kept as they are.
 
     Raises:
-        ValueError: a line with more or fewer columns than the first, naming both.
+        ValueError: a line with more or fewer columns than the first, naming both; the first column has the numbers of
+            the words and not the words.
     """
     words: list[list[str]] = []
     tags: list[list[str]] = []
@@ -67,7 +68,23 @@ def parse_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[i
             between_sentences = False
         words[-1].append(fields[0])
         tags[-1].append(fields[-1])
+    if width > 2 and _are_numbers_of_words(words):
+        raise ValueError(
+            f"{path}, line {starts[0]}: the first column numbers the words of each sentence, as in CoNLL-U, where the "
+            "word was expected; keep the column of the words and that of the tags, such as with `cut -f 2,4`"
+        )
     return ({"words": words, "tags": tags} if width > 1 else {"words": words}), starts
+
+
+def _are_numbers_of_words(sentences: list[list[str]]) -> bool:
+    """Whether the words of each sentence are 1, 2, 3 and so on; 2-3 and 2.1 may come between, as in CoNLL-U."""
+    longest = 0
+    for words in sentences:
+        counted = [word for word in words if re.fullmatch(r"\d+[-.]\d+", word) is None]
+        if counted != [str(i) for i in range(1, len(counted) + 1)]:
+            return False
+        longest = max(longest, len(counted))
+    return longest > 1  # a file may have the word "1" alone
 
 
 def _fields(line: str) -> list[str]:

@@ -47,3 +47,25 @@ def test_ragged_lines(tmp_path):
         read_file(path)
     with pytest.raises(ValueError, match="line 2: got 2 columns"):
         read_file(write(tmp_path / "b.conll", "a\tO\n\tO\n"))
+
+
+def test_numbers_in_place_of_words(tmp_path):
+    """CoNLL-U's first column, which is no word."""
+    lines = [
+        "# sent_id = 1",
+        "1-2\tdu\t_\t_\t_\t_\t_\t_\t_\t_",
+        "1\tde\tde\tADP\t_\t_\t2\tcase\t_\t_",
+        "2\tle\tle\tDET\t_\t_\t0\troot\t_\tSpaceAfter=No",
+        "2.1\tx\tx\tVERB\t_\t_\t_\t_\t_\t_",
+        "",
+        "1\tOui\toui\tINTJ\t_\t_\t0\troot\t_\t_",
+        "",
+    ]
+    with pytest.raises(ValueError, match="a.conll, line 2: the first column numbers the words .*`cut -f 2,4`"):
+        read_file(write(tmp_path / "a.conll", "\n".join(lines)))
+    kept = ["\t".join(fields[i] for i in (1, 3) if i < len(fields)) for fields in (line.split("\t") for line in lines)]
+    kept[0] = lines[0]  # as `cut` keeps it
+    found = read_file(write(tmp_path / "b.conll", "\n".join(kept))).columns
+    assert found == {"words": [["du", "de", "le", "x"], ["Oui"]], "tags": [["_", "ADP", "DET", "VERB"], ["INTJ"]]}
+    for text in ("1 CD O\n2 CD O\n\na DT O\n", "1 CD O\n\n1 CD O\n", "1\tO\n2\tO\n"):  # words all the same
+        assert read_file(write(tmp_path / "c.conll", text)).columns["words"][0][0] == "1"

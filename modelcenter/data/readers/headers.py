@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES, ID_NAMES, LABEL_NAMES
+from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES, ID_NAMES, LABEL_NAMES, PROMPT_NAMES
 
-_OTHER_NAMES = ("prompt", "instruction", "input", "source", "messages", "conversations", "conversation")
-_KNOWN_NAMES = ALL_TEXT_NAMES.union(LABEL_NAMES, ID_NAMES, _OTHER_NAMES)
+_OTHER_NAMES = ("source", "messages", "conversations", "conversation")
+_KNOWN_NAMES = ALL_TEXT_NAMES.union(LABEL_NAMES, ID_NAMES, PROMPT_NAMES, _OTHER_NAMES)
 _LOOKED_AT = 1000  # rows that a header is compared with
 
 

@@ -12,7 +12,7 @@ from modelcenter.data.readers.literals import pandas_columns, parse_json, parse_
 from modelcenter.data.readers.parsed import ParsedFile, columns_of
 from modelcenter.data.readers.squad import flatten_questions, is_nested
 from modelcenter.data.readers.text_encoding import decode_text
-from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES
+from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES, PROMPT_NAMES, TOOLS_NAMES
 
 _BLOCK = 100  # lines that are parsed at once
 _ROWS = frozenset(("data", "rows", "examples"))  # beside which there may be lists of other things
@@ -71,15 +71,18 @@ def _single_object(path: Path, document: dict[str, Any], lines: Sequence[int] | 
     table = pandas_columns(document)
     if table is not None:
         return ParsedFile(table)
-    lists = [value for value in document.values() if isinstance(value, list)]
-    tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
-    texts = [name for name, value in document.items() if isinstance(value, str) and name.lower() in ALL_TEXT_NAMES]
-    is_chat = any(keys <= row.keys() for table in tables for row in table for keys in _MESSAGE_KEYS)
-    is_columns = len(lists) == len(document) > 0 and len({len(value) for value in lists}) == 1
+    lists = {name: value for name, value in document.items() if isinstance(value, list)}
+    tables = {name: value for name, value in lists.items() if value and all(isinstance(row, dict) for row in value)}
+    has_tools = len(document) > 1 and any(name.lower() in TOOLS_NAMES for name in tables)
+    # An instruction beside what is called rows is one for all of them.
+    text_names = ALL_TEXT_NAMES.union(PROMPT_NAMES) if _ROWS.isdisjoint(document) else ALL_TEXT_NAMES
+    texts = [name for name, value in document.items() if isinstance(value, str) and name.lower() in text_names]
+    is_chat = any(keys <= row.keys() for table in tables.values() for row in table for keys in _MESSAGE_KEYS)
+    is_columns = len(lists) == len(document) > 0 and len({len(value) for value in lists.values()}) == 1
     if not texts and not is_chat:  # else a row with its answers or entities, or a conversation
         one_of_columns = is_columns and len(lists) > 1 and _ROWS.isdisjoint(document)  # which may hold objects
-        if len(tables) == 1 and not one_of_columns:
-            return ParsedFile(_object_columns(path, tables[0]))
+        if len(tables) == 1 and not one_of_columns and not has_tools:
+            return ParsedFile(_object_columns(path, *tables.values()))
         if is_columns:
             return ParsedFile(document)
     return ParsedFile({name: [value] for name, value in document.items()}, lines)

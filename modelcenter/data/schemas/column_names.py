@@ -42,5 +42,7 @@ TEXT_PAIRS = (
     ("question", "passage"),
     ("query", "document"),
 )
+PROMPT_NAMES = ("prompt", "instruction", "input")
+TOOLS_NAMES = ("tools", "functions", "available_tools")
 ID_NAMES = ("id", "idx", "index", "guid", "uid")
 ALL_TEXT_NAMES = frozenset((*TEXT_NAMES, *chain.from_iterable(TEXT_PAIRS)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelcenter.data.readers.literals import parse_json, parse_list
-from modelcenter.data.schemas.column_names import TEXT_NAMES
+from modelcenter.data.schemas.column_names import TEXT_NAMES, TOOLS_NAMES
 from modelcenter.data.schemas.columns import check_columns
 from modelcenter.data.structured import ANSWER
 from modelcenter.data.table import Table
@@ -30,7 +30,6 @@ PAIRS = (
 )  # fmt: skip
 INPUT_NAMES = ("input", "context")  # what an instruction applies to
 SYSTEM_NAMES = ("system", "system_prompt")
-TOOLS_NAMES = ("tools", "functions", "available_tools")
 TOOLS = "<tools>"  # key of the tools in a conversation's first turn; no message has a key of this name
 _MESSAGES = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages that is written as a text
 _ROLE_KEY = re.compile(r"""["'](role|from)["']\s*:""")

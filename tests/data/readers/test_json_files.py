@@ -18,7 +18,8 @@ ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
         "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS),  # U+2028 unescaped: no line break of JSON lines
         "\ufeff" + "\r\n\r\n".join(json.dumps(row) for row in ROWS) + "\r\n",
         json.dumps(ROWS, indent=2),
-        json.dumps({"version": "1", "data": ROWS}),
+        json.dumps({"version": "1", "instruction": "Rate", "data": ROWS}),
+        json.dumps({"source": "the web", "items": ROWS}),
         json.dumps({"text": [r["text"] for r in ROWS], "label": [1, 0]}),
         "\n".join(json.dumps(row) for row in ROWS).encode("utf-16"),
         # What pandas' to_json writes, as is and with orient index, split.
@@ -26,7 +27,7 @@ ROWS = [{"text": "a b", "label": 1}, {"text": "caf\u00e9 \u2028 x", "label": 0}]
         json.dumps({str(i): row for i, row in enumerate(ROWS)}, indent=1),
         json.dumps({"columns": list(ROWS[0]), "index": [0, 1], "data": [list(row.values()) for row in ROWS]}),
     ],
-    ids=["lines", "bom-crlf-blank", "array", "nested", "columns", "utf-16", "pandas", "pandas-index", "pandas-split"],
+    ids="lines bom-crlf-blank array data items columns utf-16 pandas pandas-index pandas-split".split(),
 )
 @pytest.mark.parametrize("suffix", ["json", "ndjson"])
 def test_json_forms(tmp_path, content, suffix):
@@ -45,8 +46,11 @@ TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         {"conversations": [{"from": "human", "value": "q"}], "id": 1},
         {"chosen": TURNS, "rejected": TURNS},
         {"question": "q", "context": "a b", "answers": [{"text": "b", "answer_start": 2}]},
+        {"prompt": "q", "documents": [{"text": "a"}, {"text": "b"}]},
+        {"my question": "q", "Tools": [{"type": "function", "function": {"name": "w"}}]},
+        {"steps": [{"say": "a"}, {"say": "b"}], "tools": [{"type": "function", "function": {"name": "w"}}]},
     ],
-    ids=["chat", "sharegpt", "pair", "answers"],
+    ids=["chat", "sharegpt", "pair", "answers", "documents", "tools", "steps"],
 )
 def test_a_file_of_one_row_with_a_list_of_objects(tmp_path, row, indent):
     table = read(tmp_path, "a.jsonl", json.dumps(row, indent=indent))

@@ -321,6 +321,8 @@ def test_forms_and_mistakes_of_entities_by_characters():
     forms = [[4, 16, "PER"], [19, 21, "LOC"]], [tool, {"start": 4, "end": 16, "label": "PER"}]
     assert made(*forms, [], None) == [(words, tags)] * 2 + [(words, ["O"] * 8)] * 2
     assert made([], None) == [(words, ["O"] * 8)] * 2  # no row has an entity
+    written = str(forms[0]), json.dumps(forms[1]), "[]", ""  # in the cells of a csv file
+    assert made(*written) == [(words, tags)] * 2 + [(words, ["O"] * 8)] * 2
     assert made([[0, 2, "X"]], text="Berlin")[0] == (["Be", "rlin"], ["B-X", "O"])
     for wrong, says in (
         ([[4, 16, "PER"], [10, 20, "X"]], "row 1: the entity 'X' at characters 10 to 20 .* overlaps the one before"),
@@ -334,6 +336,8 @@ def test_forms_and_mistakes_of_entities_by_characters():
             made(wrong)
     with pytest.raises(ValueError, match="row 1: got None in column 'text', expected a text"):
         made(forms[0], text=None)
+    with pytest.raises(ValueError, match=r"row 2: got .\[\[4, 16, X\]\]., expected a list .* such as .\[\[4, 16, "):
+        made(str(forms[0]), "[[4, 16, X]]")
 
 
 def test_mistakes(folder):

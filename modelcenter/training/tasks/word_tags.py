@@ -22,12 +22,16 @@ _FEW_WORDS = 10  # that may all be in rows of their own
 
 
 def find_word_columns(table: Table, words: str | None, tags: str | None, tagged: bool = True) -> tuple[str, str | None]:
-    """The columns of the words and the tags; see column_roles.find_named. Entities given by the characters of a text
-    are turned into words and tags, in the table."""
+    """The columns of the words and the tags; see column_roles.find_named. In the table, lists that texts spell become
+    lists, and entities given by the characters of a text become words and tags."""
     roles = {"words": (words, WORDS), "tags": (tags, TAGS)}
     found = find_named(table, roles if tagged or tags is not None else {"words": roles["words"]})
     tags_column = found.get("tags")
-    if tags_column is not None and has_entity_spans(table.columns[tags_column], table.columns[found["words"]]):
+    if tags_column is None:
+        return found["words"], None
+    for column in (found["words"], tags_column):
+        table.columns[column] = list(parse_lists(table.columns[column], table.where))
+    if has_entity_spans(table.columns[tags_column], table.columns[found["words"]]):
         words_and_tags = spans_to_tags(table, found["words"], tags_column, split_text)
         table.columns[found["words"]], table.columns[tags_column] = words_and_tags
     return found["words"], tags_column

@@ -22,6 +22,7 @@ from engine.parallel.checks import check_hooks
 from engine.parallel.fsdp import (
     backward_was_left,
     before_backward,
+    clear_shards_too,
     drop_pass,
     gathered_parameters,
     make_root,
@@ -61,6 +62,7 @@ class ForwardHooks:
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 before_backward(unit, self._before_backward)
+                clear_shards_too(unit)
                 if unit is not model:
                     unit.register_forward_pre_hook(self._enter_unit, prepend=True)
         mark_sharded(model, gathered_parameters)

@@ -112,6 +112,21 @@ def _records(model: torch.nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+def clear_shards_too(unit: torch.nn.Module) -> None:
+    """Let ``unit.zero_grad()`` reach its shards also while gathered parameters, which have no gradient, are shown."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        for record in _records(unit):
+            shard = record.sharded_param
+            if set_to_none:
+                shard.grad = None
+            elif shard.grad is not None:
+                shard.grad.zero_()
+        type(unit).zero_grad(unit, set_to_none)
+
+    vars(unit)["zero_grad"] = zero_grad
+
+
 def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     """The gathered parameters that FSDP has allocated so far; it uses the same ones again and again."""
     return [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]

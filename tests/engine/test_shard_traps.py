@@ -63,6 +63,28 @@ def test_a_step_reaches_what_a_forward_without_backward_has_gathered(two, level)
         torch.testing.assert_close(found, expected)
 
 
+def clears_after_forward(model):
+    """Gradients are cleared where PyTorch's tutorials do it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for zero_grad in (model.zero_grad, model.layers[2].zero_grad, lambda: model.zero_grad(set_to_none=False)):
+        loss = model(IDS).square().mean()
+        zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model(IDS).detach()
+
+
+def cleared_after_forward(level):
+    return clears_after_forward(sharded(level))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_zero_grad_between_forward_and_backward_reaches_the_shards(two, level):
+    expected = clears_after_forward(toys.build())
+    for found in two.run(cleared_after_forward, level):
+        torch.testing.assert_close(found, expected)
+
+
 def steps_in_turns(first, second):
     """The second model's step comes between forward and backward of the first."""
     steps = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]

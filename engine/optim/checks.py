@@ -74,12 +74,29 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     _stepped.add(optimizer)
 
 
+def check_not_gathered(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises ValueError if one of these is gathered for a forward: the gradient is its shard's."""
+    gathered = _gathered()
+    for parameter in parameters:
+        if id(parameter) in gathered:
+            raise ValueError(
+                f"clipping was given gathered parameters (one of shape {tuple(parameter.shape)}), which a model shows "
+                "between a forward and its backward, not the shards, which have the gradients: take them from "
+                "optimizer.param_groups, or run that forward in torch.no_grad()"
+            )
+
+
+def _gathered() -> set[int]:
+    """The whole parameters that sharded models show from forward to backward, by id."""
+    return {id(p) for model, find in _sharded.items() for p in find(model)}
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError if the optimizer holds parameters from before ``engine.shard``, that still wait for it, or that
     are gathered for a forward."""
     if optimizer in _checked:
         return
-    gathered = {id(p) for model, find in _sharded.items() for p in find(model)}
+    gathered = _gathered()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (name := REPLACED_AS.get(parameter)) is not None:

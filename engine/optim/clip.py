@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from engine import runtime
 from engine.ops import fused, library
+from engine.optim.checks import check_not_gathered
 from engine.optim.states import placed_alike, placed_gradient, scalar_on, sparse_gradient
 from engine.parallel.mesh import device_mesh
 from engine.registry import NORM_LAYOUT, STAGE_ROLE
@@ -37,6 +38,8 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     Args:
         params: parameters; those without a gradient count nothing.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
+
+    Raises ValueError for parameters that a model shows gathered after a forward: their shards have the gradients.
     """
     params = [params] if isinstance(params, torch.Tensor) else list(params)
     p = float(norm_type)
@@ -96,6 +99,7 @@ def _layouts(params: list[torch.Tensor]) -> list[_Layout]:
     try:
         return list(map(_layout_of, params))
     except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
+        check_not_gathered(params)
         for parameter in params:
             NORM_LAYOUT.set(parameter, _shared_layout(_sharded_over(parameter), STAGE_ROLE.get(parameter)))
         return list(map(_layout_of, params))

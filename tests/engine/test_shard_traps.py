@@ -85,6 +85,26 @@ def test_zero_grad_between_forward_and_backward_reaches_the_shards(two, level):
         torch.testing.assert_close(found, expected)
 
 
+def norms_after_a_forward(level):
+    model = sharded(level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS).square().mean().backward()
+    model(IDS)  # for a metric, say, without no_grad
+    clip, manager = engine.optim.clip_grad_norm_, engine.optim.OptimManager()
+    refused = said(clip, model.parameters(), 1e9), said(manager.clip_grad_norm, [model.scale], 1e9)
+    return refused, clip(optimizer.param_groups[0]["params"], 1e9)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_clipping_by_gathered_parameters_is_an_error(two, level):
+    plain = toys.build()
+    plain(IDS).square().mean().backward()
+    for refused, norm in two.run(norms_after_a_forward, level):
+        assert all("clipping was given gathered parameters (one of shape (" in message for message in refused)
+        assert "take them from optimizer.param_groups" in refused[0] and "(1,)" in refused[1]
+        torch.testing.assert_close(norm, engine.optim.clip_grad_norm_(plain.parameters(), 1e9))
+
+
 def steps_in_turns(first, second):
     """The second model's step comes between forward and backward of the first."""
     steps = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]

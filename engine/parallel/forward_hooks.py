@@ -28,6 +28,7 @@ from engine.parallel.fsdp import (
     make_root,
     record_of_a_shard,
     reshard,
+    trained_shards,
 )
 from engine.parallel.gloo.collectives import GlooCollectives
 from engine.parallel.scalars import Scalars
@@ -142,6 +143,9 @@ class ForwardHooks:
         self._scalars = Scalars(model)
         if (record := record_of_a_shard(model)) is not None:
             self._record, self._dtype = record, record.sharded_param.dtype
+        if self._collectives is not None:
+            for shard in trained_shards(model):  # after check_hooks, which refuses hooks of the user's
+                shard.register_hook(self._collectives.before_accumulation)
         if torch.is_inference_mode_enabled():
             _gather_once(model)
 

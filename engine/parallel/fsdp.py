@@ -132,6 +132,11 @@ def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     return [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
 
 
+def trained_shards(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The shards that the optimizer updates, also while gathered parameters are shown in their place."""
+    return [record.sharded_param for record in _records(model) if record.sharded_param.requires_grad]
+
+
 def record_of_a_shard(model: torch.nn.Module) -> Any:
     """FSDP's record of some parameter of ``model``, whose ``sharded_param`` is the shard; None if it shards none."""
     return next(_records(model), None)

@@ -206,6 +206,24 @@ def test_a_layer_that_several_units_have(two, level, is_a_unit):
             torch.testing.assert_close(ours, theirs)
 
 
+def penalised(model):
+    """A penalty on the parameters themselves, which backward comes to after all units."""
+    penalty = sum(getattr(p, "full_tensor", p.clone)().square().sum() for p in model.parameters())
+    (model(IDS).square().mean() + penalty).backward()
+    return {name: toys.whole(p.grad) for name, p in model.named_parameters()}
+
+
+def sharded_and_penalised(level):
+    return penalised(sharded(level))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_penalty_on_the_shards_adds_to_their_gradients(two, level):
+    expected = penalised(toys.build())
+    for found in two.run(sharded_and_penalised, level):
+        torch.testing.assert_close(found, expected)
+
+
 def steps_in_backward(model):
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import unserializable_hook
 
 from engine.parallel.fsdp import gather_ahead, sums_are_only_viewed
 from engine.parallel.gloo.block_sparse import BlockSparseParts, has_gathered_embedding
@@ -206,12 +207,12 @@ class GlooCollectives:
             order: the units as forward comes to them: each begins the gather of the next. One that forward does not
                 come to next is found out, and is not gathered ahead again. Empty: nothing is gathered ahead.
         """
-        pending, memories = _PendingSum(), _Memories()
+        self._pending, memories = _PendingSum(), _Memories()
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._gathers: dict[FSDPModule, AllGather] = {module: AllGather(memories) for module in modules}
         for module, gather in self._gathers.items():
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(ReduceScatter(module, pending, memories))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(ReduceScatter(module, self._pending, memories))  # type: ignore[arg-type]
         self._before: dict[FSDPModule, FSDPModule] = {}
         if order:
             ordered = [m for m in (model, *order) if isinstance(m, FSDPModule)]
@@ -219,6 +220,12 @@ class GlooCollectives:
             for unit, before in self._before.items():
                 before.set_modules_to_forward_prefetch([unit])
             gather_ahead(modules[0])
+
+    @unserializable_hook
+    def before_accumulation(self, _gradient: torch.Tensor) -> None:
+        """A hook on shards: autograd is about to add to the gradient of one, which was read outside the units (in a
+        penalty, say), and the sum that is under way may be that gradient."""
+        self._pending.finish()
 
     def after_forward(self) -> None:
         """Stop gathering ahead the units that this forward did not reach."""

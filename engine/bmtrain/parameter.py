@@ -135,11 +135,15 @@ def gather(parameter: DTensor) -> torch.Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.parameter = parameter
         ctx.mesh, ctx.placements, ctx.dtype = parameter.device_mesh, parameter.placements, parameter.dtype
         return parameter.full_tensor()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        from engine.parallel.fsdp import note_gradient  # not above, as a plain model does without FSDP
+
+        note_gradient(ctx.parameter)
         # Ranks of a tensor-parallel group have the same gradient of the whole; all others have their own batch's.
         names = ctx.mesh.mesh_dim_names or ("",) * ctx.mesh.ndim
         addends: list[Placement] = [Replicate() if name == "tp" else Partial() for name in names]

@@ -37,6 +37,16 @@ class Uses(Protocol):
         """The gradients of the group of this number were reduced."""
 
 
+# Those that are told of the backwards under way.
+_watching: list[Uses] = []
+
+
+def note_gradient(shard: torch.Tensor) -> None:
+    """Tell that the backward under way used a parameter which was gathered outside FSDP's units."""
+    for uses in _watching:
+        uses.note(shard)
+
+
 @contextmanager
 def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[torch.Tensor]]:
     """Inside, parameters that got no gradient take part in the reduction with zeros.
@@ -48,9 +58,11 @@ def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[tor
     groups = [group for unit in units for group in _groups(unit)]
     for number, group in enumerate(groups):
         vars(group)["post_backward"] = functools.partial(_post_backward_with_zeros, group, number, {}, uses)
+    _watching.append(uses)
     try:
         yield {p.sharded_param for group in groups for p in group.fsdp_params}
     finally:
+        _watching.remove(uses)
         for group in groups:
             vars(group).pop("post_backward", None)
 

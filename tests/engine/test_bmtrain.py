@@ -295,6 +295,46 @@ def test_a_parameter_read_outside_forward_is_whole_and_its_gradient_averaged(two
         assert torch.equal(gradient, torch.full((5, 4), 1.5))
 
 
+class ReadsOutside(bmt.DistributedModule):
+    """Is given words of its table, and reads the table itself only if it is tied."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.table, self.body, self.tied = toys.Embedding(5, 4), bmt.nn.Linear(4, 4), tied
+
+    def forward(self, x):
+        return self.table(self.body(x), projection=True) if self.tied else self.body(x)
+
+    def loss(self, ids, totals):
+        return self(F.embedding(ids, self.table.weight)).square().sum() / totals["n"]
+
+
+def gradients_of_words(tied, in_parts, accumulates):
+    """Of three microbatches: two of the first rank and one of the second."""
+    bmt.init_distributed(seed=2)
+    model = ReadsOutside(tied)
+    for root in (model.table, model.body) if in_parts else [model]:
+        bmt.init_parameters(root)
+    batches = [torch.tensor([0, 3]), torch.tensor([1, 3, 3]), torch.tensor([2])]
+    ranks = bmt.world_size()
+    own = batches if ranks == 1 else batches[2 * bmt.rank() : 2 * bmt.rank() + 2]
+    if accumulates:
+        bmt.accumulate(model, own, model.loss, lambda ids: {"n": len(ids)}, lambda: torch.tensor([], dtype=torch.int64))
+    else:
+        (model.loss(torch.cat(own), {"n": 6}) * ranks).backward()
+    return {n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("tied", "in_parts", "accumulates"),
+    [(False, False, True), (False, True, True), (True, False, True), (True, False, False)],
+)
+def test_a_table_that_is_read_outside_forward_has_the_gradient_of_one_process(two, tied, in_parts, accumulates):
+    expected = gradients_of_words(tied, in_parts, accumulates)
+    for found in two.run(gradients_of_words, tied, in_parts, accumulates):
+        torch.testing.assert_close(found, expected)
+
+
 def a_block_inside_is_not_gathered():
     bmt.init_distributed()
     model = toys.GPT()

@@ -161,14 +161,22 @@ def make_root(model: FSDPModule) -> None:
 
 def before_backward(unit: FSDPModule, check: Callable[[], None]) -> None:
     """Call ``check`` whenever a backward pass reaches ``unit``, before FSDP does anything for it."""
-    state = unit._get_fsdp_state()
+    state, groups = unit._get_fsdp_state(), _groups(unit)
     theirs = state._pre_backward
 
     def pre_backward(gradient: torch.Tensor) -> torch.Tensor:
         check()
+        for group in groups:
+            _init_dtypes_of_unfrozen(group)
         return theirs(gradient)
 
     vars(state)["_pre_backward"] = pre_backward
+
+
+def _init_dtypes_of_unfrozen(group: Any) -> None:
+    """Before torch 2.15 FSDP finds the dtypes of gradients before the first forward, and none where all is frozen."""
+    if vars(group).get("_orig_dtype", True) is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+        group._init_mp_dtypes()
 
 
 def backward_was_left(root: FSDPModule) -> bool:

@@ -198,7 +198,10 @@ def _install_hooks(
 
 def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:
     """FSDP's policy for the dtypes of ``model``."""
-    if policy.precision == "fp32" and any(p.itemsize < 4 for p in model.parameters() if p.requires_grad):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # What is frozen may be trained later; but fp64 and complex numbers are not reduced in fp32 for its sake.
+    looked_at = trained if any(p.itemsize > 4 for p in trained) else model.parameters()
+    if policy.precision == "fp32" and any(p.is_floating_point() and p.itemsize < 4 for p in looked_at):
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
     return policy.mixed_precision()
 

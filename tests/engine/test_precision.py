@@ -95,6 +95,33 @@ def test_trainable_parameters_are_kept_in_fp32_and_frozen_ones_as_they_are(two):
     assert two.run(mixed) == [(torch.bfloat16, torch.float32)] * 2
 
 
+def unfrozen(precision, frozen):
+    """Gradients after some parameters were frozen in the first forward, with the dtypes in which they were reduced."""
+    engine.init_distributed(zero_level=2)
+    model = toys.build()
+    if precision == "fp32":
+        model.bfloat16()
+    (model if precision == "fp32" else model.layers).requires_grad_(not frozen)
+    with toys.several_machines():
+        engine.shard(model, policy=engine.Policy(precision=precision))
+    ids = toys.microbatch(engine.rank())[0]
+    with torch.no_grad():
+        model(ids)
+    model.requires_grad_(True)
+    with toys.Collectives() as made:
+        model(ids).sum().backward()
+    return {n: toys.whole(p.grad) for n, p in model.named_parameters()}, made.of("reduce_scatter")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-params", "fp32"])
+def test_what_is_frozen_in_the_first_forward_is_trained_later_in_the_same_numbers(two, precision):
+    expected = two.run(unfrozen, precision, False)
+    assert all(dtypes == {torch.float32} for dtypes in expected[0][1])
+    for (found, reduced), (gradients, as_expected) in zip(two.run(unfrozen, precision, True), expected, strict=True):
+        assert reduced == as_expected
+        torch.testing.assert_close(found, gradients, rtol=0, atol=0)
+
+
 def plans(name):
     """How often the layers of a forward plan the rectangles of attention."""
     model = modelcenter.from_config(name, policy=engine.Policy(precision="bf16"))

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engine.registry import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS
 
-# Optimizers whose parameters have been looked at since a model was last sharded; and at their first step.
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# How many parameters an optimizer had when they were looked at, since a model was last sharded; and at a step.
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _sharded: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Iterable[torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -55,7 +55,7 @@ def _watch() -> None:
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
     check_optimizer(optimizer)
-    if optimizer in _stepped:
+    if _stepped.get(optimizer) == (number := _number_of_parameters(optimizer)):
         return
     members = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in members):
@@ -71,7 +71,12 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
                     stacklevel=2,
                 )
                 break
-    _stepped.add(optimizer)
+    _stepped[optimizer] = number
+
+
+def _number_of_parameters(optimizer: torch.optim.Optimizer) -> int:
+    """By which it is seen that a group was added."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def check_not_gathered(parameters: Iterable[torch.Tensor]) -> None:
@@ -94,7 +99,7 @@ def _gathered() -> set[int]:
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError if the optimizer holds parameters from before ``engine.shard``, that still wait for it, or that
     are gathered for a forward."""
-    if optimizer in _checked:
+    if _checked.get(optimizer) == (number := _number_of_parameters(optimizer)):
         return
     gathered = _gathered()
     for group in optimizer.param_groups:
@@ -106,9 +111,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 )
             if id(parameter) in gathered:
                 raise ValueError(
-                    f"{type(optimizer).__name__} was built between a forward and its backward, when the model showed "
-                    f"its gathered parameters (one of shape {tuple(parameter.shape)}), not the shards: it would train "
-                    "nothing. Build it right after engine.shard(model), or run that forward in torch.no_grad()"
+                    f"{type(optimizer).__name__} was built between a forward and its backward, or given a group then, "
+                    f"when the model showed its gathered parameters (one of shape {tuple(parameter.shape)}), not the "
+                    "shards: it would train nothing. Do it right after engine.shard(model), or run that forward in "
+                    "torch.no_grad()"
                 )
             if AWAITS_SHARDING.get(parameter):
                 raise ValueError(
@@ -116,4 +122,4 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "that is not sharded, so the ranks would train apart. Call init_parameters(model), "
                     "load(model, file) or BMTrainModelWrapper(model) before the optimizer is built"
                 )
-    _checked.add(optimizer)
+    _checked[optimizer] = number

@@ -342,12 +342,15 @@ def test_an_optimizer_built_after_an_evaluation(two, level, inference):
         toys.assert_same(found, toys.truth(toys.build(), TWO))
 
 
-def added_later(accumulated):
+def added_later(accumulated, in_a_group=False):
     """The gradients of a parameter that is not sharded: each rank's own, or averaged."""
     engine.init_distributed(zero_level=3)
     model = engine.shard(toys.build())
-    model.more = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if in_a_group:
+        optimizer.step()
+    model.more = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [model.more]})
 
     def forward(number, _):
         return model(toys.microbatch(0)[0]).sum() + model.more.sum() * number
@@ -363,9 +366,10 @@ def added_later(accumulated):
 
 
 def test_parameters_that_come_after_sharding(two):
-    for rank, (values, said) in enumerate(two.run(added_later, False)):
-        assert values == [1 - 2.0 * rank] * 2  # each by its own gradient, twice
-        assert len(said) == 1 and "SGD holds sharded parameters and one of shape (2,) that is not" in said[0]
+    for in_a_group in (False, True):
+        for rank, (values, said) in enumerate(two.run(added_later, False, in_a_group)):
+            assert values == [1 - 2.0 * rank] * 2  # each by its own gradient, twice
+            assert len(said) == 1 and "SGD holds sharded parameters and one of shape (2,) that is not" in said[0]
     assert two.run(added_later, True) == [([-1.0, -1.0], [])] * 2  # 1 less the sum of 0 and 1, twice
 
 

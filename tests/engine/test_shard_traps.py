@@ -35,9 +35,20 @@ def built_after_a_forward(level):
     return said(optimizer.step), said(engine.optim.OptimManager().add_optimizer, optimizer)
 
 
+def given_a_group_after_a_forward(level):
+    model = sharded(level)
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    optimizer.step()
+    model(IDS)
+    optimizer.add_param_group({"params": list(model.head.parameters())})
+    model(IDS).sum().backward()
+    return said(optimizer.step), said(engine.optim.OptimManager().add_optimizer, optimizer)
+
+
 @pytest.mark.parametrize("level", [1, 3])
-def test_an_optimizer_built_between_forward_and_backward_is_an_error(two, level):
-    for step, manager in two.run(built_after_a_forward, level):
+@pytest.mark.parametrize("make", [built_after_a_forward, given_a_group_after_a_forward])
+def test_an_optimizer_built_between_forward_and_backward_is_an_error(two, level, make):
+    for step, manager in two.run(make, level):
         for message in (step, manager):
             assert "SGD was built between a forward and its backward" in message and "would train nothing" in message
 

@@ -1,5 +1,6 @@
 """Names and directories, without a network; and the presets."""
 
+import math
 import pickle
 import types
 from pathlib import Path
@@ -12,6 +13,7 @@ import modelcenter as mc
 from modelcenter import registry
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import resolve
+from modelcenter.layers.rotary import Rotary
 from modelcenter.registry import list_models, preset, preset_names
 
 
@@ -109,15 +111,49 @@ def test_presets(name):
             mc.from_config(name)
         return
     config = spec.arch_map().config.read(entry["config"], spec.config_class())
+    if name == "minicpm4.1-8b":  # whose factors its published file alone says
+        config = config.replace(rope_scaling=None)
     with torch.device("meta"):
         ours = spec.model_class()(config, spec.model_class().tasks[0])
     assert sum(p.numel() for p in ours.parameters()) == entry["parameters"]
     assert spec.arch_map().declared_task(config.architectures) is not None
     if kind in transformers.CONFIG_MAPPING:
         auto = transformers.AutoModelForSeq2SeqLM if kind == "encoder-decoder" else transformers.AutoModel
+        # The MiniCPM3 of transformers 5.17 takes no longrope as it was published, without a `factor`.
+        sizes = {field: value for field, value in entry["config"].items() if field != "rope_scaling"}
         with torch.device("meta"):
-            theirs = auto.from_config(transformers.CONFIG_MAPPING[kind](**entry["config"]))
+            theirs = auto.from_config(transformers.CONFIG_MAPPING[kind](**sizes))
         assert sum(p.numel() for p in theirs.parameters()) == entry["parameters"]
+
+
+@pytest.mark.parametrize("name", ["minicpm3-4b", "minicpm4-0.5b", "minicpm4-8b"])
+def test_frequencies_of_minicpm(name):
+    """Factors are as published: two of one list that lie opposite each other have the same sum."""
+    values = preset(name)["config"]
+    spec = registry.get(values["model_type"])
+    config = spec.arch_map().config.read(values, spec.config_class())
+    dim = getattr(config, "qk_rope_head_dim", config.head_dim)
+    factors = torch.tensor(config.rope_scaling["short_factor"], dtype=torch.float64)
+    assert config.rope_scaling["long_factor"] == factors.tolist() and factors.diff().min() > 0
+    torch.testing.assert_close(
+        factors + factors.flip(0), (factors[0] + factors[-1]).expand(dim // 2), rtol=1e-6, atol=0
+    )
+    rotary = Rotary(dim, config.rope_theta, config.rope_scaling, config.max_positions)
+    plain = Rotary(dim, config.rope_theta).frequencies(torch.device("cpu"))
+    assert rotary.limit == math.inf and rotary.amplitude == 1.0
+    torch.testing.assert_close(rotary.frequencies(torch.device("cpu")), plain / factors.float())
+    assert values["eos_token_id"] == [2, 73440]
+
+
+def test_a_preset_whose_frequencies_are_not_known_makes_no_model(saved):
+    sizes = {"hidden_size": 64, "intermediate_size": 8, "num_layers": 1, "vocab_size": 9}
+    needed = "rope_scaling: rope_type 'longrope' needs short_factor, long_factor"
+    with pytest.raises(ValueError, match=needed):
+        mc.from_config("minicpm4.1-8b", **sizes)
+    with pytest.raises(ValueError, match=needed):
+        mc.from_pretrained(saved("base") / "model.safetensors", config="minicpm4.1-8b", **sizes)
+    one = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
+    assert mc.from_config("minicpm4.1-8b", **sizes, rope_scaling=one).config.rope_scaling == one
 
 
 @pytest.mark.parametrize(

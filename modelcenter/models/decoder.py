@@ -65,14 +65,14 @@ class Decoder(Model):
         return self.layers
 
     def _pack_tokens(self, batch: Batch, prefix: str, source: Tensor, cache: KVCache | None) -> Packed:
-        """Positions that start again divide a row into sequences where nothing else says what belongs together, as in
-        transformers."""
+        """Positions that do not go on by 1 divide a row into sequences where nothing else says what belongs
+        together, as in transformers."""
         ctx = super()._pack_tokens(batch, prefix, source, cache)
         told = any(batch.get(name) is not None for name in ("attention_mask", "cu_seqlens", "encoder_hidden_states"))
         by_token = self.causal and self.task in ("base", "causal-lm", "token-classification")
         if (positions := batch.get("position_ids")) is None or told or cache is not None or self.prefix_tokens:
             return ctx
-        return split_at_position_zero(ctx, positions) if by_token else ctx
+        return split_at_jumps(ctx, positions) if by_token else ctx
 
     def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
         """Without the tokens behind the last one of each sequence that predicts a label (the end of a conversation).
@@ -181,13 +181,14 @@ class Decoder(Model):
         return self.run_checked(batch)
 
 
-def split_at_position_zero(ctx: Packed, position_ids: Tensor) -> Packed:
-    """The same for rows without padding in each of which a sequence begins wherever a token is at position 0, as
-    transformers' DataCollatorWithFlattening joins them. On a GPU this waits for the positions."""
+def split_at_jumps(ctx: Packed, position_ids: Tensor) -> Packed:
+    """The same for rows without padding in each of which a sequence begins wherever positions do not go on by 1, as in
+    transformers (find_packed_sequence_indices). On a GPU this waits for the positions."""
     batch, seq = ctx.shape
     if not seq:
         return ctx
-    begins = flat_positions(host_copy(position_ids), ctx.shape) == 0
+    places = flat_positions(host_copy(position_ids), ctx.shape)
+    begins = torch.diff(places, prepend=places[:1]) != 1
     begins[::seq] = True
     starts = begins.nonzero().flatten().tolist()
     if len(starts) == batch:

@@ -44,6 +44,21 @@ def test_as_transformers_reads_them(family, task, tmp_path):
     assert not torch.allclose(whole, found, atol=1e-2)
 
 
+def test_a_sequence_begins_wherever_positions_do_not_go_on_by_one(tmp_path):
+    """Counted from 1, with a gap, with a place given twice, backwards. What predicts what, labels alone say."""
+    model, theirs = pair("llama", tmp_path)
+    positions = torch.tensor([[1, 2, 3, 1, 2, 3], [0, 1, 2, 10, 11, 12], [4, 5, 5, 6, 6, 7], [9, 8, 7, 3, 4, 0]])
+    ids = torch.randint(5, 131, positions.shape)
+    expected = theirs(ids, position_ids=positions, labels=ids, use_cache=False)
+    found = model(ids, position_ids=positions, labels=ids, output_logits=True)
+    for name in ("logits", "loss"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5)
+    shifted = torch.arange(6)[None] + 7  # one sequence, and so is each row of the batch
+    torch.testing.assert_close(
+        model(ids, position_ids=shifted).logits, model(ids, torch.ones_like(ids), position_ids=shifted).logits
+    )
+
+
 def test_a_batch_of_the_collator_trains_as_its_rows(tmp_path):
     model, _ = pair("gpt2", tmp_path)
     model.train()

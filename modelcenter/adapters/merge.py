@@ -21,6 +21,7 @@ from modelcenter.hub.resolve import is_hub_id, resolve
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.hub.weights import blueprint_of
+from modelcenter.registry import own_preset
 
 # peft's name of a task -> ours. One that is none of its tasks, such as a masked language model, has no name.
 _TASKS = {named: task for task, named in TASK_TYPES.items() if task != "text-encoding"}
@@ -63,7 +64,8 @@ def merge_adapter(
     refuse_occupied(place)
     lora = load_lora(adapter, **_hub(replace(options, revision=None)))
     file: AdapterFile = lora.saved
-    if options.revision is None and file.config.get("base_model_name_or_path") == base and is_hub_id(str(base)):
+    trained_on = file.config.get("base_model_name_or_path")
+    if options.revision is None and is_hub_id(str(base)) and _repo(trained_on) == _repo(str(base)):
         options = replace(options, revision=file.config.get("revision"))  # the commit that the adapter was trained on
     files = resolve(base, options, config=config)
     if files.directory is not None and files.directory.resolve() == place:
@@ -99,9 +101,15 @@ def merge_adapter(
         )
     tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
     merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
-    trained_on = file.config.get("base_model_name_or_path")
-    note = "" if trained_on in (None, str(base), files.repo) else f" (which was trained on {trained_on})"
+    known = trained_on in (None, str(base)) or _repo(trained_on) == files.repo
+    note = "" if known else f" (which was trained on {trained_on})"
     return f"{target}: {base} with the adapter {adapter}{note} merged"
+
+
+def _repo(name: Any) -> Any:
+    """The Hub id that a name of ours stands for; another name stands for itself."""
+    entry = own_preset(name) if isinstance(name, str) else None
+    return name if entry is None else entry.get("hub") or name
 
 
 def _hub(options: HubOptions) -> dict[str, Any]:

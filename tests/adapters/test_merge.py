@@ -126,3 +126,36 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change, words, says
 def test_flags_of_a_merge_without_an_adapter(tmp_path):
     with pytest.raises(ValueError, match="--labels: it is for the model that --adapter makes; give --adapter too"):
         cli.run(["export", str(tmp_path), "--output", str(tmp_path / "out"), "--labels", "a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("base", "trained_on", "known"),
+    [
+        ("gpt2", "openai-community/gpt2", True),
+        ("gpt2-base", "gpt2", True),
+        ("openai-community/gpt2", "gpt2", True),
+        ("me/mine", "me/mine", True),
+        ("me/mine", "you/mine", False),
+        ("gpt2", None, False),
+        ("gpt2", ["gpt2"], False),
+    ],
+)
+def test_the_commit_that_an_adapter_names_is_that_of_its_base_by_any_name(
+    base, trained_on, known, bases, tmp_path, monkeypatch
+):
+    trained(bases["llama"], "llama", "causal-lm", tmp_path / "adapter", target_modules=["q_proj"])
+    config = tmp_path / "adapter" / "adapter_config.json"
+    names = {"base_model_name_or_path": trained_on, "revision": "0" * 40}
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    asked = []
+
+    def resolve(name, options, **_):
+        asked.append(options.revision)
+        raise ValueError("no network")
+
+    monkeypatch.setattr("modelcenter.adapters.merge.resolve", resolve)
+    for revision in ([], ["--revision", "main"]):
+        with pytest.raises(ValueError, match="no network"):
+            words = ["--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "out"), *revision]
+            cli.run(["export", base, *words])
+    assert asked == ["0" * 40 if known else None, "main"]

@@ -359,3 +359,29 @@ out["made"] = [config["base_model_name_or_path"], config["revision"]]
     assert "does not exist or is private" in out["private"]
     assert "no adapter_config.json in the repository, so it is no adapter of peft" in out["none"]
     assert "no adapter_config.json in the cache (offline)" in out["offline"]
+
+
+@pytest.mark.full
+def test_a_merge_takes_the_commit_of_its_base_that_the_adapter_names(hub, home, tmp_path):
+    """Also where the base is given by a short name; its main branch has moved on."""
+    for seed in (1, 2):
+        mc.from_config("tiny/gpt2", "causal-lm", seed=seed).save_pretrained(tmp_path / f"base{seed}")
+    hub.add("openai-community/gpt2", tmp_path / "base1")
+    code = """
+from modelcenter.adapters import Lora, save_adapter
+out = save_adapter(mc.from_pretrained("gpt2", adapter=Lora(2)), "adapter")
+"""
+    run(hub, home, code)
+    hub.add("openai-community/gpt2", tmp_path / "base2")
+    code = """
+from modelcenter import cli
+def export(*words):
+    try:
+        cli.run(["export", "gpt2", "--adapter", "adapter", "--output", *words])
+    except SystemExit as done:
+        return done.code
+out = [export("named"), export("asked", "--revision", "main")]
+"""
+    assert not any(run(hub, home, code))
+    for folder, base in (("named", "base1"), ("asked", "base2")):  # an adapter that was not trained changes nothing
+        assert digest(mc.from_pretrained(home / folder)) == digest(mc.from_pretrained(tmp_path / base))

@@ -51,7 +51,8 @@ def from_config(config: Any, task: str | None = None, *, seed: int = 0, **kwargs
     """A model with random weights, bitwise the same on any number of ranks.
 
     Args:
-        config: a ModelConfig, a dictionary or JSON file in Hugging Face's names, or a name such as "tiny/bert".
+        config: a ModelConfig, a config of transformers, a dictionary or JSON file in Hugging Face's names, or a name
+            such as "tiny/bert".
         task: one of registry.TASKS; None: "base" (of an encoder-decoder of two families its one task, seq2seq-lm).
         seed: of the random weights.
         kwargs: num_labels, id2label, dtype, policy, and config overrides, as from_pretrained.

@@ -19,7 +19,7 @@ from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import GENERATION_FILE
 from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.hub.resolve import ModelFiles, name_of, resolve
+from modelcenter.hub.resolve import ModelFiles, given_fields, name_of, resolve
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.weights import Weights, blueprint_of, open_weights
 
@@ -98,7 +98,8 @@ def load_model(
         ignore_mismatched_sizes: tensors of heads whose shapes differ are initialised instead.
         policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: plain always.
         architecture: the model_type that the checkpoint must have.
-        config: of a weight file that has no config.json beside it: a name, a JSON file or a dictionary.
+        config: of a weight file that has no config.json beside it: a name, a JSON file, a dictionary or a config of
+            transformers.
         prefix: what to take off the names in the weight file ("bert." of a wrapped model).
         ignore: patterns of names in it to pass over ("dense.*").
         adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
@@ -150,7 +151,8 @@ def build_model(
     """A model with random weights, in eval mode: bitwise the same on any number of ranks.
 
     Args:
-        config: a ModelConfig, a dictionary or JSON file in Hugging Face's names or ours, or a name ("tiny/bert").
+        config: a ModelConfig, a config of transformers, a dictionary or JSON file in Hugging Face's names or ours, or a
+            name ("tiny/bert").
         task: one of registry.TASKS; None: "base", or where there is none the first.
         seed: of the weights. The rest: as load_model.
 
@@ -204,10 +206,8 @@ def _adapter_list(adapter: Any) -> list[Any]:
 
 def _config_values(config: Any) -> tuple[Mapping[str, Any], str]:
     """The fields of the config that build_model was given, and where they come from, for messages."""
-    if isinstance(config, ModelConfig):
-        return config.to_dict(), "the config"
-    if isinstance(config, Mapping):
-        return config, "the config"
+    if (fields := given_fields(config)) is not None:
+        return fields, "the config"
     name = name_of(config)
     if name.endswith(".json"):
         return read_json(Path(expanduser(name))), name

@@ -130,10 +130,18 @@ def local_directory(name: str) -> Path | None:
     return None
 
 
-def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any]:
-    """The config that a caller gives for a bare file: a mapping, a JSON file, a directory, a name, or a Hub id."""
+def given_fields(config: Any) -> dict[str, Any] | None:
+    """The fields of a mapping, a ModelConfig or a config of transformers; None: it is a name or a path."""
     if isinstance(config, Mapping):
         return dict(config)
+    to_dict = getattr(config, "to_dict", None)
+    return to_dict() if callable(to_dict) and not isinstance(config, type) else None
+
+
+def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any]:
+    """The config that a caller gives for a bare file: as given_fields, a JSON file, a directory, a name or a Hub id."""
+    if (fields := given_fields(config)) is not None:
+        return fields
     path = Path(expanduser(name_of(config)))
     return read_model_config(path) if path.is_file() else resolve(config, options, weights=False).config
 

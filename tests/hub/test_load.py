@@ -9,6 +9,7 @@ import typing
 import pytest
 import torch
 import toydata
+import transformers
 from safetensors.torch import load_file
 from safetensors_tools import assert_same_file
 
@@ -79,6 +80,25 @@ def test_build_model(tmp_path, saved):
     assert mc.from_config(path / "config.json").config.num_layers == mc.from_config(path).config.num_layers == 2
     a.save_pretrained(tmp_path / "ours")
     assert torch.equal(mc.from_pretrained(tmp_path / "ours").embed.weight, a.embed.weight)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_a_config_of_transformers_is_taken(family, tmp_path):
+    """As transformers' own from_config takes it; also for a weight file, as does a config of ours."""
+    model = mc.from_config(f"tiny/{family}", seed=1)
+    model.save_pretrained(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    weights = (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (tmp_path / "config.json").unlink()
+    for other in (
+        mc.from_config(theirs, model.task, seed=1),
+        mc.from_pretrained(weights, model.task, config=theirs),
+        mc.from_pretrained(weights, model.task, config=model.config),
+    ):
+        for (name, a), b in zip(other.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b), name
+    with pytest.raises(ValueError, match="got <class .*, expected a name or the path of a model"):
+        mc.from_config(type(theirs))
 
 
 PEAK = """

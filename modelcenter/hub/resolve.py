@@ -113,6 +113,8 @@ def local_directory(name: str) -> Path | None:
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
         raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
     if path.is_file() and own_preset(name) is None:
+        if path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
+            raise ValueError(f"{path} is a weight file; here the directory is wanted that it lies in: {path.parent}")
         raise ValueError(
             f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights, or a weight file "
             f"({', '.join(WEIGHT_SUFFIXES)})"

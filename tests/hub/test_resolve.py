@@ -11,6 +11,7 @@ import transformers
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter.hub.info import model_info
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import resolve
 from modelcenter.layers.rotary import Rotary
@@ -43,6 +44,14 @@ def test_wrong_names(name, message, saved, tmp_path):
     saved("base")
     with pytest.raises(ValueError, match=message):
         mc.from_pretrained(name.replace("{tmp}", str(tmp_path)))
+
+
+def test_a_weight_file_where_its_directory_is_wanted(saved):
+    weights, index = (saved("base") / f"model.safetensors{suffix}" for suffix in ("", ".index.json"))
+    index.write_text("{}")
+    for path, ask in ((weights, mc.from_config), (weights, model_info), (index, model_info)):
+        with pytest.raises(ValueError, match=f"{path} is a weight file; .* directory is wanted .*: {path.parent}$"):
+            ask(str(path))
 
 
 def test_what_a_killed_save_was_replacing_is_named(saved, tmp_path, monkeypatch):

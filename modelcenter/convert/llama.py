@@ -82,6 +82,16 @@ class LlamaFields(RopeFields):
         return values | ({"attention_dropout": 0.0} if values.get("attention_dropout", 0.0) is None else {})
 
 
+class Qwen2Fields(LlamaFields):
+    """And `head_dim`, which published files of Qwen2 do not have: written where it is another than usual."""
+
+    def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().write(values)
+        if values["head_dim"] * values["num_attention_heads"] == values["hidden_size"]:
+            del values["head_dim"]
+        return values
+
+
 ROPE = LlamaFields({"rope_theta": "rope_theta"})
 REQUIRED = {
     "is_causal": (True,),
@@ -96,7 +106,13 @@ IGNORED = frozenset(
 )
 
 
-def llama_arch(model_type: str, name: str, fields: Mapping[str, str], qa_prefix: str = "transformer.") -> ArchMap:
+def llama_arch(
+    model_type: str,
+    name: str,
+    fields: Mapping[str, str],
+    qa_prefix: str = "transformer.",
+    translation: LlamaFields = ROPE,
+) -> ArchMap:
     """The rules of an architecture with Llama's names, whose config has these fields beside FIELDS."""
     return ArchMap(
         model_type=model_type,
@@ -104,12 +120,12 @@ def llama_arch(model_type: str, name: str, fields: Mapping[str, str], qa_prefix:
         body=BODY,
         parts=PARTS,
         tasks=tasks(name, qa_prefix),
-        config=ConfigMap({**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED, translation=ROPE),
+        config=ConfigMap({**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED, translation=translation),
         ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|(cos|sin)_cached)",),
     )
 
 
 ARCH = llama_arch("llama", "Llama", HEAD_DIM | BIASES)
-QWEN2 = llama_arch("qwen2", "Qwen2", WINDOWS)
+QWEN2 = llama_arch("qwen2", "Qwen2", WINDOWS | HEAD_DIM, translation=Qwen2Fields(ROPE.names))
 QWEN3 = llama_arch("qwen3", "Qwen3", WINDOWS | HEAD_DIM | {"attention_bias": "attention_bias"})
 MISTRAL = llama_arch("mistral", "Mistral", HEAD_DIM | {"sliding_window": "sliding_window"}, qa_prefix="model.")

@@ -28,7 +28,6 @@ class Qwen2Config(LlamaBodyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_head_dim()
         if not self.use_sliding_window:
             self.sliding_window = None
         if self.layer_types is None:
@@ -36,10 +35,6 @@ class Qwen2Config(LlamaBodyConfig):
             self.layer_types = [KINDS[slide and i >= self.max_window_layers] for i in range(self.num_layers)]
         known = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(KINDS)
         self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
-
-    def _check_head_dim(self) -> None:
-        whole = self.head_dim == self.hidden_size // self.num_heads
-        self.require(whole, "head_dim", "hidden_size / num_heads: the config.json of Qwen2 cannot say otherwise")
 
     def window(self, layer: int) -> int | None:
         """Tokens that layer 0, 1, ... sees; None: all."""
@@ -49,15 +44,12 @@ class Qwen2Config(LlamaBodyConfig):
 
 @dataclass(kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Fields of Qwen3, whose head_dim is its own. attention_bias: of q, k, v and out."""
+    """Fields of Qwen3, whose head_dim is 128 where it says none. attention_bias: of q, k, v and out."""
 
     model_type: ClassVar[str] = "qwen3"
 
     head_dim: int | None = 128
     attention_bias: bool = False
-
-    def _check_head_dim(self) -> None:
-        pass
 
 
 class Qwen2(LlamaBody):

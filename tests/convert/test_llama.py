@@ -83,9 +83,24 @@ def test_defaults_are_those_of_transformers(kind):
     for name, field in spec.arch_map().config.fields.items():
         if kind.startswith("qwen") and field == "num_kv_heads":
             continue  # every published file says it
+        if kind == "qwen2" and field == "head_dim":
+            continue  # no published file says it
         if field not in ("rope_theta", "rope_scaling", "classifier_dropout"):
             assert getattr(config, field) == getattr(theirs, name), name
     assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_scaling is None
+
+
+def test_heads_of_qwen2_may_have_another_size(tmp_path):
+    """As in pruned ones; a config.json says so only where it is not hidden_size / num_heads."""
+    ids = torch.randint(131, (2, 9))
+    for size, said in ((10, 10), (8, None)):
+        theirs = saved("qwen2", "causal-lm", tmp_path / f"{size}", head_dim=size)
+        model = mc.from_pretrained(tmp_path / f"{size}")
+        assert model.config.head_dim == size and torch.allclose(model(ids).logits, theirs(ids).logits, atol=1e-5)
+        model.save_pretrained(tmp_path / f"again{size}")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"again{size}")
+        assert torch.equal(again(ids).logits, theirs(ids).logits)
+        assert json.loads((tmp_path / f"again{size}" / "config.json").read_text()).get("head_dim") == said
 
 
 @pytest.mark.parametrize(
@@ -252,7 +267,6 @@ def test_rotary_refuses_what_it_does_not_do():
             {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
             "'rope_parameters' and 'rope_scaling' differ",
         ),
-        ("qwen2", {"head_dim": 16}, "head_dim is 16, expected hidden_size / num_heads"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
     ],

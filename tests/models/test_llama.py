@@ -101,6 +101,7 @@ class RelativeTests(LlamaTests):
 class TestQwen2(RelativeTests):
     hf_config = LlamaTests.sizes | {
         "model_type": "qwen2",
+        "head_dim": 10,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 73.0, "factor": 3.0},
         "tie_word_embeddings": True,
         "use_sliding_window": True,

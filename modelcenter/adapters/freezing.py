@@ -17,7 +17,7 @@ from modelcenter.registry import nearest
 class Freeze:
     """`freeze` for `from_pretrained(adapter=...)`."""
 
-    patterns: Sequence[str]
+    patterns: str | Sequence[str]
 
     def attach(self, model: Model, fresh: Collection[str] = ()) -> None:
         freeze(model, self.patterns)
@@ -26,7 +26,7 @@ class Freeze:
         pass
 
 
-def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
+def freeze(model: Model, patterns: str | Sequence[str]) -> list[str]:
     """Stop training the parameters that match; before the model is sharded, and before `Lora`, which then gives layers
     whose weights match no updates. Returns their names.
 
@@ -46,7 +46,8 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
         for native in layout.natives(key):
             names[native].append(layout.written[key])
     frozen: dict[str, None] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    given = [patterns] if isinstance(patterns, str) else patterns
+    for pattern in given:
         hits = [name for name, others in names.items() if any(_matches(pattern, n) for n in (name, *others))]
         if not hits:
             every = {place for name, others in names.items() for n in (name, *others) for place in _places(n)}
@@ -57,7 +58,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
         frozen.update(dict.fromkeys(hits))
     held = {clean_name(name): parameter for name, parameter in model.named_parameters()}
     if not any(p.requires_grad for name, p in held.items() if name not in frozen):
-        raise ValueError(f"freeze: {', '.join(patterns)} leave nothing to train")
+        raise ValueError(f"freeze: {', '.join(given)} leave nothing to train")
     for name in frozen:
         held[name].requires_grad_(False)
     model.frozen |= frozen.keys()

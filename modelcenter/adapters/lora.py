@@ -54,7 +54,7 @@ class Lora:
     alpha: float | None = None
     dropout: float = 0.0
     targets: str | Sequence[str] | None = None
-    modules_to_save: Sequence[str] | None = None
+    modules_to_save: str | Sequence[str] | None = None
     use_dora: bool = False
     use_rslora: bool = False
     quantize: str | None = None
@@ -176,7 +176,7 @@ def add_lora(
     alpha: float | None = None,
     dropout: float = 0.0,
     targets: str | Sequence[str] | None = None,
-    modules_to_save: Sequence[str] | None = None,
+    modules_to_save: str | Sequence[str] | None = None,
     *,
     use_dora: bool = False,
     use_rslora: bool = False,

@@ -15,7 +15,7 @@ from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.registry import nearest
 
 
-def choose_parameters(model: Model, names: Collection[str] | None, fresh: Collection[str]) -> list[str]:
+def choose_parameters(model: Model, names: str | Collection[str] | None, fresh: Collection[str]) -> list[str]:
     """The parameters of the base model to train beside an adapter.
 
     Args:
@@ -34,7 +34,8 @@ def choose_parameters(model: Model, names: Collection[str] | None, fresh: Collec
             places.add("head")
         chosen = [name for name in parameters if name in fresh or name.split(".")[0] in places]
     else:
-        chosen = [parameter for name in names for parameter in _parameters_of(layout, name)]
+        given = [names] if isinstance(names, str) else names
+        chosen = [parameter for name in given for parameter in _parameters_of(layout, name)]
     for name in chosen:
         shared = model.is_head(name) and model.task in VOCABULARY_TASKS
         tied = name == "embed.weight" and getattr(model.config, "tie_embeddings", False)

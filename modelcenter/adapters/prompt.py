@@ -55,7 +55,7 @@ class PromptTuning:
     """
 
     count: int = 20
-    modules_to_save: Sequence[str] | None = None
+    modules_to_save: str | Sequence[str] | None = None
     saved: AdapterFile | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -204,6 +204,7 @@ def test_errors(tmp_path):
         ({"alpha": -1}, "lora_alpha: got -1"),
         ({"targets": []}, "lora_targets: got none; name layers"),
         ({"modules_to_save": ["haed"]}, "modules_to_save: 'haed' is no module"),
+        ({"modules_to_save": "haed"}, "modules_to_save: 'haed' is no module"),
         ({"modules_to_save": ["head"]}, "modules_to_save: head.* takes part in the vocabulary's matrix"),
     ):
         with pytest.raises(ValueError, match=message):

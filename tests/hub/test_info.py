@@ -79,6 +79,13 @@ def test_fields_of_families(name, changes):
     assert body_sizes(config) == counted(mc.from_config(config))
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])
+def test_sizes_that_a_config_leaves_out(name):
+    left_out = ("max_position_embeddings", "type_vocab_size")
+    config = {field: value for field, value in preset(f"tiny/{name}")["config"].items() if field not in left_out}
+    assert body_sizes(config) == counted(mc.from_config(config))
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_files_are_counted_by_their_headers(name, tmp_path):
     """Names in files, through the rules, are of the components that our names say; for every task."""

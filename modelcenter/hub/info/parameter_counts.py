@@ -10,9 +10,7 @@ COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that hol
 COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
 # Defaults of the fields that published configs leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "bert": {"max_positions": 512, "type_vocab_size": 2},
-    "roberta": {"max_positions": 514, "type_vocab_size": 1},
-    "xlm-roberta": {"max_positions": 514, "type_vocab_size": 1},
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
     "gpt2": {"max_positions": 1024},
     "gptj": {"tie_embeddings": False},
     "gpt_neox": {"attention_bias": True, "tie_embeddings": False},

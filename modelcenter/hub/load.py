@@ -16,7 +16,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
 from modelcenter.hub.dtypes import common_dtype, parse_dtype
 from modelcenter.hub.files.json_files import read_json
-from modelcenter.hub.files.names import GENERATION_FILE
+from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, GENERATION_FILE
 from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, given_fields, name_of, resolve
@@ -131,7 +131,7 @@ def load_model(
     model.load_report = report
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         model.generation_config = read_json(files.directory / GENERATION_FILE)
-    _log_report(report)
+    _log_report(report, adapters)
     return model.eval()
 
 
@@ -307,7 +307,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _log_report(report: LoadReport) -> None:
+def _log_report(report: LoadReport, adapters: Sequence[Any]) -> None:
     if engine.is_initialized() and engine.rank() != 0:
         return
     log.log(logging.WARNING if report.initialised or report.unknown else logging.INFO, "%s", report)
+    beside = report.repo is None and report.directory is not None and (report.directory / ADAPTER_CONFIG_FILE).is_file()
+    if beside and not any(getattr(each, "saved", None) for each in adapters):  # transformers would add it
+        log.warning(
+            "%s: an adapter lies beside the model (%s), which is loaded without it; modelcenter.adapters.load_lora or "
+            "load_prompt adds it",
+            report.source,
+            ADAPTER_CONFIG_FILE,
+        )

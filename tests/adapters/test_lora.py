@@ -125,7 +125,7 @@ def test_variants_and_parts_of_fused_tensors(family, task, options, tmp_path):
     same(logits(merge_lora(again), task, family), logits(model, task, family))
 
 
-def test_an_adapter_may_lie_beside_its_model(tmp_path):
+def test_an_adapter_may_lie_beside_its_model(tmp_path, caplog):
     """Saved into the directory of the base model, it replaces nothing of that; again, its own files alone."""
     base = save_base(tmp_path / "base", "bert", "masked-lm")
     before = {path.name: path.read_bytes() for path in base.iterdir()}
@@ -134,6 +134,11 @@ def test_an_adapter_may_lie_beside_its_model(tmp_path):
         after = {path.name: path.read_bytes() for path in base.iterdir()}
         assert after.items() >= before.items()
         assert after.keys() - before.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    caplog.clear()
+    mc.from_pretrained(base, "masked-lm", adapter=load_lora(base))
+    assert "beside the model" not in caplog.text
+    mc.from_pretrained(base, "masked-lm")
+    assert "is loaded without it; modelcenter.adapters.load_lora or" in caplog.text  # transformers adds it
 
 
 def test_dora_of_a_part_of_a_fused_tensor_is_refused(tmp_path):

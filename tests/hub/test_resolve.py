@@ -65,7 +65,7 @@ def test_what_a_killed_save_was_replacing_is_named(saved, tmp_path, monkeypatch)
         mc.from_pretrained("out")  # it could be a name on the Hub, too
 
 
-def test_an_adapter_is_told_from_a_model(saved, tmp_path):
+def test_an_adapter_is_told_from_a_model(saved, tmp_path, caplog):
     base = saved("base")
     alone, of_run = tmp_path / "alone", tmp_path / "run" / "adapter"
     for folder in (alone, of_run):
@@ -80,8 +80,10 @@ def test_an_adapter_is_told_from_a_model(saved, tmp_path):
     with pytest.raises(ValueError, match=r"is an adapter for me/base; .*/run/model is the model with it merged"):
         mc.from_pretrained(of_run)
     mc.from_pretrained(tmp_path / "run" / "model")  # as would one that lies beside its base
+    assert not caplog.text
     (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
     mc.from_pretrained(tmp_path / "run" / "model")
+    assert caplog.text.count("an adapter lies beside the model (adapter_config.json), which is loaded without it") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])

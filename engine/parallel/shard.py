@@ -158,9 +158,11 @@ def _shard_units(
         STAYS_GATHERED.set(order[-1], True)
     # What FSDP refuses; each rank has all of them.
     left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
+    if runtime.world_size() == 1:  # what packed weights hold beside their numbers, as scales, would be lost
+        left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
     for parameter in left:
         if not parameter.is_meta:
-            parameter.data = parameter.data.to(runtime.device())
+            parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
         left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.

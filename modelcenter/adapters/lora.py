@@ -155,8 +155,6 @@ class Lora:
     def start(self, model: Model, seed: int = 0) -> None:
         """Give the updates their first values: those of a file, or A by `seed` and B zero. The same on any mesh."""
         if self.quantize is not None:
-            if is_sharded(model):
-                raise ValueError("quantize: the model is sharded; pass policy=False, or Policy(precision='fp32')")
             for layer in lora_layers(model).values():
                 layer.base_layer = quantized(layer.base_layer, self.quantize)
             model.adapter.quantized = self.quantize

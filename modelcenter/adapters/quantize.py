@@ -1,7 +1,7 @@
 """QLoRA (Dettmers et al. 2023, arXiv:2305.14314): the weights under an adapter in 4 bits, by bitsandbytes.
 
-Runs on CUDA, and on CPUs with the versions of bitsandbytes that have CPU code (0.46 on). In one process without
-sharding only: a packed weight cannot be cut into rows for other ranks.
+Runs on CUDA, and on CPUs with the versions of bitsandbytes that have CPU code (0.46 on). In one process only: a packed
+weight cannot be cut into rows for other ranks. engine.shard leaves it as it is, for the precision of the rest.
 """
 
 from typing import Any
@@ -45,17 +45,19 @@ def import_bitsandbytes() -> Any:
 
 @torch.no_grad()
 def quantized(linear: nn.Linear, kind: str) -> nn.Linear:
-    """The same layer with its weight in 4 bits, on the same device; computes in the weight's dtype."""
+    """The same layer with its weight in 4 bits, on the same device; computes in the dtype of its input."""
     library = import_bitsandbytes()
     weight, device = linear.weight, linear.weight.device
     packed = library.nn.Linear4bit(
         linear.in_features,
         linear.out_features,
         linear.bias is not None,
-        compute_dtype=weight.dtype,
         quant_type=kind,
         device="meta",
     )
+    packed.compute_type_is_set = True  # else it would be that of the first input for good
+    # In eval mode on a CPU it would pack the weight anew for products that have no gradient, and keep it so.
+    packed.support_avx512bf16_for_cpu = False
     packed.bias = linear.bias
     packed.weight = library.nn.Params4bit(weight.data, requires_grad=False, quant_type=kind, module=packed)
     return packed.to(device)

@@ -126,7 +126,8 @@ def load_model(
         _place(model, parameter_dtype, policy, adapters, weights.fresh)
         weights.fill(model)
         fresh = _without_saved(weights.fresh, model)
-    _initialise(model, seed, adapters, weights.fresh)
+    _initialise(model, seed, weights.fresh)
+    _start(model, policy, adapters, seed)
     report = _report(files, options, blueprint, weights, fresh, time.perf_counter() - began)
     model.load_report = report
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
@@ -172,8 +173,7 @@ def build_model(
     model = make_blueprint(spec, chosen, values, overrides, "the config").model
     _place(model, parse_dtype(dtype) or torch.float32, policy, adapters)
     engine.init.init_parameters_(model, seed)
-    for each in adapters:
-        each.start(model, seed)
+    _start(model, policy, adapters, seed)
     return model.eval()
 
 
@@ -259,17 +259,32 @@ def _place(model: Any, dtype: torch.dtype, policy: Any, adapters: Sequence[Any],
     model.to(dtype)
     for each in adapters:
         each.attach(model, fresh)
-    if policy is not False and (policy is not None or engine.is_initialized()):
-        engine.shard(model, policy=policy)
+    if not _quantizes(adapters):
+        _shard(model, policy)
     engine.materialize(model)
 
 
-def _initialise(model: Any, seed: int, adapters: Sequence[Any], fresh: Collection[str]) -> None:
+def _initialise(model: Any, seed: int, fresh: Collection[str]) -> None:
     """Draw the parameters that no file holds."""
     if fresh:
         engine.init.init_parameters_(model, seed, fresh)
-    for adapter in adapters:
-        adapter.start(model, seed)
+
+
+def _start(model: Any, policy: Any, adapters: Sequence[Any], seed: int) -> None:
+    """Give adapters their first values, and weights their 4 bits: these are made of whole ones, before `_shard`."""
+    for each in adapters:
+        each.start(model, seed)
+    if _quantizes(adapters):
+        _shard(model, policy)
+
+
+def _quantizes(adapters: Sequence[Any]) -> bool:
+    return any(getattr(each, "quantize", None) is not None for each in adapters)
+
+
+def _shard(model: Any, policy: Any) -> None:
+    if policy is not False and (policy is not None or engine.is_initialized()):
+        engine.shard(model, policy=policy)
 
 
 def _without_saved(fresh: Sequence[str], model: Any) -> list[str]:

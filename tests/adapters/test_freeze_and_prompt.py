@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from adapter_tools import logits, peft_model, same, save_base, stir_
+from chat_toys import STILL
 
 import engine
 import modelcenter as mc
@@ -256,13 +257,61 @@ def test_quantize_is_for_one_process():
     assert "on 2 ranks" in testing.run(refused_on_ranks, 2)[0]
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_a_4_bit_base(kind, tmp_path):
+class Packed(torch.nn.Linear):
+    """A stand-in for the layer of bitsandbytes: whole numbers, and a product in the dtype of the input."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.unit = linear.weight.detach().abs().max().item() / 7
+        numbers = (linear.weight.detach() / self.unit).round() + 8
+        self.weight = torch.nn.Parameter(numbers.to(torch.uint8), requires_grad=False)
+        self.bias = linear.bias
+
+    def unpacked(self):
+        return (self.weight.float() - 8) * self.unit
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.unpacked().to(x.dtype), self.bias)
+
+
+def losses_of(model) -> list[float]:
+    """Of three steps, after an evaluation."""
+    ids = torch.arange(5, 14)[None]
+    logits(model.eval(), "causal-lm", "llama")
+    optimizer = torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_4_bit_base_computes_in_the_precision_of_the_policy(precision, tmp_path, monkeypatch):
+    monkeypatch.setattr("modelcenter.adapters.lora.check_quantize", lambda kind: None)
+    monkeypatch.setattr("modelcenter.adapters.lora.quantized", lambda linear, kind: Packed(linear))
+    base, policy = save_base(tmp_path / "base", "gpt2", "causal-lm", **STILL), engine.Policy(precision=precision)
+    model = mc.from_pretrained(base, adapter=Lora(4, quantize="nf4"), policy=policy)
+    rounded, dtypes = mc.from_pretrained(base, policy=False), set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, Packed):
+            rounded.get_submodule(name.removesuffix(".base_layer")).weight.data = layer.unpacked()
+            layer.register_forward_hook(lambda layer, given, out: dtypes.add(out.dtype))
+    found = losses_of(model)
+    assert dtypes == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert found == losses_of(engine.shard(add_lora(rounded, 4), policy=policy)) and found[0] > found[2]
+
+
+@pytest.mark.parametrize("kind, precision", [("nf4", "fp32"), ("fp4", "fp32"), ("nf4", "bf16")])
+def test_a_4_bit_base(kind, precision, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    base = save_base(tmp_path / "base", "llama", "causal-lm", **sizes)
-    model = mc.from_pretrained(base, adapter=Lora(4, quantize=kind))
-    plain = mc.from_pretrained(base)
+    base, policy = save_base(tmp_path / "base", "llama", "causal-lm", **sizes), engine.Policy(precision=precision)
+    model = mc.from_pretrained(base, adapter=Lora(4, quantize=kind), policy=policy)
+    plain = mc.from_pretrained(base, policy=False)
     layer, weight = model.layers[0].attn.q, plain.layers[0].attn.q.weight
     assert isinstance(layer.base_layer, bitsandbytes.nn.Linear4bit)
     held = layer.base_layer.weight
@@ -276,24 +325,16 @@ def test_a_4_bit_base(kind, tmp_path):
             if isinstance(rounded, bitsandbytes.nn.Linear4bit):
                 value = bitsandbytes.functional.dequantize_4bit(rounded.weight.data, rounded.weight.quant_state)
                 plain.get_submodule(name.removesuffix(".base_layer")).weight.copy_(value)
-    plain = add_lora(plain, 4)
-    ids = torch.arange(5, 14)[None]
-    losses: list[list[float]] = []
-    for each in (model.train(), plain.train()):
-        losses.append([])
-        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.01)
-        for _ in range(3):
-            loss = each(ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][0] > losses[0][2]
-    # In eval mode bitsandbytes may multiply in bf16 on a CPU.
-    same(logits(plain.eval(), "causal-lm", "llama"), logits(model.eval(), "causal-lm", "llama"), 5e-2)
+    plain = engine.shard(add_lora(plain, 4), policy=policy)
+    found, expected = losses_of(model), losses_of(plain)
+    exact = precision == "fp32"
+    assert found == pytest.approx(expected, rel=1e-4 if exact else 1e-2) and found[0] > found[2]
+    both = [logits(each.eval(), "causal-lm", "llama") for each in (plain, model)]
+    same(*both, 1e-4 if exact else 5e-2)
     with pytest.raises(ValueError, match="merge: the weights are in 4 bits"):
         merge_lora(model)
     save_adapter(model, tmp_path / "adapter")
-    again = load_lora(tmp_path / "adapter", mc.from_pretrained(base), quantize=kind).eval()
+    again = load_lora(tmp_path / "adapter", mc.from_pretrained(base, policy=False), quantize=kind)
+    again = engine.shard(again, policy=policy).eval()
     assert torch.equal(logits(again, "causal-lm", "llama"), logits(model, "causal-lm", "llama"))
     assert isinstance(peft.PeftConfig.from_pretrained(tmp_path / "adapter"), peft.LoraConfig)

@@ -122,6 +122,31 @@ def test_what_is_frozen_in_the_first_forward_is_trained_later_in_the_same_number
         torch.testing.assert_close(found, gradients, rtol=0, atol=0)
 
 
+class Packed(torch.nn.Linear):
+    """Its weight is whole numbers that know their unit, as in 4 bits."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight = torch.nn.Parameter(torch.arange(16, dtype=torch.uint8).view(4, 4), requires_grad=False)
+        self.weight.unit = 0.5
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.unit * self.weight.to(x.dtype), self.bias)
+
+
+def packed():
+    model = engine.shard(Packed(), policy=engine.Policy(precision="bf16"))
+    out = model(torch.ones(2, 4))
+    out.sum().backward()
+    return model.weight.dtype, out.dtype, out.tolist(), toys.whole(model.bias.grad).tolist()
+
+
+def test_packed_weights_of_one_process_stay_what_they_are():
+    expected = Packed()(torch.ones(2, 4)).tolist()
+    assert engine.testing.run(packed, 1) == [(torch.uint8, torch.bfloat16, expected, [2.0] * 4)]
+
+
 def plans(name):
     """How often the layers of a forward plan the rectangles of attention."""
     model = modelcenter.from_config(name, policy=engine.Policy(precision="bf16"))

@@ -191,14 +191,18 @@ def test_mistakes(changes, says):
 
 
 def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monkeypatch, capsys):
-    """Without bitsandbytes: what the loop and the verbs make of such a run is the same."""
+    """Without bitsandbytes: what the loop and the verbs make of such a run is the same. In bf16, as on a GPU."""
     from modelcenter import cli
 
     monkeypatch.setattr("modelcenter.adapters.lora.check_quantize", lambda kind: None)
-    monkeypatch.setattr("modelcenter.adapters.lora.quantized", lambda linear, kind: linear)
+    dtypes = []
+    monkeypatch.setattr(
+        "modelcenter.adapters.lora.quantized", lambda linear, kind: dtypes.append(linear.weight.dtype) or linear
+    )
     sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
-    mc.from_config("tiny/bert", "masked-lm", **sizes).save_pretrained(folder / "base")
-    main(command(values_of(folder, "run", **LORA, quantize="nf4", max_steps=1, push_to_hub=None)))
+    mc.from_config("tiny/bert", "masked-lm", **sizes).save_pretrained(folder / "base", dtype="bfloat16")
+    main(command(values_of(folder, "run", **LORA, quantize="nf4", precision="bf16", max_steps=1, push_to_hub=None)))
+    assert set(dtypes) == {torch.bfloat16}  # that of the file
     assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()

@@ -199,8 +199,9 @@ class TrainConfig(Flags):
         "rows in the model")
 
     precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32. "
-        "Weights are stored in fp32, except with bf16-params (bf16 weights, fp32 masters in the optimizer) and bf16-sr "
-        "(bf16 weights, no masters, stochastic rounding)", "mixed_precision", choices=PRECISIONS, means={"no": "fp32"})
+        "Trained weights are stored in fp32, except with bf16-params (bf16 weights, fp32 masters in the optimizer) "
+        "and bf16-sr (bf16 weights, no masters, stochastic rounding)", "mixed_precision", choices=PRECISIONS,
+        means={"no": "fp32"})
     zero: int = _engine(3, "what to shard over the ranks (ZeRO level): 0 nothing, 1 optimizer state, 2 also gradients, "
         "3 also parameters", "zero_level", "zero_stage", choices=(0, 1, 2, 3))
     dp_replicate: int = _engine(1, "number of groups of ranks that each hold a complete (sharded) copy of the model")

@@ -29,7 +29,8 @@ def load_tokenizer(cfg: TrainConfig) -> Any:
 
 
 def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
-    """The model with the head of the task, sharded as the flags say, with weights in fp32. Fits the tokenizer to it.
+    """The model with the head of the task, sharded as the flags say, with weights in fp32 (beside adapted weights in 4
+    bits, those that are not trained may be in 16). Fits the tokenizer to it.
 
     Raises:
         ValueError: what modelcenter.from_pretrained raises; a tokenizer with more tokens than the model.
@@ -59,7 +60,9 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
 
 def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
     """The model of --model, with --add_tokens and adapters, sharded."""
-    options: dict[str, Any] = dict(task.model_options(), dtype="float32", seed=cfg.seed, **cfg.model_config)
+    # Weights that become 4-bit ones need not be held in 32 bits first, unless the others compute in fp32.
+    dtype = None if cfg.quantize is not None and cfg.precision != "fp32" else "float32"
+    options: dict[str, Any] = dict(task.model_options(), dtype=dtype, seed=cfg.seed, **cfg.model_config)
     options["policy"] = engine.Policy(
         zero_level=cfg.zero, precision=cfg.precision, recompute=cfg.recompute, compile=cfg.compile
     )

@@ -95,6 +95,11 @@ def test_sentinels_are_filled(trained):
     assert [list(row["spans"]) for row in found] == [["<extra_id_0>", "<extra_id_1>"], ["<extra_id_0>"]]
     other = predict(trained, "span-corruption", rows, "--max_new_tokens", "8", "--batch_size", "1", ranks=2)
     assert other == found
+    beams = ["--max_new_tokens", "8", "--num_beams", "3"]
+    several = predict(trained, "span-corruption", rows, *beams, "--num_return_sequences", "2")
+    assert [list(row) for row in several] == [["predictions"]] * 2
+    assert [len(row["predictions"]) for row in several] == [2, 2]
+    assert [row["predictions"][0] for row in several] == predict(trained, "span-corruption", rows, *beams)
     with pytest.raises(ValueError, match="line 1: the row has no sentinel to fill; put <extra_id_0> where"):
         predict(trained, "span-corruption", ["a film"])
     tokenizer = TOKENIZERS["tiny/t5"]()

@@ -43,19 +43,21 @@ class SpanCorruptionPretraining(Pretraining):
         return rows
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """The text of each sentinel, by its name, and the row with it filled in."""
+        """The text of each sentinel, by its name, and the row with it filled in; with num_return_sequences above 1
+        predictions, each of these."""
         sentinels = set(sentinels_of(tokenizer).tolist())
 
-        def fill_rows(rows: list[int]) -> list[dict[str, Any]]:
+        def fill_rows(rows: list[int]) -> list[list[dict[str, Any]]]:
             search = with_batch_seed(cfg.search(), rows[0])
             answers = complete_ids(model, tokenizer, [examples[i] for i in rows], **search)
             return [
-                fill_spans(tokenizer, sentinels, examples[i], of_row[0])
+                [fill_spans(tokenizer, sentinels, examples[i], answer) for answer in of_row]
                 for i, of_row in zip(rows, answers, strict=True)
             ]
 
-        predictions = map_over_ranks(len(examples), cfg.batch_size, fill_rows)
-        return iter(predictions) if engine.rank() == 0 else iter(())
+        filled = map_over_ranks(len(examples), cfg.batch_size, fill_rows)
+        predictions = (row[0] if len(row) == 1 else {"predictions": row} for row in filled)
+        return predictions if engine.rank() == 0 else iter(())
 
 
 def fill_spans(tokenizer: Any, sentinels: Collection[int], prompt: list[int], answer: list[int]) -> dict[str, Any]:

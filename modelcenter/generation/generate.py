@@ -34,7 +34,7 @@ _NOT_OF_TOKENS = {
     "labels", "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
     "start_positions", "end_positions", "length",
 }  # fmt: skip
-# Settings of a generation_config.json that change a greedy text, with the values at which they do not.
+# Settings of a checkpoint's files that change a greedy text, with the values at which they do not.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
     "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
@@ -124,7 +124,8 @@ def generate(
         early_stopping=early_stopping,
         seed=seed,
     )
-    _warn_unused(_unused_settings(model.generation_config, settings))
+    file, asked = _settings_of_file(model)
+    _warn_unused(file, _unused_settings(asked, settings))
     if attention_mask is None and settings.tokens.marks_padding:
         attention_mask = guessed_mask(input_ids, settings.tokens.pad)
     stop = StopStrings(stop_strings, tokenizer)
@@ -196,20 +197,31 @@ def _refuse(model: Any, name: str) -> NoReturn:
     )
 
 
+def _settings_of_file(model: Any) -> tuple[str, Mapping[str, Any]]:
+    """(file of the checkpoint that says how texts are generated, its settings), as transformers finds them: files of
+    its version 4 may have them in config.json, and of an encoder-decoder in what that says of the decoder."""
+    if model.generation_config:
+        return "generation_config.json", model.generation_config
+    decoder = getattr(model.config, "decoder", None)
+    parts = (model.config,) if decoder is None else (decoder, model.config)
+    return "config.json", {name: v for part in parts for name, v in part.extra.items() if v is not None}
+
+
 def _unused_settings(checkpoint: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
-    """What a generation_config.json asks for and the caller did not, as NAME=VALUE."""
+    """What a checkpoint asks for and the caller did not, as NAME=VALUE."""
     asked = ((name, checkpoint[name]) for name in _NO_EFFECT if checkpoint.get(name) is not None)
     used = vars(settings)
     return tuple(f"{name}={v!r}" for name, v in asked if v not in _NO_EFFECT[name] and v != used.get(name))
 
 
 @functools.cache
-def _warn_unused(settings: tuple[str, ...]) -> None:
-    """Warn of settings that a generation_config.json asks for and nobody follows; once for the same ones."""
+def _warn_unused(file: str, settings: tuple[str, ...]) -> None:
+    """Warn of settings that a file of the checkpoint asks for and nobody follows; once for the same ones."""
     if settings:
         shown = ", ".join(settings)
         _log.warning(
-            "generation_config.json asks for %s; of that file only the tokens that begin, end and fill texts are used: "
-            "pass what generate has an argument for, it does not do the rest",
+            "%s asks for %s; of such settings only the tokens that begin, end and fill texts are used: pass what "
+            "generate has an argument for, it does not do the rest",
+            file,
             shown,
         )

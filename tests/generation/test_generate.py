@@ -1,6 +1,7 @@
 """Generation against transformers' `generate`: the same tokens."""
 
 import io
+import json
 import math
 import sys
 import types
@@ -214,6 +215,28 @@ def test_settings_of_the_file_that_are_left_are_said_once(pair, caplog):
         "generation_config.json asks for repetition_penalty=1.05, min_length=3",
         "generation_config.json asks for min_length=3",
     ]
+
+
+@pytest.mark.parametrize("part", ["decoder", None])
+def test_settings_that_are_left_may_be_in_an_old_config(part, tmp_path, caplog):
+    """As in checkpoints of 2020; transformers follows them where there is no generation_config.json."""
+    mc.from_config("tiny/encoder-decoder", "seq2seq-lm").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tasks = {"summarization": {"num_beams": 3, "length_penalty": 2.0}}  # T5's, which nobody asked for
+    settings = {"num_beams": 4, "no_repeat_ngram_size": 3, "min_length": 0, "task_specific_params": tasks}
+    (config if part is None else config[part]).update(settings)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = torch.tensor([[8, 9, 10]])
+    for file, said in ((None, ["config.json asks for num_beams=4"]), ("generation_config.json", [])):
+        if file is not None:
+            (tmp_path / file).write_text('{"eos_token_id": 3}')
+        theirs = transformers.EncoderDecoderModel.from_pretrained(tmp_path).generation_config
+        assert (theirs.num_beams == 4 and theirs.no_repeat_ngram_size == 3) == (file is None)
+        ours = mc.from_pretrained(tmp_path)
+        _warn_unused.cache_clear()
+        caplog.clear()
+        ours.generate(ids, None, 2, no_repeat_ngram_size=3)
+        assert [record.getMessage().partition(";")[0] for record in caplog.records] == said
 
 
 @pytest.mark.parametrize(("name", "task"), [("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/bert", "causal-lm")])

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 def expected(folder, prompt, **more):
     model, tokenizer = mc.from_pretrained(str(folder)), mc.AutoTokenizer.from_pretrained(str(folder))
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    new = model.generate(ids, None, 6, eos_token_id=[], pad_token_id=0, **more)[:, ids.shape[1] :]
+    new = model.generate(ids, None, 6, eos_token_id=0, pad_token_id=0, **more)[:, ids.shape[1] :]
     return tokenizer.batch_decode(new, skip_special_tokens=True)
 
 
@@ -104,7 +104,7 @@ def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys)
     said = capsys.readouterr()
     assert said.err.count("a text ends where the 32 positions of the model do") == 1
     wanted = [
-        tokenizer.decode(model.generate(ids, None, 32 - ids.shape[1])[0, ids.shape[1] :], True)
+        tokenizer.decode(model.generate(ids, None, 32 - ids.shape[1], eos_token_id=0)[0, ids.shape[1] :], True)
         for ids in (tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS)
     ]
     assert said.out.splitlines() == wanted
@@ -179,6 +179,27 @@ def test_what_is_shown_while_it_comes_is_the_text(capsys):
             terminal.put(torch.tensor([token]))
         terminal.end()
         assert capsys.readouterr().out == tokenizer.decode(ids) + "\n"
+
+
+def test_a_text_ends_at_the_end_of_the_tokenizer_where_the_checkpoint_names_none(folder, tmp_path, capsys):
+    """As ModelCenter's checkpoints of GPT-2 and CPM; else one text goes on into another."""
+    model, tokenizer = mc.from_pretrained(str(folder)), mc.AutoTokenizer.from_pretrained(str(folder))
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+
+    def written(end):
+        new = model.generate(ids, None, 6, repetition_penalty=5.0, eos_token_id=end, pad_token_id=0)
+        return tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
+
+    tokenizer.eos_token = written([]).split()[1]
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = mc.AutoTokenizer.from_pretrained(str(tmp_path))  # it knows now that this word is special
+    end, other = tokenizer.eos_token_id, tokenizer.unk_token_id
+    assert written(end) not in (written([]), written(other))
+    for named, wanted in ((None, written(end)), (10**6, written(end)), (other, written(other))):
+        model.generation_config = {} if named is None else {"eos_token_id": named}
+        model.save_pretrained(tmp_path)
+        run_generate(config(tmp_path, prompt=PROMPTS[:1] * 2, repetition_penalty=5.0))
+        assert capsys.readouterr().out.splitlines() == [wanted] * 2, named
 
 
 @pytest.mark.parametrize("kind", ["bytes", "spaces"])

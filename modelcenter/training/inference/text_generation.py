@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import engine
+from modelcenter.generation.settings import SpecialTokens, config_tokens
 from modelcenter.generation.state import positions_left
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import check_stop
@@ -97,9 +98,20 @@ def _generate(model: Model, tokenizer: Any, prompts: Sequence[Prompt], **search:
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     ids, mask = ids.to(model.device), mask.to(model.device)
-    output = model.generate(ids, mask, tokenizer=tokenizer, **search)
+    output = model.generate(ids, mask, tokenizer=tokenizer, **_tokenizers_end(model, tokenizer), **search)
     new = output[:, 1:] if model.is_encoder_decoder else output[:, ids.shape[1] :]
     return [part.tolist() for part in new.split(search.get("num_return_sequences", 1))]
+
+
+def _tokenizers_end(model: Model, tokenizer: Any) -> dict[str, int]:
+    """The tokens that end and fill texts, as arguments of model.generate, where the tokenizer alone names an end:
+    ModelCenter's checkpoints of decoders do not, and their texts would go on into another one."""
+    size = model.config.vocab_size
+    checkpoint = {**config_tokens(model.config), **model.generation_config}
+    if SpecialTokens.resolve(None, None, checkpoint, size, starts=False).eos:
+        return {}
+    tokens = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+    return {name: token for name, token in tokens.items() if token is not None and token < size}
 
 
 def max_over_ranks(number: int) -> int:

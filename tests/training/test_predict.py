@@ -87,6 +87,18 @@ def test_a_line_per_row_in_order(folder, tmp_path, capsys):
         assert other["probabilities"] == pytest.approx(row["probabilities"], abs=2e-6)
 
 
+def test_texts_that_are_cut_are_told_of(folder, tmp_path, caplog):
+    data = write_jsonl(tmp_path / "new.jsonl", rows := make_rows(9))
+    cut = sum(len(row["text"].split()) > 4 for row in rows)
+    for verb in ("predict", "evaluate"):
+        caplog.clear()
+        cli([verb, str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl"), "--max_length", "6"])
+        assert cut and [r.getMessage() for r in caplog.records] == [f"{data}: {cut} texts cut at max_length 6"]
+    caplog.clear()
+    cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl")])
+    assert not caplog.records
+
+
 def test_texts_of_another_form_and_the_terminal(folder, tmp_path, capsys):
     (tmp_path / "new.txt").write_text("a fine film\nboring\n")
     cli(["predict", str(folder / "run" / "model"), str(tmp_path / "new.txt")])

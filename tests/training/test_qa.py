@@ -193,6 +193,15 @@ def test_answers_are_those_of_transformers_and_metrics_those_of_the_answers(fold
     assert found["best_f1"] == pytest.approx(scored.result()["best_f1"])
 
 
+def test_questions_that_are_cut_are_told_of_and_contexts_are_not(folder, caplog):
+    finetune(folder, max_steps=1, max_question_length=4)
+    data, tokenizer = folder / "data" / "dev.jsonl", make_tokenizer()
+    cut = sum(len(tokenizer.tokenize(row["question"])) > 4 for row in read(data))
+    caplog.clear()
+    cli(["predict", str(folder / "run"), str(data)])
+    assert cut and [r.getMessage() for r in caplog.records] == [f"{data}: {cut} texts cut at max_question_length 4"]
+
+
 def test_losses_and_metrics_do_not_depend_on_the_cut(folder):
     whole = finetune(folder, output_dir=str(folder / "whole"), eval_batch_size=3)
     for ranks, changes in ((1, {"batch_size": 2}), (2, {"batch_size": 2, "zero": 3})):

@@ -1,6 +1,7 @@
 """predict and evaluate: a trained model on new rows, for every task and on any number of ranks."""
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -21,6 +22,8 @@ from modelcenter.training.setup.resolve import resolve_max_length
 from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.tasks.base import Examples, Task
 from modelcenter.training.trained import TrainedModel
+
+log = logging.getLogger("modelcenter")
 
 
 def run_predict(cfg: PredictConfig) -> None:
@@ -90,4 +93,8 @@ def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Mod
     of_run = None if trained.run is None else trained.run.max_length
     max_length = resolve_max_length(model, tokenizer, cfg.max_length or of_run)
     with together("preparing the rows"):
-        return model, tokenizer, task.inference_examples(model, tokenizer, max_length)
+        examples = task.inference_examples(model, tokenizer, max_length)
+    cut = getattr(examples, "truncated", 0)  # prompts of some tasks, which are never cut, are lists
+    if cut and engine.rank() == 0:
+        log.warning("%s: %d texts cut at %s", examples.name, cut, task.length_limit(max_length))
+    return model, tokenizer, examples

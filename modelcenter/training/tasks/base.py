@@ -181,6 +181,10 @@ class Task(ABC):
         batches = Batches(examples, rank_batches(examples, batch_size))
         return evaluate(model, batches, self.metrics(model.device), self.update_metrics)
 
+    def length_limit(self, max_length: int) -> str:
+        """The flag that says where texts are cut, and its value, for people. max_length: of a row."""
+        return f"max_length {max_length}"
+
     def count_rows(self, examples: Examples) -> int:
         """Rows of the data, of which a long one may make several examples."""
         return len(examples)

@@ -189,6 +189,10 @@ class QuestionAnswering(WindowTask):
         result = self.score(examples, {row: [] for row in rank_rows}).result()
         return ["loss", *(name for name in result if not name.endswith("_threshold"))]
 
+    def length_limit(self, max_length: int) -> str:
+        """That of questions: a long context makes several windows."""
+        return f"max_question_length {self.settings.max_question_length}"
+
     def describe_columns(self) -> str:
         question, context, answers = self.columns
         moved = f"; {self.questions.moved} answers found elsewhere than said" if self.questions.moved else ""

@@ -15,7 +15,8 @@ from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.tokenization.tokenize import tokenize_targets
-from modelcenter.training.config import PredictConfig, Seq2SeqConfig
+from modelcenter.training.config import GenerateConfig, PredictConfig, Seq2SeqConfig
+from modelcenter.training.inference.generate import _Generator
 from modelcenter.training.metrics import rouge
 from modelcenter.training.output.record import Record
 from scripts.finetune_seq2seq import main
@@ -234,6 +235,14 @@ def test_predict_and_evaluate(trained, tmp_path, capsys):
     bare = json.loads(capsys.readouterr().out)
     assert list(bare) == ["rows", "loss", "rouge1", "rouge2", "rougeL", "chrf"]
     assert bare["rouge2"] == pytest.approx(scores["rouge2"]) and bare["loss"] == pytest.approx(scores["loss"])
+
+
+def test_generate_puts_the_prefix_of_the_run_before_prompts(trained):
+    generator = _Generator(GenerateConfig(run=str(trained / "run")))
+    wanted = make_tokenizer()(f"{PREFIX}eat soup")["input_ids"]
+    assert generator.encode(["eat soup", f"{PREFIX}eat soup"]) == [wanted, wanted]  # not twice
+    bare = _Generator(GenerateConfig(run=str(trained / "run" / "model")))  # a checkpoint that no run is known of
+    assert bare.encode(["eat soup"]) == [make_tokenizer()("eat soup")["input_ids"]]
 
 
 def test_the_search_is_the_flags_then_the_runs_then_the_usual():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from modelcenter.training.config import GenerateConfig
+from modelcenter.training.config import GenerateConfig, Seq2SeqConfig
 from modelcenter.training.inference.loading import load_model, load_tokenizer
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
@@ -74,6 +74,7 @@ class _Generator:
                 f"tokenizer: has {size} tokens, the model's vocabulary {self.model.config.vocab_size}; give the one "
                 "the model was trained with"
             )
+        self.prefix = trained.run.prefix if isinstance(trained.run, Seq2SeqConfig) and not cfg.chat else ""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text."""
@@ -81,6 +82,7 @@ class _Generator:
             if getattr(self.tokenizer, "chat_template", None) is None:
                 raise ValueError("chat: this tokenizer has no chat template; leave --chat out")
             texts = [self._apply_template([{"role": "user", "content": text}]) for text in texts]
+        texts = [text if text.startswith(self.prefix) else self.prefix + text for text in texts]
         prompts = [self._encode(text) for text in texts]
         for text, ids in zip(texts, prompts, strict=True):
             if not ids:

@@ -63,17 +63,6 @@ def forward_without_backward(model):
     return model(IDS).detach()
 
 
-def a_step_after_a_forward(level):
-    return forward_without_backward(sharded(level))
-
-
-@pytest.mark.parametrize("level", [1, 3])
-def test_a_step_reaches_what_a_forward_without_backward_has_gathered(two, level):
-    expected = forward_without_backward(toys.build())
-    for found in two.run(a_step_after_a_forward, level):
-        torch.testing.assert_close(found, expected)
-
-
 def clears_after_forward(model):
     """Gradients are cleared where PyTorch's tutorials do it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -85,14 +74,15 @@ def clears_after_forward(model):
     return model(IDS).detach()
 
 
-def cleared_after_forward(level):
-    return clears_after_forward(sharded(level))
+def on_shards(train, level):
+    return train(sharded(level))
 
 
 @pytest.mark.parametrize("level", [1, 3])
-def test_zero_grad_between_forward_and_backward_reaches_the_shards(two, level):
-    expected = clears_after_forward(toys.build())
-    for found in two.run(cleared_after_forward, level):
+@pytest.mark.parametrize("train", [forward_without_backward, clears_after_forward])
+def test_loops_reach_the_shards_of_what_a_forward_has_gathered(two, train, level):
+    expected = train(toys.build())
+    for found in two.run(on_shards, train, level):
         torch.testing.assert_close(found, expected)
 
 

@@ -26,20 +26,55 @@ TRANSLATED = {
     "do_train": Translation("epochs", {True: None}, "`modelcenter evaluate` and `predict` do not train"),
 }
 _PACKED = "rows are packed one after another, so there is no padding to save; leave it out"
+_FEWER = "give a file of fewer rows; --max_steps ends a run early, and --dry_run tries one step"
+_SHARDS = "--zero shards the model"
+_FOUR_BITS = "--quantize nf4 keeps the weights under --lora_rank in 4 bits"
+_GPUS = "CUDA_VISIBLE_DEVICES, if empty, hides the GPUs"
+_TOKEN = "HF_TOKEN says it"
+_DTYPE = "weights are trained in fp32, and --precision says the arithmetic"
 # Flags of other programs' training that have no counterpart: what to do instead.
 INSTEAD = {
+    "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs; leave it out",
+    "cache_dir": "HF_HUB_CACHE says where models are downloaded to, MODELCENTER_CACHE where tokens are kept",
+    "config_name": "with --from_scratch, --model may be a config.json",
+    "data_seed": "--seed says the order of the rows, too",
     "dataloader_num_workers": "rows are tokenised before training, and a thread makes batches ahead (--prefetch)",
+    "ddp_find_unused_parameters": "parameters without a gradient are found on any number of ranks; leave it out",
     "deepspeed": "--zero shards the model, and --offload keeps the optimizer's state on the host",
     "do_eval": "data to evaluate on (--eval_data) is evaluated, and `modelcenter evaluate RUN DATA` does only that; "
     "leave it out",
     "do_predict": "`modelcenter predict RUN DATA` does it after the run",
+    "dtype": _DTYPE,
     "fp16": "--precision fp16 computes in it, auto chooses bf16 or fp32",
-    "fsdp": "--zero shards the model",
+    "fsdp": _SHARDS,
+    "fsdp_config": _SHARDS,
     "greater_is_better": "each metric knows; leave it out",
     "group_by_length": _PACKED,
+    "hub_token": _TOKEN,
     "load_best_model_at_end": "--best_metric names the metric, and the best model becomes model/",
-    "load_in_4bit": "--quantize nf4 keeps the weights under --lora_rank in 4 bits",
+    "load_in_4bit": _FOUR_BITS,
+    "load_in_8bit": _FOUR_BITS,
+    "local_rank": "torchrun says it to each rank; leave it out",
+    "logging_dir": "trackers write into tracking/ of --output_dir",
+    "logging_first_step": "it is always logged; leave it out",
+    "logging_strategy": "--log_every says after how many steps",
+    "max_eval_samples": _FEWER,
+    "max_predict_samples": _FEWER,
+    "max_train_samples": _FEWER,
+    "no_cuda": _GPUS,
+    "overwrite_cache": "tokens are made again if the rows, the tokenizer or the flags are others; leave it out",
     "pad_to_max_length": _PACKED,
+    "preprocessing_num_workers": "the tokenizer uses all cores; leave it out",
+    "remove_unused_columns": "columns that the task does not read are passed over; leave it out",
+    "run_name": "trackers name a run after the folder --output_dir",
+    "test_file": "`modelcenter predict RUN DATA` and `modelcenter evaluate RUN DATA` read it after the run",
+    "token": _TOKEN,
+    "torch_dtype": _DTYPE,
+    "trust_remote_code": "code that comes with a checkpoint is never run; leave it out",
+    "use_auth_token": _TOKEN,
+    "use_cpu": _GPUS,
+    "use_fast_tokenizer": "a fast tokenizer is used wherever there is one; leave it out",
+    "use_peft": "--lora_rank trains low-rank updates",
 }
 
 

@@ -1,12 +1,14 @@
 """The command line and YAML as one set of checked flags."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
 import pytest
 
 from modelcenter.command_line.flags import parser
+from modelcenter.command_line.spellings import INSTEAD, all_spellings
 from modelcenter.training.config import (
     ClassificationConfig,
     GenerateConfig,
@@ -63,6 +65,7 @@ def test_defaults_and_types():
         ("--train-iters 9", "max_steps", 9),
         ("--lr-decay-style cosine", "lr_scheduler", "cosine"),
         ("--zero_level 2", "zero", 2),
+        ("--block_size 128", "max_length", 128),
     ],
 )
 def test_other_spellings(words, name, value, tmp_path):
@@ -81,6 +84,7 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--do_train false", "do_train: got False, expected True; `modelcenter evaluate` and `predict` do not train"),
         ("--do_eval", "--do_eval is no flag here: data to evaluate on"),
         ("--fp16 True --bf16 False", "--fp16 is no flag here: --precision fp16"),
+        ("--max-train-samples 100", "--max_train_samples is no flag here: give a file of fewer rows; --max_steps ends"),
         ("--lea 3", "unknown flag --lea"),  # no guessing from a beginning
         ("train.csv", "unexpected argument 'train.csv'"),
         ("--batch_size 3.5", "batch_size: got '3.5', expected a whole number"),
@@ -325,6 +329,13 @@ def test_a_kind_of_steps_goes_with_their_number():
 def test_flags_of_other_programs_are_known_where_they_mean_something():
     with pytest.raises(ValueError, match="unknown flag --eval_strategy"):
         PredictConfig.from_args(["run", "a.csv", "--eval_strategy", "no"])
+
+
+def test_advice_for_flags_of_other_programs_names_flags():
+    known = all_spellings(TrainConfig)
+    for name, advice in INSTEAD.items():
+        assert name not in known
+        assert all(flag in known for flag in re.findall(r"--(\w+)", advice))
 
 
 def test_help_of_lists():

@@ -116,7 +116,8 @@ class TrainConfig(Flags):
         "given, columns are used as named or detected", "task_name", choices=tuple(FORMS))
     columns: dict[str, str] = _data({}, "columns by role, such as text=sentence label=y; detected if not given")
     max_length: int | None = _data(None, "maximum tokens per row, including special tokens; longer rows are cut or "
-        "split; if not given, as many as the model and the tokenizer support", "max_seq_length", "max_encoder_length")
+        "split; if not given, as many as the model and the tokenizer support", "max_seq_length", "max_encoder_length",
+        "block_size")
 
     output_dir: str | None = _output(None, "folder for config.yaml, metrics.jsonl, summary.json, curves.png and model/",
         "save")

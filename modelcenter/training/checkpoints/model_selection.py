@@ -16,8 +16,14 @@ from modelcenter.training.config import TrainConfig
 from modelcenter.training.metrics import SMALLER_IS_BETTER
 from modelcenter.training.output.folder import CHECKPOINTS
 
-# Flags that a run may change when it goes on, and that change its scores.
-_SCORE_FLAGS = ("language", "num_beams", "max_new_tokens", "length_penalty", "no_repeat_ngram_size")
+# Flags that change the scores of a model: some that a run may change when it goes on, and others that one may which
+# --resume names. Of the names of all tasks.
+_SCORE_FLAGS = (
+    "language num_beams max_new_tokens length_penalty no_repeat_ngram_size prefix source_lang target_lang "
+    "max_target_length form eval_fraction max_length too_long template train_on reference beta loss_type "
+    "label_all_tokens doc_stride max_question_length no_answer null_threshold max_answer_length n_best scoring "
+    "document packing mask_fraction whole_word word_segmenter next_sentence noise_density mean_span"
+).split()
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +147,12 @@ def evaluation_conditions(cfg: TrainConfig, eval_set: Examples | None) -> dict[s
     """The data and the flags that scores depend on: only scores under the same conditions compare. {}: no data."""
     if eval_set is None:
         return {}
-    flags = {name: getattr(cfg, name) for name in _SCORE_FLAGS if hasattr(cfg, name)}
+    names = [*_SCORE_FLAGS, *(f"{role}_column" for role in cfg.roles)]
+    if cfg.eval_fraction is not None or hasattr(cfg, "mask_fraction") or hasattr(cfg, "noise_density"):
+        names.append("seed")  # it draws the rows that are held out, or what is hidden in them
+    if cfg.task == "dpo":
+        names.append("label_smoothing")  # elsewhere of the loss in training alone
+    flags = {name: getattr(cfg, name) for name in names if hasattr(cfg, name)}
     return json.loads(json.dumps({"eval_data": identity(eval_set.fingerprint()), **flags}))
 
 
@@ -149,9 +160,9 @@ def changed_condition(before: dict[str, Any], now: dict[str, Any]) -> str | None
     """The flag that keeps scores from before a stop from comparing with those of now; None: they compare. Collective.
 
     Args:
-        before, now: evaluation_conditions.
+        before, now: evaluation_conditions; those of an older version may lack some.
     """
-    return from_rank_0(next((name for name in now if before and now[name] != before.get(name)), None))
+    return from_rank_0(next((name for name in now if name in before and now[name] != before[name]), None))
 
 
 def still_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:

@@ -268,6 +268,46 @@ def test_scores_of_another_search_do_not_compare():
     assert changed(now, model_selection.evaluation_conditions(Seq2SeqConfig(), None)) is None  # nothing is scored
 
 
+@pytest.mark.parametrize(
+    ("kind", "flag", "other"),
+    [
+        ("DPOConfig", "loss_type", "ipo"),
+        ("DPOConfig", "label_smoothing", 0.1),
+        ("MLMConfig", "mask_fraction", 0.4),
+        ("QAConfig", "null_threshold", 2.0),
+        ("ClassificationConfig", "max_length", 8),
+        ("ClassificationConfig", "label_column", "other"),
+        ("ClassificationConfig", "seed", 1),
+        ("ClassificationConfig", "label_smoothing", None),
+        ("ClassificationConfig", "lr", None),
+    ],
+)
+def test_scores_under_other_flags_of_evaluations_do_not_compare(kind, flag, other):
+    """None: the flag is of training alone."""
+    from modelcenter.training import config
+
+    rows = SimpleNamespace(fingerprint=lambda: {"rows": 3})
+    held_out = {} if kind == "QAConfig" else {"eval_fraction": 0.5}
+    before = model_selection.evaluation_conditions(getattr(config, kind)(**held_out), rows)
+    flags = {**held_out, flag: 0.2 if other is None else other}
+    now = model_selection.evaluation_conditions(getattr(config, kind)(**flags), rows)
+    assert model_selection.changed_condition(before, now) == (None if other is None else flag)
+    older = {name: value for name, value in before.items() if name != flag}  # of a version that did not keep it
+    assert model_selection.changed_condition(older, now) is None
+
+
+def test_the_best_under_other_flags_ends_no_run_that_goes_on_with_its_weights(folder, monkeypatch, caplog):
+    """Losses of DPO and of IPO, or of short and of long texts, are on different scales."""
+    judged_as(monkeypatch, {1: 0.9, 2: 0.1, 3: 0.2, 4: 0.3})
+    judged = {"eval_every": 1, "early_stopping": 2, "max_length": 12}
+    stop_at(monkeypatch, 1, short_run_values(folder, "run", **judged))
+    judged |= {"max_length": 10, "resume": str(folder / "run")}
+    main(command(short_run_values(folder, "other", **judged)))
+    summary = json.loads((folder / "other" / "summary.json").read_text())
+    assert (summary["steps"], summary["best"]["step"]) == (4, 4)
+    assert "accuracy 0.9 of step 1, does not count: max_length is another now" in caplog.text
+
+
 def test_an_evaluation_without_the_metric_of_now_is_made_again():
     rows = [{"step": 3, "loss": 1.0}, {"step": 3, "eval_loss": 1.0}]
     for metric, found in (("loss", rows[1]), ("accuracy", None)):

@@ -15,6 +15,8 @@ from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.streaming import StreamBatches
 from modelcenter.training.config import TrainConfig
 
+_NO_TOKENS = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -55,6 +57,10 @@ class BatchSource(Protocol):
 
     def where(self, rows: Any, most: int = 4) -> str:
         """Where the rows of a global batch come from, for people."""
+        ...
+
+    def to_remember(self, rows: Any) -> Any:
+        """The rows of a global batch as `where` takes them, in little memory: those of many batches may be kept."""
         ...
 
 
@@ -104,6 +110,9 @@ class RowBatchSource:
     def where(self, rows: np.ndarray, most: int = 4) -> str:
         return _join_places([self.examples.where(int(row)) for row in rows[:most]], len(rows))
 
+    def to_remember(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
 
 class StreamBatchSource:
     """Batches of rows that are read while training goes on. Its state is a few integers: the place and the epoch."""
@@ -132,6 +141,9 @@ class StreamBatchSource:
 
     def where(self, rows: Any, most: int = 4) -> str:
         return _join_places([self.examples.where(row) for row in rows[:most]], len(rows))
+
+    def to_remember(self, rows: Any) -> Any:
+        return [row._replace(tokens=_NO_TOKENS) for row in rows]
 
 
 def make_batch_source(cfg: TrainConfig, examples: Any) -> BatchSource:

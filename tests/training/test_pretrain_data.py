@@ -2,6 +2,7 @@
 
 import json
 import struct
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -211,6 +212,27 @@ def test_a_stream_has_all_tokens_of_its_texts(folder):
         found = sum((pieces[key] for key in sorted(pieces) if key[1] == i), [])
         whole = [*tokenizer(text)["input_ids"], 0]
         assert found in (whole, whole[:-1])  # a last piece of one token asks nothing
+
+
+def test_the_texts_of_steps_that_are_not_logged_yet_are_not_held(folder):
+    """With a log_every of hundreds they would be gigabytes on each rank; where they are from is kept."""
+    from modelcenter.training.batch_sources import stream_batch_source
+    from modelcenter.training.monitoring.skipped_steps import SkippedSteps
+    from modelcenter.training.tasks import TASKS
+
+    cfg = TASKS["pretrain-lm"].flags()(**flags(folder, "tiny/gpt2", streaming=True, max_steps=3))
+    cfg.global_batch_size, cfg.gradient_accumulation_steps = 8, 1
+    rows, _ = TASKS["pretrain-lm"].load().from_flags(cfg).tokenize(TOKENIZERS["tiny/gpt2"](), 24)
+    source = stream_batch_source(cfg, rows)
+    steps = SkippedSteps(SimpleNamespace(skipped=1), source)
+    tokens, places = [], []
+    for batch in source.batches():
+        tokens += [weakref.ref(row.tokens) for row in batch.rows]
+        places.append(source.where(batch.rows, most=10**9))
+        steps.add(batch.step + 1, batch.rows, torch.tensor(float("nan")))
+    del batch
+    assert not any(held() is not None for held in tokens[:8])
+    assert [row["rows"] for row in steps.new_rows(3)] == places
 
 
 def test_a_stream_without_a_step_left_knows_its_epoch(folder):

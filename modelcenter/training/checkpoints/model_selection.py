@@ -148,8 +148,8 @@ def evaluation_conditions(cfg: TrainConfig, eval_set: Examples | None) -> dict[s
     if eval_set is None:
         return {}
     names = [*_SCORE_FLAGS, *(f"{role}_column" for role in cfg.roles)]
-    if cfg.eval_fraction is not None or hasattr(cfg, "mask_fraction") or hasattr(cfg, "noise_density"):
-        names.append("seed")  # it draws the rows that are held out, or what is hidden in them
+    if cfg.eval_fraction is not None:
+        names.append("seed")  # it draws the rows that are held out
     if cfg.task == "dpo":
         names.append("label_smoothing")  # elsewhere of the loss in training alone
     flags = {name: getattr(cfg, name) for name in names if hasattr(cfg, name)}

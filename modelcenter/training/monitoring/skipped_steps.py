@@ -27,7 +27,7 @@ class SkippedSteps:
 
     def add(self, step: int, rows: Any, norm: torch.Tensor) -> None:
         """Remember a step, whose norm stays on the device."""
-        self._recent.append((step, rows, norm))
+        self._recent.append((step, self.source.to_remember(rows), norm))
 
     def new_rows(self, step: int) -> Iterator[dict[str, Any]]:
         """The steps skipped since the last call, as rows of skipped.jsonl. Waits for the device, if there are any."""

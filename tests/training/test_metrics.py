@@ -92,6 +92,18 @@ def test_regression_of_several_values_and_of_a_constant():
     assert found["pearson"] is None and found["spearman"] is None and found["mse"] == pytest.approx(5 / 3)
 
 
+def test_predictions_that_are_not_finite_have_no_correlation():
+    """A model that has diverged must not be the best by the order of its NaNs. As scipy, which gives NaN."""
+    for bad in (1, 3):
+        metric = Regression()
+        metric.update(torch.tensor([[math.nan]] * bad + [[0.1]] * (3 - bad)), torch.tensor([1.0, 2.0, 3.0]))
+        found = metric.result()
+        assert found["pearson"] is None and found["spearman"] is None
+    metric = Regression()  # an order is one with an infinity too
+    metric.update(torch.tensor([[0.1], [0.2], [math.inf]]), torch.tensor([1.0, 2.0, 3.0]))
+    assert metric.result()["spearman"] == pytest.approx(1.0)
+
+
 def shares(case: str) -> dict:
     """Each rank feeds its part of the same rows; the last ones of rank 1 are fewer, or none."""
     engine.init_distributed(tp_size=engine.world_size())  # all ranks count, whatever they split between them

@@ -133,7 +133,10 @@ def _pearson(x: Tensor, y: Tensor) -> float | None:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """1-based ranks; equal values share the mean of theirs."""
+    """1-based ranks; equal values share the mean of theirs. As scipy: all NaN if a value is, which has no place among
+    others."""
+    if values.isnan().any():
+        return torch.full_like(values, math.nan)
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts - 1) / 2)[inverse]

@@ -35,7 +35,7 @@ _DTYPE = "weights are trained in fp32, and --precision says the arithmetic"
 # Flags of other programs' training that have no counterpart: what to do instead.
 INSTEAD = {
     "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs; leave it out",
-    "cache_dir": "HF_HUB_CACHE says where models are downloaded to, MODELCENTER_CACHE where tokens are kept",
+    "cache_dir": "HF_HOME names the folder of downloads, MODELCENTER_CACHE that of tokenised rows",
     "config_name": "with --from_scratch, --model may be a config.json",
     "data_seed": "--seed says the order of the rows, too",
     "dataloader_num_workers": "rows are tokenised before training, and a thread makes batches ahead (--prefetch)",

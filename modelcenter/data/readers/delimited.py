@@ -23,7 +23,9 @@ _TAG = re.compile(r"O|[BIESMLU]([-_]\S+)?")  # also of a corpus with entities of
 def read_csv(path: Path, raw: bytes) -> ParsedFile:
     """Rows whose fields are separated by commas, semicolons or tabs, and quoted where they hold such or line ends."""
     text = decode_text(path, raw)
-    delimiter = find_delimiter(text.split("\r" if _ends_in_carriage_returns(text) else "\n", 1)[0])
+    first, end, rest = text.partition("\r" if _ends_in_carriage_returns(text) else "\n")
+    delimiter, first = find_delimiter(first)
+    text = first + end + rest
     return _named_columns(path, *_quoted_rows(path, text, delimiter, has_space_before_quotes(text, delimiter)))
 
 
@@ -53,14 +55,20 @@ def read_tsv(path: Path, raw: bytes) -> ParsedFile:
     return _named_columns(path, rows, numbers)
 
 
-def find_delimiter(first_line: str) -> str:
-    """What separates the fields of a csv file: a comma where there is one, else the more frequent of ; and tab."""
-    return max((",", ";", "\t"), key=lambda d: (first_line.count(d) > 0, d == ",", first_line.count(d)))
+def find_delimiter(first_line: str) -> tuple[str, str]:
+    """(what separates the fields of a csv file, its first line).
+
+    A first line of `sep=;`, which Excel takes for no row, says it, and is empty here. Else it is a comma where there is
+    one, or the more frequent of ; and tab.
+    """
+    if (said := re.match(r'"?sep=([,;\t|])"?\s*$', first_line, re.IGNORECASE)) is not None:
+        return said[1], first_line[len(first_line.rstrip("\r\n")) :]
+    return max((",", ";", "\t"), key=lambda d: (first_line.count(d) > 0, d == ",", first_line.count(d))), first_line
 
 
 def has_space_before_quotes(text: str, delimiter: str) -> bool:
     """Whether csv has spaces before its quotes: a, "b". Otherwise a space belongs to the text after it."""
-    return re.search(rf"{delimiter} +\"(?=[^\s\"{delimiter}])", text) is not None
+    return re.search(rf"[{delimiter}] +\"(?=[^\s\"{delimiter}])", text) is not None
 
 
 def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False) -> tuple[list[list[str]], list[int]]:

@@ -102,17 +102,15 @@ def _json_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None,
 def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cursor]]:
     """csv and tsv. Quoted fields hold line ends, so rows of csv before the cursor are read and dropped."""
     lines: Iterator[str] = (text for text, _ in _lines(path, Cursor(at.file), keep_ends=True))  # quoted ones are text
-    start = list(itertools.islice(lines, 1000))
-    first = start[0] if start else ""
-    lines = itertools.chain(start, lines)
     rows: Iterator[list[str]]
     if suffix_of(path) == ".tsv":
         rows = (line.rstrip("\r\n").split("\t") if line.strip() else [] for line in lines)
     else:
-        delimiter = find_delimiter(first)
+        delimiter, first = find_delimiter(next(lines, ""))
+        start = [first, *itertools.islice(lines, 999)]
         csv.field_size_limit(MAX_FIELD_SIZE)
         skip_space = has_space_before_quotes("".join(start), delimiter)
-        rows = (row for row, _ in csv_rows(path, lines, delimiter, skip_space))
+        rows = (row for row, _ in csv_rows(path, itertools.chain(start, lines), delimiter, skip_space))
     rows = _check_width(path, rows)
     head = list(itertools.islice(rows, 1001))
     filled = [row for row in head if row]

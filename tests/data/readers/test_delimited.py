@@ -18,6 +18,19 @@ def test_csv_separator_is_seen(tmp_path, separator):
     assert table.columns == {"text": ["a, b"], "label": ["1"]}
 
 
+@pytest.mark.parametrize("line", ["sep=;\n", '"sep=;"\r\n', "sep=\t\n", "\ufeffSEP=|\r\n"])
+def test_a_first_line_for_excel_names_the_separator(tmp_path, line):
+    separator = line.strip('"\r\n')[-1]
+    content = line + f'text{separator}label\na, b{separator}1\n"c {separator}"{separator}0\n'
+    table = read(tmp_path, "a.csv", content)
+    assert table.columns == {"text": ["a, b", f"c {separator}"], "label": ["1", "0"]}
+    assert table.where(0).endswith("line 3")
+    assert [row for row, _ in FileRows([tmp_path / "a.csv"]).read() if row is not None] == [
+        {"text": "a, b", "label": "1"},
+        {"text": f"c {separator}", "label": "0"},
+    ]
+
+
 def test_csv_with_spaces_before_its_quotes(tmp_path):
     content = 'text, label\n"one, two", "good"\n"he said ""a, ""b""", "bad"\n'
     table = read(tmp_path, "a.csv", content)

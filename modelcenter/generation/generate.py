@@ -15,6 +15,7 @@ from modelcenter.generation.search import beam, extend
 from modelcenter.generation.settings import Settings, SpecialTokens, config_tokens
 from modelcenter.generation.state import State, guessed_mask
 from modelcenter.generation.stopping import StopStrings
+from modelcenter.layers.layout import check_tensor
 
 _log = logging.getLogger(__name__)
 # Arguments of transformers' generate that have another name here.
@@ -151,9 +152,7 @@ def _check_call(model: Any, input_ids: Any) -> None:
     """Raise ValueError for a model that writes no text, or prompts that are no tensor of tokens."""
     if model.task not in ("causal-lm", "seq2seq-lm"):
         raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
-    if not isinstance(input_ids, Tensor):
-        hint = "; pass the parts of a batch by name: generate(**batch)" if isinstance(input_ids, Mapping) else ""
-        raise ValueError(f"input_ids: got {type(input_ids).__name__}, expected a tensor of shape (batch, seq){hint}")
+    check_tensor("input_ids", input_ids, "a tensor of shape (batch, seq)")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
 

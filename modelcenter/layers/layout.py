@@ -1,8 +1,17 @@
 """Where the tokens of a batch stand in the input that the caller gave: unpadding and padding of tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+
+
+def check_tensor(name: str, value: Any, expected: str = "a tensor") -> None:
+    """Raise ValueError for a list, an array or the batch of a tokenizer in place of a tensor."""
+    if not isinstance(value, Tensor):
+        hint = "; pass the parts of a batch by name: **batch" if isinstance(value, Mapping) else ""
+        raise ValueError(f"{name}: got {type(value).__name__}, expected {expected}{hint}")
 
 
 @dataclass(frozen=True)

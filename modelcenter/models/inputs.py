@@ -9,15 +9,26 @@ from torch import Tensor, nn
 from modelcenter.config import ModelConfig
 from modelcenter.layers.cache import KVCache, past_of
 from modelcenter.layers.dropout import name_sites
-from modelcenter.layers.layout import flat_positions
+from modelcenter.layers.layout import check_tensor, flat_positions
 from modelcenter.layers.packing import Packed
 
 Batch = Mapping[str, Any]
+_TENSORS = {
+    "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "labels",
+    "start_positions", "end_positions", "decoder_input_ids", "decoder_attention_mask",
+}  # fmt: skip
 
 
 def given_inputs(**inputs: Any) -> dict[str, Any]:
-    """The arguments of a forward by name, without those that the caller left out: a batch."""
-    return {name: value for name, value in inputs.items() if value is not None}
+    """The arguments of a forward by name, without those that the caller left out: a batch.
+
+    Raises:
+        ValueError: tokens, masks or labels that are no tensor.
+    """
+    batch = {name: value for name, value in inputs.items() if value is not None}
+    for name in batch.keys() & _TENSORS:
+        check_tensor(name, batch[name])
+    return batch
 
 
 class ModelInputs(nn.Module):

@@ -41,6 +41,9 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
         ("base", {"token_type_ids": IDS[:, :3]}, r"token_type_ids: got shape \(2, 3\) beside input of shape \(2, 4\)"),
         ("base", {"token_type_ids": torch.full((2, 4), 7)}, "token_type_ids: got numbers from 7 to 7.*type_vocab_size"),
         ("base", {"inputs_embeds": torch.zeros(2, 4, 48)}, "exactly one"),
+        ("base", {"input_ids": IDS.tolist()}, "input_ids: got list, expected a tensor$"),
+        ("base", {"input_ids": {"input_ids": IDS}}, r"input_ids: got dict, expected a tensor; .* by name: \*\*batch"),
+        ("masked-lm", {"labels": IDS.numpy()}, "labels: got ndarray, expected a tensor"),
         (
             "base",
             {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 47)},

@@ -69,7 +69,7 @@ class TrainConfig(Flags):
     task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
-    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every", "eval_batch_size")  # idle where nothing is evaluated
+    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every",)  # idle where nothing is evaluated
     idle: ClassVar[Mapping[str, Idle]] = {
         "batch_size": Idle(lambda c: c.batch_tokens is not None, "beside batch_tokens, which fills microbatches by "
             "tokens; give either (--batch_tokens none --global_batch_tokens none for those of a file)"),

@@ -36,21 +36,23 @@ IGNORED = _METADATA | frozenset(
     suppress_tokens temperature tf_legacy_loss top_k top_p typical_p""".split()
 )
 
+_PLACED = "engine.init_distributed shards a model; one process puts it where .to(device) says"
+_UNQUANTISED = "a checkpoint is loaded as it is; --quantize trains low-rank updates on 4-bit weights"
 # Overrides that transformers knows and that have no effect here, with what to do instead.
 _HINTS = {
     "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs",
-    "device_map": "engine.init_distributed shards a model; one process puts it where .to(device) says",
+    "device_map": _PLACED,
     "force_download": "what changed on the Hub is downloaded anyway; delete a cached repository to download it again",
     "gradient_checkpointing": "engine.Policy(recompute=...), or --recompute in training, computes activations again",
-    "load_in_4bit": "a checkpoint is loaded as it is; --quantize trains low-rank updates on 4-bit weights",
-    "load_in_8bit": "a checkpoint is loaded as it is; --quantize trains low-rank updates on 4-bit weights",
+    "load_in_4bit": _UNQUANTISED,
+    "load_in_8bit": _UNQUANTISED,
     "low_cpu_mem_usage": "a model is always filled slice by slice",
-    "max_memory": "engine.init_distributed shards a model; one process puts it where .to(device) says",
-    "offload_folder": "engine.init_distributed shards a model; one process puts it where .to(device) says",
+    "max_memory": _PLACED,
+    "offload_folder": _PLACED,
     "output_attentions": "attention weights are never held",
     "output_hidden_states": "it is an argument of each call of the model",
     "proxies": "the environment says it: HTTPS_PROXY",
-    "quantization_config": "a checkpoint is loaded as it is; --quantize trains low-rank updates on 4-bit weights",
+    "quantization_config": _UNQUANTISED,
     "resume_download": "a download that broke off always goes on",
     "return_dict": "outputs have attributes, keys and indices at once",
     "subfolder": "download the repository (modelcenter download --all) and give the directory within it",

@@ -126,7 +126,8 @@ def load_model(
         _place(model, parameter_dtype, policy, adapters, weights.fresh)
         weights.fill(model)
         fresh = _without_saved(weights.fresh, model)
-    _initialise(model, seed, weights.fresh)
+    if weights.fresh:  # what no file holds
+        engine.init.init_parameters_(model, seed, weights.fresh)
     _start(model, policy, adapters, seed)
     report = _report(files, options, blueprint, weights, fresh, time.perf_counter() - began)
     model.load_report = report
@@ -262,12 +263,6 @@ def _place(model: Any, dtype: torch.dtype, policy: Any, adapters: Sequence[Any],
     if not _quantizes(adapters):
         _shard(model, policy)
     engine.materialize(model)
-
-
-def _initialise(model: Any, seed: int, fresh: Collection[str]) -> None:
-    """Draw the parameters that no file holds."""
-    if fresh:
-        engine.init.init_parameters_(model, seed, fresh)
 
 
 def _start(model: Any, policy: Any, adapters: Sequence[Any], seed: int) -> None:

@@ -26,8 +26,9 @@ def given_inputs(**inputs: Any) -> dict[str, Any]:
         ValueError: tokens, masks or labels that are no tensor.
     """
     batch = {name: value for name, value in inputs.items() if value is not None}
-    for name in batch.keys() & _TENSORS:
-        check_tensor(name, batch[name])
+    for name, value in batch.items():
+        if name in _TENSORS:
+            check_tensor(name, value)
     return batch
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from modelcenter.command_line.flags import Flags, Idle, flag
+from modelcenter.command_line.spellings import INSTEAD
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.registry import nearest, own_preset
@@ -37,8 +38,8 @@ PLACES = frozenset("model reference tokenizer train_data eval_data output_dir".s
 NOT_MODEL_FIELDS = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"
 ) | {
-    "dtype": "weights are trained in fp32, and --precision says the arithmetic",
-    "torch_dtype": "weights are trained in fp32, and --precision says the arithmetic",
+    "dtype": INSTEAD["dtype"],
+    "torch_dtype": INSTEAD["torch_dtype"],
     "revision": "give --revision",
     "seed": "give --seed",
     "ignore_mismatched_sizes": "give --ignore_mismatched_sizes",

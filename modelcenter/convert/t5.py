@@ -154,9 +154,10 @@ CONFIG = T5ConfigMap(
 
 def _infer_tie(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """An own lm_head in a file of version 5, whose config.json says that embeddings are tied whatever they are."""
-    forced = config.get("tie_word_embeddings") is True and config.get("scale_decoder_outputs") is not True
-    if config.get("model_type") == "t5" and config.get("scale_decoder_outputs") is None:
-        forced = False
+    # Where outputs are scaled, a T5's lm_head is the embedding, which files of version 4 repeat.
+    forced = config.get("tie_word_embeddings") is True and (
+        config.get("model_type") != "t5" or config.get("scale_decoder_outputs") is False
+    )
     return {"tie_embeddings": False} if forced and "lm_head.weight" in names else {}
 
 
@@ -170,13 +171,6 @@ ARCH = ArchMap(
     ignore=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     infer_config=_infer_tie,
 )
-# mT5 is never scaled. umT5 always is, as transformers 5 computes it whatever the file says; version 4 went by what it
-# says of tying, so that it did not scale the published ones.
+# mT5 is never scaled. umT5 is as T5, in transformers 4 and from 5.24 on; versions between scaled each umT5.
 MT5 = replace(ARCH, model_type="mt5", tasks=_tasks("MT5"), config=replace(CONFIG, scaled=lambda tied: False))
-UMT5 = replace(
-    ARCH,
-    model_type="umt5",
-    tasks=_tasks("UMT5"),
-    body=_body(per_layer=True),
-    config=replace(CONFIG, scaled=lambda tied: True),
-)
+UMT5 = replace(ARCH, model_type="umt5", tasks=_tasks("UMT5"), body=_body(per_layer=True))

@@ -152,6 +152,7 @@ class CPM(Decoder):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         past_key_values: KVCache | None = None,
+        cache: KVCache | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
@@ -179,7 +180,7 @@ class CPM(Decoder):
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, length=length, context=context, span=span,
-            segment=segment, inputs_embeds=inputs_embeds, labels=labels, past_key_values=past_key_values,
+            segment=segment, inputs_embeds=inputs_embeds, labels=labels, past_key_values=past_key_values, cache=cache,
             use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_counts=loss_counts,
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,

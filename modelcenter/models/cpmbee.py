@@ -173,6 +173,7 @@ class CPMBee(CPM):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         past_key_values: KVCache | None = None,
+        cache: KVCache | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
@@ -205,7 +206,7 @@ class CPMBee(CPM):
             context=context, span=span, sample_ids=sample_ids, segment=segment, num_segments=num_segments,
             segment_rel=segment_rel, segment_rel_offset=segment_rel_offset, ext_table_ids=ext_table_ids,
             ext_table_sub=ext_table_sub, inputs_embeds=inputs_embeds, labels=labels, past_key_values=past_key_values,
-            use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_counts=loss_counts,
+            cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_counts=loss_counts,
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_hidden_states=output_hidden_states,
         )  # fmt: skip

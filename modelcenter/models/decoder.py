@@ -139,6 +139,7 @@ class Decoder(Model):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         past_key_values: KVCache | None = None,
+        cache: KVCache | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
@@ -159,7 +160,7 @@ class Decoder(Model):
                 from token t, the shift is made here. (batch,) for classification.
             start_positions, end_positions: (batch,).
             past_key_values: what an earlier forward with use_cache=True returned; input_ids are then the new tokens,
-                as many for each row.
+                as many for each row. cache: its name in transformers from 5.24 on.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
                 for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
@@ -173,9 +174,9 @@ class Decoder(Model):
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             labels=labels, start_positions=start_positions, end_positions=end_positions,
-            past_key_values=past_key_values, use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            loss_counts=loss_counts, num_items_in_batch=num_items_in_batch, output_logits=output_logits,
-            logits_to_keep=logits_to_keep, output_log_probs=output_log_probs,
+            past_key_values=past_key_values, cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
+            output_logits=output_logits, logits_to_keep=logits_to_keep, output_log_probs=output_log_probs,
             output_hidden_states=output_hidden_states,
         )  # fmt: skip
         return self.run_checked(batch)

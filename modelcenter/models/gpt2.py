@@ -167,6 +167,7 @@ class GPT2(CrossAttentionMixin, Decoder):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         past_key_values: KVCache | None = None,
+        cache: KVCache | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
@@ -203,9 +204,10 @@ class GPT2(CrossAttentionMixin, Decoder):
             position_ids=position_ids, inputs_embeds=inputs_embeds, encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask, labels=labels, mc_token_ids=mc_token_ids,
             mc_labels=mc_labels, start_positions=start_positions, end_positions=end_positions,
-            past_key_values=past_key_values, use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            encoder_cu_seqlens=encoder_cu_seqlens, encoder_max_seqlen=encoder_max_seqlen, loss_counts=loss_counts,
-            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            past_key_values=past_key_values, cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens, encoder_max_seqlen=encoder_max_seqlen,
+            loss_counts=loss_counts, num_items_in_batch=num_items_in_batch, output_logits=output_logits,
+            logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
         )  # fmt: skip
         if self.task != "double-heads":
@@ -214,7 +216,7 @@ class GPT2(CrossAttentionMixin, Decoder):
             return self.run_checked(batch)
         if any(name in batch for name in INPUTS):
             raise ValueError(f"{INPUTS[0]}: not with double heads; load the model with task causal-lm")
-        if use_cache or past_key_values is not None or logits_to_keep or output_log_probs:
+        if use_cache or "past_key_values" in batch or logits_to_keep or output_log_probs:
             raise ValueError("use_cache, logits_to_keep, output_log_probs: load the model with task causal-lm")
         return self.run_checked(flatten_batch(batch))
 

@@ -22,10 +22,16 @@ _TENSORS = {
 def given_inputs(**inputs: Any) -> dict[str, Any]:
     """The arguments of a forward by name, without those that the caller left out: a batch.
 
+    `cache`, as transformers calls it from 5.24 on, is `past_key_values`.
+
     Raises:
-        ValueError: tokens, masks or labels that are no tensor.
+        ValueError: tokens, masks or labels that are no tensor; both names of the cache.
     """
     batch = {name: value for name, value in inputs.items() if value is not None}
+    if "cache" in batch:
+        if "past_key_values" in batch:
+            raise ValueError("cache: given beside past_key_values, which is the same; pass one of them")
+        batch["past_key_values"] = batch.pop("cache")
     for name, value in batch.items():
         if name in _TENSORS:
             check_tensor(name, value)

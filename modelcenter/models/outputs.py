@@ -18,6 +18,8 @@ class ModelOutput(OrderedDict):
     FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits")
     # Never produced: kernels without them are faster.
     FIELDS += ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
+    # The names that transformers gives some of them from 5.24 on: both are answered to.
+    ALIASES: ClassVar[dict[str, str]] = {"cache": "past_key_values"}
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -26,10 +28,17 @@ class ModelOutput(OrderedDict):
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
-            return super().__getitem__(key)
+            return super().__getitem__(self.ALIASES.get(key, key))
         return self.to_tuple()[key]
 
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self.ALIASES.get(key, key) if isinstance(key, str) else key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
     def __getattr__(self, name: str) -> Any:
+        name = self.ALIASES.get(name, name)
         if name in self:
             return self[name]
         if name in ModelOutput.FIELDS:
@@ -37,6 +46,7 @@ class ModelOutput(OrderedDict):
         raise AttributeError(f"{type(self).__name__} has no {name!r}; it holds {', '.join(self) or 'nothing'}")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        name = self.ALIASES.get(name, name)
         if name not in self and name not in ModelOutput.FIELDS:
             super().__setattr__(name, value)
         elif value is None:

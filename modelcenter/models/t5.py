@@ -229,17 +229,13 @@ class MT5(T5):
 
 @dataclass(kw_only=True)
 class UMT5Config(MT5Config):
-    """Fields of umT5.
-
-    scale_decoder_outputs: true in transformers 5, whatever a file says; the published models were trained with false.
-    Both give the same most probable token, and different probabilities.
-    """
+    """Fields of umT5: those of T5. The published models have a vocabulary matrix of their own and are not scaled."""
 
     model_type: ClassVar[str] = "umt5"
     bias_per_layer: ClassVar[bool] = True
 
     tie_embeddings: bool = True
-    scale_decoder_outputs: bool | None = True
+    scale_decoder_outputs: bool | None = None
 
 
 class UMT5(T5):

@@ -346,7 +346,7 @@ def test_two_ranks_train_as_one(family, task, level, tp, precision, dora, drops,
     both = two.run(train, str(base), str(tmp_path / "two"), task, level, tp, precision, dora, drops)
     (alone,) = testing.run(train, 1, str(base), str(tmp_path / "one"), task, level, 1, precision, dora, drops)
     # Of a small gradient Adam makes a whole step, also where masks leave little but rounding of it.
-    tolerance = 8e-2 if precision == "bf16" else 2e-3 if drops else 4e-5
+    tolerance = 8e-2 if precision == "bf16" else 2e-3 if drops else 1e-4
     if not drops:
         assert alone[0][2] < alone[0][0] - 2 * tolerance  # more than what the comparison lets pass
     for losses, held, found in both:

@@ -19,29 +19,6 @@ static_assert(kQueries == kWide, "queries are the columns of a tile");
 
 MC_INLINE int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
-// out (8, 32) = or += the sum over t of a[i * a_row + t * a_step] b[t * b_step + j].
-MC_INLINE void small(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
-                     float* out, int64_t stride, bool add) {
-  Sixteen sum[kTall][2];
-#pragma GCC unroll 8
-  for (int i = 0; i < kTall; i++) sum[i][0] = sum[i][1] = Sixteen{};
-#pragma GCC unroll 2
-  for (int64_t t = 0; t < depth; t++) {
-    const Sixteen left = *(const Sixteen*)(b + t * b_step), right = *(const Sixteen*)(b + t * b_step + 16);
-#pragma GCC unroll 8
-    for (int i = 0; i < kTall; i++) {
-      sum[i][0] = plus_product(sum[i][0], a[i * a_row + t * a_step], left);
-      sum[i][1] = plus_product(sum[i][1], a[i * a_row + t * a_step], right);
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kTall; i++) {
-    Sixteen* to = (Sixteen*)(out + i * stride);
-    to[0] = add ? to[0] + sum[i][0] : sum[i][0];
-    to[1] = add ? to[1] + sum[i][1] : sum[i][1];
-  }
-}
-
 // The rooms of a sequence of so many keys with heads of so many channels, one after the other.
 struct Rooms {
   int64_t keys, width;
@@ -119,14 +96,14 @@ struct Block {
 MC_INLINE void products_with(const float* rows, const Rooms& r, int64_t channels, const float* queries, const Block& b,
                              float* to) {
   for (int64_t j = b.top; j < b.bottom; j += kTall)
-    small(channels, rows + j * r.width, r.width, 1, queries, kQueries, to + j * kQueries, kQueries, false);
+    tile(channels, rows + j * r.width, r.width, 1, queries, kQueries, to + j * kQueries, kQueries, false);
 }
 
 // (32, width) = the sums over the keys of weights (keys, 32) times rows (keys, width).
 MC_INLINE void mix_of(const float* weights, const float* rows, const Rooms& r, const Block& b, float* to) {
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t i = 0; i < b.lanes; i += kTall)
-      small(b.end - b.begin, weights + b.begin * kQueries + i, 1, kQueries, rows + b.begin * r.width + c, r.width,
+      tile(b.end - b.begin, weights + b.begin * kQueries + i, 1, kQueries, rows + b.begin * r.width + c, r.width,
             to + i * r.width + c, r.width, false);
 }
 
@@ -134,7 +111,7 @@ MC_INLINE void mix_of(const float* weights, const float* rows, const Rooms& r, c
 MC_INLINE void add_mix(const float* weights, const Rows& rows, const Rooms& r, const Block& b, float* to) {
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t j = b.top; j < b.bottom; j += kTall)
-      small(b.lanes, weights + j * kQueries, kQueries, 1, rows.at + c, rows.stride, to + j * r.width + c, r.width,
+      tile(b.lanes, weights + j * kQueries, kQueries, 1, rows.at + c, rows.stride, to + j * r.width + c, r.width,
             true);
 }
 

@@ -14,7 +14,8 @@ static const CpuKernels& choose() {
   const char* limit = getenv("MODELCENTER_ISA");
   const bool plain = limit && !strcmp(limit, "plain"), avx2 = limit && !strcmp(limit, "avx2");
   __builtin_cpu_init();
-  const bool wide = !plain && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("pclmul");
+  const bool wide = !plain && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                    __builtin_cpu_supports("pclmul");
   if (wide && !avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     return kernels_avx512();

@@ -13,43 +13,73 @@ constexpr int64_t kDepth = 192, kHeight = 1024, kWidth = 128;     // of what is 
 constexpr int64_t kTallPanel = kTall * kDepth + 16, kWidePanel = kWide * kDepth + 16;  // not a power of two apart
 static_assert(kProductRoom >= kHeight / kTall * kTallPanel + kWidth / kWide * kWidePanel, "the room is too small");
 
+// The sums of an inner tile are in registers: on AVX-512 those of a whole tile, elsewhere a quarter of it at a time.
+#if defined(__AVX512F__)
+constexpr int kRows = 8, kBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kRows = 4, kBytes = 32;
+#else
+constexpr int kRows = 4, kBytes = 16;
+#endif
+constexpr int kVectors = 2, kNumbersEach = kBytes / 4, kColumns = kVectors * kNumbersEach;
+static_assert(kTall % kRows == 0 && kWide % kColumns == 0, "inner tiles must fill a tile");
+
+typedef float Vector __attribute__((vector_size(kBytes), aligned(4), may_alias));
 typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
 
 MC_INLINE void fetch(const float* p) { __builtin_prefetch(p, 0, 3); }
 
-MC_INLINE Sixteen plus_product(Sixteen sum, float x, Sixteen y) {
+// Rounded once where there are instructions for it: AVX2 and AVX-512 give the same bits, and others bits of their own.
+MC_INLINE Vector plus_product(Vector sum, float x, Vector y) {
 #if defined(__AVX512F__)
-  return (Sixteen)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sum);
+  return (Vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sum);
+#elif defined(__AVX2__)
+  return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)y, (__m256)sum);
 #else
   return sum + x * y;
 #endif
 }
 
-// A tile of out = the panels' product, added to what `out` holds or not, or to its columns' bias, which may be null.
-MC_INLINE void tile(int64_t depth, const float* __restrict a, const float* __restrict b, float* out, int64_t stride,
-                    bool add, const float* bias = nullptr) {
-  Sixteen sum[kTall][2];
+// A tile of out = the sum over t of a[i * a_row + t * a_step] b[t * b_step + j], added to what `out` holds or not, or to
+// its columns' bias, which may be null.
+MC_INLINE void tile(int64_t depth, const float* __restrict a, int64_t a_row, int64_t a_step, const float* __restrict b,
+                    int64_t b_step, float* out, int64_t stride, bool add, const float* bias = nullptr) {
+  for (int j = 0; j < kWide; j += kColumns) {
+    for (int i = 0; i < kTall; i += kRows) {
+      const float *left = a + i * a_row, *right = b + j;
+      float* to = out + i * stride + j;
+      Vector sum[kRows][kVectors];
 #pragma GCC unroll 8
-  for (int i = 0; i < kTall; i++) {
-    sum[i][0] = bias ? *(const Sixteen*)bias : Sixteen{};
-    sum[i][1] = bias ? *(const Sixteen*)(bias + 16) : Sixteen{};
-    fetch(out + i * stride);
-    fetch(out + i * stride + 16);
-  }
+      for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-  for (int64_t t = 0; t < depth; t++) {
-    const Sixteen left = *(const Sixteen*)(b + t * kWide), right = *(const Sixteen*)(b + t * kWide + 16);
+        for (int v = 0; v < kVectors; v++) sum[r][v] = bias ? *(const Vector*)(bias + j + v * kNumbersEach) : Vector{};
+#pragma GCC unroll 2
+      for (int64_t t = 0; t < depth; t++, left += a_step, right += b_step) {
+        Vector y[kVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) y[v] = *(const Vector*)(right + v * kNumbersEach);
 #pragma GCC unroll 8
-    for (int i = 0; i < kTall; i++) {
-      sum[i][0] = plus_product(sum[i][0], a[t * kTall + i], left);
-      sum[i][1] = plus_product(sum[i][1], a[t * kTall + i], right);
+        for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; v++) sum[r][v] = plus_product(sum[r][v], left[r * a_row], y[v]);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) {
+          Vector* at = (Vector*)(to + r * stride + v * kNumbersEach);
+          *at = add ? *at + sum[r][v] : sum[r][v];
+        }
     }
   }
+}
+
+// What a tile of out is added to, or takes the place of, is on its way while the sums are worked out.
+MC_INLINE void fetch_tile(const float* out, int64_t stride) {
 #pragma GCC unroll 8
   for (int i = 0; i < kTall; i++) {
-    Sixteen* to = (Sixteen*)(out + i * stride);
-    to[0] = add ? to[0] + sum[i][0] : sum[i][0];
-    to[1] = add ? to[1] + sum[i][1] : sum[i][1];
+    fetch(out + i * stride);
+    fetch(out + i * stride + 16);
   }
 }
 
@@ -154,11 +184,12 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
             const float* a = tall + y / kTall * kTallPanel;
             float* out = p.out + (i + y) * p.columns + j + x;
             if (y + kTall <= height && x + kWide <= width) {
-              tile(depth, a, b, out, p.columns, add, bias);
+              fetch_tile(out, p.columns);
+              tile(depth, a, 1, kTall, b, kWide, out, p.columns, add, bias);
               continue;
             }
             float edge[kTall * kWide];
-            tile(depth, a, b, edge, kWide, false);
+            tile(depth, a, 1, kTall, b, kWide, edge, kWide, false);
             for (int64_t r = 0; r < kTall && y + r < height; r++)
               for (int64_t c = 0; c < kWide && x + c < width; c++) {
                 float* to = out + r * p.columns + c;

@@ -41,7 +41,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
         library.plain_fp32(q, k, v, bias)
         and not torch.compiler.is_compiling()
         and library.serves(q.device)
-        and library.cpu().isa == "avx512"
+        and library.cpu().isa != "plain"
     )
 
 

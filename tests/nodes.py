@@ -1,6 +1,7 @@
 """Two torchrun agents on this machine that stand for two nodes: each has folders of its own."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -27,10 +28,17 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port of this machine that nobody listens on, and that the system gives to nobody who asks for any.
+
+    Until a launcher has imported torch and listens there, ranks of tests beside this one ask for hundreds.
+    """
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    given = int(limits.read_text().split()[0]) if limits.exists() else 32768
+    for port in random.SystemRandom().sample(range(10000, given), 100):
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                return port
+    raise OSError(f"100 ports between 10000 and {given} are all in use")
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:

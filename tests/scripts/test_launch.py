@@ -93,7 +93,8 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder, whole, nodes
     script.write_text(DIES, encoding="utf-8")
     ended = agents(folder, "c10d", [[str(script), *words(folder, "run")]] * nodes, ranks=2 // nodes, restarts=1)
     assert [node.code for node in ended] == [0] * nodes, ended
-    assert "going on after step 4" in ended[0].out or "going on after step 2" in ended[0].out
+    out = "".join(node.out for node in ended)  # the agent with the lower process id has rank 0: numbers may start again
+    assert "going on after step 4" in out or "going on after step 2" in out
     assert_same_run(folder, "run", whole)
 
 

@@ -294,7 +294,8 @@ def train(base: str, folder: str, task: str, level: int, tp: int, precision: str
     policy = engine.Policy(precision=precision)
     dtype = "bfloat16" if precision == "bf16" else None
     model = mc.from_pretrained(base, task, dtype=dtype, policy=policy, seed=5, adapter=Lora(4, 8, use_dora=dora))
-    optimizer = engine.optim.AdamOptimizer([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    # With Adam's usual eps a gradient that is nothing but rounding makes a whole step.
+    optimizer = engine.optim.AdamOptimizer([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=1e-3)
     rng = torch.Generator().manual_seed(0)
     rows = torch.randint(5, 60, (4, 9), generator=rng)
     ranks = engine.world_size() // tp
@@ -345,8 +346,8 @@ def test_two_ranks_train_as_one(family, task, level, tp, precision, dora, drops,
     base = save_base(tmp_path / "base", family, task)
     both = two.run(train, str(base), str(tmp_path / "two"), task, level, tp, precision, dora, drops)
     (alone,) = testing.run(train, 1, str(base), str(tmp_path / "one"), task, level, 1, precision, dora, drops)
-    # Of a small gradient Adam makes a whole step, also where masks leave little but rounding of it.
-    tolerance = 8e-2 if precision == "bf16" else 2e-3 if drops else 1e-4
+    # Where masks leave little but rounding of a gradient, even with that eps.
+    tolerance = 8e-2 if precision == "bf16" else 1e-3 if drops else 4e-5
     if not drops:
         assert alone[0][2] < alone[0][0] - 2 * tolerance  # more than what the comparison lets pass
     for losses, held, found in both:

@@ -147,7 +147,7 @@ MC_INLINE void clear_edges(const Block& b, float* weights) {
 // Runs body(key, words or null, half): the random words of the block's queries for each key, if any are dropped.
 template <class Body>
 MC_INLINE void each_key(const Attention& a, const Block& b, const uint64_t* numbers, const Body& body) {
-  alignas(64) uint32_t words[kDropoutLanes][4][kQueries];
+  alignas(64) uint32_t words[kDropoutLanes][4][kQueries] = {};
   int64_t drawn = -1;
   for (int64_t j = b.begin; j < b.end; j++) {
     if (!a.draw.threshold) {
@@ -156,8 +156,9 @@ MC_INLINE void each_key(const Attention& a, const Block& b, const uint64_t* numb
     }
     const int64_t block = j / kDropoutBlock, channel = j % kDropoutBlock, group = channel / kDropoutLanes;
     if (block != drawn) {
-      for (int64_t c = 0; c < kDropoutLanes; c++)
-        draw_tokens(a.draw, numbers, (uint32_t)(block * kDropoutLanes + c), words[c]);
+      const int64_t keys = b.end - block * kDropoutBlock;  // of the block, of which the first take a counter each
+      for (int64_t c = 0; c < kDropoutLanes && c < keys; c++)
+        draw_tokens(a.draw, numbers, b.lanes, (uint32_t)(block * kDropoutLanes + c), words[c]);
       drawn = block;
     }
     body(j, (const uint32_t*)words[channel % kDropoutLanes][group / 2], (int)(group % 2));

@@ -12,6 +12,7 @@ using Words = uint32_t[4][kDropoutLanes];
 struct Wide {
   using V = __m512i;
   static constexpr int kCounters = 16;  // of a pair of vectors
+  static constexpr int kPairs = 2;      // whose words are worked out together: they fit the registers
   MC_INLINE static V all(uint64_t x) { return _mm512_set1_epi64((long long)x); }
   MC_INLINE static V even() { return _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0); }
   MC_INLINE static V add(V a, V b) { return _mm512_add_epi64(a, b); }
@@ -25,7 +26,7 @@ struct Wide {
 #elif defined(__AVX2__)
 struct Wide {
   using V = __m256i;
-  static constexpr int kCounters = 8;
+  static constexpr int kCounters = 8, kPairs = 1;
   MC_INLINE static V all(uint64_t x) { return _mm256_set1_epi64x((long long)x); }
   MC_INLINE static V even() { return _mm256_set_epi64x(6, 4, 2, 0); }
   MC_INLINE static V add(V a, V b) { return _mm256_add_epi64(a, b); }
@@ -39,10 +40,11 @@ struct Wide {
 #endif
 
 #if defined(__AVX512F__) || defined(__AVX2__)
-// The words of the counters a, b, c, e, in vectors of 64-bit lanes, of each pair the even ones in the first.
+// The words of the counters a, b, c, e, in vectors of 64-bit lanes, of each pair the even ones in the first, from `to`
+// on in each row of words.
 template <int kVectors, int kCount>
 MC_INLINE void rounds(const Draw& d, Wide::V (&a)[kVectors], Wide::V (&b)[kVectors], Wide::V (&c)[kVectors],
-                      Wide::V (&e)[kVectors], uint32_t (&words)[4][kCount]) {
+                      Wide::V (&e)[kVectors], uint32_t (&words)[4][kCount], int to) {
   using V = Wide::V;
   const V by_a = Wide::all(kPhiloxA), by_c = Wide::all(kPhiloxB);
   uint32_t low = d.key_low, high = d.key_high;
@@ -61,7 +63,7 @@ MC_INLINE void rounds(const Draw& d, Wide::V (&a)[kVectors], Wide::V (&b)[kVecto
     high += kPhiloxKeyB;
   }
   for (int i = 0; i < kVectors; i += 2) {
-    const int at = i / 2 * Wide::kCounters;
+    const int at = to + i / 2 * Wide::kCounters;
     Wide::store(words[0] + at, a[i], a[i + 1]);
     Wide::store(words[1] + at, b[i], b[i + 1]);
     Wide::store(words[2] + at, c[i], c[i + 1]);
@@ -73,16 +75,17 @@ MC_INLINE void rounds(const Draw& d, Wide::V (&a)[kVectors], Wide::V (&b)[kVecto
 // The words of the 16 counters of a block.
 MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words) {
 #if defined(__AVX512F__) || defined(__AVX2__)
-  constexpr int kVectors = 2 * kDropoutLanes / Wide::kCounters;
-  Wide::V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
-  for (int i = 0; i < kVectors; i++) {
-    const uint64_t first = (uint64_t)block * kDropoutLanes + (uint64_t)(i / 2 * Wide::kCounters + i % 2);
-    a[i] = Wide::add(Wide::even(), Wide::all(first));
-    b[i] = Wide::all(d.site);
-    c[i] = Wide::all((uint32_t)token);
-    e[i] = Wide::all(token >> 32);
+#pragma GCC unroll 2
+  for (int at = 0; at < kDropoutLanes; at += Wide::kCounters) {
+    Wide::V a[2], b[2], c[2], e[2];
+    for (int i = 0; i < 2; i++) {
+      a[i] = Wide::add(Wide::even(), Wide::all((uint64_t)block * kDropoutLanes + (uint64_t)(at + i)));
+      b[i] = Wide::all(d.site);
+      c[i] = Wide::all((uint32_t)token);
+      e[i] = Wide::all(token >> 32);
+    }
+    rounds(d, a, b, c, e, words, at);
   }
-  rounds(d, a, b, c, e, words);
 #else
   for (int lane = 0; lane < kDropoutLanes; lane++) {
     uint32_t out[4];
@@ -92,27 +95,30 @@ MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words)
 #endif
 }
 
-// The words of one counter of 32 tokens.
-MC_INLINE void draw_tokens(const Draw& d, const uint64_t* tokens, uint32_t counter, uint32_t (&words)[4][32]) {
+// The words of one counter of the first `count` of 32 tokens; those of others may be written too.
+MC_INLINE void draw_tokens(const Draw& d, const uint64_t* tokens, int64_t count, uint32_t counter,
+                           uint32_t (&words)[4][32]) {
 #if defined(__AVX512F__) || defined(__AVX2__)
-  constexpr int kLanes = Wide::kCounters / 2, kVectors = 32 / kLanes;
-  Wide::V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
-  for (int i = 0; i < kVectors; i++) {
-    uint64_t low[kLanes], high[kLanes];
-    for (int k = 0; k < kLanes; k++) {
-      // even ones are in one vector, odd ones in another
-      const uint64_t token = tokens[i / 2 * 2 * kLanes + 2 * k + i % 2];
-      low[k] = (uint32_t)token;
-      high[k] = token >> 32;
+  constexpr int kVectors = 2 * Wide::kPairs, kLanes = Wide::kCounters / 2;
+  for (int at = 0; at < count; at += kVectors * kLanes) {
+    Wide::V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
+    for (int i = 0; i < kVectors; i++) {
+      uint64_t low[kLanes], high[kLanes];
+      for (int k = 0; k < kLanes; k++) {
+        // even ones are in one vector, odd ones in another
+        const uint64_t token = tokens[at + i / 2 * 2 * kLanes + 2 * k + i % 2];
+        low[k] = (uint32_t)token;
+        high[k] = token >> 32;
+      }
+      a[i] = Wide::all(counter);
+      b[i] = Wide::all(d.site);
+      memcpy(&c[i], low, sizeof low);
+      memcpy(&e[i], high, sizeof high);
     }
-    a[i] = Wide::all(counter);
-    b[i] = Wide::all(d.site);
-    memcpy(&c[i], low, sizeof low);
-    memcpy(&e[i], high, sizeof high);
+    rounds(d, a, b, c, e, words, at);
   }
-  rounds(d, a, b, c, e, words);
 #else
-  for (int lane = 0; lane < 32; lane++) {
+  for (int lane = 0; lane < count; lane++) {
     uint32_t out[4];
     philox(d.key_low, d.key_high, counter, d.site, tokens[lane], out);
     for (int word = 0; word < 4; word++) words[word][lane] = out[word];

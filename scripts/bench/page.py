@@ -27,7 +27,7 @@ Every measurement of this project's speed and memory, compared with other librar
 - **"Times as good"** is the ratio of two rates, or the inverse ratio of two times or sizes: above 1 this project is ahead.
 - **"Wanted"** is the target that this project set itself.
 - **Limits**: each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible.
-- **Machines** differ, so compare ratios. Results of a second machine have its name in the heading.
+- **Machines** differ, so compare ratios. Results have the machine's name in the heading, but for those of an AMD CPU with AVX-512: "Intel" has AVX-512 too, "AVX2" is an AMD CPU without it.
 
 To repeat the measurements:
 
@@ -120,8 +120,9 @@ def section(name: str, record: Mapping[str, Any], described: bool = False) -> st
     lines += [f"{note}\n" for note in record["notes"]]
     settings = ", ".join(f"{key} {show(value)}" for key, value in record["settings"].items() if key != "quick")
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items() if value != "absent")
+    cpu = " with ".join(filter(None, (machine["cpu"], machine.get("vectors"))))
     lines.append(
-        f"{record['date']}, commit {record['commit'][:12]}; {machine['cpu']}, {machine['cores']} cores,"
+        f"{record['date']}, commit {record['commit'][:12]}; {cpu}, {machine['cores']} cores,"
         f" {machine['memory_gib']} GiB; fp32 products {limit['gemm_gflops']} GFLOP/s, copy {limit['copy_gb_per_s']}"
         f" GB/s; {settings}; {versions}. `scripts/bench/{bench.script}.py`\n"
     )

@@ -65,14 +65,13 @@ def commit(root: Path) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
+    """The CPU's name, which a virtual machine may shorten, its widest vectors, its cores, and memory in GiB."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        name = next(
-            (x.split(":")[1].strip() for x in info.read_text().splitlines() if x.startswith("model name")), name
-        )
+    text = info.read_text() if info.exists() else ""
+    name = next((x.split(":")[1].strip() for x in text.splitlines() if x.startswith("model name")), "")
     return {
-        "cpu": name,
+        "cpu": name or platform.processor() or platform.machine(),
+        "vectors": next((v for flag, v in {"avx512f": "AVX-512", "avx2": "AVX2"}.items() if flag in text.split()), ""),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
     }

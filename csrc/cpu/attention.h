@@ -104,7 +104,7 @@ MC_INLINE void mix_of(const float* weights, const float* rows, const Rooms& r, c
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t i = 0; i < b.lanes; i += kTall)
       tile(b.end - b.begin, weights + b.begin * kQueries + i, 1, kQueries, rows + b.begin * r.width + c, r.width,
-            to + i * r.width + c, r.width, false);
+           to + i * r.width + c, r.width, false);
 }
 
 // (keys, width) += the sums over the queries of weights (keys, 32) times rows (32, width).
@@ -112,7 +112,7 @@ MC_INLINE void add_mix(const float* weights, const Rows& rows, const Rooms& r, c
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t j = b.top; j < b.bottom; j += kTall)
       tile(b.lanes, weights + j * kQueries, kQueries, 1, rows.at + c, rows.stride, to + j * r.width + c, r.width,
-            true);
+           true);
 }
 
 // Scores from products: scaled, with the bias, and kHidden where a query does not see a key.

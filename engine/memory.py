@@ -18,9 +18,9 @@ def keep_freed_memory() -> bool:
     A training step frees and asks for the same buffers again and again. By default they go back to the system whenever
     the end of the heap is free, and the kernel zeroes every page at its first touch: a fifth of a small model's CPU
     step. The process's resident size then stays near its peak until it ends, so this is for programs that train, not
-    for a library to do on import. Larger blocks, such as the gradient of a vocabulary's table, are mapped anew each
-    time: a heap that other blocks cut up has no room for them where they were, and would grow by one of them a step.
-    `prepare_torch` makes that cheap.
+    for a library to do on import. Larger blocks are mapped anew each time: a heap that other blocks cut up has no room
+    for them where they were, and would grow by one of them a step. `prepare_torch` makes that cheaper, and the largest,
+    the gradient of a vocabulary's table and its logits, are kept by `engine.ops.table_memory`.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -43,6 +43,12 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_function_transform() -> bool:
+    """Whether a transform of ``torch.func`` (``grad``, ``vmap``) is being taken, which autograd functions do not
+    know."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of ``group`` that begin from now on raise after so many seconds."""
     for device in group._device_types:

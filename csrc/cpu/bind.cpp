@@ -204,9 +204,9 @@ void rms_norm_backward(Tensor dx, std::optional<Tensor> dweight, Tensor grad, Te
 
 void cross_entropy(Tensor logits, Tensor loss, Tensor targets, double scale, double smoothing, bool train) {
   STD_TORCH_CHECK(logits.dim() == 2, "logits must have 2 dimensions");
-  const int64_t rows = logits.size(0), n = logits.size(1);
+  const int64_t rows = logits.size(0), n = logits.size(1), stride = logits.stride(0);
   Arrays arrays(logits);
-  float* x = arrays.take(logits, "logits", rows * n, true);
+  float* x = arrays.take_rows(logits, "logits");
   float* found = arrays.take(loss, "loss", rows, true);
   arrays.check();
   STD_TORCH_CHECK(targets.scalar_type() == ScalarType::Long && targets.numel() == rows && targets.is_contiguous(),
@@ -216,8 +216,8 @@ void cross_entropy(Tensor logits, Tensor loss, Tensor targets, double scale, dou
   for (int64_t i = 0; i < rows; i++)
     STD_TORCH_CHECK(at[i] >= 0 && at[i] < n, "target ", at[i], " of row ", i, " is none of ", n, " classes");
   for_chunks(1, [&](size_t) { return rows; }, [&](size_t, int64_t begin, int64_t end) {
-    kernels().cross_entropy(x + begin * n, at + begin, found + begin, end - begin, n, (float)scale, (float)smoothing,
-                            train);
+    kernels().cross_entropy(x + begin * stride, stride, at + begin, found + begin, end - begin, n, (float)scale,
+                            (float)smoothing, train);
   }, 1);
 }
 
@@ -262,7 +262,7 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, float scale, float smoothing, bool train) "
       "-> ()");
   m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linear_(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
   m.def(
       "attention_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, "
       "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, int key, int site, "
@@ -293,7 +293,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("rms_norm_backward_", TORCH_BOX(&modelcenter::rms_norm_backward));
   m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
-  m.impl("linear", TORCH_BOX(&modelcenter::linear));
+  m.impl("linear_", TORCH_BOX(&modelcenter::linear));
   m.impl("attention_", TORCH_BOX(&modelcenter::attention));
   m.impl("attention_backward_", TORCH_BOX(&modelcenter::attention_backward));
   m.impl("transpose_", TORCH_BOX(&modelcenter::transpose));

@@ -29,7 +29,9 @@ inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b
   p.columns = out.size(1), p.depth = a.size(1);
   STD_TORCH_CHECK(a.size(0) == rows && b.size(0) == p.depth && b.size(1) == p.columns, "out (", rows, ", ", p.columns,
                   ") is not the size of a (", a.size(0), ", ", p.depth, ") @ b (", b.size(0), ", ", b.size(1), ")");
-  STD_TORCH_CHECK(out.is_contiguous(), "out is not contiguous");
+  p.out_stride = out.stride(0);
+  STD_TORCH_CHECK((out.stride(1) == 1 || p.columns < 2) && (p.out_stride >= p.columns || rows < 2),
+                  "the rows of out are not contiguous");
   p.b_transposed = b.stride(1) != 1 && b.size(1) != 1;
   STD_TORCH_CHECK(!p.b_transposed || b.stride(0) == 1 || p.depth == 1, "neither rows nor columns of b are contiguous");
   p.a_transposed = a.stride(0) == 1 && a.stride(1) != 1;  // columns may be one and the same: of a sum's gradient
@@ -62,7 +64,8 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::op
               const std::optional<Tensor>& bias, bool add) {
   Product p = check_product(out, a, b, sums, bias, add);
   const int64_t rows = out.size(0);
-  if (!add && p.depth == 0) memset(p.out, 0, sizeof(float) * (size_t)out.numel());
+  if (!add && p.depth == 0)
+    for (int64_t i = 0; i < rows; i++) memset(p.out + i * p.out_stride, 0, sizeof(float) * (size_t)p.columns);
   if (p.depth == 0 && p.sums) memset(p.sums, 0, sizeof(float) * (size_t)rows);
   if (!rows || p.depth == 0 || (!p.columns && !p.sums)) return;
   // Cut into parts of whole tiles, one for each thread. A large product has work for all, and the bits are the same.
@@ -87,12 +90,10 @@ void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool ad
   multiply(out, a, b, sums, std::nullopt, add);
 }
 
-// x (m, k) @ weight (n, k).T + bias (n,).
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+// out (m, n) = x (m, k) @ weight (n, k).T + bias (n,).
+void linear(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0, "x and weight must be matrices with columns");
-  const Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
   multiply(out, x, torch::stable::transpose(weight, 0, 1), std::nullopt, bias, false);
-  return out;
 }
 
 }  // namespace

@@ -8,12 +8,12 @@
 namespace modelcenter {
 
 // out (rows, columns) = a (rows, depth) @ b (depth, columns) + bias (columns,), or without a bias that much more; sums
-// (rows,) are those of the rows of a. bias and sums may be null. The rows of out are contiguous; those of a and of b, or
-// their columns.
+// (rows,) are those of the rows of a. bias and sums may be null. The numbers of a row of out are next to each other; those
+// of a and of b, or of their columns.
 struct Product {
   float *out, *sums;
   const float *a, *b, *bias;
-  int64_t columns, depth, a_stride, b_stride;
+  int64_t columns, depth, out_stride, a_stride, b_stride;
   bool a_transposed, b_transposed, add;
 };
 constexpr int64_t kProductRoom = 224 * 1024;  // numbers that a thread packs operands into
@@ -52,9 +52,9 @@ struct CpuKernels {
   void (*rms_norm)(const float* x, const float* w, float* out, float* factor, int64_t rows, int64_t n, float eps);
   void (*rms_norm_backward)(const float* grad, const float* x, const float* w, const float* factor, float* dx,
                             float* dw, int64_t rows, int64_t n);
-  // The cross-entropy of rows of n logits: see loss.h.
-  void (*cross_entropy)(float* x, const int64_t* target, float* loss, int64_t rows, int64_t n, float scale,
-                        float smoothing, bool train);
+  // The cross-entropy of rows of n logits, `stride` numbers apart: see loss.h.
+  void (*cross_entropy)(float* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int64_t n,
+                        float scale, float smoothing, bool train);
   // Rows [top, bottom) of columns [left, right) of a product. The sums are of whoever begins at column 0.
   void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* room);
   // Queries of one sequence over its keys, of the heads that share a key head, and back: see attention.h.

@@ -18,9 +18,9 @@ MC_INLINE double long_sum(int64_t n, const Term& term) {
 
 // loss[row] = (1 - smoothing) (lse - x[target]) + smoothing (lse - mean(x)) for rows of n logits x, with lse the
 // logarithm of the sum of their exponentials. Where `train`, its gradient, times scale, takes the place of the logits.
-void cross_entropy(float* __restrict x, const int64_t* __restrict target, float* __restrict loss, int64_t rows,
-                   int64_t n, float scale, float smoothing, bool train) {
-  for (int64_t row = 0; row < rows; row++, x += n) {
+void cross_entropy(float* __restrict x, int64_t stride, const int64_t* __restrict target, float* __restrict loss,
+                   int64_t rows, int64_t n, float scale, float smoothing, bool train) {
+  for (int64_t row = 0; row < rows; row++, x += stride) {
     const float most = row_max(x, n, -__builtin_inff()), at = x[target[row]];
     const double mean = smoothing == 0.0f ? 0.0 : long_sum(n, [&](int64_t i) { return x[i]; }) / (double)n;
     double sum = 0.0;

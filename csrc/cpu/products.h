@@ -182,17 +182,17 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
           const float* bias = p.bias && !t ? p.bias + j + x : nullptr;
           for (int64_t y = 0; y < height; y += kTall) {
             const float* a = tall + y / kTall * kTallPanel;
-            float* out = p.out + (i + y) * p.columns + j + x;
+            float* out = p.out + (i + y) * p.out_stride + j + x;
             if (y + kTall <= height && x + kWide <= width) {
-              fetch_tile(out, p.columns);
-              tile(depth, a, 1, kTall, b, kWide, out, p.columns, add, bias);
+              fetch_tile(out, p.out_stride);
+              tile(depth, a, 1, kTall, b, kWide, out, p.out_stride, add, bias);
               continue;
             }
             float edge[kTall * kWide];
             tile(depth, a, 1, kTall, b, kWide, edge, kWide, false);
             for (int64_t r = 0; r < kTall && y + r < height; r++)
               for (int64_t c = 0; c < kWide && x + c < width; c++) {
-                float* to = out + r * p.columns + c;
+                float* to = out + r * p.out_stride + c;
                 *to = add ? *to + edge[r * kWide + c] : bias ? bias[c] + edge[r * kWide + c] : edge[r * kWide + c];
               }
           }

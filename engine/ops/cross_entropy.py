@@ -13,8 +13,8 @@ def cross_entropy_(
     """(n,) fp32: (1 - smoothing) (lse - logit of the target) + smoothing (lse - mean of the logits), of each row.
 
     Args:
-        logits: (n, classes) fp32; with `train` the gradient of the losses' sum / count takes their place, else they
-            are as before. targets: (n,) int64, classes of the rows.
+        logits: (n, classes) fp32, whose rows are contiguous; with `train` the gradient of the losses' sum / count takes
+            their place, else they are as before. targets: (n,) int64, classes of the rows.
     """
     if library.plain_fp32(logits) and library.serves(logits.device):
         loss = logits.new_empty(logits.shape[0])

@@ -1,4 +1,4 @@
-"""Tables of embeddings whose gradients are right in 16 bits on a CPU too."""
+"""Tables of embeddings whose gradients cost what the looked-up rows do, and are right in 16 bits on a CPU too."""
 
 from typing import Any
 
@@ -6,24 +6,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops.autograd import once_differentiable
+from engine.ops.table_memory import TableMemory, table_memory
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int, memory: TableMemory | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.padding = len(weight), padding
-        return F.embedding(ids, weight)
+        ctx.shape, ctx.padding, ctx.memory = table.shape, padding, memory
+        return F.embedding(ids, table)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
-        (ids,) = ctx.saved_tensors
-        wide = torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.rows, ctx.padding, False)
-        return None, wide.to(gradient.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        (ids,), memory = ctx.saved_tensors, ctx.memory
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        if torch.is_grad_enabled():  # a second derivative is wanted, which torch's operator has
+            whole = torch.ops.aten.embedding_dense_backward(wide, ids, ctx.shape[0], ctx.padding, False)
+            return None, whole.to(grad.dtype), None, None
+        rows, at = ids.unique(return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(wide, at, len(rows), -1, False).to(grad.dtype)
+        if ctx.padding >= 0:
+            sums[rows == ctx.padding] = 0.0
+        whole = grad.new_empty(ctx.shape) if memory is None else memory.gradients.take(ctx.shape, grad.dtype)
+        return None, whole.zero_().index_copy_(0, rows, sums), None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -38,11 +45,12 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     Returns:
         (*shape of ids, width).
     """
-    plain = type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-    trained = weight.requires_grad and torch.is_grad_enabled()
-    if weight.device.type == "cpu" and weight.dtype in _SIXTEEN_BITS and trained and plain:
-        padding = -1 if padding_idx is None else padding_idx % len(weight)
-        return _Lookup.apply(ids, weight, padding)
+    if weight.is_cpu and weight.requires_grad and torch.is_grad_enabled():
+        memory = table_memory(weight)
+        plain = type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+        if memory is not None or (plain and weight.dtype in _SIXTEEN_BITS):
+            padding = -1 if padding_idx is None else padding_idx % len(weight)
+            return _Lookup.apply(ids, weight, padding, memory)
     return F.embedding(ids, weight, padding_idx)
 
 

@@ -23,6 +23,8 @@ from engine.ops.autograd import once_differentiable
 
 _CPU = torch.device("cpu")
 _FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there
+# MKL is at its speed for as many columns; of a vocabulary of 50,257 at once it loses a quarter of it.
+_MANY, _COLUMNS = 4096, 1024
 
 
 @functools.cache
@@ -57,40 +59,58 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
-def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
     """The same product, by whatever is faster here for so many rows."""
     if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
         return _onednn(a, b, bias)
     bias = None if bias is None else bias.contiguous()
-    return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias)
+    out = a.new_empty((a.shape[0], b.shape[0])) if room is None else room
+    torch.ops.modelcenter.linear_(out, _as_it_lies(a), _as_it_lies(b), bias)
+    return out
 
 
-def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward."""
-    if onednn_linear()[0] and library.plain_fp32(a, b, bias):
-        return _product_nt(a, b, bias)
-    return F.linear(a, b, bias)
+def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
+    """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward.
+
+    room: (m, n) whose rows are contiguous: memory that the product may take. What is returned has it.
+    """
+    if not library.plain_fp32(a, b, bias, room) or torch.is_autocast_enabled("cpu"):
+        return F.linear(a, b, bias)
+    if onednn_linear()[0]:
+        return _product_nt(a, b, bias, room)
+    if b.shape[0] <= _MANY:
+        return F.linear(a, b, bias)
+    out = a.new_empty((a.shape[0], b.shape[0])) if room is None else room
+    for first in range(0, b.shape[0], _COLUMNS):
+        part = slice(first, first + _COLUMNS)
+        torch.mm(a, b[part].t(), out=out[:, part])
+    return out if bias is None else out.add_(bias)  # addmm would copy the bias into each row first
 
 
-def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
+def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None, room: Tensor | None = None) -> Tensor:
     """a (m, k) @ b (k, n) outside autograd, for operators that write their own backward; a may be transposed.
 
-    add_to: (m, n), contiguous: the product is added to it, in place, and it is what is returned.
+    add_to: (m, n), contiguous: the product is added to it, in place, and it is what is returned. room: (m, n),
+    contiguous: memory that the product may take if it is added to nothing.
     """
-    return _product(a, b, add_to)[0]
+    return _product(a, b, add_to, room=room)[0]
 
 
-def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor | None]:
+def _product(
+    a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = False, room: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """(a @ b or what it was added to, the sums of the rows of a if these are wanted)."""
     if onednn_linear()[0] and library.plain_fp32(a, b, add_to) and not torch.compiler.is_compiling():
         if compiled():
-            out = a.new_empty((a.shape[0], b.shape[1])) if add_to is None else add_to
+            out = add_to if add_to is not None else a.new_empty((a.shape[0], b.shape[1])) if room is None else room
             total = a.new_empty(a.shape[0]) if sums else None
             torch.ops.modelcenter.product_(out, _as_it_lies(a), _as_it_lies(b), total, add_to is not None)
             return out, total
         out = _onednn(a, b.t())
     elif add_to is not None and add_to.dtype == a.dtype == b.dtype:  # under autocast they may differ
         return add_to.addmm_(a, b), a.sum(1) if sums else None  # on a GPU added in fp32, and no product is written
+    elif room is not None and not torch.is_autocast_enabled(a.device.type) and room.dtype == a.dtype == b.dtype:
+        out = torch.mm(a, b, out=room)
     else:
         out = torch.mm(a, b)
     return out if add_to is None else add_to.add_(out), a.sum(1) if sums else None

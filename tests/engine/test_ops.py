@@ -147,6 +147,30 @@ def check_product(m, k, n, transposed):
             torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("columns", [41, gemm._MANY, 2 * gemm._MANY + 77])
+@pytest.mark.parametrize("bias", [True, False])
+def test_product_in_room_that_is_given(onednn, columns, bias):
+    """Also in rows that do not follow one another, of more columns than are multiplied at once; beside it all stays."""
+    a, b, c = torch.randn(40, 19), torch.randn(columns, 19), torch.randn(columns) if bias else None
+    wanted = F.linear(*(x if x is None else x.double() for x in (a, b, c)))
+    around = torch.full((40, columns + 9), 7.0)
+    for room in (None, torch.empty(40, columns), around[:, 4:-5]):
+        found = ops.matmul_nt(a, b, c, room)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)
+        if room is not None and (gemm.compiled() or (columns > gemm._MANY and not onednn)):
+            assert found.data_ptr() == room.data_ptr()
+    assert (around[:, :4] == 7).all() and (around[:, -5:] == 7).all()
+    room = torch.empty(40, 19)
+    found = ops.matmul(wanted.float(), b, room=room)
+    torch.testing.assert_close(found.double(), wanted @ b.double(), rtol=1e-4, atol=1e-3)
+    assert found.data_ptr() == room.data_ptr() or (onednn and not gemm.compiled())
+    assert ops.matmul_nt(a.bfloat16(), b.bfloat16(), room=around[:, 4:-5]).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.matmul_nt(a, b, c, torch.empty(40, columns)).dtype == torch.bfloat16
+        product = ops.matmul(a, b.t(), room=torch.empty(40, columns))
+        assert product.dtype == (torch.float32 if onednn else torch.bfloat16)
+
+
 def test_product_passes_on_what_is_not_a_number(onednn):
     a, b = torch.randn(9, 4), torch.randn(4, 33)
     a[3, 2], b[1, 32] = float("nan"), float("inf")
@@ -158,7 +182,8 @@ def test_product_passes_on_what_is_not_a_number(onednn):
     "change, said",
     [
         (dict(a=torch.ones(2, 5)), "is not the size of"),
-        (dict(out=torch.ones(3, 2).t()), "out is not contiguous"),
+        (dict(out=torch.ones(3, 2).t()), "the rows of out are not contiguous"),
+        (dict(out=torch.ones(3).expand(2, 3)), "the rows of out are not contiguous"),
         (dict(b=torch.ones(4, 6)[:, ::2]), "neither rows nor columns of b"),
         (dict(a=torch.ones(2, 8)[:, ::2]), "neither rows nor columns of a"),
         (dict(a=torch.ones(2, 4, dtype=torch.float64)), "a must be an fp32 tensor of 2 dimensions"),
@@ -178,12 +203,15 @@ def test_operands_that_do_not_fit_are_refused(compiled, change, said):
     empty, sums = torch.full((2, 3), 7.0), torch.full((2,), 7.0)
     torch.ops.modelcenter.product_(empty, torch.ones(2, 0), torch.ones(0, 3), sums, False)
     assert not empty.any() and not sums.any()
+    wide = torch.full((2, 5), 7.0)
+    torch.ops.modelcenter.product_(wide[:, 1:4], torch.ones(2, 0), torch.ones(0, 3), None, False)
+    assert wide.tolist() == [[7.0, 0.0, 0.0, 0.0, 7.0]] * 2
     torch.ops.modelcenter.product_(torch.zeros(2, 0), torch.ones(2, 4), torch.ones(4, 0), sums, False)
     assert sums.tolist() == [4.0, 4.0]
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     for bias in (torch.ones(2), torch.ones(6)[::2]):
         with pytest.raises(RuntimeError, match="bias must be contiguous, with 3 numbers"):
-            torch.ops.modelcenter.linear(x, weight, bias)
+            torch.ops.modelcenter.linear_(torch.empty(2, 3), x, weight, bias)
 
 
 def test_gelu_tanh(either):
@@ -305,6 +333,11 @@ def test_cross_entropy(either, shape, smoothing):
     kept = logits.clone()
     assert torch.equal(ops.cross_entropy_(kept, targets, 7, smoothing, train=False), losses)
     assert torch.equal(kept, logits)
+    rows, classes = shape
+    around = torch.full((rows, classes + 5), 7.0)
+    apart = around[:, 2:-3].copy_(logits)
+    assert torch.equal(ops.cross_entropy_(apart, targets, 7, smoothing), losses) and torch.equal(apart, gradient)
+    assert (around[:, :2] == 7).all() and (around[:, -3:] == 7).all()
 
 
 def test_cross_entropy_of_what_is_not_a_number(either):
@@ -318,6 +351,9 @@ def test_targets_that_are_no_class_are_refused(compiled):
     for targets, said in ((torch.tensor([0, 3]), "target 3 of row 1 is none of 3"), (torch.ones(2), "int64")):
         with pytest.raises(RuntimeError, match=said):
             ops.cross_entropy_(torch.zeros(2, 3), targets, 1)
+    for logits in (torch.zeros(3, 2).t(), torch.zeros(3).expand(2, 3)):
+        with pytest.raises(RuntimeError, match="the rows of logits are not contiguous"):
+            ops.cross_entropy_(logits, torch.tensor([0, 1]), 1)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.0625])

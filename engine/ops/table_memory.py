@@ -1,0 +1,95 @@
+"""Large blocks of CPU memory that a table of embeddings or a vocabulary's head needs in each step, kept for the next.
+
+A batch looks up a few hundred rows of a table that may be most of a model, but its gradient is as large as the table.
+malloc maps blocks above 32 MB anew each time, and the kernel clears their pages when they are first touched: for 47 MB
+that takes five to thirty times as long as to write zeros into memory that is there. So what a gradient, or a chunk of
+logits, was in is kept as long as the table is, and given out again once no tensor uses it (after ``zero_grad``).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from engine.torch_compat import in_function_transform
+
+LARGE = 32 << 20  # bytes: the largest blocks that glibc can be told to keep when they are freed
+
+
+class KeptMemory:
+    """Blocks of memory for tensors of one purpose, at most so many.
+
+    Args:
+        blocks: how many are kept. What is taken while all are in use is ordinary memory.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._most, self._lock = blocks, threading.Lock()
+        self._blocks: list[_Block] = []
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, uninitialised: in the memory of an earlier one, if no tensor uses that any more."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < LARGE or (dist.is_initialized() and dist.get_world_size() > 1):
+            # A sharded model has its tables whole for a moment only, and ranks on one machine share its memory.
+            return torch.empty(shape, dtype=dtype)
+        with self._lock:
+            # A free block of another size was for a batch of another size: it makes room for one that is large enough.
+            self._blocks = [block for block in self._blocks if block.in_use() or block.size >= size]
+            free = [block for block in self._blocks if not block.in_use()]
+            if not free:
+                if len(self._blocks) >= self._most:
+                    return torch.empty(shape, dtype=dtype)
+                free = [_Block(size)]
+                self._blocks += free
+            return free[0].lend(shape, dtype)
+
+
+class _Block:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._bytes = torch.empty(size, dtype=torch.uint8).numpy()
+        self._lent: weakref.ref[Any] | None = None
+
+    def in_use(self) -> bool:
+        return self._lent is not None and self._lent() is not None
+
+    def lend(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # A storage refers to the array that it was made of for as long as a tensor uses it. Only to a tensor that is no
+        # view, in a storage that Python has not seen, does autograd add in place.
+        array = self._bytes[: math.prod(shape) * dtype.itemsize]
+        self._lent = weakref.ref(array)
+        return torch.frombuffer(array, dtype=dtype).resize_(shape)
+
+
+class TableMemory:
+    """What is kept for one table.
+
+    Attributes:
+        gradients: of its size; two, for autograd adds that of the look-ups to that of a head which is the same table.
+        logits: of a chunk of rows.
+    """
+
+    def __init__(self) -> None:
+        self.gradients, self.logits = KeptMemory(2), KeptMemory(1)
+
+
+_memories = WeakTensorKeyDictionary()
+
+
+def table_memory(table: Tensor) -> TableMemory | None:
+    """That of a parameter; None unless it is a large one, ordinary and on a CPU."""
+    if type(table) is not nn.Parameter or table.nbytes < LARGE or not (table.is_cpu and table.is_contiguous()):
+        return None
+    if torch.compiler.is_compiling() or in_function_transform():
+        return None
+    memory: TableMemory = _memories.setdefault(table, TableMemory())
+    return memory

@@ -52,6 +52,11 @@ MC_INLINE void move(const float* __restrict from, int64_t n, float* __restrict t
   for (; i < n; i++) to[i] = from[i];
 }
 
+// Zeros for a few numbers, a multiple of 16: what compilers make of memset begins slowly.
+MC_INLINE void clear(float* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) *(Sixteen*)(to + i) = Sixteen{};
+}
+
 // Rows of one head as rows of `width` numbers, and zeros up to row `height`.
 MC_INLINE void copy_head(const float* x, int64_t stride, int64_t channels, int64_t rows, int64_t width, int64_t height,
                          float* __restrict to) {
@@ -59,7 +64,7 @@ MC_INLINE void copy_head(const float* x, int64_t stride, int64_t channels, int64
     move(x, channels, to);
     for (int64_t c = channels; c < width; c++) to[c] = 0.0f;
   }
-  memset(to, 0, sizeof(float) * (size_t)((height - rows) * width));
+  clear(to, (height - rows) * width);
 }
 
 // Rows of one head whose number is a multiple of a tile's width: where they are, or copied.
@@ -140,8 +145,8 @@ MC_INLINE void hide(const Attention& a, const Block& b, int64_t key, float* row)
 
 // No weight for keys that are in the first and the last tile of those that are seen, and are not seen.
 MC_INLINE void clear_edges(const Block& b, float* weights) {
-  memset(weights + b.top * kQueries, 0, sizeof(float) * (size_t)((b.begin - b.top) * kQueries));
-  memset(weights + b.end * kQueries, 0, sizeof(float) * (size_t)((b.bottom - b.end) * kQueries));
+  clear(weights + b.top * kQueries, (b.begin - b.top) * kQueries);
+  clear(weights + b.end * kQueries, (b.bottom - b.end) * kQueries);
 }
 
 // Runs body(key, words or null, half): the random words of the block's queries for each key, if any are dropped.

@@ -263,6 +263,7 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "-> ()");
   m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
   m.def("linear_(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "attention_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, "
       "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, int key, int site, "
@@ -293,7 +294,8 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("rms_norm_backward_", TORCH_BOX(&modelcenter::rms_norm_backward));
   m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
-  m.impl("linear_", TORCH_BOX(&modelcenter::linear));
+  m.impl("linear_", TORCH_BOX(&modelcenter::linear_into));
+  m.impl("linear", TORCH_BOX(&modelcenter::linear));
   m.impl("attention_", TORCH_BOX(&modelcenter::attention));
   m.impl("attention_backward_", TORCH_BOX(&modelcenter::attention_backward));
   m.impl("transpose_", TORCH_BOX(&modelcenter::transpose));

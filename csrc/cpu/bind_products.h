@@ -91,9 +91,15 @@ void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool ad
 }
 
 // out (m, n) = x (m, k) @ weight (n, k).T + bias (n,).
-void linear(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+void linear_into(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0, "x and weight must be matrices with columns");
   multiply(out, x, torch::stable::transpose(weight, 0, 1), std::nullopt, bias, false);
+}
+
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+  const Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
+  linear_into(out, x, weight, bias);
+  return out;
 }
 
 }  // namespace

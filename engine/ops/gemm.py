@@ -64,9 +64,10 @@ def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor |
     if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
         return _onednn(a, b, bias)
     bias = None if bias is None else bias.contiguous()
-    out = a.new_empty((a.shape[0], b.shape[0])) if room is None else room
-    torch.ops.modelcenter.linear_(out, _as_it_lies(a), _as_it_lies(b), bias)
-    return out
+    if room is None:  # selective recomputation keeps what an operator returns, not what it writes
+        return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias)
+    torch.ops.modelcenter.linear_(room, _as_it_lies(a), _as_it_lies(b), bias)
+    return room
 
 
 def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:

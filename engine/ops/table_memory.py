@@ -74,12 +74,13 @@ class TableMemory:
     """What is kept for one table.
 
     Attributes:
-        gradients: of its size; two, for autograd adds that of the look-ups to that of a head which is the same table.
+        gradients: of its size; up to three at a time: that of the microbatches before, to which autograd adds that of a
+            head which is the same table, to which it adds that of the look-ups.
         logits: of a chunk of rows.
     """
 
     def __init__(self) -> None:
-        self.gradients, self.logits = KeptMemory(2), KeptMemory(1)
+        self.gradients, self.logits = KeptMemory(3), KeptMemory(1)
 
 
 _memories = WeakTensorKeyDictionary()

@@ -151,7 +151,7 @@ static void rows_of_numbers() {
     const int64_t target[] = {0, n - 1, n / 2, n / 3, 0};
     for (bool train : {false, true}) {
       std::vector<float> loss(5);
-      k.cross_entropy(x.data(), target, loss.data(), rows, n, 0.5f, 0.1f, train);
+      k.cross_entropy(x.data(), n, target, loss.data(), rows, n, 0.5f, 0.1f, train);
       show(std::string("cross_entropy") + (train ? ", train" : "") + size, loss);
     }
     show("cross_entropy dx" + size, x);

@@ -9,9 +9,11 @@ static void products() {
         for (bool transposed : {false, true}) {
           const bool add = rows == 70, turned = rows == 21;  // of b
           const std::vector<float> a = floats(rows * depth), b = floats(depth * columns), bias = floats(columns);
-          std::vector<float> out = add ? floats(rows * columns) : unwritten(rows * columns), sums = unwritten(rows);
+          const int64_t stride = columns + (turned ? 3 : 0);  // what lies between rows stays
+          std::vector<float> out = add || turned ? floats(rows * stride) : unwritten(rows * stride);
+          std::vector<float> sums = unwritten(rows);
           const Product p{out.data(), sums.data(), a.data(), b.data(), turned ? bias.data() : nullptr, columns, depth,
-                          transposed ? rows : depth, turned ? depth : columns, transposed, turned, add};
+                          stride, transposed ? rows : depth, turned ? depth : columns, transposed, turned, add};
           const int64_t down = (rows + 31) / 32, across = (columns + 63) / 64;
           on_threads(down * across, [&](int64_t part) {
             const Room room(kProductRoom);

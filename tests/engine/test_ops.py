@@ -211,7 +211,9 @@ def test_operands_that_do_not_fit_are_refused(compiled, change, said):
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     for bias in (torch.ones(2), torch.ones(6)[::2]):
         with pytest.raises(RuntimeError, match="bias must be contiguous, with 3 numbers"):
-            torch.ops.modelcenter.linear_(torch.empty(2, 3), x, weight, bias)
+            torch.ops.modelcenter.linear(x, weight, bias)
+    with pytest.raises(RuntimeError, match="out .2, 5. is not the size of"):
+        torch.ops.modelcenter.linear_(torch.empty(2, 5), x, weight, None)
 
 
 def test_gelu_tanh(either):

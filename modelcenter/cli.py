@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from engine.memory import left_uncollected
 from modelcenter._version import __version__
 from modelcenter.registry import nearest
 
@@ -43,7 +44,8 @@ def _predict(argv: Sequence[str]) -> None:
 
     about = "Predictions of a trained model: one for each row, in order, as JSON lines or in the format of --output."
     cfg = PredictConfig.from_args(argv, "modelcenter predict", about)
-    from modelcenter.training.inference.predict import run_predict
+    with left_uncollected():
+        from modelcenter.training.inference.predict import run_predict
 
     run_predict(cfg)
 
@@ -54,7 +56,8 @@ def _evaluate(argv: Sequence[str]) -> None:
 
     about = "Loss and metrics of a trained model on labelled rows."
     cfg = EvaluateConfig.from_args(argv, "modelcenter evaluate", about)
-    from modelcenter.training.inference.predict import run_evaluate
+    with left_uncollected():
+        from modelcenter.training.inference.predict import run_evaluate
 
     run_evaluate(cfg)
 
@@ -65,7 +68,8 @@ def _generate(argv: Sequence[str]) -> None:
 
     about = "Continue texts with a causal model, or generate output texts with an encoder-decoder."
     cfg = GenerateConfig.from_args(argv, "modelcenter generate", about)
-    from modelcenter.training.inference.generate import run_generate
+    with left_uncollected():
+        from modelcenter.training.inference.generate import run_generate
 
     run_generate(cfg)
 

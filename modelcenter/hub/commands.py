@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from engine.memory import left_uncollected
 from modelcenter.command_line.arguments import Parser, spelling
 
 
@@ -43,12 +43,8 @@ def _source_flags(parser: Parser) -> None:
 def _conversion() -> Any:
     """The package that converts. Garbage collection leaves its objects alone, which in each worker and at the end would
     take half as long as the import."""
-    gc.disable()
-    try:
+    with left_uncollected():
         from modelcenter.hub import conversion
-    finally:
-        gc.freeze()
-        gc.enable()
     return conversion
 
 

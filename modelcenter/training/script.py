@@ -6,6 +6,7 @@ Imports no torch before the flags are read, so that --help and mistakes in the f
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import engine
@@ -29,17 +30,24 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
     resolve_model_names(cfg)
 
     engine.memory.prepare_torch()  # before it is imported
-    from modelcenter.training.setup.launch import claim_output
+    with ExitStack() as claim:
+        with engine.memory.left_uncollected():
+            from modelcenter.training.dry_run import dry_run
+            from modelcenter.training.loop import train
+            from modelcenter.training.setup.launch import claim_output
 
-    with claim_output(cfg):  # it can be written, holds no finished run, and no other run writes to it
-        _run(cfg, info, began)
+            claim.enter_context(claim_output(cfg))  # it can be written, holds no finished run, and no other run writes
+            task, model, tokenizer, train_set, eval_set, continuation = _prepared(cfg, info)
+        if cfg.dry_run:
+            dry_run(cfg, task, model, tokenizer, train_set, eval_set)
+        else:
+            train(cfg, task, model, tokenizer, train_set, eval_set, continuation, began)
 
 
-def _run(cfg: Any, info: TaskInfo, began: float) -> None:
+def _prepared(cfg: Any, info: TaskInfo) -> tuple[Any, ...]:
+    """The task, the model, its tokenizer, the rows to train and to evaluate on, and the run that goes on."""
     from engine.checkpoint import together
     from modelcenter.training.checkpoints.resume import find_continuation
-    from modelcenter.training.dry_run import dry_run
-    from modelcenter.training.loop import train
     from modelcenter.training.setup.launch import start_ranks
     from modelcenter.training.setup.model import build_model, load_tokenizer
     from modelcenter.training.setup.resolve import resolve_for_model, resolve_for_ranks
@@ -56,7 +64,4 @@ def _run(cfg: Any, info: TaskInfo, began: float) -> None:
     resolve_for_model(cfg, model, tokenizer)
     with together("preparing the rows"):  # a row that is wrong on one node alone is an error on all
         train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
-    if cfg.dry_run:
-        dry_run(cfg, task, model, tokenizer, train_set, eval_set)
-    else:
-        train(cfg, task, model, tokenizer, train_set, eval_set, continuation, began)
+    return task, model, tokenizer, train_set, eval_set, continuation

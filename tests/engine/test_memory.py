@@ -88,3 +88,44 @@ def test_products_of_new_shapes_do_not_pile_up():
         early, late = resident(range(240, 190, -1)), resident(range(190, 40, -1))
         assert late < early + 30, (early, late)
     """)
+
+
+def test_only_the_start_of_a_program_is_left_uncollected():
+    run("""if True:
+        import gc, sys, weakref, engine
+        class Ring:
+            def __init__(self):
+                self.other = self
+        def is_collected_after(block):
+            with block:
+                ring, enabled = weakref.ref(Ring()), gc.isenabled()
+            assert gc.isenabled()
+            gc.collect()
+            return enabled, ring() is None
+        assert is_collected_after(engine.memory.left_uncollected()) == (False, False)
+        try:
+            with engine.memory.left_uncollected():
+                raise InterruptedError
+        except InterruptedError:
+            assert gc.isenabled()
+        sys.modules["torch"] = sys
+        assert is_collected_after(engine.memory.left_uncollected()) == (True, True)
+    """)
+
+
+def test_a_run_is_collected_again_once_it_trains(tmp_path):
+    """What it has prepared is left alone, as in its own process; flags that are wrong leave nothing behind."""
+    run(f"""if True:
+        import gc, engine
+        from modelcenter.training import script
+        seen = []
+        def prepared(cfg, info):
+            seen.append(gc.isenabled())
+            raise ValueError("no data")
+        script._prepared = prepared
+        try:
+            script.run_task("classification", ["--model", "m", "--train_data", "d", "--output_dir", {str(tmp_path)!r}])
+        except ValueError as error:
+            assert str(error) == "no data", error
+        assert seen == [False] and gc.isenabled() and gc.get_freeze_count() > 100_000
+    """)

@@ -22,9 +22,6 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
         (ids,), memory = ctx.saved_tensors, ctx.memory
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        if torch.is_grad_enabled():  # a second derivative is wanted, which torch's operator has
-            whole = torch.ops.aten.embedding_dense_backward(wide, ids, ctx.shape[0], ctx.padding, False)
-            return None, whole.to(grad.dtype), None, None
         rows, at = ids.unique(return_inverse=True)
         sums = torch.ops.aten.embedding_dense_backward(wide, at, len(rows), -1, False).to(grad.dtype)
         if ctx.padding >= 0:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine import loss
-from engine.ops import Embedding, table_memory
+from engine.ops import Embedding, gemm, table_memory
 from engine.ops.table_memory import KeptMemory
 
 ROWS, WIDTH = 37, 8
@@ -71,6 +71,8 @@ def test_a_table_that_is_the_head_too(bias, microbatches, monkeypatch):
     """Autograd adds the look-ups' gradient to the head's in place: all blocks are there again in the next step."""
     torch.manual_seed(0)
     monkeypatch.setattr(loss, "_CHUNK_BYTES", 4 * 48 * 5)  # 5 rows of logits at a time
+    monkeypatch.setattr(gemm, "_MANY", 0)  # and some columns of them at a time
+    monkeypatch.setattr(gemm, "_COLUMNS", 16)
     table, b = Embedding(ROWS, WIDTH), torch.randn(ROWS) if bias else None
     memory = table_memory.table_memory(table.weight)
     places = set()

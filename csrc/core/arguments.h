@@ -34,6 +34,12 @@ inline void same_device(const Tensor& t, const Tensor& first, const char* name) 
                   " is on another device than the rest");
 }
 
+// Of a matrix whose rows need not follow one another.
+inline void contiguous_rows(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK((t.stride(1) == 1 || t.size(1) < 2) && (t.stride(0) >= t.size(1) || t.size(0) < 2), "the rows of ",
+                  name, " are not contiguous");
+}
+
 // Memory that a call writes (or reads) must not be written by it elsewhere too.
 class Overlaps {
  public:

@@ -21,8 +21,7 @@ class Arrays {
   float* take_rows(const Tensor& t, const char* name) {
     const int64_t rows = t.size(0), columns = t.size(1), stride = t.stride(0);
     STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " must be fp32 numbers");
-    STD_TORCH_CHECK((t.stride(1) == 1 || columns < 2) && (stride >= columns || rows < 2), "the rows of ", name,
-                    " are not contiguous");
+    contiguous_rows(t, name);
     same_device(t, first_, name);
     if (t.numel()) overlaps_.add(t.const_data_ptr(), 4 * ((rows - 1) * stride + columns), true);
     return (float*)t.const_data_ptr();

@@ -30,8 +30,7 @@ inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b
   STD_TORCH_CHECK(a.size(0) == rows && b.size(0) == p.depth && b.size(1) == p.columns, "out (", rows, ", ", p.columns,
                   ") is not the size of a (", a.size(0), ", ", p.depth, ") @ b (", b.size(0), ", ", b.size(1), ")");
   p.out_stride = out.stride(0);
-  STD_TORCH_CHECK((out.stride(1) == 1 || p.columns < 2) && (p.out_stride >= p.columns || rows < 2),
-                  "the rows of out are not contiguous");
+  contiguous_rows(out, "out");
   p.b_transposed = b.stride(1) != 1 && b.size(1) != 1;
   STD_TORCH_CHECK(!p.b_transposed || b.stride(0) == 1 || p.depth == 1, "neither rows nor columns of b are contiguous");
   p.a_transposed = a.stride(0) == 1 && a.stride(1) != 1;  // columns may be one and the same: of a sum's gradient

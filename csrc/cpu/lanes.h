@@ -4,6 +4,20 @@
 namespace modelcenter {
 namespace {
 
+typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
+
+// The same pointer, which compilers know nothing of: they take loops of moves for what they are, and call memcpy.
+template <class T>
+MC_INLINE T* unknown(T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
+// Zeros for a few numbers, a multiple of 16: what compilers make of memset begins slowly.
+MC_INLINE void clear(float* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) *(Sixteen*)unknown(to + i) = Sixteen{};
+}
+
 // e^y to about an ulp, for y between -87 and `most`, 88 or, with infinity for what is above 88.4, 89; what is beyond
 // counts as that. The polynomial is that of Cephes' expf.
 MC_INLINE float exponential(float y, float most) {
@@ -26,7 +40,8 @@ constexpr int64_t kLanes = 64;
 
 template <class Term>
 MC_INLINE float row_sum(int64_t n, const Term& term) {
-  alignas(64) float lanes[kLanes] = {};
+  alignas(64) float lanes[kLanes];
+  clear(lanes, kLanes);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
     for (int64_t k = 0; k < kLanes; k++) lanes[k] += term(i + k);

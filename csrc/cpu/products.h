@@ -5,6 +5,8 @@
 // however the result is cut among threads.
 #pragma once
 
+#include "lanes.h"
+
 namespace modelcenter {
 namespace {
 
@@ -22,10 +24,9 @@ constexpr int kRows = 4, kBytes = 32;
 constexpr int kRows = 4, kBytes = 16;
 #endif
 constexpr int kVectors = 2, kNumbersEach = kBytes / 4, kColumns = kVectors * kNumbersEach;
-static_assert(kTall % kRows == 0 && kWide % kColumns == 0, "inner tiles must fill a tile");
+static_assert(kTall % kRows == 0, "inner tiles must fill a tile");
 
 typedef float Vector __attribute__((vector_size(kBytes), aligned(4), may_alias));
-typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
 
 MC_INLINE void fetch(const float* p) { __builtin_prefetch(p, 0, 3); }
 
@@ -40,33 +41,36 @@ MC_INLINE Vector plus_product(Vector sum, float x, Vector y) {
 #endif
 }
 
-// A tile of out = the sum over t of a[i * a_row + t * a_step] b[t * b_step + j], added to what `out` holds or not, or to
-// its columns' bias, which may be null.
+// A tile, of kOf columns, of out = the sum over t of a[i * a_row + t * a_step] b[t * b_step + j], added to what `out`
+// holds or not, or to its columns' bias, which may be null.
+template <int64_t kOf = kWide>
 MC_INLINE void tile(int64_t depth, const float* __restrict a, int64_t a_row, int64_t a_step, const float* __restrict b,
                     int64_t b_step, float* out, int64_t stride, bool add, const float* bias = nullptr) {
-  for (int j = 0; j < kWide; j += kColumns) {
+  constexpr int kEach = kOf < kColumns ? (int)kOf / kNumbersEach : kVectors;  // vectors of a row of an inner tile
+  static_assert(kOf % (kEach * kNumbersEach) == 0, "inner tiles must fill a tile");
+  for (int j = 0; j < kOf; j += kEach * kNumbersEach) {
     for (int i = 0; i < kTall; i += kRows) {
       const float *left = a + i * a_row, *right = b + j;
       float* to = out + i * stride + j;
-      Vector sum[kRows][kVectors];
+      Vector sum[kRows][kEach];
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; v++) sum[r][v] = bias ? *(const Vector*)(bias + j + v * kNumbersEach) : Vector{};
+        for (int v = 0; v < kEach; v++) sum[r][v] = bias ? *(const Vector*)(bias + j + v * kNumbersEach) : Vector{};
 #pragma GCC unroll 2
       for (int64_t t = 0; t < depth; t++, left += a_step, right += b_step) {
-        Vector y[kVectors];
+        Vector y[kEach];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; v++) y[v] = *(const Vector*)(right + v * kNumbersEach);
+        for (int v = 0; v < kEach; v++) y[v] = *(const Vector*)(right + v * kNumbersEach);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; v++) sum[r][v] = plus_product(sum[r][v], left[r * a_row], y[v]);
+          for (int v = 0; v < kEach; v++) sum[r][v] = plus_product(sum[r][v], left[r * a_row], y[v]);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; v++) {
+        for (int v = 0; v < kEach; v++) {
           Vector* at = (Vector*)(to + r * stride + v * kNumbersEach);
           *at = add ? *at + sum[r][v] : sum[r][v];
         }
@@ -98,10 +102,10 @@ MC_INLINE void pack(const float* x, int64_t stride, int64_t depth, int64_t colum
 }
 
 #if defined(__AVX2__)
-// The transpose of 8 x 8 numbers.
-MC_INLINE void transpose(const float* x, int64_t stride, float* to, int64_t to_stride) {
+// The transpose of 8 x 8 numbers, of which the first rows are there and the others are zeros.
+MC_INLINE void transpose(const float* x, int64_t stride, int64_t rows, float* to, int64_t to_stride) {
   __m256 r[8], s[8];
-  for (int k = 0; k < 8; k++) r[k] = _mm256_loadu_ps(x + k * stride);
+  for (int k = 0; k < 8; k++) r[k] = k < rows ? _mm256_loadu_ps(x + k * stride) : _mm256_setzero_ps();
   for (int k = 0; k < 8; k += 2) {
     s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]);
     s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
@@ -122,18 +126,24 @@ MC_INLINE void transpose(const float* x, int64_t stride, float* to, int64_t to_s
 // Columns [0, depth) of `rows` rows of x, at most kOf, as `depth` rows of kOf numbers, filled up with zeros.
 template <int64_t kOf>
 MC_INLINE void turn(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
-  int64_t i = 0;
 #if defined(__AVX2__)
-  for (; i + 8 <= rows; i += 8) {
+  for (int64_t i = 0; i < kOf; i += 8) {
+    const int64_t there = rows - i;
     int64_t t = 0;
-    for (; t + 8 <= depth; t += 8) transpose(x + i * stride + t, stride, to + t * kOf + i, kOf);
-    for (; t < depth; t++)
-      for (int64_t k = i; k < i + 8; k++) to[t * kOf + k] = x[k * stride + t];
+    if (there >= 8)
+      for (; t + 8 <= depth; t += 8) transpose(x + i * stride + t, stride, 8, to + t * kOf + i, kOf);
+    else if (there > 0)
+      for (; t + 8 <= depth; t += 8) transpose(x + i * stride + t, stride, there, to + t * kOf + i, kOf);
+    for (; t < depth; t++) {
+      float* const at = to + t * kOf + i;
+      _mm256_storeu_ps(at, _mm256_setzero_ps());
+      for (int64_t k = 0; k < there && k < 8; k++) at[k] = x[(i + k) * stride + t];
+    }
   }
-#endif
-  if (i == kOf) return;
+#else
   for (int64_t t = 0; t < depth; t++)
-    for (int64_t k = i; k < kOf; k++) to[t * kOf + k] = k < rows ? x[k * stride + t] : 0.0f;
+    for (int64_t k = 0; k < kOf; k++) to[t * kOf + k] = k < rows ? x[k * stride + t] : 0.0f;
+#endif
 }
 
 // What `pack` gives of the transpose of x: panels of kOf rows, of columns [0, depth).

@@ -64,10 +64,16 @@ __device__ __forceinline__ void load(const void* base, int type, int64_t i, int 
   for (int k = 0; k < kVector; k++) x[k] = type == kBfloat16 ? from_bf16(h[k]) : from_fp16(h[k]);
 }
 
+// One store: nvcc cuts an assignment of a vector into one for each number.
+template <class T>
+__device__ __forceinline__ void store_vector(void* p, T x) {
+  __stcg((T*)p, x);
+}
+
 __device__ __forceinline__ void store_bits(void* base, int64_t i, int n, const uint16_t (&h)[kVector]) {
   uint16_t* p = (uint16_t*)base + i;
   if (n == kVector && (uintptr_t)p % 8 == 0) {
-    *(ushort4*)p = make_ushort4(h[0], h[1], h[2], h[3]);
+    store_vector(p, make_ushort4(h[0], h[1], h[2], h[3]));
   } else {
 #pragma unroll
     for (int k = 0; k < kVector; k++)
@@ -79,7 +85,7 @@ __device__ __forceinline__ void store(void* base, int type, int64_t i, int n, co
   if (type == kFloat) {
     float* p = (float*)base + i;
     if (n == kVector && (uintptr_t)p % 16 == 0) {
-      *(float4*)p = make_float4(x[0], x[1], x[2], x[3]);
+      store_vector(p, make_float4(x[0], x[1], x[2], x[3]));
     } else {
 #pragma unroll
       for (int k = 0; k < kVector; k++)
@@ -91,6 +97,28 @@ __device__ __forceinline__ void store(void* base, int type, int64_t i, int n, co
 #pragma unroll
   for (int k = 0; k < kVector; k++) h[k] = type == kBfloat16 ? to_bf16(x[k]) : to_fp16(x[k]);
   store_bits(base, i, n, h);
+}
+
+__device__ __forceinline__ void load_bytes(const void* base, int64_t i, int n, uint8_t (&b)[kVector]) {
+  const uint8_t* p = (const uint8_t*)base + i;
+  if (n == kVector && (uintptr_t)p % 4 == 0) {
+    const uchar4 all = *(const uchar4*)p;
+    b[0] = all.x, b[1] = all.y, b[2] = all.z, b[3] = all.w;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVector; k++) b[k] = k < n ? p[k] : 0;
+  }
+}
+
+__device__ __forceinline__ void store_bytes(void* base, int64_t i, int n, const uint8_t (&b)[kVector]) {
+  uint8_t* p = (uint8_t*)base + i;
+  if (n == kVector && (uintptr_t)p % 4 == 0) {
+    store_vector(p, make_uchar4(b[0], b[1], b[2], b[3]));
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVector; k++)
+      if (k < n) p[k] = b[k];
+  }
 }
 
 // Calls body(table index, slab, first element, count of at most kVector) for all elements of all tensors; before(index)
@@ -144,7 +172,9 @@ __device__ __forceinline__ void store_values(const Slab& slab, const Types& type
     store_bits(slab.aux, i, n, low);
   } else if (types.mode == kRandom) {
     int64_t row = i / slab.place.inner, column = i % slab.place.inner;
-    for (int k = 0; k < n; k++) {
+#pragma unroll  // an index that is not a constant would put these arrays, in each mode, into local memory
+    for (int k = 0; k < kVector; k++) {
+      if (k >= n) continue;
       const uint64_t here = (uint64_t)(slab.place.base + row * slab.place.stride + column);
       high[k] = to_bf16_at_random(w[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
       if (++column == slab.place.inner) column = 0, row++;
@@ -225,8 +255,9 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t left = slab.width - column;
       const int n = left >= kVector ? kVector : left > 0 ? (int)left : 0;
       float g[kVector], w[kVector], m[kVector] = {}, v[kVector] = {};
-      const uint8_t* first = (const uint8_t*)slab.m + i;
-      const uint8_t* second = (const uint8_t*)slab.v + i;
+      uint8_t first[kVector], second[kVector];
+      load_bytes(slab.m, i, n, first);
+      load_bytes(slab.v, i, n, second);
       const float m_scale = slab.m_scale[b], v_scale = slab.v_scale[b];
 #pragma unroll
       for (int k = 0; k < kVector; k++)
@@ -250,12 +281,13 @@ __global__ void __launch_bounds__(kThreads)
       if (lane == 0) slab.m_scale[b] = new_m, slab.v_scale[b] = new_v;
       const uint64_t here = place_of(slab.place, i - lane * kVector) + lane * kVector;
 #pragma unroll
-      for (int k = 0; k < kVector; k++)
-        if (k < n) {
-          const uint64_t at = here + k;
-          ((uint8_t*)slab.m)[i + k] = to_first(m[k], by_m);
-          ((uint8_t*)slab.v)[i + k] = to_second(v[k], by_v, random_of(salt, (uint32_t)at, (uint32_t)(at >> 32)));
-        }
+      for (int k = 0; k < kVector; k++) {
+        const uint64_t at = here + k;
+        first[k] = to_first(m[k], by_m);
+        second[k] = to_second(v[k], by_v, random_of(salt, (uint32_t)at, (uint32_t)(at >> 32)));
+      }
+      store_bytes(slab.m, i, n, first);
+      store_bytes(slab.v, i, n, second);
     }
   }
 }

@@ -181,6 +181,21 @@ def test_kernels_know_nothing_of_torch():
 
 
 @pytest.mark.full
+def test_cuda_kernels_move_vectors_and_keep_their_arrays_in_registers(tmp_path):
+    """nvcc cuts an assignment of a vector into a store for each number, and an array with an index that is not a
+    constant is in memory, whatever the optimisation. Both cost time alone."""
+    if (nvcc := build.nvcc()) is None:
+        pytest.skip("nvcc is not here, so the CUDA operators cannot be compiled")
+    ptx = tmp_path / "kernels.ptx"
+    command = [nvcc, "-O3", "-std=c++17", "-fmad=false", "-ftz=true", "-arch=compute_90", "-ptx", "-o", ptx]
+    subprocess.run([*command, build.sources() / "cuda" / "kernels.cu"], check=True, timeout=300)
+    text = ptx.read_text()
+    for kind in ("f32", "u16", "u8"):
+        assert re.search(rf"st\.global\S*\.v4\.{kind}\b", text) and re.search(r"ld\.global\S*\.v4\.", text), kind
+    assert ".local" not in text
+
+
+@pytest.mark.full
 def test_the_cuda_library_compiles_without_spills_and_loads_here(compiled, tmp_path):
     """Where there is nvcc; a GPU is not needed. Loaded in a process of its own: it registers its operators for good."""
     if build.nvcc() is None:
@@ -190,7 +205,7 @@ def test_the_cuda_library_compiles_without_spills_and_loads_here(compiled, tmp_p
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stdout)]
     assert len(spills) >= 10 and set(spills) == {("0", "0")}, "a kernel spills registers"
-    assert max(registers) <= 64
+    assert max(registers) <= 80  # three blocks of 256 threads on a multiprocessor, four where it is 64
     code = (
         "import torch\nfrom engine.ops import build, library\nassert library.cpu().loaded\n"
         "print(library.load_cuda(str(build.find('cuda'))))\n"

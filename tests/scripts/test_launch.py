@@ -102,9 +102,10 @@ LAUNCH = scripts_dir() / "launch"
 
 
 def start(folder, words, **env):
-    """A command at home in folder/home, with this Python's programs."""
+    """A command at home in folder/home, with this Python's programs. A variable that is None is not set."""
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = environment(folder / "home", PATH=path, **env)
+    env = {name: value for name, value in env.items() if value is not None}
     (folder / "cwd").mkdir(exist_ok=True)
     return subprocess.Popen(  # noqa: S603
         words, cwd=folder / "cwd", env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -166,13 +167,32 @@ def test_run_sh_passes_a_signal_on(folder):
     assert "stopped by SIGTERM" in (folder / "run" / "summary.json").read_text()
 
 
+def run_sh(folder, signalled, before, after, code, **env):
+    """(exit code, output) of run.sh with a program in place of torchrun, and summaries before and after it."""
+    for name in ("bin", "run"):
+        (folder / name).mkdir(exist_ok=True)
+    (folder / "bin" / "torchrun").write_text(TORCHRUN)
+    (folder / "bin" / "torchrun").chmod(0o755)
+    if before:
+        (folder / "run" / "summary.json").write_text(f'{{"status": "{before}"}}')
+    env = {"OUTPUT_DIR": str(folder / "run"), "NPROC": "1", "AFTER": after, "CODE": str(code)} | env
+    process = start(folder, [str(LAUNCH / "run.sh"), "finetune"], SIGNAL="TERM" if signalled else "", **env)
+    ends = time.monotonic() + 30
+    while not (folder / "run" / "started").exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    if signalled:
+        process.send_signal(signal.SIGTERM)
+    return end(process, timeout=30)
+
+
 TORCHRUN = """#!/usr/bin/env bash
 end() {
   if [ -n "$AFTER" ]; then echo "{\\"status\\": \\"$AFTER\\"}" >"$OUTPUT_DIR/summary.json"; fi
-  echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds"
+  echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds $RANKS"
   exit "$CODE"
 }
 trap end TERM
+RANKS=$(sed 's/.*--nproc_per_node \\([0-9]*\\).*/\\1/' <<<"$*")
 touch "$OUTPUT_DIR/started"
 [ -n "$SIGNAL" ] || end
 while :; do sleep 0.02; done
@@ -195,25 +215,36 @@ while :; do sleep 0.02; done
     ],
 )
 def test_run_sh_tells_signals_from_failures(tmp_path, signalled, before, after, code, expected):
-    """With a program in place of torchrun."""
-    for name in ("bin", "run"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "bin" / "torchrun").write_text(TORCHRUN)
-    (tmp_path / "bin" / "torchrun").chmod(0o755)
-    if before:
-        (tmp_path / "run" / "summary.json").write_text(f'{{"status": "{before}"}}')
-    env = {"OUTPUT_DIR": str(tmp_path / "run"), "NPROC": "1", "AFTER": after, "CODE": str(code)}
-    process = start(tmp_path, [str(LAUNCH / "run.sh"), "finetune"], SIGNAL="TERM" if signalled else "", **env)
-    ends = time.monotonic() + 30
-    while not (tmp_path / "run" / "started").exists() and time.monotonic() < ends:
-        time.sleep(0.02)
-    if signalled:
-        process.send_signal(signal.SIGTERM)
-    found, out = end(process, timeout=30)
-    assert (found, out) == (expected, "110 seconds\n")
+    assert run_sh(tmp_path, signalled, before, after, code) == (expected, "110 seconds 1\n")
+
+
+@pytest.mark.parametrize("signalled, expected", [(False, 1), (True, 75)])
+def test_run_sh_on_another_node_reads_no_old_summary(tmp_path, signalled, expected):
+    """Which the first node has not removed yet."""
+    found = run_sh(tmp_path, signalled, before="stopped", after="", code=1, NODE_RANK="1")
+    assert found == (expected, "110 seconds 1\n")
+
+
+NVIDIA_SMI = """#!/usr/bin/env bash
+[ -n "$GPUS" ] || { echo "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."; exit 9; }
+for i in $(seq "$GPUS"); do echo "GPU $i: NVIDIA H100 80GB HBM3 (UUID: GPU-$i)"; echo "  MIG 1g.10gb Device 0:"; done
+"""
+
+
+@pytest.mark.parametrize(
+    "gpus, visible, ranks",
+    [("", None, 1), ("0", None, 1), ("8", None, 8), ("8", "0,1,5", 3), ("8", "", 1), ("8", "-1", 1), ("", "0,1", 1)],
+)
+def test_run_sh_counts_gpus(tmp_path, gpus, visible, ranks):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    env = {"NPROC": "", "GPUS": gpus, "CUDA_VISIBLE_DEVICES": visible}
+    assert run_sh(tmp_path, False, before="", after="finished", code=0, **env) == (0, f"110 seconds {ranks}\n")
 
 
 SRUN = """#!/usr/bin/env bash
+echo "srun $*" >>"$HOME/srun.log"
 while [[ $1 == --* ]]; do shift; done
 for node in 0 1; do
   mkdir -p "$HOME/node$node"
@@ -238,11 +269,17 @@ def test_slurm_sbatch_asks_to_be_queued_again(folder, whole):
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     env = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "NPROC": "1"}
-    env |= {"SLURM_SUBMIT_DIR": str(ROOT), "OUTPUT_DIR": str(folder / "run"), "PORT": str(free_port())}
+    env |= {
+        "SLURM_CPUS_PER_TASK": "3",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "OUTPUT_DIR": str(folder / "run"),
+        "PORT": str(free_port()),
+    }
     batch = ["bash", str(LAUNCH / "slurm.sbatch"), "finetune", "classification", *without_output(words(folder, "run"))]
     code, out = end(start(folder, [*batch, "--max_time", "0.01s"], **env))
     log = folder / "home" / "scontrol.log"
     assert code == 75 and log.read_text() == "requeue 17\n", out
+    assert " --cpus-per-task=3 bash " in (folder / "home" / "srun.log").read_text()
     code, out = end(start(folder, batch, **env, SLURM_RESTART_COUNT="1"))
     assert code == 0 and log.read_text() == "requeue 17\n", out
     assert_same_run(folder, "run", whole)

@@ -47,11 +47,19 @@ def records() -> dict[str, dict[str, Any]]:
     Results of another machine are in NAME.MACHINE.json.
     """
     return {
-        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        path.stem: record_in(path)
         for name in SPEED
         for path in [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"{name}.*.json"))]
         if path.exists()
     }
+
+
+def record_in(path: Path) -> dict[str, Any]:
+    """The record in a file; a file that is cut off or edited by mistake ends the program with its name."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        sys.exit(f"{path}: expected the JSON of a benchmark ({error}). Measure it again, or restore it with git")
 
 
 def bench_of(name: str) -> Bench:

@@ -29,6 +29,7 @@ from scripts.bench.lib import (
     tables,
     workloads,
 )
+from scripts.bench.lib.prepared import Prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts" / "bench").glob("[!_]*.py") if path.stem != "page")
@@ -66,13 +67,14 @@ def test_a_benchmark_that_is_killed_leaves_what_was_measured(tmp_path: Path, mon
     record, seen = tmp_path / "record.json", []
     times = iter([10.0, 30.0, 14.0])
 
-    def run(args, name, who, how):
+    def run(processes, told):
+        (who, _), name = told, processes._command[3]
         seen.append((who, sorted(json.loads(record.read_text())["numbers"].get(name, [])) if seen else []))
         if len(seen) == 4:
             raise KeyboardInterrupt
         return {"ms": next(times), "gflop": 600.0, "peak_gb": 2.0 + len(seen)}
 
-    monkeypatch.setattr(gpu_training, "run", run)
+    monkeypatch.setattr(Prepared, "run", run)
     monkeypatch.setattr(gpu_training.gpu, "limits", lambda device: {"bf16_gemm_tflops": 100.0, "copy_gb_per_s": 1.0})
     monkeypatch.setattr(lib.machine, "measure", lambda *_: pytest.fail("the CPU was measured"))
     monkeypatch.setenv("MODELCENTER_COMMIT", "abc")
@@ -97,7 +99,7 @@ def test_a_benchmark_that_is_killed_leaves_what_was_measured(tmp_path: Path, mon
 def test_a_case_that_the_gpu_has_no_memory_for_is_left_out(tmp_path: Path, monkeypatch):
     """With a line, instead of minutes until it runs out of memory."""
     record = tmp_path / "record.json"
-    monkeypatch.setattr(gpu_training, "run", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(Prepared, "run", lambda *_: pytest.fail("it was run"))
     monkeypatch.setattr(gpu_training.gpu, "limits", lambda device: {"bf16_gemm_tflops": 100.0, "copy_gb_per_s": 1.0})
     monkeypatch.setattr(gpu_training.gpu, "memory_gb", lambda device: 84.9)
     words = ["--device", "cpu", "--cases", "gpt-13b, 8-bit states", "--output", str(record)]
@@ -116,7 +118,7 @@ def test_the_peer_of_a_t5_has_an_attention_whose_bias_learns():
     rows = workloads.labelled_rows("seq2seq-lm", [5, 3])
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        gpu_training.peer_step(argparse.Namespace(device="cpu", how="plain"), case, config, "seq2seq-lm", rows)
+        gpu_training.peer_step("cpu", "plain", case, config, "seq2seq-lm", rows)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
@@ -240,6 +242,16 @@ def test_help_of_the_page_writes_none(tmp_path: Path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         page.main()
     assert "Write docs/performance.md" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_result_is_named(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "PAGE", tmp_path / "performance.md")
+    monkeypatch.setattr(sys, "argv", ["page.py"])
+    (tmp_path / "optimizer.json").write_text('{"benchmark": "opti', encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"optimizer\.json: expected the JSON of a benchmark"):
+        page.main()
+    assert not page.PAGE.exists()
 
 
 def test_page_is_the_numbers():

@@ -225,19 +225,25 @@ def _losses_and_gradients(
     weight_room = None if memory is None else memory.gradients.take(weight.shape, weight.dtype)
     room = _logits_room(min(rows, hidden.shape[0]), weight)
     several = hidden.shape[0] > rows
+    # On a GPU, whose time goes into passing over the logits, they are divided by the count as they become 16 bits.
+    later = hidden.device.type == "cuda" and hidden.dtype != torch.float32
+    by: Tensor | float = 1 if later else count
     dbias = torch.zeros_like(bias, dtype=_sum_dtype(bias, several)) if wanted[2] and bias is not None else None
     for start in range(0, hidden.shape[0], rows):
         h, t = hidden[start : start + rows], targets[start : start + rows]
         logits = _logits(h, weight, bias, room)  # later their gradient
         if shard is None:
-            total += cross_entropy_(logits, t, count, smoothing, train).sum()
+            total += cross_entropy_(logits, t, by, smoothing, train).sum()
         else:
             at, hit = _within(t[:, None] - shard.first, logits.shape[1])
             sums = _reduce_over_vocabulary(logits, at, hit, shard)
-            total += losses_(logits, at, sums, count, smoothing, train, shard.vocab, hit).sum()
+            total += losses_(logits, at, sums, by, smoothing, train, shard.vocab, hit).sum()
         if not train:
             continue
-        grad = logits.to(hidden.dtype)
+        if later:
+            grad = torch.div(logits, count, out=torch.empty_like(logits, dtype=hidden.dtype))
+        else:
+            grad = logits.to(hidden.dtype)
         if dhidden is not None:
             dhidden[start : start + rows] = matmul(grad, weight)
         if wanted[1]:

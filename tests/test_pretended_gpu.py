@@ -9,6 +9,7 @@ from pretended_gpu import OnGPU, Waited, pretended
 
 import engine
 import modelcenter as mc
+from engine.loss import linear_cross_entropy
 from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, OptimManager
 from modelcenter.compare import pack_rows, rows_for
@@ -95,6 +96,23 @@ def test_what_the_host_finds_is_that_of_the_cpu(name, task):
         found.append([loss, *(p.grad for p in model.parameters())])
     for ours, wanted in zip(*reversed(found), strict=True):
         assert (ours.cpu() - wanted).norm() <= 1e-4 * wanted.norm() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_loss_in_16_bits_is_that_of_the_cpu(dtype, counted, monkeypatch):
+    """On a GPU logits are divided by the count as they become 16 bits, one chunk after the other."""
+    monkeypatch.setattr(engine.loss, "_rows_per_chunk", lambda weight, shard: 3)
+    drawn = [torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)]
+    targets, found = torch.randint(0, 11, (7,)), []
+    for device in ("cpu", "cuda"):
+        hidden, weight, bias = (x.to(dtype).to(device).requires_grad_() for x in drawn)
+        count = torch.tensor(9.0, device=device) if counted else 9
+        loss = linear_cross_entropy(hidden, weight, bias, targets.to(device), count, label_smoothing=0.1)
+        loss.backward()
+        found.append([loss.detach(), hidden.grad, weight.grad, bias.grad])
+    for ours, wanted in zip(*reversed(found), strict=True):
+        assert (ours.cpu() - wanted).norm() <= 0.01 * wanted.norm() and wanted.norm() > 0
 
 
 @pytest.mark.parametrize("layers", [1, 3])

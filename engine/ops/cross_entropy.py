@@ -21,9 +21,15 @@ def cross_entropy_(
         scale = 1.0 / float(count)
         torch.ops.modelcenter.cross_entropy_(logits, loss, targets.contiguous(), scale, smoothing, train)
         return loss
-    at, mean = targets[:, None], logits.mean(1) if smoothing else None
-    sums = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, at), mean
-    return losses_(logits, at, sums, count, smoothing, train, logits.shape[1])
+    at = targets[:, None]
+    logs = torch.log_softmax(logits, 1)
+    loss = -logs.gather(1, at).squeeze(1)
+    if smoothing:
+        loss = (1 - smoothing) * loss - smoothing * logs.mean(1)
+    if train:
+        torch.exp(logs, out=logits)
+        _to_gradient(logits, at, count, smoothing, logits.shape[1])
+    return loss
 
 
 def losses_(
@@ -34,24 +40,31 @@ def losses_(
     smoothing: float,
     train: bool,
     classes: int,
-    hit: Tensor | None = None,
+    hit: Tensor,
 ) -> Tensor:
-    """The losses (n,) of `cross_entropy_`, from logits (n, columns) of some or all of the classes.
+    """The losses (n,) of `cross_entropy_`, from logits (n, columns) of some of the classes.
 
     Args:
-        at: (n, 1) the column of the target. hit: (n, 1) whether it is among these; None: all are. sums: over all
-            classes lse (n, 1), the logit of the target (n, 1) and, where there is smoothing, the mean (n,).
+        at: (n, 1) the column of the target. hit: (n, 1) whether it is among these. sums: over all classes lse (n, 1),
+            the logit of the target (n, 1) and, where there is smoothing, the mean (n,).
     """
     lse, at_target, mean = sums
     loss = (lse - at_target).squeeze(1) * (1 - smoothing)
     if mean is not None and smoothing:
         loss = loss + (lse.squeeze(1) - mean) * smoothing
     if train:
-        logits.sub_(lse).exp_()  # softmax
-        if smoothing:
-            logits.sub_(smoothing / classes)
-        if logits.shape[1]:
-            less = logits.new_full((), smoothing - 1).expand_as(at)
-            logits.scatter_add_(1, at, less if hit is None else less * hit)
-        logits.div_(count)
+        _to_gradient(logits.sub_(lse).exp_(), at, count, smoothing, classes, hit)
     return loss
+
+
+def _to_gradient(
+    softmax: Tensor, at: Tensor, count: Tensor | float, smoothing: float, classes: int, hit: Tensor | None = None
+) -> None:
+    """Softmax (n, columns) -> the gradient of the losses' sum / count, in its place. hit: None: each target is here."""
+    if smoothing:
+        softmax.sub_(smoothing / classes)
+    if softmax.shape[1]:
+        less = softmax.new_full((), smoothing - 1).expand_as(at)
+        softmax.scatter_add_(1, at, less if hit is None else less * hit)
+    if isinstance(count, Tensor) or count != 1:
+        softmax.div_(count)

@@ -5,6 +5,7 @@ All but ``gather_objects`` and ``first_difference``, which need a process group,
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,16 +14,20 @@ import torch
 import torch.distributed as dist
 
 from engine import runtime
-from engine.torch_compat import all_gather_flat
+from engine.torch_compat import all_gather_flat, set_timeout
+
+_PATIENCE = 86400.0  # seconds that ranks wait for another's work, in place of a message that is due
 
 
 def sum_loss(loss: torch.Tensor) -> torch.Tensor:
-    """The average of ``loss`` over all ranks (BMTrain's name for it), detached, equal on all ranks."""
+    """The average of ``loss`` over all ranks (BMTrain's name for it), detached, equal on all ranks; of integers, a
+    float."""
     loss = loss.detach().clone()
+    if not (loss.is_floating_point() or loss.is_complex()):
+        loss = loss.long()
     if runtime.world_size() > 1:
         dist.all_reduce(loss)
-        loss /= runtime.world_size()
-    return loss
+    return loss / runtime.world_size()
 
 
 def gather_result(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,13 +94,20 @@ def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 @contextmanager
-def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def together(doing: str, group: dist.ProcessGroup | None = None, patient: bool = False) -> Iterator[None]:
     """If the body raises on one rank, every rank raises: the others an error that names the rank.
 
     Collective. In a collective in the body the others would wait for a rank that fails before it. The error is a
     ValueError or OSError where the rank's is one, as they are the user's to fix, else a RuntimeError.
+
+    Args:
+        group: over which the ranks tell each other; it holds all of them. None: the default one.
+        patient: let ranks wait longer for others than its timeout, over a group that is made for this: one uploads, or
+            works on rows that the others had in their cache. A rank that dies ends the waiting all the same.
     """
     error: Exception | None = None
+    own = _patient_group() if patient and runtime.world_size() > 1 else None
+    group = own or group
     try:
         yield
     except Exception as caught:
@@ -103,11 +115,20 @@ def together(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Non
     if runtime.world_size() > 1:
         kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
         reports = gather_objects(None if error is None else (kind, _message(error)), group)
+        if own is not None:
+            dist.destroy_process_group(own)
         for rank, report in enumerate(reports):
             if report is not None and error is None:
                 raise report[0](f"rank {rank} failed while {doing}: {report[1]}")
     if error is not None:
         raise error
+
+
+def _patient_group() -> dist.ProcessGroup:
+    """A group of all ranks that meet as soon as usual, and then wait long for each other. Collective."""
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=runtime.last_timeout()))
+    set_timeout(group, _PATIENCE)
+    return group
 
 
 def _message(error: Exception) -> str:

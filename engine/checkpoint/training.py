@@ -106,7 +106,8 @@ class _Writer(threading.Thread):
                 )
                 self.error.__cause__ = error
             _forget_frames(self.error)
-            _log.error("checkpoint %s could not be written: %s", job.path, self.error)
+            if runtime.rank() == 0:  # all ranks raise what one of them reports
+                _log.error("checkpoint %s could not be written: %s", job.path, self.error)
         finally:
             # The thread stays until the next save, and that is no reason to hold a second model until then.
             job.contents.release()

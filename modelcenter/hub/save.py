@@ -133,7 +133,7 @@ def push_to_hub(
         target = Path(from_rank_0(scratch)) / "model"
         save_pretrained(model, target, max_shard_size=max_shard_size, dtype=dtype, tokenizer=tokenizer, card=card)
         address = ""
-        with together(f"pushing to {repo_id}"):
+        with together(f"pushing to {repo_id}", patient=True):
             if engine.rank() == 0:
                 keep: tuple[tuple[str, ...], ...] = ((CARD_FILE,),) if card is None else ()
                 keep += ((*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*"),) if tokenizer is None else ()

@@ -32,7 +32,7 @@ from modelcenter.training.monitoring.clock import Clock
 from modelcenter.training.monitoring.skipped_steps import SkippedSteps
 from modelcenter.training.monitoring.throughput import Throughput
 from modelcenter.training.output.folder import clear_output
-from modelcenter.training.output.messages import end_message, start_message
+from modelcenter.training.output.messages import end_message, next_start, start_message
 from modelcenter.training.output.record import Record
 from modelcenter.training.output.summary import summary_of
 from modelcenter.training.setup.optimizer import make_optimizer
@@ -65,6 +65,7 @@ def train(
 
     Raises:
         FloatingPointError: losses or gradients were not finite in several steps in a row, or in all.
+        OSError: the checkpoint of a stop could not be written.
         Stopped: SIGINT came. In all cases summary.json says so.
         ValueError: the checkpoint in output_dir is of another run; ranks have different data.
     """
@@ -296,9 +297,16 @@ class Run:
         return self.stopping.any_rank(self.checkpoints.minutes_since_last > self.cfg.save_minutes)
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint while training goes on; wait: until it is on the disk. Does nothing without output_dir, or
-        if this step has one. Collective."""
-        if self.checkpoints is None or self.checkpoints.newest == self.step:
+        """Write a checkpoint while training goes on. Does nothing without output_dir, or if this step has one.
+        Collective.
+
+        Args:
+            wait: until it is on the disk, as the run stops.
+
+        Raises:
+            OSError: with `wait`, on all ranks: it could not be written.
+        """
+        if self.output is None or self.checkpoints is None or self.checkpoints.newest == self.step:
             return
         self._log_skipped_steps()
         state = {
@@ -317,7 +325,10 @@ class Run:
             write_texts(self.model, folder, self.model.dtype, self.tokenizer, None)
             (folder / RUN_FILE).write_text(run_file, encoding="utf-8")
 
-        self.checkpoints.write(self.step, self.model, self.manager, state, write_extra, wait)
+        try:
+            self.checkpoints.write(self.step, self.model, self.manager, state, write_extra, wait)
+        except OSError as error:
+            raise OSError(f"{self.stopping.reason}, but {error}; {next_start(self, self.output)}") from error
 
     def _load(self, continuation: Continuation) -> None:
         """Go on from a checkpoint. Raises ValueError: it is of another run."""

@@ -62,6 +62,6 @@ def _prepared(cfg: Any, info: TaskInfo) -> tuple[Any, ...]:
     tokenizer = load_tokenizer(cfg)
     model = build_model(cfg, task, tokenizer)
     resolve_for_model(cfg, model, tokenizer)
-    with together("preparing the rows"):  # a row that is wrong on one node alone is an error on all
+    with together("preparing the rows", patient=True):  # a row that is wrong on one node alone is an error on all
         train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
     return task, model, tokenizer, train_set, eval_set, continuation

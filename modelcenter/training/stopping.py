@@ -17,7 +17,7 @@ import engine
 from modelcenter.command_line.errors import Stopped
 
 _SECOND_INTERRUPT = 1.0  # seconds after which another SIGINT is a second Ctrl-C: launchers pass the first one on, too
-_GRACE = 25.0  # seconds after a signal until a run abandons the step that it is in; launchers kill after 30
+_KILLED_AFTER = 30  # seconds from a signal until launchers kill, unless torchrun was told otherwise
 _TIME_IS_UP = 1 << 10  # a reason to stop, above every signal's number
 
 
@@ -36,19 +36,19 @@ class Stopping:
         seconds: float | None,
         on_abandon: Callable[[str], Any] | None = None,
         began: float | None = None,
-        grace: float = _GRACE,
+        grace: float | None = None,
     ):
         """
         Args:
             seconds: time until the run stops by itself, counted from `began` (by time.monotonic(); None: now).
             on_abandon: called with the reason before the process ends in the middle of a step.
-            grace: seconds that a step may take after a signal.
+            grace: seconds that a step may take after a signal; None: all but the last of those that torchrun gives.
         """
         self.reason: str | None = None
         self._deadline = None if seconds is None else (time.monotonic() if began is None else began) + seconds
         self._signal: int | None = None
         self._signalled_at = 0.0
-        self._on_abandon, self._grace = on_abandon, grace
+        self._on_abandon, self._grace = on_abandon, _default_grace() if grace is None else grace
         self._may_abandon = True
         self._watch: threading.Timer | None = None
         self._previous_handlers: dict[int, Any] = {}
@@ -131,3 +131,15 @@ class Stopping:
             print(f"error: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(128 + self._signal if self._signal == signal.SIGINT else 0)
+
+
+def _default_grace() -> float:
+    """Seconds after a signal until a run abandons the step that it is in: 5 before torchrun kills it, in which it says
+    so, or half the time where there is little."""
+    try:
+        killed_after = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))  # as torchrun reads it
+    except ValueError:
+        killed_after = 0
+    if killed_after <= 0:
+        killed_after = _KILLED_AFTER
+    return max(killed_after - 5.0, killed_after / 2)

@@ -1,9 +1,14 @@
 """The differentiable collectives: values, and BMTrain's gradients, on two ranks and in one process."""
 
+import datetime
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import engine as bmt
+from engine.collectives import together
 
 
 def data(rank):
@@ -126,3 +131,22 @@ def test_16_bit(two, name):
     for (out, grad), (plain_out, plain_grad) in zip(found, two.run(ran, name, ()), strict=True):
         torch.testing.assert_close(out, plain_out, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(grad, plain_grad, rtol=1e-2, atol=1e-2)
+
+
+def rests():
+    """Rank 1 works for longer than the timeout of the group of all ranks."""
+    bmt.init_distributed()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.2))
+    try:
+        with together("resting", patient=True):
+            if bmt.rank() == 1:
+                time.sleep(0.5)
+                raise ValueError("enough")
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=60))
+
+
+def test_patient_ranks_wait_longer_than_the_timeout(two):
+    assert two.run(rests) == ["rank 1 failed while resting: enough", "enough"]

@@ -43,6 +43,7 @@ def test_one_process_needs_no_group():
     assert torch.initial_seed() == 5
     engine.synchronize()
     assert engine.sum_loss(torch.tensor(2.0)) == 2.0
+    assert engine.sum_loss(torch.tensor(2)).dtype == torch.float32  # as on several ranks
     assert engine.gather_result(torch.tensor(3)).tolist() == [3]
     before = torch.rand(1)
     engine.set_seed(5)
@@ -124,6 +125,8 @@ def collectives():
     rank = engine.rank()
     loss = torch.tensor(float(rank + 1), requires_grad=True)
     mean = engine.sum_loss(loss)
+    assert engine.sum_loss(torch.tensor(2 * rank, dtype=torch.uint8)).item() == 1.0
+    assert engine.sum_loss(torch.tensor([rank == 1])).tolist() == [0.5]
     ragged = engine.gather_result(torch.full((2 * rank, 3), rank, dtype=torch.bfloat16))
     flags = engine.gather_result(torch.tensor([rank == 1]))
     none = engine.gather_result(torch.zeros(0, 2))

@@ -1,7 +1,10 @@
 """Every task: over 2 ranks that share a model (tp, cp, pp), with the curves of one process; and its checkpoints."""
 
+import datetime
 import json
 import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 import span_toys
@@ -18,9 +21,14 @@ from seq2seq_toys import flags as seq2seq_flags
 from seq2seq_toys import write_folder as write_seq2seq
 from toydata import SIZES, STILL, command, flags, write_folder, write_jsonl
 
+import engine
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import main
+from modelcenter.training import loop
+from modelcenter.training.checkpoints import final_model
+from modelcenter.training.setup import resolve
+from modelcenter.training.tasks.classification import Classification
 
 TWO = {"num_layers": 2}  # a stage each
 ROOMY = SIZES | STILL | TWO | {"max_positions": 64}
@@ -175,3 +183,35 @@ def test_a_checkpoint_exports_with_nothing_but_itself(tmp_path, monkeypatch, tas
     assert names
     for name in names:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_wait_for_a_long_upload_and_for_rows(tmp_path, monkeypatch):
+    """Which may take longer than any message: a large model is uploaded, one node has no rows in its cache."""
+    ended, tokenize, resolve_for_model = [], Classification.tokenize, resolve.resolve_for_model
+
+    def impatient(*args):
+        resolve_for_model(*args)
+        torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.2))
+
+    def slow_rows(*args):
+        time.sleep(0.5 * engine.rank())
+        return tokenize(*args)
+
+    def slow_upload(output, repo_id):
+        time.sleep(0.5)
+        return SimpleNamespace(address=repo_id)
+
+    def train(*args):
+        run = SimpleNamespace(record=SimpleNamespace(report=ended.append))
+        final_model.push_final_model(run, tmp_path, "me/toy")
+        ended.append("all")
+
+    def on_a_rank():
+        main(["finetune", "classification", *command(classification(tmp_path))])
+        return ended
+
+    monkeypatch.setattr(resolve, "resolve_for_model", impatient)
+    monkeypatch.setattr(Classification, "tokenize", slow_rows)
+    monkeypatch.setattr(final_model, "push_directory", slow_upload)
+    monkeypatch.setattr(loop, "train", train)
+    assert on_ranks(on_a_rank, 2) == [["pushed to me/toy", "all"], ["all"]]

@@ -112,6 +112,19 @@ def test_a_step_that_takes_too_long_is_left(tmp_path):
     assert "stopped by SIGTERM in a step of more than 0.3 s" in (tmp_path / "reason").read_text()
 
 
+@pytest.mark.parametrize(
+    ("given", "grace"), [(None, 25), ("110", 105), ("6", 3), ("0", 25), ("-9", 25), ("soon", 25), ("", 25)]
+)
+def test_a_step_has_the_time_that_torchrun_gives(monkeypatch, given, grace):
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given)
+    with Stopping(None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        (watch,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+        assert watch.interval == grace
+
+
 def test_saving_the_model_is_not_left(folder, monkeypatch):
     """Whatever time it takes: all steps are done."""
     save, watches = loop.save_final_model, []

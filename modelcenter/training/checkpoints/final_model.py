@@ -52,7 +52,7 @@ def push_final_model(run: "Run", output: Path, repo_id: str) -> None:
     Raises:
         ValueError: the Hub refuses, or cannot be reached; the model stays in output_dir.
     """
-    with together(f"publishing {output / 'model'}"):
+    with together(f"publishing {output / 'model'}", patient=True):
         if engine.rank() == 0:
             try:
                 pushed = push_directory(output, repo_id)

@@ -15,7 +15,8 @@ from modelcenter.training.output.folder import CHECKPOINTS, free_space
 class CheckpointWriter:
     """Writes checkpoints while training goes on.
 
-    One that cannot be written is reported and costs nothing but itself: those before it stay.
+    One that cannot be written costs nothing but itself: those before it stay. It is reported, and an error only where
+    the run ends with it.
 
     Attributes:
         newest: the step of the last checkpoint.
@@ -57,7 +58,10 @@ class CheckpointWriter:
 
         Args:
             state: of the run beside model and optimizer; that of the selection is added. write_extra: writes further
-                files into the folder that it is given. wait: until the checkpoint is on the disk.
+                files into the folder that it is given. wait: until the checkpoint is on the disk; the run ends then.
+
+        Raises:
+            OSError: with `wait`, on all ranks: it could not be written.
         """
         self.wait()
         is_best = self._selection.would_be_best_on_disk(step)
@@ -68,7 +72,10 @@ class CheckpointWriter:
             save_checkpoint(self._output / CHECKPOINTS, model, manager, state, asynchronous=not wait, **options)
             self._selection.checkpoint_started(is_best)
         except (OSError, RuntimeError) as error:
-            self._report(f"step {step}: the checkpoint could not be written: {error}; {free_space(self._output)}")
+            failure = self._failure(f"step {step}: the checkpoint", error)
+            if wait:
+                raise OSError(failure) from error
+            self._report(failure)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk. Collective."""
@@ -77,4 +84,7 @@ class CheckpointWriter:
             self._selection.checkpoint_ended(written=True)
         except (OSError, RuntimeError) as error:
             self._selection.checkpoint_ended(written=False)
-            self._report(f"the last checkpoint could not be written: {error}; {free_space(self._output)}")
+            self._report(self._failure("the last checkpoint", error))
+
+    def _failure(self, what: str, error: Exception) -> str:
+        return f"{what} could not be written: {error}; with what was written of it removed, {free_space(self._output)}"

@@ -92,7 +92,7 @@ def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Mod
     omit_unused_token_types(tokenizer, model)
     of_run = None if trained.run is None else trained.run.max_length
     max_length = resolve_max_length(model, tokenizer, cfg.max_length or of_run)
-    with together("preparing the rows"):
+    with together("preparing the rows", patient=True):
         examples = task.inference_examples(model, tokenizer, max_length)
     cut = getattr(examples, "truncated", 0)  # prompts of some tasks, which are never cut, are lists
     if cut and engine.rank() == 0:

@@ -35,21 +35,27 @@ def end_message(run: "Run", output: Path) -> str:
     """One line on how the run ended and what can be done next. Collective."""
     steps = f"step {run.step:,}/{run.batch_source.steps:,}"
     if run.stopping.reason is not None:
-        saved = latest_checkpoint(output / CHECKPOINTS) is not None
-        fresh_start = ""  # the flag that would let the same command start anew
-        if run.cfg.overwrite_output_dir:
-            fresh_start = "--overwrite_output_dir"
-        elif run.cfg.resume == "never":
-            fresh_start = "--resume never"
-        without = f" without {fresh_start}" if saved and fresh_start else ""
-        next_start = "goes on" if saved else "starts again"
-        return f"{run.stopping.reason}, at {steps}; the same command{without} {next_start}"
+        return f"{run.stopping.reason}, at {steps}; {next_start(run, output)}"
     if run.cfg.quantize is not None:
         return f"finished at {steps}: what was trained is in {output / 'adapter'}"
     best = run.selection.best if run.cfg.best_metric is not None else {}
     which = f", of step {best['step']:,} ({run.cfg.best_metric} {best['value']:.4f})" if best else ""
     use = f"`modelcenter predict {shlex.quote(str(output))} DATA` uses it"
     return f"finished at {steps}: the model is in {output / 'model'}{which}; {use}"
+
+
+def next_start(run: "Run", output: Path) -> str:
+    """What the same command does after a run that was stopped. Collective."""
+    newest = latest_checkpoint(output / CHECKPOINTS)
+    if newest is None:
+        return "the same command starts again"
+    fresh_start = ""  # the flag that would let the same command start anew
+    if run.cfg.overwrite_output_dir:
+        fresh_start = " without --overwrite_output_dir"
+    elif run.cfg.resume == "never":
+        fresh_start = " without --resume never"
+    step = int(newest.name.removeprefix("step-"))
+    return f"the same command{fresh_start} goes on{'' if step == run.step else f' after step {step:,}'}"
 
 
 def model_card(run: "Run") -> dict[str, Any]:

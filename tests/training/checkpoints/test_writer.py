@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from toydata import command, write_folder
-from toyruns import run_values, short_run_values, stop_at
+from toyruns import run_values, short_run_values, stop_at, went_on_after
 
 import engine
 import engine.checkpoint.training
@@ -57,7 +57,9 @@ def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
     main(command(run_values(folder, "run")))
     said = capsys.readouterr().out
     assert "step 4: the checkpoint could not be written: [Errno 28] No space left" in said
-    assert re.search(r"No space left on device; [\d,.]+ MB are free at .*run\n", said)
+    assert re.search(
+        r"No space left on device; with what was written of it removed, [\d,.]+ MB are free at .*run\n", said
+    )
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
     assert not (folder / "run" / "checkpoints" / "step-00000004").exists()
 
@@ -93,3 +95,42 @@ def test_a_checkpoint_that_could_not_be_written_does_not_cost_the_next(folder, m
     stop_at(monkeypatch, 2, short_run_values(folder, "run"))
     assert calls == [2, 3] and (folder / "run" / "checkpoints" / "step-00000003").is_dir()
     assert "the last checkpoint could not be written: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
+def full_from(monkeypatch, step, rank=0):
+    """Let a rank find the disk full when it writes its file of a checkpoint of this step or a later one."""
+    place = engine.checkpoint.training._rank_file
+
+    def full(path, number):
+        if number == rank and int(re.findall(r"step-(\d+)", path.name)[0]) >= step:
+            raise OSError(28, "No space left on device")
+        return place(path, number)
+
+    monkeypatch.setattr(engine.checkpoint.training, "_rank_file", full)
+
+
+def test_a_stop_that_cannot_save_is_a_failure(folder, monkeypatch, capfd):
+    """Not a stop after which the same command is to be run again, for ever: schedulers would."""
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        full_from(patch, 3)
+        stop_at(patch, 2, short_run_values(folder, "run"))
+    said = str(caught.value)
+    assert said.startswith("stopped by SIGTERM, but step 3: the checkpoint could not be written: [Errno 28] No space")
+    assert said.endswith("/run; the same command goes on after step 2")
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", f"OSError: {said}")
+    main(command(short_run_values(folder, "run")))
+    assert went_on_after(capfd) == 2
+
+
+def test_all_ranks_fail_where_one_cannot_save_at_a_stop(folder, monkeypatch, capfd):
+    full_from(monkeypatch, 1, rank=1)
+    values = short_run_values(folder, "run", max_time="0.000001s")
+
+    def on_a_rank():
+        with pytest.raises(OSError, match="max_time passed, but step 1: .*; the same command starts again") as caught:
+            main(command(values))
+        return "rank 1 failed while" in str(caught.value)
+
+    assert on_ranks(on_a_rank, 2, timeout=60) == [True, False]
+    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "failed"

@@ -150,17 +150,21 @@ class ModelConfig:
 
 
 def _expected_value(name: str, kind: Any, value: Any) -> str | None:
-    """What a field that is a number or a text must be, where the value is not; else None."""
+    """What a field that is a number, a text or a switch must be, where the value is not; else None."""
     kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
     if value is None:
         return "a number" if NoneType not in kinds and (int in kinds or float in kinds) else None
     if str in kinds:
         return None if isinstance(value, str) else "a text"
     if float in kinds:
-        return None if _is_number(value, Real) and abs(value) < inf else "a finite number"
+        if _is_number(value, Real) and abs(value) < inf and (value >= 0 or name != "norm_eps"):
+            return None
+        return "a finite number" + (" of at least 0" if name == "norm_eps" else "")
+    if bool in kinds:
+        return None if isinstance(value, bool) or _is_switch(value) else "true or false"
     if int not in kinds:
         return None
-    low, high = 0 if name in _LAYERS else 1 if name in _SIZES else -inf, _MAX_LAYERS if name in _LAYERS else inf
+    low, high = 1 if name in _SIZES else -inf, _MAX_LAYERS if name in _LAYERS else inf
     several = list[int] in kinds
     numbers = value if several and isinstance(value, list) and value else [value]
     if all(_is_number(number, Integral) and low <= number <= high for number in numbers):
@@ -173,11 +177,18 @@ def _expected_value(name: str, kind: Any, value: Any) -> str | None:
 def _plain_number(kind: Any, value: Any) -> Any:
     """A number as Python's of the field's kind: NumPy's do not go into JSON, and transformers takes no 1 for 1.0."""
     kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+    if bool in kinds and _is_switch(value):
+        return bool(value)
     if float in kinds and _is_number(value, Real):
         return float(value)
     if int in kinds and _is_number(value, Integral):
         return int(value)
     return [int(number) for number in value] if list[int] in kinds and isinstance(value, list) else value
+
+
+def _is_switch(value: Any) -> bool:
+    """Whether it is 0 or 1, as some write false and true."""
+    return _is_number(value, Integral) and value in (0, 1)
 
 
 def _is_number(value: Any, kind: type) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from modelcenter import registry
 from modelcenter.convert.legacy.megatron import is_megatron, merge_ranks
-from modelcenter.convert.legacy.recognise import NETWORKS, find_network, has_legacy_names
+from modelcenter.convert.legacy.recognise import NETWORKS, find_network, has_legacy_names, legacy_prefix
 from modelcenter.convert.legacy.translation import TranslatedTensor, hf_config, translate_tensors
 from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, full_box, restrict, view
 from modelcenter.hub.files.reader import FileSource, TensorInfo
@@ -116,6 +116,11 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
         if source.is_loaded:
             files = replace(files, opened=source)
         if not (has_legacy_names(shapes) or is_megatron(shapes)):
+            if kind is None and (prefix := legacy_prefix(shapes)):
+                raise ValueError(
+                    f"{files.origin}: a checkpoint of ModelCenter, whose names begin with {prefix!r} here; say it: "
+                    f"prefix={prefix!r} in from_pretrained, --prefix {prefix} in convert"
+                )
             return files
     try:
         entry = find_network(files.config, shapes, kind or model_type)

@@ -84,10 +84,13 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         if message := _lacks_packages(directory, source, kwargs):
             raise ValueError(f"no tokenizer could be loaded from {source}: {message}") from error
         why = " ".join(str(error).split())
+        why = f"no tokenizer could be loaded from {source}: {why}{'' if why.endswith('.') else '.'}"
+        if cpm_class is not None or isinstance(error, ImportError):  # its class is known, or says what it needs
+            raise ValueError(why) from error
         raise ValueError(
-            f"no tokenizer could be loaded from {source}: {why}{'' if why.endswith('.') else '.'} A vocabulary alone "
-            "does not say whose it is: tokenizer_config.json names the class, and some have none in transformers. A "
-            "file of newer versions needs newer versions here: pip install -U tokenizers transformers"
+            f"{why} A vocabulary alone does not say whose it is: tokenizer_config.json names the class, and some have "
+            "none in transformers. A file of newer versions needs newer versions here: pip install -U tokenizers "
+            "transformers"
         ) from error
 
 

@@ -16,6 +16,8 @@ from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PreNormBlock
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import CausalLM
+from modelcenter.layers.host_copies import host_copy
+from modelcenter.layers.layout import check_tensor
 from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
@@ -49,6 +51,25 @@ class CPMConfig(ModelConfig):
         self.require(0 <= self.dropout < 1, "dropout", "a probability, 0 <= p < 1")
         self.require(self.num_buckets >= 4 and self.num_buckets % 2 == 0, "num_buckets", "an even number, at least 4")
         self.require(self.max_distance > self.num_buckets // 4, "max_distance", "more than num_buckets / 4")
+
+
+def check_whole_numbers(name: str, value: Any) -> None:
+    """Raise ValueError for an input that is no tensor of whole numbers (or of bool, which are 0 and 1)."""
+    check_tensor(name, value)
+    if value.is_floating_point() or value.is_complex():
+        raise ValueError(f"{name}: got {value.dtype}, expected whole numbers; convert by .long()")
+
+
+def check_range(name: str, values: Tensor, low: int, high: int, of: str = "") -> None:
+    """Raise ValueError for values outside low to high, which is that of the field `of`. Values that only a GPU has are
+    not looked at, as that would wait for it."""
+    known = host_copy(values)
+    if known.device.type != "cpu" or not known.numel():
+        return
+    least, most = int(known.min()), int(known.max())
+    if least < low or most > high:
+        worst = most if most > high else least
+        raise ValueError(f"{name}: got {worst}, expected {low} to {high}{f' ({of})' if of else ''}")
 
 
 class ScaledBlock(PreNormBlock):
@@ -189,21 +210,25 @@ class CPM(Decoder):
 
     def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
         """`run`, after checks of what every CPM is given."""
+        self.check_inputs(batch)
         if "length" in batch:
             batch["attention_mask"] = self._mask_of(batch.pop("length"), batch)
-        if "segment" in batch:
-            self.check_segments(batch)
         return super().run_checked(batch)
 
+    def check_inputs(self, batch: Batch) -> None:
+        """Raise ValueError for inputs of a kind or with values that the model has no meaning for."""
+        for name in ("length", *self.input_defaults):
+            if name in batch:
+                check_whole_numbers(name, batch[name])
+        if "context" in batch:
+            check_range("context", batch["context"], 0, 1)
+        if "segment" in batch:
+            self.check_segments(batch)
+
     def check_segments(self, batch: Batch) -> None:
-        segment, c = batch["segment"], self.config
-        if (kinds := getattr(c, "segment_types", None)) is None:
-            raise ValueError(f"segment: {c.model_type} has no segments; leave it out")
-        if segment.device.type == "cpu" and segment.numel():
-            low, high = int(segment.min()), int(segment.max())
-            if low < 0 or high >= kinds:
-                worst = high if high >= kinds else low
-                raise ValueError(f"segment: got {worst}, expected 0 to {kinds - 1} (segment_types)")
+        if (kinds := getattr(self.config, "segment_types", None)) is None:
+            raise ValueError(f"segment: {self.config.model_type} has no segments; leave it out")
+        check_range("segment", batch["segment"], 0, kinds - 1, "segment_types")
 
     @staticmethod
     def _mask_of(length: Tensor, batch: Batch) -> Tensor:
@@ -211,6 +236,7 @@ class CPM(Decoder):
         for other in ("attention_mask", "cu_seqlens"):
             if other in batch:
                 raise ValueError(f"length: pass it or {other}, not both")
-        if given is None or tuple(length.shape) != (given.shape[0],):
+        if given is None or given.dim() < 2 or tuple(length.shape) != (given.shape[0],):
             raise ValueError(f"length: got shape {tuple(length.shape)}, expected one number for each row of input_ids")
+        check_range("length", length, 0, given.shape[1], "tokens of a row")
         return (torch.arange(given.shape[1], device=length.device) < length[:, None]).long()

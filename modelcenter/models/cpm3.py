@@ -64,7 +64,7 @@ class CPM3(CPM):
         # -1 at the text, else the row of the prompt's table.
         which = ctx.unpad(torch.full(ctx.shape, -1, device=numbers.device), fill=-1, prefix=numbers)[:, None]
         if ids is None:
-            words = ctx.unpad(batch["inputs_embeds"])
+            words = ctx.unpad(self.given_embeds(batch, c.hidden_size))
         else:
             words = self.look_up(self.embed, ctx.unpad(ids), ids) * scale
         prompt = self.prompt(which[:, 0].clamp(min=0)) * scale

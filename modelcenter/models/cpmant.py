@@ -67,7 +67,7 @@ class CPMAnt(CPM):
         device = ctx.cu_seqlens.device
         prompt = torch.arange(c.prompt_length, device=device) + c.vocab_size + PROMPT * c.prompt_length
         if ids is None:
-            x = ctx.unpad(batch["inputs_embeds"], prefix=self.embed(prompt))
+            x = ctx.unpad(self.given_embeds(batch, c.hidden_size), prefix=self.embed(prompt))
         else:
             known = host_copy(ids)  # the table goes on with the prompts, so that looking up refuses none of theirs
             if known.device.type == "cpu" and known.numel() and int(known.max()) >= c.vocab_size:

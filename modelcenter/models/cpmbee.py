@@ -19,7 +19,7 @@ from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary, rotate
 from modelcenter.layers.segments import RelatedSegments, RelationBias
-from modelcenter.models.cpm import CPM, CPMConfig
+from modelcenter.models.cpm import CPM, CPMConfig, check_range, check_whole_numbers
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
@@ -99,7 +99,7 @@ class CPMBee(CPM):
             values[:, 5] += self.gathered(ctx, ctx.unpad(row)) * relations.shape[1]
         self.set_attention_bias(ctx, RelatedSegments(values, relations.flatten().long()))
         if ids is None:
-            return ctx.unpad(batch["inputs_embeds"]), ctx
+            return ctx.unpad(self.given_embeds(batch, c.hidden_size)), ctx
         x = self.look_up(self.embed, ctx.unpad(ids), ids) * c.hidden_size**-0.5
         return x if number is None else self.sub_rotary(x, ctx.unpad(number)), ctx
 
@@ -116,6 +116,28 @@ class CPMBee(CPM):
 
     def looked_up_tables(self) -> list[nn.Embedding]:
         return []  # the words of an external table are made of rows of the whole, and are a part of the head
+
+    def check_inputs(self, batch: Batch) -> None:
+        for name in ("input_id_sub", "segment_rel", "ext_table_ids", "ext_table_sub"):
+            if name in batch:
+                check_whole_numbers(name, batch[name])
+        super().check_inputs(batch)
+        self._check_table(batch)
+        ids, number = batch.get("input_ids"), batch.get("input_id_sub")
+        if ids is not None and number is not None and number.shape != ids.shape:
+            raise ValueError(f"input_id_sub: got shape {tuple(number.shape)}, expected {tuple(ids.shape)}")
+        if ids is not None or "inputs_embeds" in batch:
+            self._check_relations(batch)
+
+    def _check_table(self, batch: Batch) -> None:
+        ids, number, words = batch.get("ext_table_ids"), batch.get("ext_table_sub"), self.config.vocab_size
+        if ids is None and number is None:
+            return
+        if ids is None or number is None or ids.dim() != 1 or ids.shape != number.shape:
+            raise ValueError("ext_table_ids, ext_table_sub: pass both, of one shape (n,), or neither")
+        check_range("ext_table_ids", ids, 0, words - 1, "vocab_size")
+        if "input_ids" in batch:
+            check_range("input_ids", batch["input_ids"], 0, words + len(ids) - 1, "vocab_size and ext_table_ids")
 
     def check_segments(self, batch: Batch) -> None:
         """Raise ValueError for a segment whose relations are not in the table, or relations that have no number."""
@@ -210,14 +232,6 @@ class CPMBee(CPM):
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_hidden_states=output_hidden_states,
         )  # fmt: skip
-        if ("ext_table_ids" in batch) != ("ext_table_sub" in batch) or (
-            ext_table_ids is not None and ext_table_sub is not None and ext_table_ids.shape != ext_table_sub.shape
-        ):
-            raise ValueError("ext_table_ids, ext_table_sub: pass both, of one shape (n,), or neither")
-        if input_ids is not None and input_id_sub is not None and input_id_sub.shape != input_ids.shape:
-            raise ValueError(f"input_id_sub: got shape {tuple(input_id_sub.shape)}, expected {tuple(input_ids.shape)}")
-        if input_ids is not None or inputs_embeds is not None:
-            self._check_relations(batch)
         return self.run_checked(batch)
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:

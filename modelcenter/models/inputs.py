@@ -123,12 +123,18 @@ class ModelInputs(nn.Module):
         """
         ids = batch.get(f"{prefix}input_ids")
         if ids is None:
-            x = ctx.unpad(batch[f"{prefix}inputs_embeds"])
-            if x.shape[-1] != table.embedding_dim:
-                raise ValueError(f"{prefix}inputs_embeds: got width {x.shape[-1]}, expected {table.embedding_dim}")
+            x = ctx.unpad(self.given_embeds(batch, table.embedding_dim, prefix))
         else:
             x = self.look_up(table, ctx.unpad(ids), ids, f"{prefix}input_ids")
         return x if self.tuned_prompt is None or ctx.layout.prefix_tokens is None else self.tuned_prompt(x, ctx)
+
+    @staticmethod
+    def given_embeds(batch: Batch, width: Any, prefix: str = "") -> Tensor:
+        """The caller's embeddings. Raises ValueError: they are not `width` wide."""
+        x: Tensor = batch[f"{prefix}inputs_embeds"]
+        if x.shape[-1] != width:
+            raise ValueError(f"{prefix}inputs_embeds: got width {x.shape[-1]}, expected {width}")
+        return x
 
     def look_up(
         self, table: nn.Module, rows: Tensor, given: Tensor, name: str = "input_ids", size: str = "vocab_size"

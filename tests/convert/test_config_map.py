@@ -128,7 +128,10 @@ def test_missing_size():
         ("hidden_size", -48, "hidden_size is -48, expected a whole number"),
         ("hidden_size", 48.5, "hidden_size is 48.5, expected a whole number"),
         ("num_attention_heads", 0, "num_heads is 0, expected a whole number of at least 1"),
-        ("num_hidden_layers", -1, "num_layers is -1, expected a whole number of at least 0"),
+        ("num_hidden_layers", 0, "num_layers is 0, expected a whole number of at least 1"),
+        ("layer_norm_eps", -1.0, "norm_eps is -1.0, expected a finite number of at least 0"),
+        ("tie_word_embeddings", "false", "tie_embeddings is 'false', expected true or false"),
+        ("is_decoder", 2, "is_decoder is 2, expected true or false"),
         ("id2label", {"a": "x"}, "id2label: got {'a': 'x'}, expected the name of each label by its number"),
         ("id2label", 3, "id2label: got 3, expected"),
         ("num_labels", 1, "problem_type: got 'single_label_classification' with num_labels=1"),
@@ -174,9 +177,10 @@ def test_overrides_take_both_spellings():
 
 
 def test_numbers_are_written_as_transformers_takes_them(tmp_path):
-    """Its fields of fractions take no whole number, and JSON none of NumPy's."""
-    given = {"num_layers": np.int64(1), "dropout": np.float32(0.25), "initializer_range": 1}
+    """Its fields of fractions take no whole number, those of true and false no 1, and JSON none of NumPy's."""
+    given = {"num_layers": np.int64(1), "dropout": np.float32(0.25), "initializer_range": 1, "tie_embeddings": 1}
     written = CONFIG.write(CONFIG.read(SIZES, BertConfig, given), "BertModel", "float32")
+    assert written["tie_word_embeddings"] is True
     (tmp_path / "config.json").write_text(json.dumps(written))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (theirs.num_hidden_layers, theirs.hidden_dropout_prob, theirs.initializer_range) == (1, 0.25, 1.0)

@@ -31,6 +31,12 @@ def model_with(tmp_path):
     return make
 
 
+def test_what_a_tokenizer_needs_is_all_that_is_said(model_with, monkeypatch):
+    monkeypatch.setattr("modelcenter.hub.tokenization_cpm.rjieba", None)
+    with pytest.raises(ValueError, match="CPM1Tokenizer cuts texts into words with rjieba; pip install rjieba.$"):
+        mc.AutoTokenizer.from_pretrained(model_with("cpm1"))
+
+
 @pytest.mark.parametrize("kind", sorted(PLAIN))
 def test_a_vocabulary_beside_a_model(kind, model_with, tmp_path):
     path = model_with(kind)

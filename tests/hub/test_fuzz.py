@@ -126,7 +126,7 @@ def test_manifests_of_another_shape(files, copy, tmp_path):
         ({"n_head": 0}, ["num_heads is 0, expected a whole number of at least 1"]),
         ({"vocab_size": -5}, ["vocab_size is -5"]),
         ({"vocab_size": 10**18}, ["the sizes in the config make no gpt2"]),
-        ({"n_layer": 10**9}, ["num_layers is 1000000000, expected a whole number of at least 0 and at most 10000"]),
+        ({"n_layer": 10**9}, ["num_layers is 1000000000, expected a whole number of at least 1 and at most 10000"]),
         ({"n_layer": True}, ["num_layers is True"]),
         ({"n_positions": None}, ["max_positions is None, expected a number"]),
         ({"layer_norm_epsilon": 1e999}, ["norm_eps is inf, expected a finite number"]),

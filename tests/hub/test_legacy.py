@@ -382,6 +382,8 @@ def test_bare_files_prefixes_and_ignored_tensors(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"without a config.json beside it; pass config="):
         mc.from_pretrained(path)
+    with pytest.raises(ValueError, match=r"whose names begin with 'bert.' here; say it: prefix='bert.'"):
+        mc.from_pretrained(path, config=config)
     with pytest.raises(ValueError, match=r"'dense.weight' in my.pt"):
         mc.Bert.from_pretrained(path, config=config, prefix="bert.")
     with pytest.raises(ValueError, match=r"prefix: no tensor of the file starts with 'model.'"):

@@ -364,24 +364,47 @@ def test_cpm1_with_scales(length_scale, attn_scale, tied, tmp_path):
 ONE = torch.ones(1, 4, dtype=torch.long)
 
 
+def table(ids, sub=None):
+    """Tokens that extend CPM-Bee's vocabulary."""
+    return {"ext_table_ids": torch.tensor(ids)} | ({} if sub is None else {"ext_table_sub": torch.tensor(sub)})
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
         ("cpm1", {"segment": ONE}, "segment: cpm1 has no segments"),
-        ("cpm1", {"span": torch.ones(1, 5)}, "got context .1, 4., span .1, 5. beside input of shape .1, 4."),
+        ("cpm1", {"span": torch.ones(1, 5).long()}, "got context .1, 4., span .1, 5. beside input of shape .1, 4."),
         ("cpm3", {"segment": 3 * ONE}, "segment: got 3, expected 0 to 2"),
         ("cpmbee", {"segment": ONE}, "segment: pass segment_rel"),
         ("cpmbee", {"num_segments": ONE}, "num_segments: pass segment_rel"),
         ("cpmbee", {"segment": ONE, "segment_rel": ONE}, "segment: expected 0 to num_segments - 1"),
-        ("cpmbee", {"segment_rel": torch.zeros(2, 3)}, "segment_rel: got shape .2, 3., expected .* each of the 1 rows"),
+        ("cpmbee", {"segment_rel": torch.zeros(2, 3).long()}, "segment_rel: got shape .2, 3., expected .* the 1 rows"),
         ("cpmbee", {"segment_rel": 71 * ONE}, "segment_rel: got 71 to 71, expected 0 .* to 70"),
-        ("cpmbee", {"ext_table_ids": torch.ones(2)}, "ext_table_ids, ext_table_sub: pass both"),
-        ("cpmbee", {"input_id_sub": torch.ones(1, 3)}, "input_id_sub: got shape .1, 3., expected .1, 4."),
+        ("cpmbee", table([[1]], [[1]]), "ext_table_ids, ext_table_sub: pass both, of one shape .n,."),
+        ("cpmbee", table([1]), "ext_table_ids, ext_table_sub: pass both"),
+        ("cpmbee", table([1, 131], [1, 1]), "ext_table_ids: got 131, expected 0 to 130 .vocab_size."),
+        ("cpmbee", table([1, -1], [1, 1]), "ext_table_ids: got -1, expected 0 to 130"),
+        ("cpmbee", table([1.0], [1]), "ext_table_ids: got torch.float32, expected whole numbers"),
+        ("cpmbee", {"input_ids": 132 * ONE, **table([3], [1])}, "input_ids: got 132, expected 0 to 131 .vocab_size"),
+        ("cpmbee", {"input_id_sub": torch.ones(1, 3).long()}, "input_id_sub: got shape .1, 3., expected .1, 4."),
+        ("cpmbee", {"sample_ids": [[1]]}, "sample_ids: got list, expected a tensor"),
+        ("cpm1", {"length": torch.tensor([5])}, "length: got 5, expected 0 to 4 .tokens of a row."),
+        ("cpm3", {"length": torch.tensor([-1])}, "length: got -1, expected 0 to 4"),
+        ("cpmant", {"length": torch.tensor([2.5])}, "length: got torch.float32, expected whole numbers"),
+        ("cpmant", {"length": [4]}, "length: got list, expected a tensor"),
+        ("cpmant", {"context": 0.5 * ONE}, "context: got torch.float32, expected whole numbers"),
+        ("cpm1", {"context": 2 * ONE}, "context: got 2, expected 0 to 1"),
+        ("cpmbee", {"context": -ONE}, "context: got -1, expected 0 to 1"),
+        ("cpm3", {"span": [[0, 0, 0, 0]]}, "span: got list, expected a tensor"),
+        *(
+            (kind, {"input_ids": None, "inputs_embeds": torch.zeros(1, 4, 47)}, "inputs_embeds: got width 47, expected")
+            for kind in ("cpm1", "cpm3", "cpmant", "cpmbee")
+        ),
     ],
 )
 def test_inputs_that_do_not_fit(kind, given, words):
     with pytest.raises(ValueError, match=words):
-        mc.from_config(f"tiny/{kind}", "causal-lm")(ONE, **given)
+        mc.from_config(f"tiny/{kind}", "causal-lm")(**{"input_ids": ONE, **given})
 
 
 def test_configs_that_do_not_fit():

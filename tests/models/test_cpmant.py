@@ -226,7 +226,7 @@ def test_the_published_spelling_of_the_class(tmp_path):
         ({"length": torch.tensor([2, 3])}, "length: got shape .2,., expected one number for each row"),
         ({"length": torch.tensor([2]), "attention_mask": torch.ones(1, 4)}, "length: pass it or attention_mask"),
         ({"segment": torch.tensor([[0, 1, 2, 32]])}, "segment: got 32, expected 0 to 2 .segment_types."),
-        ({"context": torch.ones(1, 5)}, "got context .1, 5., span .1, 4., segment .1, 4. beside input of shape .1, 4."),
+        ({"context": torch.ones(1, 5).long()}, "got context .1, 5., span .1, 4., segment .1, 4. beside input of"),
         ({"logits_to_keep": 2}, "logits_to_keep: got 2"),
     ],
 )

@@ -17,6 +17,14 @@ def has_legacy_names(names: Mapping[str, Any]) -> bool:
     return "input_embedding.weight" in names and any(name.endswith("attention.project_q.weight") for name in names)
 
 
+def legacy_prefix(names: Mapping[str, Any]) -> str:
+    """What stands before the names of a network of ModelCenter's, as where a class with a head has it; "": nothing, or
+    they are none of its."""
+    known = "input_embedding.weight"
+    prefixes = [name.removesuffix(known) for name in names if name.endswith(f".{known}")]
+    return next((p for p in prefixes if has_legacy_names({name.removeprefix(p): None for name in names})), "")
+
+
 def find_network(config: Config, shapes: Mapping[str, Shape], model_type: str | None = None) -> LegacyNetwork:
     """The network of a checkpoint.
 

@@ -102,10 +102,16 @@ class ChatTemplate:
 
     def prompt(self, turns: Conversation) -> np.ndarray:
         """Tokens, int64 (n,), that a model is given to answer: those of all turns except an answer at the end."""
-        asked = turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
-        if not asked:
-            raise ValueError("the conversation has nothing to answer")
-        return np.array([*self.prefix, *self._encode([self.render(asked, prompt=True)])[0]], np.int64)
+        return np.array([*self.prefix, *self._encode([self.render(_asked(turns), prompt=True)])[0]], np.int64)
+
+    def context_length(self, turns: Conversation, train_on: str = "all") -> int:
+        """How many tokens of `prompt` come before the first answer that would be trained on; all, if none would be.
+        train_on: as of render_answers."""
+        asked = _asked(turns)
+        earlier = enumerate(asked) if train_on == "all" else ()
+        first = next((i for i, turn in earlier if turn["role"] == "assistant" and _is_trained(turn)), len(asked))
+        before = self.render(asked[:first], prompt=True) if first else self._opening(self.render(asked), asked[0])
+        return len(self.prefix) + len(self._encode([before])[0])
 
     def text_prompt(self, text: str) -> np.ndarray:
         """Tokens, int64 (n,), of a plain text to continue."""
@@ -125,7 +131,7 @@ class ChatTemplate:
             places = places[-1:]
         answers = []
         for i in places:
-            if turns[i].get("weight") == 0 or _is_silent(turns[i]):
+            if not _is_trained(turns[i]):
                 continue
             before = self.render(turns[:i], prompt=True) if i else self._opening(whole, turns[0])
             if not whole.startswith(before):
@@ -251,6 +257,19 @@ class ChatTemplate:
                 f"template {self.name}: its generation block {verb} {token!r} (token {differing[0]}), but an answer "
                 "goes from the generation prompt to the token that ends the turn; put the block around just that"
             )
+
+
+def _asked(turns: Conversation) -> Conversation:
+    """All turns except an answer at the end. Raises ValueError: there are none."""
+    asked = turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
+    if not asked:
+        raise ValueError("the conversation has nothing to answer")
+    return asked
+
+
+def _is_trained(turn: dict[str, Any]) -> bool:
+    """Whether an answer is trained on."""
+    return turn.get("weight") != 0 and not _is_silent(turn)
 
 
 def _is_silent(turn: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
 from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.structured import write_answers
+from modelcenter.training.tasks.base import plain_text_context
 from modelcenter.training.trained import TrainedModel
 
 
@@ -62,7 +63,7 @@ class _Generator:
     def __init__(self, cfg: GenerateConfig):
         self.cfg = cfg
         trained = TrainedModel.find(cfg.run or "")
-        self.model = load_model(cfg, trained)
+        self.model, self.run = load_model(cfg, trained), trained.run
         if self.model.task not in ("causal-lm", "seq2seq-lm"):
             raise ValueError(
                 f"{cfg.run}: a model for {self.model.task} writes no text; expected causal-lm or seq2seq-lm"
@@ -116,7 +117,9 @@ class _Generator:
         search = with_batch_seed(self.cfg.search(), number)
         if self.reads_objects(prompts):
             return write_answers(self.model, self.tokenizer, prompts, **search)
-        return complete(self.model, self.tokenizer, self.encode(prompts), streamer=streamer, **search)
+        plain = plain_text_context(self.model, self.run, self.tokenizer)
+        context = None if plain is None else [plain] * len(prompts)
+        return complete(self.model, self.tokenizer, self.encode(prompts), context=context, streamer=streamer, **search)
 
     def generate_all(self, prompts: list[str]) -> list[list[str]]:
         """The texts for all prompts, on every rank. Collective."""

@@ -66,6 +66,7 @@ def complete_ids(
     prompts: Sequence[Prompt],
     *,
     max_new_tokens: int | Sequence[int] | None = None,
+    context: Sequence[int] | None = None,
     streamer: Any = None,
     **search: Any,
 ) -> list[list[list[int]]]:
@@ -73,10 +74,13 @@ def complete_ids(
 
     Args:
         prompts: tokens of each. max_new_tokens: of all texts, or of those of each prompt; None: see `new_tokens`.
+        context: how many tokens at the beginning of each prompt see each other, whichever comes first (CPM-Ant's
+            `context`); None: all or none, as the model has it.
         search: other arguments of model.generate.
     """
     if isinstance(max_new_tokens, int):
-        return _generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens, streamer=streamer, **search)
+        search |= {"max_new_tokens": max_new_tokens, "context": context}
+        return _generate(model, tokenizer, prompts, streamer=streamer, **search)
     # Prompts that may get as many tokens go together: what is written for one does not depend on how long others are.
     groups: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -87,17 +91,23 @@ def complete_ids(
     for turn in range(max_over_ranks(len(turns))):
         limit, rows = turns[min(turn, len(turns) - 1)]  # a rank without groups left repeats one: others still write
         group_search = with_batch_seed(search, rows[0], _GROUP_STRIDE) | {"max_new_tokens": limit}
+        group_search["context"] = None if context is None else [context[i] for i in rows]
         texts = _generate(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **group_search)
         for i, of_prompt in zip(rows, texts, strict=True):
             completions[i] = of_prompt
     return completions
 
 
-def _generate(model: Model, tokenizer: Any, prompts: Sequence[Prompt], **search: Any) -> list[list[list[int]]]:
+def _generate(
+    model: Model, tokenizer: Any, prompts: Sequence[Prompt], *, context: Sequence[int] | None, **search: Any
+) -> list[list[list[int]]]:
     ids = pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True).long()
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    places = torch.arange(ids.shape[1])
+    mask = (places < lengths[:, None]).long()
     ids, mask = ids.to(model.device), mask.to(model.device)
+    if context is not None:
+        search["context"] = (places < torch.tensor(context)[:, None]).long().to(model.device)
     output = model.generate(ids, mask, tokenizer=tokenizer, **_tokenizers_end(model, tokenizer), **search)
     new = output[:, 1:] if model.is_encoder_decoder else output[:, ids.shape[1] :]
     return [part.tolist() for part in new.split(search.get("num_return_sequences", 1))]

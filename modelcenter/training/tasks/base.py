@@ -19,10 +19,11 @@ from modelcenter.data.examples import Examples
 from modelcenter.data.sampling import evaluation_batches
 from modelcenter.data.schemas.forms import apply_form
 from modelcenter.data.table import Table
+from modelcenter.data.tokenization.special_tokens import SpecialTokens
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import TrainingLoss
-from modelcenter.training.config import TrainConfig
+from modelcenter.training.config import LMConfig, PretrainConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import Score
 from modelcenter.training.tasks.column_roles import inference_form
@@ -254,3 +255,14 @@ def decoder_token(tokenizer: Any, name: str, use: str) -> int:
 def takes_tokens_for_context(model: Model) -> bool:
     """Whether all tokens are context, which sees what comes after it, unless a batch says otherwise: CPM-Ant's."""
     return getattr(model, "input_defaults", {}).get("context") == 1
+
+
+def plain_text_context(model: Model, run: TrainConfig | None, tokenizer: Any) -> int | None:
+    """How many tokens at the beginning of a text were context for a model that takes all for it, where the run trained
+    it on plain text: those that the tokenizer puts before it. None: another run, or another model."""
+    if not takes_tokens_for_context(model):
+        return None
+    if isinstance(run, PretrainConfig):
+        return 0
+    plain = isinstance(run, LMConfig) and run.text_column is not None
+    return len(SpecialTokens.of(tokenizer).before) if plain else None

@@ -29,7 +29,14 @@ from modelcenter.training.inference.text_generation import (
 )
 from modelcenter.training.metrics import LanguageModel, LossOnly, Score, perplexity
 from modelcenter.training.tasks.answer_examples import AnswerExamples
-from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches, takes_tokens_for_context
+from modelcenter.training.tasks.base import (
+    Batches,
+    Task,
+    TokenExamples,
+    plain_text_context,
+    rank_batches,
+    takes_tokens_for_context,
+)
 from modelcenter.training.tasks.column_roles import inference_columns, strings
 from modelcenter.training.tasks.splits import read_splits
 from modelcenter.training.tasks.structured_examples import (
@@ -48,8 +55,9 @@ class LanguageModelling(Task):
 
     Attributes:
         cfg: for inference the flags of the run, or the default ones. table: rows to train on, or that a trained model
-            is used on. rows: conversations, objects or texts of its rows. labelled: they have answers. model: once it
-            is built or loaded. template: once the tokenizer is known; None: rows are objects.
+            is used on. rows: conversations, objects or texts of its rows. labelled: they have answers. run: the flags
+            of the run that trained the model, for inference; None: not known. model: once it is built or loaded.
+            template: once the tokenizer is known; None: rows are objects.
     """
 
     name: ClassVar[str] = "lm"
@@ -59,6 +67,7 @@ class LanguageModelling(Task):
     rows: Sequence[Any]
     columns: ChatColumns = ChatColumns()
     labelled: bool = True
+    run: LMConfig | None = None
     eval_table: Table | None = None
     eval_rows: Sequence[Any] | None = None
     model: Model | None = None
@@ -150,7 +159,9 @@ class LanguageModelling(Task):
 
         def complete_prompts(rows: list[int]) -> list[list[str]]:
             new_tokens = [limits[row] for row in rows]
-            return complete(model, tokenizer, [prompts[row] for row in rows], max_new_tokens=new_tokens)
+            context = [examples.prompt_length(row) for row in rows] if examples.context else None
+            texts = [prompts[row] for row in rows]
+            return complete(model, tokenizer, texts, max_new_tokens=new_tokens, context=context)
 
         completions = map_over_ranks(count, self.cfg.eval_batch_size or count, complete_prompts)
         return [
@@ -184,7 +195,9 @@ class LanguageModelling(Task):
             given["response"] = None
         columns = find_chat_columns(table, given, answered=labelled)
         refuse_chat_columns(cfg, columns)
-        return cls(cfg=flags, table=table, rows=read_rows(table, columns), columns=columns, labelled=labelled)
+        rows = read_rows(table, columns)
+        known = run if isinstance(run, LMConfig) else None
+        return cls(cfg=flags, table=table, rows=rows, columns=columns, labelled=labelled, run=known)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Any:
         self.on_model_built(model)
@@ -208,13 +221,24 @@ class LanguageModelling(Task):
             search = with_batch_seed(cfg.search(), number)
             if objects:
                 return examples.fill(model, rows, **search)
-            return complete(model, tokenizer, [examples.tokens.row(row) for row in rows], **search)
+            prompts, context = [examples.tokens.row(row) for row in rows], self._context_lengths(model, tokenizer, rows)
+            return complete(model, tokenizer, prompts, context=context, **search)
 
         completions = map_longest_first(examples.lengths, cfg.batch_size, complete_rows)
         if engine.rank() != 0:
             return iter(())
         prompt_of = examples.prompt if objects else lambda row: tokenizer.decode(examples.tokens.row(row))
         return (_prediction(prompt_of(row), texts) for row, texts in enumerate(completions))
+
+    def _context_lengths(self, model: Model, tokenizer: Any, rows: Sequence[int]) -> list[int] | None:
+        """How many tokens of the prompts of some rows are context, as they were in training; None: as the model has it,
+        or nobody knows how it was trained."""
+        if (plain := plain_text_context(model, self.run, tokenizer)) is not None:
+            return [plain] * len(rows)
+        if self.run is None or self.columns.text is not None or not takes_tokens_for_context(model):
+            return None
+        assert self.template is not None
+        return [self.template.context_length(self.rows[row], self.run.train_on) for row in rows]
 
 
 def _prediction(prompt: str, texts: list[str]) -> dict[str, Any]:

@@ -304,6 +304,18 @@ def test_turns_are_tokenised_once_or_twice_however_many_they_are():
     assert places == whole
 
 
+@pytest.mark.parametrize("train_on", ["all", "last"])
+def test_where_the_first_answer_begins_in_a_prompt(train_on):
+    """In a prompt, the earlier answers of which are known, it is where it is in a row that is trained on."""
+    template = ChatTemplate(make_tokenizer(bos_token="<|im_start|>"), "plain")
+    silent, skipped = CHAT[2] | {"content": " "}, CHAT[2] | {"weight": 0}
+    rows = [CHAT, PAIR, CHAT[2:], [*CHAT[:2], skipped, *CHAT[3:]], [*CHAT[:2], silent, *CHAT[3:], *PAIR]]
+    found = labelled(template, rows, train_on=train_on)
+    for i, row in enumerate(rows):
+        labels = found.labels[found.tokens.offsets[i] : found.tokens.offsets[i + 1]]
+        assert template.context_length(row, train_on) == np.argmax(labels != IGNORED)
+
+
 def test_a_question_behind_an_answer_has_the_tokens_of_its_prompt():
     """A tokenizer that puts a space before a text puts none behind a special token."""
     from tokenizers import Tokenizer, models, pre_tokenizers

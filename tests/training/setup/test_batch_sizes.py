@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_gpu
 import torch
 from toydata import command, write_folder
 from toyruns import curve, run_values
@@ -80,6 +81,11 @@ def test_automatic_batch_size(folder):
     main(command(run_values(folder, "by-hand") | {"batch_size": 4, "global_batch_size": 12}))
     for row, expected in zip(whole, curve(folder, "by-hand"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.full
+def test_the_run_that_a_gpu_is_to_do(tmp_path, monkeypatch, capsys):
+    test_gpu.test_a_run_chooses_for_itself_and_goes_on(tmp_path, monkeypatch, capsys, "bf16")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ class CausalPretraining(Pretraining):
         """The continuation of each row."""
 
         def complete_rows(rows: list[int]) -> list[list[str]]:
-            return complete(model, tokenizer, [examples[i] for i in rows], **with_batch_seed(cfg.search(), rows[0]))
+            context = [0] * len(rows) if self.context else None
+            search = with_batch_seed(cfg.search(), rows[0])
+            return complete(model, tokenizer, [examples[i] for i in rows], context=context, **search)
 
         texts = map_over_ranks(len(examples), cfg.batch_size, complete_rows)
         several = cfg.num_return_sequences > 1

@@ -72,3 +72,20 @@ def peft_model(base: Path, family: str, task: str, adapter: Path):
 def same(one: torch.Tensor, other: torch.Tensor, tolerance: float = 6e-5):
     gap = ((one - other).abs().max() / one.abs().max()).item()
     assert gap <= tolerance, gap
+
+
+class Packed(torch.nn.Linear):
+    """A stand-in for the layer of bitsandbytes: whole numbers in a column, and a product in the dtype of the input."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.unit = linear.weight.detach().abs().max().item() / 7
+        numbers = (linear.weight.detach() / self.unit).round() + 8
+        self.weight = torch.nn.Parameter(numbers.to(torch.uint8).view(-1, 1), requires_grad=False)
+        self.bias = linear.bias
+
+    def unpacked(self):
+        return ((self.weight.float() - 8) * self.unit).view(self.out_features, self.in_features)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.unpacked().to(x.dtype), self.bias)

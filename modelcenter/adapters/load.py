@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,12 +86,23 @@ class AdapterFile:
         return self.number("lora_alpha")
 
     def number(self, name: str, usual: float | None = None) -> float:
-        """A number of the config. Raises ValueError: it is not there and has no usual value, or is no number."""
-        value = self.config.get(name, usual)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            found = repr(value) if name in self.config else "nothing"
-            raise ValueError(f"{self.directory / CONFIG_FILE}: {name} is {found}, expected a number")
+        """A number of the config. Raises ValueError: it is not there and has no usual value, or is not one."""
+        value: Any = self.config.get(name, usual)
+        if not _is_number(value):
+            raise self.wrong(name, "a finite number")
         return value
+
+    def flag(self, name: str) -> bool:
+        """A switch of the config, off where it is not there. Raises ValueError: it is neither true nor false."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return bool(value)
+
+    def wrong(self, name: str, expected: str) -> ValueError:
+        """The error for a field of the config that is not as expected."""
+        found = repr(self.config[name]) if name in self.config else "nothing"
+        return ValueError(f"{self.directory / CONFIG_FILE}: {name} is {found}, expected {expected}")
 
     def lora_values(self, model: Model, layout: Layout) -> AdapterValues:
         """The updates of a LoRA and the modules saved beside it.
@@ -99,6 +111,7 @@ class AdapterFile:
             ValueError: the adapter is of a kind that we do not have, or does not fit the model.
         """
         self._check_kind()
+        self._check_alphas()
         self._check_wrapped()
         arch, _ = layout_of(model)
         lora: dict[str, dict[str, torch.Tensor]] = {}  # key of a weight -> its A, B and magnitudes
@@ -118,6 +131,8 @@ class AdapterFile:
                 copies[name] = layout.ties[key].to
             elif not any(mark in name for mark in _WRAPPED):
                 self._add_saved(saved, layout, key, name, model.config)
+        if not lora:
+            raise ValueError(f"{self.directory}: none of its tensors is a lora_A or lora_B, so it updates nothing")
         self._check_copies(arch, layout, copies)
         check_modules(layout, saved, {to_key(arch, name.removeprefix(PREFIX)) for name in copies})
         if unknown := [key for key in lora if key not in layout.shapes]:
@@ -182,21 +197,22 @@ class AdapterFile:
         alphas = self.config.get("alpha_pattern") or {}
         alpha = float(alphas.get(get_pattern_key(list(alphas), name), self.alpha))
         rank = a.shape[0]
-        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        scale = alpha / (math.sqrt(rank) if self.flag("use_rslora") else rank)
         magnitude = parts.get("magnitude_vector")
-        if bool(self.config.get("use_dora")) != (magnitude is not None):
+        if self.flag("use_dora") != (magnitude is not None):
             raise ValueError(f"{self.directory}: use_dora and the tensors of {module.name} contradict each other")
         return LowRankUpdate(a, b, scale, None if magnitude is None else magnitude.float())
 
     def _check_shapes(self, module: HubModule, parts: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError unless A is (rank, inputs) and B (outputs, rank)."""
+        """Raise ValueError unless A is (rank, inputs) and B (outputs, rank), the rank not 0."""
         expected = {"A": ("rank", module.inputs), "B": (module.outputs, "rank")}
         for part, sizes in expected.items():
             tensor = parts.get(part)
             shape = () if tensor is None else tuple(tensor.shape)
-            if len(shape) != 2 or any(size not in ("rank", n) for size, n in zip(sizes, shape, strict=True)):
+            fits = len(shape) == 2 and all(size in ("rank", n) for size, n in zip(sizes, shape, strict=True))
+            if not fits or 0 in shape:
                 found = "no tensor" if tensor is None else f"shape {shape}"
-                want = f"({sizes[0]}, {sizes[1]})"
+                want = f"({sizes[0]}, {sizes[1]})" + (" with a rank of at least 1" if 0 in shape else "")
                 raise ValueError(f"{self.directory}: {module.name}.lora_{part} has {found}, expected {want}")
 
     def _check_kind(self) -> None:
@@ -214,6 +230,17 @@ class AdapterFile:
                 f"{self.directory}: init_lora_weights is {start!r}, so it belongs to weights that are not those of the "
                 f"base; let peft make it an ordinary one (path_initial_model_for_weight_conversion), or {_MERGE}"
             )
+
+    def _check_alphas(self) -> None:
+        """Raise ValueError unless alpha_pattern, if it is there, gives modules numbers above 0."""
+        alphas = self.config.get("alpha_pattern") or {}
+        if not isinstance(alphas, dict) or not all(_is_number(value) and value > 0 for value in alphas.values()):
+            raise self.wrong("alpha_pattern", "names of modules with numbers above 0")
+        for name in alphas:
+            try:
+                re.compile(f"({name})")  # as peft takes it
+            except re.error as error:
+                raise self.wrong("alpha_pattern", f"regular expressions, and {name!r} is none ({error})") from None
 
     def _check_wrapped(self) -> None:
         """Raise ValueError for a module saved whole that is there only as peft's wrapper holds it."""
@@ -298,7 +325,14 @@ def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubO
         raise ValueError(f"adapter {directory}: {WEIGHTS_FILE} is missing")
     with open_weight_files(weights) as source:
         tensors = {name: source.read(name) for name in source.tensors}
+    for name, tensor in tensors.items():
+        if not tensor.float().isfinite().all():
+            raise ValueError(f"{weights}: tensor {name!r} has values that are not finite, which would spoil the model")
     return AdapterFile(directory, config, tensors)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _instead(kind: str) -> str:

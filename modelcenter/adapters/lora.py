@@ -4,13 +4,14 @@ import math
 import os
 import re
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import engine
-from engine.checkpoint import named_tensors
+from engine.checkpoint import named_tensors, together
 from engine.init import clean_name, init_parameters_
 from engine.shards import is_sharded
 from engine.tensors import local_tensor
@@ -25,6 +26,7 @@ from modelcenter.adapters.state import (
     adapter_parameters,
     check_free,
     install,
+    is_adapter,
     layout_of,
     make_state,
     materialize_adapter,
@@ -65,8 +67,8 @@ class Lora:
             raise ValueError(f"lora_rank: got {self.rank!r}, expected a whole number of at least 1")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"lora_dropout: got {self.dropout!r}, expected a number from 0 to below 1")
-        if self.alpha is not None and not self.alpha > 0:
-            raise ValueError(f"lora_alpha: got {self.alpha!r}, expected a number above 0")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora_alpha: got {self.alpha!r}, expected a finite number above 0")
 
     def attach(self, model: Model, fresh: Collection[str] = ()) -> None:
         """Put the updates into a model, on any device or meta, before it is sharded; all else but `modules_to_save`
@@ -206,13 +208,12 @@ def load_lora(
         ValueError: a file is missing or malformed, or the adapter does not fit the model; the Hub refuses.
     """
     saved = open_adapter(path, options=HubOptions(**hub))
-    config = saved.config
     lora = Lora(
         max(1, int(saved.number("r"))),
         float(saved.alpha),
         float(saved.number("lora_dropout", 0.0)),
-        use_dora=bool(config.get("use_dora")),
-        use_rslora=bool(config.get("use_rslora")),
+        use_dora=saved.flag("use_dora"),
+        use_rslora=saved.flag("use_rslora"),
         quantize=quantize,
         saved=saved,
     )
@@ -239,7 +240,7 @@ def merge_lora(model: Model) -> Model:
     keeps the adapter's layers, which then add nothing, and saves as an ordinary one.
 
     Raises:
-        ValueError: the model has no LoRA, or one that was merged.
+        ValueError: the model has no LoRA, one that was merged, or one with values that are not finite.
     """
     state = model.adapter
     if state is None or state.kind != "lora" or state.merged:
@@ -250,10 +251,14 @@ def merge_lora(model: Model) -> Model:
             f"merge: the weights are in 4 bits ({state.quantized}), and rounding the sum to them would lose the "
             "update; save the adapter, load the base without quantize, then load_lora and merge"
         )
-    named_tensors(model)  # shows the shards, not what an evaluation gathered
+    whole = not is_sharded(model) and model.pipeline is None
+    with nullcontext() if whole else together("merging the adapter"):
+        for name, tensor in named_tensors(model).items():  # shows the shards, not what an evaluation gathered
+            if is_adapter(name) and not local_tensor(tensor).isfinite().all():
+                raise ValueError(f"merge: {name} has values that are not finite, which would spoil the weights")
     for layer in lora_layers(model).values():
         local_tensor(layer.base_layer.weight).copy_(merged_weight(layer, state.dora))
-    if not is_sharded(model) and model.pipeline is None:
+    if whole:
         for name, layer in lora_layers(model).items():
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, layer.base_layer)

@@ -136,5 +136,8 @@ def load_prompt(path: str | os.PathLike[str], model: Model | None = None, **hub:
     if prompt is None or prompt.dim() != 2:
         raise ValueError(f"adapter {path}: it holds no prompt_embeddings")
     # peft keeps a second prompt for the decoder of an encoder-decoder, which prompt tuning never reads.
-    tuning = PromptTuning(int(saved.number("num_virtual_tokens")), saved=saved)
+    count = saved.number("num_virtual_tokens")
+    if not isinstance(count, int) or not 1 <= count <= len(prompt):
+        raise saved.wrong("num_virtual_tokens", f"a whole number from 1 to {len(prompt)}, the rows of {PROMPT_TENSOR}")
+    tuning = PromptTuning(count, saved=saved)
     return tuning if model is None else tuning.add_to(model)

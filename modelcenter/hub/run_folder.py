@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from engine import checkpoint
-from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
+from modelcenter.hub.files.json_files import read_json
+from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, MANIFEST_FILE, RUN_FILE
 
 
 def find_step(path: Any, step: str | None) -> Any:
-    """What to read of a training run's folder: its final model, else its last checkpoint; or the step that is named.
+    """What to read of a training run's folder: its final model, or the final adapter where the weights are in 4 bits,
+    else its last checkpoint; or the step that is named.
 
     Args:
         step: a number, "best" or "last"; None: as above. A path that is no run is returned as it is.
@@ -29,6 +31,8 @@ def find_step(path: Any, step: str | None) -> Any:
             return path
         if (folder / "model" / CONFIG_FILE).is_file():
             return folder / "model"
+        if (folder / "adapter" / ADAPTER_CONFIG_FILE).is_file() and (steps is None or _in_4_bits(steps)):
+            return folder / "adapter"
         if steps is None:
             return path
         step = "last"
@@ -48,3 +52,11 @@ def find_step(path: Any, step: str | None) -> Any:
 
 def _is_steps(folder: Path) -> bool:
     return folder.is_dir() and any(p.is_dir() for p in folder.glob("step-*"))
+
+
+def _in_4_bits(steps: Path) -> bool:
+    """Whether the run of these checkpoints leaves an adapter and no model (--quantize)."""
+    latest = checkpoint.latest_checkpoint(steps)
+    if latest is None or not (latest / RUN_FILE).is_file():
+        return False
+    return read_json(latest / RUN_FILE).get("flags", {}).get("quantize") is not None

@@ -1,6 +1,7 @@
 """Models by the names that users give them: the folder of a run, or anything that from_pretrained takes."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
@@ -35,7 +36,7 @@ class TrainedModel:
         if not (folder / "config.yaml").is_file() or (folder / CONFIG_FILE).is_file():
             return cls(name)
         if not (folder / "model" / CONFIG_FILE).is_file():
-            _check_adapter(folder)
+            check_leaves_model(folder)
             if own_preset(name) is not None:  # whose name the run's folder has
                 return cls(name)
             last = folder / "checkpoints" / "last"
@@ -76,20 +77,32 @@ class TrainedModel:
         return in_hf_form(resolve(self.source, options)).config
 
 
-def _check_adapter(folder: Path) -> None:
+def check_leaves_model(folder: Path) -> None:
     """Raise ValueError for a finished run that left no model, as its weights are in 4 bits."""
     flags, adapter = _flags_of_run(folder / "config.yaml"), folder / "adapter"
     kind = flags.get("quantize")
     if kind is not None and adapter.is_dir():
-        head = TASKS[_task_of_run(folder / "config.yaml")].heads[0]
-        labels = " --labels NAMES" if head.endswith("-classification") else ""
-        base = shlex.quote(str(flags.get("model")))
-        base += f" --revision {shlex.quote(str(flags['revision']))}" if flags.get("revision") else ""
-        names = ", where NAMES are those of the labels in the order of the run" if labels else ""
         raise ValueError(
-            f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. `modelcenter "
-            f"export {base} --adapter {shlex.quote(str(adapter))} --task {head}{labels} --output DST` makes one{names}"
+            f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. "
+            + how_to_merge(flags, _task_of_run(folder / "config.yaml"), str(adapter))
         )
+
+
+def how_to_merge(flags: Mapping[str, Any], task: str, adapter: str) -> str:
+    """The command that makes a model of the adapter of a run with weights in 4 bits, in a sentence.
+
+    Args:
+        flags, task: of the run.
+    """
+    head = TASKS[task].heads[0]
+    labels = " --labels NAMES" if head.endswith("-classification") else ""
+    base = shlex.quote(str(flags.get("model")))
+    base += f" --revision {shlex.quote(str(flags['revision']))}" if flags.get("revision") else ""
+    names = ", where NAMES are those of the labels in the order of the run" if labels else ""
+    return (
+        f"`modelcenter export {base} --adapter {shlex.quote(adapter)} --task {head}{labels} --output DST` makes "
+        f"one{names}"
+    )
 
 
 def _flags_of_run(path: Path) -> dict[str, Any]:

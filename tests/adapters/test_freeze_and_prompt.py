@@ -6,7 +6,7 @@ import sys
 import peft
 import pytest
 import torch
-from adapter_tools import logits, peft_model, same, save_base, stir_
+from adapter_tools import Packed, logits, peft_model, same, save_base, stir_
 from chat_toys import STILL
 
 import engine
@@ -255,23 +255,6 @@ def refused_on_ranks() -> str:
 
 def test_quantize_is_for_one_process():
     assert "on 2 ranks" in testing.run(refused_on_ranks, 2)[0]
-
-
-class Packed(torch.nn.Linear):
-    """A stand-in for the layer of bitsandbytes: whole numbers, and a product in the dtype of the input."""
-
-    def __init__(self, linear):
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.unit = linear.weight.detach().abs().max().item() / 7
-        numbers = (linear.weight.detach() / self.unit).round() + 8
-        self.weight = torch.nn.Parameter(numbers.to(torch.uint8), requires_grad=False)
-        self.bias = linear.bias
-
-    def unpacked(self):
-        return (self.weight.float() - 8) * self.unit
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.unpacked().to(x.dtype), self.bias)
 
 
 def losses_of(model) -> list[float]:

@@ -1,6 +1,7 @@
 """`modelcenter export MODEL --adapter ADAPTER`: the same model as peft's merge_and_unload makes."""
 
 import json
+import math
 import shutil
 import warnings
 
@@ -97,6 +98,7 @@ def test_a_16_bit_base_is_rounded_once(bases, tmp_path):
 @pytest.mark.parametrize(
     "change, words, says",
     [
+        ({"lora_alpha": math.inf}, [], "adapter_config.json: lora_alpha is inf, expected a finite number"),
         ({"peft_type": "IA3"}, [], "peft_type is 'IA3', expected 'LORA'; merge it with peft"),
         ({"peft_type": "PREFIX_TUNING"}, [], "no weights can hold; use it with peft"),
         ({"init_lora_weights": "pissa"}, [], "init_lora_weights is 'pissa', so it belongs to"),

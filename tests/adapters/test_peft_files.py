@@ -1,6 +1,8 @@
 """Files as peft leaves them: with tables of words beside the updates, and those that cannot be had here."""
 
 import json
+import math
+import re
 import warnings
 
 import peft
@@ -10,7 +12,7 @@ from adapter_tools import inputs, same, save_base, stir_, transformers_model
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
-from modelcenter.adapters import load_lora, merge_lora, save_adapter
+from modelcenter.adapters import PromptTuning, add_lora, load_lora, load_prompt, merge_lora, save_adapter
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +102,9 @@ def test_pissa_that_peft_made_ordinary_comes_in(bases, tmp_path):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("r", None, "adapter_config.json: r is None, expected a number"),
-        ("lora_alpha", "16", "lora_alpha is '16', expected a number"),
-        ("lora_dropout", True, "lora_dropout is True, expected a number"),
+        ("r", None, "adapter_config.json: r is None, expected a finite number"),
+        ("lora_alpha", "16", "lora_alpha is '16', expected a finite number"),
+        ("lora_dropout", True, "lora_dropout is True, expected a finite number"),
     ],
 )
 def test_a_config_that_somebody_edited(name, value, message, bases, tmp_path):
@@ -116,7 +118,7 @@ def test_a_config_that_somebody_edited(name, value, message, bases, tmp_path):
     if name == "lora_dropout":
         load_lora(tmp_path)
     else:
-        with pytest.raises(ValueError, match=f"{name} is nothing, expected a number"):
+        with pytest.raises(ValueError, match=f"{name} is nothing, expected a finite number"):
             load_lora(tmp_path)
 
 
@@ -142,3 +144,50 @@ def test_a_head_that_was_saved_by_hand_is_not_left_out(bases, tmp_path):
     save_file(tensors | wrapped, file)
     with pytest.raises(ValueError, match=r"lm_head\.modules_to_save.* has no base_model.model.lm_head beside it; save"):
         load_lora(tmp_path, mc.from_pretrained(bases["llama"]))
+
+
+def test_a_malformed_adapter_is_one_error_that_names_the_field_or_tensor(bases, tmp_path):
+    model = mc.from_pretrained(bases["llama"])
+    lora, prompt = tmp_path / "lora", tmp_path / "prompt"
+    save_adapter(add_lora(mc.from_pretrained(bases["llama"]), 4), lora)
+    save_adapter(PromptTuning(4).add_to(mc.from_pretrained(bases["llama"])), prompt)
+
+    def refused(load, folder, message):
+        with pytest.raises(ValueError, match=re.escape(str(folder)) + ".*" + message):
+            load(folder, model)
+        assert model.adapter is None
+
+    for load, folder, name, values, message in (
+        (load_lora, lora, "r", [math.nan], "r is nan, expected a finite number"),
+        (load_lora, lora, "lora_alpha", [math.inf, math.nan], "lora_alpha is (inf|nan), expected a finite number"),
+        (load_lora, lora, "use_rslora", ["no", 1], "use_rslora is ('no'|1), expected true or false"),
+        (load_lora, lora, "use_dora", ["no"], "use_dora is 'no', expected true or false"),
+        (load_lora, lora, "alpha_pattern", ["x", {"q": None}, {"q": math.inf}, {"q": 0}], "alpha_pattern is"),
+        (load_lora, lora, "alpha_pattern", [{"(": 3}], r"alpha_pattern is .*regular expressions, and '\(' is none"),
+        (load_prompt, prompt, "num_virtual_tokens", [0, 2.5, 5, math.nan], "num_virtual_tokens is .*, expected a"),
+    ):
+        config = folder / "adapter_config.json"
+        text = config.read_text()
+        for value in values:
+            config.write_text(json.dumps(json.loads(text) | {name: value}))
+            refused(load, folder, message)
+        config.write_text(text)
+    held = load_file(lora / "adapter_model.safetensors")
+    spoilt = next(name for name in held if "lora_B" in name)
+    for tensors, message in (
+        ({}, "none of its tensors is a lora_A or lora_B"),
+        ({n: t[:0] if "lora_A" in n else t[:, :0] for n, t in held.items()}, r"lora_A has shape \(0, .* at least 1"),
+        (held | {spoilt: held[spoilt] / 0}, f"tensor '{re.escape(spoilt)}' has values that are not finite"),
+    ):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, lora / "adapter_model.safetensors")
+        refused(load_lora, lora, message)
+
+
+def test_updates_that_are_not_finite_are_not_merged(bases):
+    model = add_lora(mc.from_pretrained(bases["llama"]), 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    name, parameter = [(n, p) for n, p in model.named_parameters() if ".up.lora_B." in n][-1]
+    parameter.data[1, 1] = math.nan
+    with pytest.raises(ValueError, match=f"merge: {re.escape(name)} has values that are not finite"):
+        merge_lora(model)
+    assert all(torch.equal(tensor, before[n]) for n, tensor in model.state_dict().items() if n != name)

@@ -3,6 +3,7 @@
 import json
 import shlex
 import signal
+import sys
 
 import pytest
 import seq2seq_toys
@@ -192,16 +193,22 @@ def test_mistakes(changes, says):
 
 def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monkeypatch, capsys):
     """Without bitsandbytes: what the loop and the verbs make of such a run is the same. In bf16, as on a GPU."""
+    from adapter_tools import Packed
+
     from modelcenter import cli
 
-    monkeypatch.setattr("modelcenter.adapters.lora.check_quantize", lambda kind: None)
     dtypes = []
-    monkeypatch.setattr(
-        "modelcenter.adapters.lora.quantized", lambda linear, kind: dtypes.append(linear.weight.dtype) or linear
-    )
     sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
     mc.from_config("tiny/bert", "masked-lm", **sizes).save_pretrained(folder / "base", dtype="bfloat16")
-    main(command(values_of(folder, "run", **LORA, quantize="nf4", precision="bf16", max_steps=1, push_to_hub=None)))
+    with monkeypatch.context() as patch:
+        patch.setattr("modelcenter.adapters.lora.check_quantize", lambda kind: None)
+        patch.setattr(
+            "modelcenter.adapters.lora.quantized",
+            lambda linear, kind: dtypes.append(linear.weight.dtype) or Packed(linear),
+        )
+        values = values_of(folder, "run", **LORA, quantize="nf4", precision="bf16", max_steps=1, push_to_hub=None)
+        main(command(values))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # what follows takes none of it
     assert set(dtypes) == {torch.bfloat16}  # that of the file
     assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
     assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
@@ -219,6 +226,25 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     assert model.task == "sequence-classification" and model.config.id2label == {0: "bad", 1: "good"}
     with pytest.raises(ValueError, match="left no model: .*4 bits"):
         model_directory(folder / "run")
+    # Verbs that would merge, and those that find the run by its folder or its checkpoint, give commands that work.
+    run, last, out = str(folder / "run"), str(folder / "run" / "checkpoints" / "last"), str(folder / "out")
+    with pytest.raises(ValueError) as merging:
+        cli.run(["export", run, out])
+    assert str(merging.value) == str(told.value)
+    for words in (["export", run, out, "--step", "last"], ["compare", last]):
+        with pytest.raises(ValueError, match=r"ADAPTER --keep_adapter`.*`modelcenter export .*base --adapter ADAPTER"):
+            cli.run(words)
+    for words in (["compare", run], ["convert", run, out, "--to", "hf"]):
+        with pytest.raises(ValueError, match=r"`modelcenter export .*base --adapter .*run/adapter --output DST`"):
+            cli.run(words)
+    (folder / "run" / "adapter" / "note.txt").write_text("kept")
+    for name, words in (("final", []), ("step", ["--step", "last"])):
+        with pytest.raises(SystemExit) as done:
+            cli.run(["export", run, str(folder / name), "--keep_adapter", *words])
+        assert not done.value.code
+        assert (folder / name / "note.txt").exists() == (name == "final")  # copied, not made of the last checkpoint
+        for file in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
+            assert (folder / name / file).read_bytes() == (folder / "run" / "adapter" / file).read_bytes(), file
 
 
 def test_an_exported_adapter_has_what_the_base_lacked(folder):

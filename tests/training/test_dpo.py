@@ -232,6 +232,13 @@ def test_a_reference_of_another_vocabulary_is_refused(folder):
     main(command(flags(folder, max_steps=1, **given)))  # who names a tokenizer knows better
 
 
+def test_a_reference_with_too_few_positions_is_refused_before_it_is_used(folder):
+    make_model(folder / "short", 6, max_positions=24)
+    with pytest.raises(ValueError, match=r"reference: .*short has 24 positions, .* \d+ tokens; .*--max_length 24"):
+        main(command(flags(folder, reference=str(folder / "short"), max_steps=1)))
+    main(command(flags(folder, reference=str(folder / "short"), max_steps=1, max_length=24)))
+
+
 def test_evaluate_reads_the_reference_as_the_run_began_with_it(folder, monkeypatch):
     monkeypatch.chdir(folder)
     main(command(flags(folder, model="start", max_steps=1, save_every="never", model_config={"dropout": 0.1})))

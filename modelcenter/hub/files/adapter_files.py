@@ -33,6 +33,14 @@ def refuse_adapter_tensors(names: Iterable[str], directory: Path) -> None:
             f"{directory} is a checkpoint of a model with an adapter: load it into that (engine.load_checkpoint), then "
             "merge_lora and save_pretrained make a model of it, or save_adapter an adapter"
         )
+    flags = read_json(directory / RUN_FILE).get("flags", {})
+    if flags.get("quantize") is not None:
+        base = shlex.quote(str(flags.get("model")))
+        raise ValueError(
+            f"{directory} is a checkpoint of a run with an adapter on weights in 4 bits (--quantize); `modelcenter "
+            f"export {directory} ADAPTER --keep_adapter` writes the adapter alone, and `modelcenter export {base} "
+            "--adapter ADAPTER --output DST` makes a model of it and its base"
+        )
     raise ValueError(
         f"{directory} is a checkpoint of a run with an adapter (--lora_rank); `modelcenter export {directory} DST` "
         "merges it into a model, and with --keep_adapter writes the adapter alone"

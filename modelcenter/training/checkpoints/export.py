@@ -2,28 +2,37 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import modelcenter
-from engine.checkpoint import load_model
+from engine.checkpoint import check_manifest, load_model
+from engine.init import clean_name
 from modelcenter import registry
 from modelcenter.adapters import merge_lora, save_adapter
+from modelcenter.adapters.state import is_adapter
 from modelcenter.hub.files.atomic_directory import new_directory
+from modelcenter.hub.files.dcp import DCPSource
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, GENERATION_FILE, RUN_FILE, TOKENIZER_FILES
 from modelcenter.hub.resolve import repo_of
 from modelcenter.hub.tokenizer import load_tokenizer
+from modelcenter.models.base import Model
 from modelcenter.training.setup.model import make_adapters
 from modelcenter.training.tasks import TASKS
+from modelcenter.training.trained import check_leaves_model, how_to_merge
 
 
 def has_adapter(path: Path) -> bool:
-    """Whether a path is a checkpoint of a run with low-rank updates, or the model/ of such a run that finished."""
+    """Whether a path is a checkpoint of a run with low-rank updates, or what is left of such a run that finished:
+    model/, or adapter/ where the weights are in 4 bits."""
     if (path / RUN_FILE).is_file():
         return json.loads((path / RUN_FILE).read_text(encoding="utf-8"))["flags"].get("lora_rank") is not None
+    if path.name == "adapter":
+        return (path.parent / "config.yaml").is_file()
     return (path.parent / "adapter").is_dir() and path.name == "model"
 
 
@@ -31,17 +40,21 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
     """Write the model with its updates merged, or (keep) the adapter alone, in peft's format. One process.
 
     Args:
-        path: a checkpoint, or the model/ of a finished run. idle: flags that were given and have no effect here.
+        path: a checkpoint, or the model/ or adapter/ of a finished run.
+        idle: flags that were given and have no effect here.
         options: of save_pretrained.
 
     Returns:
         What was written, in words; None: the model of a finished run is merged, and converts as any other.
 
     Raises:
-        ValueError: the weights are in 4 bits, which cannot be merged; the target cannot be written; idle flags.
+        ValueError: the weights are in 4 bits, and no adapter is merged with those; the target cannot be written; idle
+            flags.
     """
     finished = not (path / RUN_FILE).is_file()
     if finished and not keep:
+        if path.name == "adapter":
+            check_leaves_model(path.parent)
         return None
     if idle:
         what = "the adapter is written as it is" if keep else "its model is merged in memory, and not converted"
@@ -53,8 +66,16 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
             shutil.copytree(path.parent / "adapter", scratch, dirs_exist_ok=True)
         return f"{target}: the adapter of {path.parent}"
     run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+    quantize = run["flags"].get("quantize")
+    if quantize is not None and not keep:
+        raise ValueError(
+            f"{path} is of a run with weights in 4 bits ({quantize}), with which no adapter is merged. `modelcenter "
+            f"export {shlex.quote(str(path))} ADAPTER --keep_adapter` writes the adapter alone, of which "
+            + how_to_merge(run["flags"], run["task"], "ADAPTER")
+        )
     kind = TASKS[run["task"]].flags()
     known = {field.name for field in dataclasses.fields(kind)}  # another version may have had others
+    known.discard("quantize")  # only the adapter is read
     cfg = kind(**{name: value for name, value in run["flags"].items() if name in known})
     values = read_json(path / CONFIG_FILE)
     arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
@@ -72,7 +93,10 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
         model.adapter.revision = cfg.revision
     if (path / GENERATION_FILE).is_file():
         model.generation_config = read_json(path / GENERATION_FILE)
-    load_model(path, model)
+    if quantize is None:
+        load_model(path, model)
+    else:
+        _load_adapter(path, model)
     has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = load_tokenizer(path) if has_tokenizer else None
     if keep:
@@ -81,3 +105,13 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
     merge_lora(model)
     model.save_pretrained(target, tokenizer=tokenizer, **options)
     return f"{target}: the model of {path} with its adapter merged"
+
+
+def _load_adapter(path: Path, model: Model) -> None:
+    """Read what a run over weights in 4 bits trained, in its dtypes; the weights are packed in its checkpoints."""
+    check_manifest(path)
+    with DCPSource(path) as stored:
+        for raw, parameter in model.named_parameters():
+            name = clean_name(raw)
+            if is_adapter(name) or name in model.adapter.trained:
+                parameter.data = stored.read(name)

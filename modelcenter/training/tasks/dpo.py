@@ -216,15 +216,26 @@ class DPO(LanguageModelling):
         return model
 
     def set_reference(self, model: Model, *sets: PreferenceExamples | None) -> None:
-        """Compute the log-probabilities of all answers by the reference model. Collective."""
-        for examples in sets:
-            if examples is not None:
-                size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)  # auto is not settled yet
-                rows = rank_batches(examples, size)
-                places = [torch.from_numpy(part) for part in rows]
-                batches = Batches(examples, rows)
-                found = log_probs_of(model, batches, places, len(examples), 2, self.loss_fn)
-                examples.reference[:] = found.numpy()
+        """Compute the log-probabilities of all answers by the reference model. Collective.
+
+        Raises:
+            ValueError: an answer with its prompt is longer than the model's table of positions.
+        """
+        given = [examples for examples in sets if examples is not None]
+        longest = max(int(examples.answers.lengths[examples.pairs].max()) for examples in given)
+        positions = model.config.max_tokens
+        if model.bounded and positions is not None and longest > positions:
+            raise ValueError(
+                f"reference: {model.base_name} has {positions} positions, but the longest answer and its prompt are "
+                f"{longest} tokens; cut them by --max_length {positions}, or give a reference with more"
+            )
+        for examples in given:
+            size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)  # auto is not settled yet
+            rows = rank_batches(examples, size)
+            places = [torch.from_numpy(part) for part in rows]
+            batches = Batches(examples, rows)
+            found = log_probs_of(model, batches, places, len(examples), 2, self.loss_fn)
+            examples.reference[:] = found.numpy()
 
     def metrics(self, device: torch.device | str = "cpu") -> Preference:
         return Preference()

@@ -227,3 +227,32 @@ def test_demo_trains_on_the_gpu(tmp_path: Path):
     summary = json.loads((tmp_path / "out" / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["hardware"]["device"] != "cpu"
     assert summary["last"]["eval_accuracy"] >= 0.8
+
+
+def test_a_run_chooses_for_itself_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], precision: str = "auto"
+):
+    """bf16 and its own batch size; stopped and started again, it has the losses of one that was not."""
+    import yaml
+    from toydata import command, write_folder
+    from toyruns import DROPPED, curve, run_values, stop_at
+
+    from modelcenter.cli import main as cli
+    from scripts.finetune_classification import main
+
+    folder = write_folder(tmp_path, train=27)
+    own = {"precision": precision, "batch_size": "auto", "epochs": 6, **DROPPED}
+    main(command(run_values(folder, "whole", **own)))
+    stop_at(monkeypatch, 3, run_values(folder, "run", **own))
+    stopped = curve(folder, "run")
+    main(command(run_values(folder, "run", **own)))
+    wanted, found = curve(folder, "whole"), curve(folder, "run")
+    assert 0 < len(stopped) < len(wanted) == len(found)
+    for row, expected in zip(found, wanted, strict=True):  # kernels add in any order
+        assert row == pytest.approx(expected, rel=2e-2, abs=1e-2), (row, expected)
+    config = yaml.safe_load((folder / "run" / "config.yaml").read_text(encoding="utf-8"))
+    assert config["precision"] == "bf16" and config["batch_size"] > 1
+    capsys.readouterr()
+    cli(["evaluate", str(folder / "run"), str(folder / "data"), "--precision", precision, "--json"])
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert any(said["accuracy"] == pytest.approx(row.get("eval_accuracy"), abs=0.1) for row in found), said

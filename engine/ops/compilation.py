@@ -17,6 +17,8 @@ def eager(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return _EAGER[key](*args, **kwargs)
 
+    # torch.compile counts by code how often it had to compile for other arguments, and at some number it stops.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
     return functools.update_wrapper(call, function)
 
 

@@ -32,7 +32,7 @@ class MultiHeadAttention(DrawingModule):
         """The dropout of the attention weights in this forward."""
         if not self.training or self.dropout == 0.0:
             return NO_DROPOUT
-        return AttentionDropout(self.dropout, ctx.draws, self.site, self.first_head)
+        return AttentionDropout(self.dropout, ctx.draws, self, self.first_head)
 
 
 class SelfAttention(MultiHeadAttention):

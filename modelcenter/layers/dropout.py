@@ -45,21 +45,28 @@ class Dropout(DrawingModule):
         if not self.training or self.p == 0.0:
             return x if residual is None else residual + x
         draws = None if ctx is None else ctx.draws
-        if draws is None or self.site is None:
-            return dropout(x, self.p) if residual is None else dropout_add(x, residual, self.p)
-        return _keyed(x, residual, self.p, draws, self.site, pooled, first_channel)
+        if draws is None:
+            return _unkeyed(x, residual, self.p)
+        return _keyed(x, residual, self, draws, pooled, first_channel)
+
+
+def _unkeyed(x: Tensor, residual: Tensor | None, p: float) -> Tensor:
+    return dropout(x, p) if residual is None else dropout_add(x, residual, p)
 
 
 def _draw(
-    x: Tensor, residual: Tensor | None, p: float, draws: Draws, site: int, pooled: bool, first_channel: int
+    x: Tensor, residual: Tensor | None, module: Dropout, draws: Draws, pooled: bool, first_channel: int
 ) -> Tensor:
+    p, site = module.p, module.site
+    if site is None:
+        return _unkeyed(x, residual, p)
     tokens = draws.sequences if pooled else draws.of(x.shape[0])
     if residual is None:
         return dropout(x, p, key=draws.key, site=site, tokens=tokens, first_channel=first_channel)
     return dropout_add(x, residual, p, key=draws.key, site=site, tokens=tokens, first_channel=first_channel)
 
 
-# The key changes at each step: it must not be a constant of a compiled graph.
+# The key changes at each step, the site with each layer: they must not be constants of a compiled graph.
 _keyed = eager(_draw, "modelcenter.layers.dropout.keyed")
 
 
@@ -78,14 +85,15 @@ class AttentionDropout:
     state is of token and channel (engine.ops.dropout_masks); on CUDA it is torch's.
 
     Attributes:
-        p: the probability. draws, site: of the batch and of the layer; None: from torch's generator. first_head: the
-            number of the first head here, where several ranks share the heads.
+        p: the probability. draws: of the batch; None: from torch's generator. layer: whose site it is; not the number,
+            which a compiled graph would have as a constant, each layer another. first_head: the number of the first
+            head here, where several ranks share the heads.
         tokens: (T,) int64, the numbers of the queries; None: those of the draws, or where there are none 0, 1, 2, ...
     """
 
     p: float = 0.0
     draws: Draws | None = None
-    site: int | None = None
+    layer: DrawingModule | None = None
     first_head: int = 0
     tokens: Tensor | None = None
 
@@ -114,6 +122,11 @@ class AttentionDropout:
         return self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
 
     @property
+    def site(self) -> int:
+        """Of the layer; 0 without one."""
+        return 0 if self.layer is None else self.layer.site or 0
+
+    @property
     def key(self) -> int:
         """Of the draws, or one drawn now."""
         return fresh_key() if self.draws is None else self.draws.key
@@ -122,11 +135,11 @@ class AttentionDropout:
         """The same for the compiled operator."""
         if not self.p:
             return attention.NOTHING_DROPPED
-        return attention.Dropped(self.p, self.key, self.site or 0, self.queries, self.first_head)
+        return attention.Dropped(self.p, self.key, self.site, self.queries, self.first_head)
 
     def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
         """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""
-        return dropout(weights, self.p, key=key, site=self.site or 0, tokens=numbers)
+        return dropout(weights, self.p, key=key, site=self.site, tokens=numbers)
 
 
 NO_DROPOUT = AttentionDropout()

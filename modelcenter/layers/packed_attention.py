@@ -143,7 +143,7 @@ def _varlen(
     out, *_ = torch.ops.aten._flash_attention_forward(
         *parts,
         *_as_many(sequences.cu_seqlens, memory.cu_seqlens),
-        sequences.max_seqlen,
+        max(2, sequences.max_seqlen),  # at 1 torch swaps queries with their group, as if no sequence were empty
         memory.max_seqlen,
         drop.p,
         mask.causal and window is None,

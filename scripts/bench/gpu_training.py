@@ -14,8 +14,9 @@ The peer is transformers' model as Trainer runs it: fp32 weights, bf16 autocast,
 is installed and supports the model (not GPT-2), also with its kernels. --compiled adds both sides under torch.compile.
 The peer keeps up to three times as much of each layer, and both sides take as many rows as it can hold in 78 GiB.
 
-Each contender has a process of its own. A GPU slows down as it warms up, so this project's fastest variant is measured
-before the peers and again after them, and the ratios use the mean of both. Utilisation is the model's arithmetic at
+Each contender has a process of its own; those of a case import what they need at the same time, and then run one after
+another. A GPU slows down as it warms up, so this project's fastest variant is measured before the peers and again after
+them, and the ratios use the mean of both. Initial values are each side's own. Utilisation is the model's arithmetic at
 real tokens (scripts/bench/lib/flops.py), relative to the rate that the GPU's maker promises, and to the rate of bf16
 products measured in the same run.
 
@@ -23,19 +24,21 @@ products measured in the same run.
 """
 
 import argparse
+import importlib
 import importlib.util
-import json
 import math
 import re
 import statistics
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, child, finish, fraction, gpu, keep, parse, parser, steps, summary, workloads
+from scripts.bench.lib import against, finish, fraction, gpu, keep, parse, parser, steps, summary, workloads
+from scripts.bench.lib.prepared import Prepared, serve
 
 
 class Case(NamedTuple):
@@ -88,16 +91,17 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     p = gpu.add_flags(parser(__doc__, rounds=8))
-    usual = [name for name in CASES if "13b" not in name]  # whose initial values alone take minutes
+    usual = [name for name in CASES if "13b" not in name]
     p.add_argument("--cases", nargs="+", choices=CASES, default=usual, help=f"(default: {', '.join(usual)})")
     p.add_argument(
         "--compiled", action="store_true", help="also measure both sides under torch.compile, which takes minutes"
     )
-    p.add_argument("--child", choices=(OURS, PEER), help=argparse.SUPPRESS)
-    p.add_argument("--how", choices=HOW, default="plain", help=argparse.SUPPRESS)
+    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parse(p)
     if args.child:
-        print(json.dumps(measure(args, CASES[args.cases[0]])))
+        (case,) = (CASES[name] for name in args.cases)
+        import_all(case)
+        serve(lambda told: measure(args, case, *told))
         return
     limits = gpu.limits(args.device)
     from modelcenter.training.monitoring.flops import published_peak as by_name
@@ -115,22 +119,23 @@ def main() -> None:
             continue
         found: dict[str, Any] = {}
         numbers[name] = found
-        for who, how in turns(case, args.compiled, found):
-            first = found.get(f"{who}, {how}")
-            key = f"{who}, {how}{AGAIN if first else ''}"
-            print(f"{name}, {key}: started", file=sys.stderr, flush=True)  # whose step it is, if this hangs
-            try:
-                found[key] = run(args, name, who, how)
-            except RuntimeError as error:  # out of memory, a kernel that is not there: the others are still measured
-                print(error, file=sys.stderr, flush=True)
-                notes.append(f"{name}, {key}: {reason(str(error))[:300]}")
-            else:
-                print(f"{name}, {key}: {summary(found[key])}", file=sys.stderr, flush=True)
-                if first:
-                    between = f"{first['ms']} ms before the peers and {found[key]['ms']} ms after them"
-                    notes.append(f"{name}: a step of {who}, {how} took {between}")
-            rows = [*done, *table(name, case, settled(found), limits["bf16_gemm_tflops"], promised)]
-            keep(args, "gpu_training", numbers, rows, notes, limits=limits)
+        with prepared(args, name) as processes:
+            for who, how in turns(case, args.compiled, found):
+                first = found.get(f"{who}, {how}")
+                key = f"{who}, {how}{AGAIN if first else ''}"
+                print(f"{name}, {key}: started", file=sys.stderr, flush=True)  # whose step it is, if this hangs
+                try:
+                    found[key] = processes.run((who, how))
+                except RuntimeError as error:  # out of memory, a kernel that is not there: the rest is still measured
+                    print(error, file=sys.stderr, flush=True)
+                    notes.append(f"{name}, {key}: {reason(str(error))[:300]}")
+                else:
+                    print(f"{name}, {key}: {summary(found[key])}", file=sys.stderr, flush=True)
+                    if first:
+                        between = f"{first['ms']} ms before the peers and {found[key]['ms']} ms after them"
+                        notes.append(f"{name}: a step of {who}, {how} took {between}")
+                rows = [*done, *table(name, case, settled(found), limits["bf16_gemm_tflops"], promised)]
+                keep(args, "gpu_training", numbers, rows, notes, limits=limits)
     finish(args, "gpu_training", numbers, rows, notes, limits=limits)
 
 
@@ -148,10 +153,19 @@ def turns(case: Case, compiled: bool, found: Mapping[str, Any]) -> Iterator[tupl
         yield OURS, min(measured, key=lambda how: found[f"{OURS}, {how}"]["ms"])
 
 
-def run(args: Any, name: str, who: str, how: str) -> dict[str, Any]:
-    """What `measure` finds in a process of its own."""
-    flags = ["--cases", name, "--device", args.device, "--rounds", str(args.rounds), "--child", who, "--how", how]
-    return child([__file__, *flags, *(["--quick"] if args.quick else [])], args.threads)
+def prepared(args: Any, name: str) -> Prepared:
+    """A process for each turn of a case."""
+    flags = ["--cases", name, "--device", args.device, "--rounds", str(args.rounds), "--child"]
+    case = CASES[name]
+    count = len(list(turns(case, args.compiled, {}))) + case.peer  # this project again
+    return Prepared([__file__, *flags, *(["--quick"] if args.quick else [])], count, args.threads)
+
+
+def import_all(case: Case) -> None:
+    """What either side will import for a case, without a look at the GPU."""
+    for name in ("torch", "engine.parallel.shard", "modelcenter.hub.load", "modelcenter.compare"):
+        importlib.import_module(name)
+    importlib.import_module(f"transformers.models.{case.model_type}.modeling_{case.model_type}")
 
 
 def reason(said: str) -> str:
@@ -196,8 +210,8 @@ def least(found: dict[str, Any], key: str) -> float:
     return min((one[key] for one in found.values()), default=math.inf)
 
 
-def measure(args: Any, case: Case) -> dict[str, Any]:
-    """Of args.child in the way of args.how: {"ms": of a step, "gflop": of a step, "peak_gb", "parameters", "tokens",
+def measure(args: Any, case: Case, who: str, how: str) -> dict[str, Any]:
+    """Of one side in one way: {"ms": of a step, "gflop": of a step, "peak_gb", "parameters", "tokens",
     "losses"}."""
     import torch
     import transformers
@@ -217,9 +231,9 @@ def measure(args: Any, case: Case) -> dict[str, Any]:
     every = 7 if case.model_type == "bert" else 1
     rows = workloads.labelled_rows(task, lengths(count, length, case.ragged), every)
     sizes = workloads.row_sizes(rows, config.is_encoder_decoder)
-    step, parameters = (our_step if args.child == OURS else peer_step)(args, case, config, task, rows)
+    step, parameters = (our_step if who == OURS else peer_step)(args.device, how, case, config, task, rows)
     losses = [float(step()) for _ in range(3)]
-    ms = steps.median_ms(gpu.synchronised({args.how: step}, args.device), args.rounds, warmup=2)[args.how]
+    ms = steps.median_ms(gpu.synchronised({how: step}, args.device), args.rounds, warmup=2)[how]
     return {
         "ms": round(ms, 2),
         "gflop": flops.training(config, sizes, task) / 1e9,
@@ -244,40 +258,57 @@ def moved(batch: dict[str, Any], device: str) -> dict[str, Any]:
     return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
 
 
-def our_step(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
+def our_step(device: str, how: str, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
     """(a step, the number of parameters)"""
+    import torch
+
     import engine
     import modelcenter as mc
     from modelcenter.compare import pack_rows
 
-    engine.init_distributed(device=args.device)
-    policy = engine.Policy(precision="bf16-params" if case.states else "bf16", compile=args.how == "compiled")
-    model = mc.from_config(config.to_dict(), task, policy=policy).train()
+    engine.init_distributed(device=device)
+    policy = engine.Policy(precision="bf16-params" if case.states else "bf16", compile=how == "compiled")
+    with unittest.mock.patch("engine.init.init_parameters_", draw_):
+        model = mc.from_config(config.to_dict(), task, policy=policy).train()
     batch = pack_rows(task, rows)  # on the host, as the loop has it; the step moves it, and counts its labels there
+    batch["row_ids"] = torch.arange(len(rows))
     kinds = {"8 bits": engine.optim.AdamW8bit, "host": engine.optim.AdamOffloadOptimizer}
     return steps.engine_step(model, batch, kinds.get(case.states)), model.num_parameters()
 
 
-def peer_step(args: Any, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
+def draw_(model: Any, seed: int) -> None:
+    """Initial values, drawn where they are: `from_config` draws them on the host, a billion of them in a minute."""
+    import torch
+
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        local = getattr(parameter, "to_local", lambda parameter=parameter: parameter)().detach()
+        if parameter.ndim > 1:
+            local.normal_(0.0, 0.02)
+        else:
+            local.fill_(float(name.endswith("norm.weight")))
+
+
+def peer_step(device: str, how: str, case: Case, config: Any, task: str, rows: Any) -> tuple[Callable[[], Any], int]:
     """As `our_step`."""
     import torch
 
     from modelcenter.compare import pad_rows
 
-    with torch.device(args.device):
+    with torch.device(device):
         model = workloads.auto_class(task).from_config(config).train()
-    if args.how == "Liger":
+    if how == "Liger":
         from transformers.integrations.liger import apply_liger_kernel
 
         apply_liger_kernel(model, {})
     if case.model_type == "t5":
         # cuDNN's attention, which torch prefers on some GPUs, has no gradient for a bias: the step would raise.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    batch = moved(pad_rows(task, rows), args.device)
-    run = torch.compile(model) if args.how == "compiled" else model
+    batch = moved(pad_rows(task, rows), device)
+    run = torch.compile(model) if how == "compiled" else model
 
     def loss_of() -> Any:
-        with torch.autocast(args.device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             return run(**batch).loss
 
     return steps.torch_step(model, loss_of), sum(p.numel() for p in model.parameters())

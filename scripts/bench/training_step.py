@@ -75,6 +75,7 @@ def config_fields(family: str, width: int, dropout: float) -> dict[str, Any]:
 def measure(family: str, width: int, dropout: float, rounds: int) -> dict[str, float]:
     """Median milliseconds of a step of each model, and the GFLOP that it needs."""
     workloads.prepare_process()
+    import torch
     import transformers
 
     from modelcenter.compare import pack_rows, pad_rows
@@ -85,7 +86,7 @@ def measure(family: str, width: int, dropout: float, rounds: int) -> dict[str, f
     rows = workloads.labelled_rows(task, workloads.ragged_lengths(ROWS), every=7 if family == "bert" else 1)
     packed, padded = pack_rows(task, rows), pad_rows(task, rows)
     contenders = {
-        "modelcenter": steps.engine_step(ours, packed),
+        "modelcenter": steps.engine_step(ours, packed | {"row_ids": torch.arange(len(rows))}),
         "transformers": steps.torch_step(theirs, lambda: theirs(**padded).loss),
     }
     sizes = workloads.row_sizes(rows, config.is_encoder_decoder)

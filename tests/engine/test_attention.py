@@ -12,11 +12,11 @@ from modelcenter.layers.packing import Packed
 KEY, SITE, FIRST_HEAD = -(2**61) + 7, 3, 2
 # Lengths around the widths of vectors, tiles, blocks of queries and blocks of random numbers.
 KINDS = {
-    "plain": dict(lengths=[1, 31, 32, 33, 7], width=64),
+    "plain": dict(lengths=[1, 31, 32, 33, 7, 17, 16], width=64),
     "dropped": dict(lengths=[5, 0, 130, 16], width=8, p=0.3),
-    "causal": dict(lengths=[40, 1, 129, 64], width=3, causal=True, p=0.1),
+    "causal": dict(lengths=[40, 1, 129, 64, 17], width=3, causal=True, p=0.1),
     "window": dict(lengths=[70, 33, 150], width=20, causal=True, window=11, kv_heads=1),
-    "bias": dict(lengths=[3, 65, 40], width=33, bias=True, p=0.2),
+    "bias": dict(lengths=[3, 65, 40, 17], width=33, bias=True, p=0.2),
     "causal bias": dict(lengths=[50, 8], width=16, bias=True, causal=True, kv_heads=2),
     "cross": dict(lengths=[5, 40, 0, 33], keys=[90, 3, 8, 1], width=32, kv_heads=2, p=0.1),
 }

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine import recompute as recompute_module
-from engine.ops import gemm, library
+from engine.ops import compilation, dropout_key, dropout_rows, gemm, library
 from engine.precision import RECOMPUTE
 from engine.recompute import wrap_units_
 from engine.testing import Pool
@@ -179,6 +179,40 @@ def test_selective_keeps_nothing_that_a_recurrent_layer_changes_in_place(kind):
     torch.testing.assert_close(gradients("selective"), gradients("none"))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("how", ["block", "full", "selective"])
+def test_scripted_functions_compute_again_what_they_have_computed(how):
+    """TorchScript optimises a function at its second call. The units share theirs with what is outside of them."""
+    torch._C._jit_set_profiling_mode(True)  # as in a new process
+
+    @torch.jit.script
+    def norm(x: torch.Tensor, weight: torch.Tensor):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+    class Unit(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.linear = torch.nn.Parameter(torch.ones(6)), torch.nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.linear(norm(x, self.weight))
+
+    units = [Unit(), Unit()]
+    plain = copy.deepcopy(units)
+    if how == "block":
+        units = [engine.Block(unit) for unit in units]
+    else:
+        wrap_units_(units, how, False)
+    for step in range(3):
+        gradients = []
+        for first, second in (units, plain):
+            first.zero_grad()
+            x = torch.linspace(-1, 1 + step, 18).view(3, 6)
+            norm(second(norm(first(x), x[0])), x[0]).square().sum().backward()
+            gradients.append([p.grad for p in first.parameters()])
+        assert all(map(torch.equal, *gradients))
+
+
 def test_attention_that_draws_is_computed_again(monkeypatch):
     """Kept, it would not draw in backward, and the dropout after it would drop others than in forward."""
 
@@ -244,6 +278,32 @@ def test_units_are_compiled_and_share_it():
         toys.loss_of(model)(toys.microbatch(0), {"tokens": 4}).backward()
         assert backend.frame_count - before == 1, recompute  # three blocks, one graph
         assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_more_layers_than_a_function_is_compiled_for(keyed):
+    """What differs by layer, as the numbers that decide its masks, is no constant of a graph."""
+    model = Bert(BertConfig(vocab_size=9, hidden_size=4, num_layers=10, num_heads=2, intermediate_size=3), "masked-lm")
+    model = engine.shard(model.train(), policy=engine.Policy(compile="eager"))
+    ids = torch.tensor([[3, 4, 5]])
+    rows = torch.tensor([7]) if keyed else None
+    assert torch._dynamo.config.recompile_limit < 10
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), dropout_key(1, 2), dropout_rows(rows):
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_functions_left_out_of_graphs_are_not_taken_for_one(monkeypatch):
+    monkeypatch.setattr(compilation, "_EAGER", {})
+    functions = [compilation.eager(lambda x, n=n: x + n, str(n)) for n in range(10)]
+    compilation.leave_to_eager.__wrapped__()
+
+    def total(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        assert torch.compile(total, backend="eager")(torch.zeros(1)).item() == 45
 
 
 def test_a_copy_and_a_second_call_and_no_grad():

@@ -124,6 +124,23 @@ def test_the_peer_of_a_t5_has_an_attention_whose_bias_learns():
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+def test_a_step_that_is_measured_draws_as_training_does(monkeypatch):
+    """Its masks by step and row, its initial values where they are."""
+    import transformers
+
+    from engine import init
+    from engine.ops import dropout_masks
+    from modelcenter.layers import dropout
+
+    for module, name in ((dropout_masks, "fresh_key"), (dropout, "fresh_key"), (init, "_draw")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("drawn on the host"))
+    case = gpu_training.CASES["bert-large"]
+    config = transformers.AutoConfig.for_model("bert", **workloads.one_layer(case.shape) | gpu_training.SMALL["bert"])
+    rows = workloads.labelled_rows("masked-lm", [5, 3])
+    step, _ = gpu_training.our_step("cpu", "plain", case, config, "masked-lm", rows)
+    assert step() > 0
+
+
 def test_the_commit_is_known_without_git(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("MODELCENTER_COMMIT", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -203,7 +220,9 @@ def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
     assert gpu_check.outcomes(warned, None) == ["1 passed"]
     for step in gpu_check.steps("cuda", False).values():
         assert all((ROOT / word).is_file() for word in step.words if word.endswith(".py"))
-    blocks = gpu_check.steps("cuda", False)["memcheck"].environment
+    memcheck = gpu_check.steps("cuda", False)["memcheck"]
+    assert " ".join(memcheck.under).endswith("--report-api-errors no")
+    blocks = memcheck.environment
     code = "import os; print(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'])"
     told = gpu_check.Step(["-c", code], 9, gpu_check.last_lines, environment=blocks)
     lines, good = gpu_check.run("told", told, tmp_path, 9)

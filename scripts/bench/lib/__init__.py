@@ -69,6 +69,11 @@ def python_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def child_environment(threads: int) -> dict[str, str]:
+    """Of a child process of this Python."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": python_path()}
+
+
 def child(
     code_or_script: Sequence[str],
     threads: int,
@@ -84,8 +89,8 @@ def child(
     Raises:
         RuntimeError: the process fails or exceeds `timeout` seconds.
     """
-    path = python_path() if python == sys.executable else str(ROOT)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, **(env or {})}
+    path = {} if python == sys.executable else {"PYTHONPATH": str(ROOT)}
+    environment = {**child_environment(threads), **path, **(env or {})}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         began = time.perf_counter()
         process = subprocess.Popen([python, *code_or_script], stdout=out, stderr=err, env=environment, cwd=ROOT)

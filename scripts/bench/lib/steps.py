@@ -1,5 +1,6 @@
 """A training step by this project and by plain PyTorch, and timing contenders in turns."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,10 @@ Calls = Mapping[str, Callable[[], Any]]
 
 
 def engine_step(model: Any, batch: dict[str, Any], optimizer_class: Any = None) -> Callable[[], Any]:
-    """Forward, backward, clipping and an optimizer of the engine (None: AdamOptimizer). A call returns the loss."""
+    """Forward, backward, clipping and an optimizer of the engine (None: AdamOptimizer). A call returns the loss.
+
+    Dropout draws by step and row, as in training, if `batch` has row_ids.
+    """
     import engine
     import modelcenter as mc
 
@@ -18,10 +22,12 @@ def engine_step(model: Any, batch: dict[str, Any], optimizer_class: Any = None) 
     optimizer = (optimizer_class or engine.optim.AdamOptimizer)(trained, lr=LR, weight_decay=DECAY)
     manager = engine.optim.OptimManager()
     manager.add_optimizer(optimizer)
+    count = itertools.count()
 
     def step() -> Any:
         manager.zero_grad()
-        loss = mc.training.accumulate(model, [batch], backward=manager.backward)
+        with engine.ops.dropout_key(0, next(count)):
+            loss = mc.training.accumulate(model, [batch], backward=manager.backward)
         manager.clip_grad_norm(optimizer.param_groups, CLIP, defer=True)
         manager.step()
         return loss

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
+from numbers import Real
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def accumulate(
     Raises:
         ValueError: on every rank, when ranks have different numbers of microbatches and one has no ``empty``, when
             there are none at all, when ranks count different terms, or when ranks of one pipeline, or of one batch,
-            are given different ones.
+            are given different ones; where ``forward`` or ``counts`` returns what it should not.
         RuntimeError: ``counts`` failed on another rank, a loss does not depend on the parameters, an exception ended
             an earlier step of a pipeline in the middle, or a rank did not take part within the timeout of
             ``init_distributed`` (it raised, was killed or hangs), which is named.
@@ -94,6 +95,11 @@ def accumulate(
 
     def loss_of(microbatch: Any, step: int) -> torch.Tensor:
         loss = forward(microbatch, totals)
+        if not isinstance(loss, torch.Tensor):
+            raise ValueError(
+                f"forward returned {loss!r} as the loss of microbatch {step}, expected a 0-d tensor, which "
+                "depends on the parameters"
+            )
         if not loss.requires_grad:
             raise RuntimeError(
                 f"the loss of microbatch {step} on rank {runtime.rank()} does not depend on the parameters, so "
@@ -186,10 +192,10 @@ def _agree_on_counts(
     failure: Exception | None = None
     try:
         for microbatch in microbatches:
-            for term, n in counts(microbatch).items():
+            for term, n in _checked(counts(microbatch)).items():
                 own[term] = own.get(term, 0) + int(n)
         if not microbatches and empty is not None:
-            own = {term: 0 for term in counts(empty())}
+            own = {term: 0 for term in _checked(counts(empty()))}
         if len(own) > _MAX_TERMS:
             raise ValueError(f"counts returns {len(own)} loss terms, at most {_MAX_TERMS} are supported")
     except Exception as error:  # told to the other ranks below, then raised
@@ -200,7 +206,7 @@ def _agree_on_counts(
     if size == 1:
         if not microbatches:
             raise ValueError("accumulate was given no microbatches")
-        return len(microbatches), len(microbatches), False, {term: max(1, own[term]) for term in terms}
+        return len(microbatches), len(microbatches), False, _Totals({term: max(1, own[term]) for term in terms})
     row = [int(failure is not None), len(microbatches), int(empty is not None), zlib.crc32("\n".join(terms).encode())]
     row += [own[term] for term in terms] + [0] * (_MAX_TERMS - len(terms)) + [int(unsure)]
     table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.message_device())
@@ -229,7 +235,24 @@ def _agree_on_counts(
                 "microbatches: split the data by engine.data_rank() and engine.data_size()"
             )
     sums = {term: sum(row[4 + i] for row in rows[:pipes:together]) for i, term in enumerate(terms)}
-    return max(numbers), min(numbers), any(row[-1] for row in rows), {term: max(1, n) for term, n in sums.items()}
+    totals = _Totals({term: max(1, n) for term, n in sums.items()})
+    return max(numbers), min(numbers), any(row[-1] for row in rows), totals
+
+
+class _Totals(dict[str, int]):
+    def __missing__(self, term: str) -> int:
+        raise ValueError(f"forward divides by totals[{term!r}], but counts returns {', '.join(self) or 'no term'}")
+
+
+def _checked(found: Any) -> Mapping[str, int]:
+    """What ``counts`` has returned."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"counts returned {found!r}, expected {{term: number of items}}")
+    for term, n in found.items():
+        is_number = isinstance(n, Real | torch.Tensor)
+        if not is_number or not n >= 0 or n != int(n):
+            raise ValueError(f"counts returned {n!r} for {term!r}, expected a whole number of items, at least 0")
+    return found
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from engine.ops import leave_to_eager
+from engine.torch_compat import run_scripts_as_written
 
 _MARK = "_engine_recompute"
 
@@ -91,6 +92,7 @@ def _full(forward: Forward) -> Forward:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
+        run_scripts_as_written()
         # Restores torch's generators, so dropout draws the same mask again.
         return checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
 
@@ -103,6 +105,7 @@ def _selective(forward: Forward) -> Forward:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
+        run_scripts_as_written()
         return checkpoint(forward, self, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return call

@@ -123,11 +123,14 @@ def zero_level(model: nn.Module) -> int:
 
 
 def note_parameters(model: nn.Module) -> None:
-    """Note on each parameter of ``model`` how it is rounded and, in a pipeline, which stages have it."""
+    """Note on each parameter of ``model`` how it is rounded and, in a pipeline, which stages have it; and, if the model
+    was given to ``engine.shard``, that it awaits that no more."""
     policy, stages = policy_of(model), stages_of(model)
     note = round_at_random if policy is not None and policy.precision == "bf16-sr" else note_name
     for full_name, parameter in model.named_parameters():
         name = clean_name(full_name)
         note(parameter, name)
+        if policy is not None:
+            AWAITS_SHARDING.set(parameter, False)  # it stays plain, as one without dimensions does
         if stages is not None and name in stages.spread:
             STAGE_ROLE.set(parameter, "copy" if name in stages.copies else "own")

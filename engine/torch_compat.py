@@ -49,6 +49,16 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def run_scripts_as_written() -> None:
+    """Let TorchScript, from now on and in this process, not begin to optimise what it runs.
+
+    It does so at a function's second call, which may come between a forward and its recomputation: the tensors that
+    autograd keeps would then be others, or in another order. What it has optimised already stays as it is.
+    """
+    if not torch.compiler.is_compiling():
+        torch._C._jit_set_profiling_mode(False)  # of all threads; torch.jit.optimized_execution is of one
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of ``group`` that begin from now on raise after so many seconds."""
     for device in group._device_types:

@@ -74,8 +74,8 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
     longest = std::max(longest, std::max(n, m));
     STD_TORCH_CHECK(!h.causal || n == m, "sequence ", i, " has ", n, " queries and ", m,
                     " keys: causal attention is of a sequence to itself");
-    // Rows are moved and worked on in blocks of 32 queries.
-    const int64_t cost = ((n + 31) / 32 * 32 + 16) * (m + 16) * (a.heads / a.groups);
+    // Rows are moved and worked on in blocks of 32 or 16 queries.
+    const int64_t cost = ((n + 15) / 16 * 16 + 16) * (m + 16) * (a.heads / a.groups);
     for (int64_t g = 0; g < a.groups; g++) call.cost.push_back(call.cost.back() + cost);
   }
   if (a.window >= longest) a.window = 0;  // and it may be as large as a number can be

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
+
+from engine.torch_compat import run_scripts_as_written
 
 _classes: dict[type, type] = {}
 
@@ -42,10 +45,7 @@ class Block(nn.Module):
         if zero_level not in (None, 2, 3):
             raise ValueError(f"zero_level of a Block is {zero_level!r}, expected 2, 3 or None")
         if not isinstance(inner_module, Block):
-            kind = type(inner_module)
-            if kind not in _classes:
-                _classes[kind] = type(f"Block{kind.__name__}", (Block, kind), {"__module__": kind.__module__})
-            inner_module.__class__ = _classes[kind]
+            inner_module.__class__ = _class_of(type(inner_module))
         return inner_module
 
     def __init__(
@@ -63,8 +63,29 @@ class Block(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The inner module's forward, recomputed in backward if so set."""
         if self._recompute and torch.is_grad_enabled():
+            run_scripts_as_written()
             return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
         return super().forward(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(max(protocol, 2))
+        kind = type(self).__bases__[-1]
+        if _classes.get(kind) is not type(self) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced
+        return _new, (kind,), *reduced[2:]  # pickle would look by name for a class that is made at run time
+
+
+def _class_of(kind: type) -> type:
+    """The class of a Block that was a module of class ``kind``."""
+    if kind not in _classes:
+        _classes[kind] = type(f"Block{kind.__name__}", (Block, kind), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+def _new(kind: type) -> Any:
+    """An empty Block, for a copy or what was pickled."""
+    made: Any = _class_of(kind)
+    return made.__new__(made)
 
 
 CheckpointBlock = Block  # the name before BMTrain 1.0

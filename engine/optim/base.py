@@ -28,6 +28,7 @@ from engine.optim.states import (
     scalar_on,
     sparse_gradient,
     undone_on_error,
+    whole_states,
     with_strides_of,
 )
 from engine.registry import ROUNDING_KEY, ROUNDS_AT_RANDOM
@@ -373,6 +374,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _quantised(self, parameter: torch.Tensor) -> bool:
         """Whether its moments have 8 bits."""
         return False
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """As in torch; with ``gather`` of whole states, on the CPU of every rank, and collective."""
+        state_dict: dict[str, Any] = super().state_dict()
+        return whole_states(state_dict) if gather else state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but states keep their dtypes, which torch would change to the parameter's.

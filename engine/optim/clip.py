@@ -64,20 +64,27 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
         part = _local_part(gradients, p, gradients[0].device if gradients else home)
         for dim in dims:
             assert mesh is not None
-            dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+            part = _reduced(part, largest, mesh.get_group(dim))
         part = part.to(home)
         if role == "own":
             of_stage = torch.maximum(of_stage, part) if largest else of_stage + part
         else:
             total = torch.maximum(total, part) if largest else total + part
     if runtime.stages() > 1:  # whatever this stage has of the parameters
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        of_stage = of_stage.clone()
-        dist.all_reduce(of_stage, op=op, group=device_mesh()["pp"].get_group())
+        of_stage = _reduced(of_stage.clone(), largest, device_mesh()["pp"].get_group())
         total = torch.maximum(total, of_stage) if largest else total + of_stage
     if squares:
         return total.sqrt().float()
     return total if largest else total.pow(1.0 / p)
+
+
+def _reduced(part: torch.Tensor, largest: bool, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks, which may be ``part`` itself, or the largest: of NaN infinity, as a maximum of ranks may
+    drop a NaN."""
+    if largest:
+        part = torch.where(part.isnan(), torch.inf, part)
+    dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return part
 
 
 def _local_part(gradients: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

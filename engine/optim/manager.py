@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.optim.base import FusedOptimizer, same_objects
 from engine.optim.checks import check_optimizer
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
+from engine.optim.states import whole_states, with_placed_states
 
 
 class OptimManager:
@@ -54,14 +55,25 @@ class OptimManager:
         grad_scale: float | None = None,
         abort_after: int | None = 16,
     ) -> None:
-        if not isinstance(loss_scale, Real | None):
+        if loss_scale is not None and not (_is_number(loss_scale) and math.isfinite(loss_scale)):
             raise ValueError(f"loss_scale is {loss_scale!r}, expected the first scale, such as 2**16, or None")
+        numbers: dict[str, Any] = {
+            "loss_scale_factor": loss_scale_factor,
+            "loss_scale_steps": loss_scale_steps,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+            "grad_scale": 1 if grad_scale is None else grad_scale,
+            "abort_after": 1 if abort_after is None else abort_after,
+        }
+        for name, value in numbers.items():
+            if not _is_number(value):
+                raise ValueError(f"{name} is {value!r}, expected a number")
         if loss_scale is not None and not min_loss_scale <= loss_scale <= max_loss_scale:
             raise ValueError(f"loss_scale is {loss_scale}, expected {min_loss_scale} to {max_loss_scale}")
         if not min_loss_scale > 0:
             raise ValueError(f"min_loss_scale is {min_loss_scale}, expected above 0")
-        if not loss_scale_factor > 1:
-            raise ValueError(f"loss_scale_factor is {loss_scale_factor}, expected above 1")
+        if not 1 < loss_scale_factor < math.inf:
+            raise ValueError(f"loss_scale_factor is {loss_scale_factor}, expected above 1 and finite")
         if loss_scale_steps < 1 or (abort_after is not None and abort_after < 1):
             raise ValueError(
                 f"loss_scale_steps is {loss_scale_steps} and abort_after is {abort_after}: both start at 1"
@@ -70,8 +82,8 @@ class OptimManager:
         self.lr_schedulers: list[Any] = []
         self._first_scale = loss_scale
         self._factor, self._interval = float(loss_scale_factor), int(loss_scale_steps)
-        if grad_scale is not None and not grad_scale > 0:
-            raise ValueError(f"grad_scale is {grad_scale}, expected above 0")
+        if grad_scale is not None and not 0 < grad_scale < math.inf:
+            raise ValueError(f"grad_scale is {grad_scale}, expected above 0 and finite")
         self.grad_scale = grad_scale
         self._bounds = (float(min_loss_scale), float(max_loss_scale))
         self._abort_after = abort_after
@@ -161,7 +173,7 @@ class OptimManager:
         scale: float | None = None,
         defer: bool = False,
     ) -> torch.Tensor:
-        """Clip the gradients of ``param_groups`` (groups or parameters) to ``max_norm`` together.
+        """Clip the gradients of ``param_groups`` (groups, parameters or one of either) to ``max_norm`` together.
 
         Returns the norm before clipping, without the loss scale: 0-d, on the device, equal on all ranks.
 
@@ -277,9 +289,7 @@ class OptimManager:
         """
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         if gather_opt:
-            for optimizer in optimizers:
-                states = optimizer["state"].items()
-                optimizer["state"] = {i: {n: _whole(v) for n, v in state.items()} for i, state in states}
+            optimizers = [whole_states(state_dict) for state_dict in optimizers]
         return {
             "loss_scale": None if self._first_scale is None else self.loss_scale,
             "good_steps": 0 if self._good is None else int(self._good.item()),
@@ -294,6 +304,11 @@ class OptimManager:
         Raises ValueError if it is not a manager's, if optimizers or schedules do not match in number, or if one of the
         two managers has no loss scale.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"the state of an OptimManager is a {type(state).__name__}, expected a dict: what its state_dict() "
+                "returned"
+            )
         if lacking := sorted({"optimizers", "lr_schedulers", "loss_scale"} - set(state)):
             raise ValueError(
                 f"the state of an OptimManager has no {', '.join(lacking)}, but "
@@ -307,7 +322,8 @@ class OptimManager:
         if (scale is None) != (self._first_scale is None):
             raise ValueError(f"the state has loss_scale {scale}, this manager {self._first_scale}")
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            cuts = isinstance(optimizer, FusedOptimizer)  # whole states, itself
+            optimizer.load_state_dict(saved if cuts else with_placed_states(optimizer, saved))
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
@@ -319,15 +335,14 @@ class OptimManager:
             self._good.fill_(state.get("good_steps", 0))
 
 
-def _whole(value: Any) -> Any:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _parameters(param_groups: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for group in param_groups:
+    for group in [param_groups] if isinstance(param_groups, torch.Tensor | dict) else param_groups:
         if isinstance(group, dict):
-            yield from group["params"]
+            yield from _parameters(group["params"])
         else:
             yield group
 

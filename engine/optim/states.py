@@ -195,6 +195,29 @@ def placed_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return shard_of(whole, mesh, placements)
 
 
+def whole_states(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of an optimizer with whole states, on the CPU, in place of shards. Collective."""
+    states = {i: {name: _whole(v) for name, v in state.items()} for i, state in state_dict["state"].items()}
+    return {**state_dict, "state": states}
+
+
+def _whole(value: Any) -> Any:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def with_placed_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state for an optimizer that takes states as they are: those of a parameter's shape, which may be whole, placed
+    as the parameter is."""
+    _check_form(optimizer, state_dict)
+    placed = {**state_dict, "state": {index: {**state} for index, state in state_dict["state"].items()}}
+    for parameter, state in saved_states(optimizer, placed):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = placed_as(value, parameter)
+    return placed
+
+
 def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A state of a parameter's shape with the parameter's strides; other states as they are."""
     local, like = local_tensor(value), local_tensor(parameter)

@@ -25,6 +25,8 @@ from engine.parallel.fsdp import (
     clear_shards_too,
     drop_pass,
     gathered_parameters,
+    has_unreduced_gradients,
+    look_into_objects,
     make_root,
     record_of_a_shard,
     reshard,
@@ -63,6 +65,7 @@ class ForwardHooks:
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 before_backward(unit, self._before_backward)
+                look_into_objects(unit)
                 clear_shards_too(unit)
                 if unit is not model:
                     unit.register_forward_pre_hook(self._enter_unit, prepend=True)
@@ -174,8 +177,19 @@ def _reshard_at_steps() -> None:
 
 
 def _reshard_shown(*_: Any) -> None:
-    """Free what forwards without a backward have gathered, because the coming step changes the shards alone."""
+    """Free what forwards without a backward have gathered, because the coming step changes the shards alone.
+
+    Raises ValueError where a backward has left gradients there, which would be lost.
+    """
     if in_backward():  # an optimizer that steps there: what is gathered is in use
         return
     while _with_gathered:
-        reshard(_with_gathered.pop())
+        model = _with_gathered.pop()
+        if isinstance(model, FSDPModule) and has_unreduced_gradients(model):
+            drop_pass(model)
+            raise ValueError(
+                f"the backward of {type(model).__name__} went past the outputs of its forward, so that gradients were "
+                "not reduced and this step would lose them. Let forward return the tensors of the loss: one, or in a "
+                "tuple, list, dict, dataclass or in the attributes of an object"
+            )
+        reshard(model)

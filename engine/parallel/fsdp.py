@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import MemberDescriptorType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -171,6 +173,70 @@ def before_backward(unit: FSDPModule, check: Callable[[], None]) -> None:
         return theirs(gradient)
 
     vars(state)["_pre_backward"] = pre_backward
+
+
+def look_into_objects(unit: FSDPModule) -> None:
+    """Let a backward reach ``unit``, whose ``before_backward`` is set, also through tensors in objects that it returns:
+    FSDP finds those in lists, tuples, dicts and dataclasses, and of a unit that it does not see in backward it neither
+    gathers parameters nor reduces gradients. Where it finds one there is no search, as for a cache beside the logits.
+    """
+    state = unit._get_fsdp_state()
+    theirs = state._register_pre_backward_hook
+
+    def reaches_unit(tensor: torch.Tensor) -> bool:
+        return state._pre_backward in (tensor._backward_hooks or {}).values()
+
+    def register(output: Any) -> Any:
+        output = theirs(output)
+        if torch.is_grad_enabled() and not any(map(reaches_unit, _trained_tensors(output))):
+            for tensor in _trained_tensors(output, in_objects=True):
+                if tensor.grad_fn is not None:  # else a parameter of some model
+                    tensor.register_hook(state._pre_backward)
+        return output
+
+    vars(state)["_register_pre_backward_hook"] = register
+
+
+def _trained_tensors(output: Any, in_objects: bool = False) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers that require gradients; ``in_objects``: also in sets and in the attributes of
+    objects other than modules."""
+    seen, left = set[int](), [output]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                yield value
+        elif isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            left += (getattr(value, field.name) for field in dataclasses.fields(value))
+        elif in_objects and isinstance(value, set | frozenset):
+            left += value
+        elif in_objects and not isinstance(value, type | ModuleType | torch.nn.Module):
+            left += getattr(value, "__dict__", {}).values()
+            left += (getattr(value, name) for name in _slots(type(value)) if hasattr(value, name))
+
+
+def _slots(kind: type) -> list[str]:
+    """The attributes that objects of a class written in Python have outside their ``__dict__``."""
+    written = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for names in written for name, value in names.items() if isinstance(value, MemberDescriptorType)]
+
+
+def has_unreduced_gradients(root: FSDPModule) -> bool:
+    """Whether a backward that is over has left gradients on gathered parameters: FSDP did not see it.
+
+    Not after one that raised, nor on units of which ``set_requires_gradient_sync`` has put the reduction off.
+    """
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
+    groups = [group for unit in units for group in _groups(unit) if group.reduce_grads]
+    gathered = [p._unsharded_param for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    return any(p.grad is not None for p in gathered) and not backward_was_left(root)
 
 
 def _init_dtypes_of_unfrozen(group: Any) -> None:

@@ -101,6 +101,23 @@ def test_errors_reach_every_rank(two):
         two.run(constant_loss)
 
 
+@pytest.mark.parametrize(
+    ("loss", "counts", "message"),
+    [
+        (0.5, {"tokens": 1}, "forward returned 0.5 as the loss of microbatch 0, expected a 0-d tensor"),
+        (None, {"tokens": 1}, "forward returned None as the loss"),
+        (None, 3, "counts returned 3, expected {term: number of items}"),
+        (None, {"tokens": -2}, "counts returned -2 for 'tokens', expected a whole number of items, at least 0"),
+        (None, {"tokens": 2.5}, "counts returned 2.5 for 'tokens'"),
+        (None, {"tokens": None}, "counts returned None for 'tokens'"),
+        (None, {"items": 1}, r"divides by totals\['tokens'\], but counts returns items"),
+    ],
+)
+def test_what_forward_and_counts_return_is_checked(loss, counts, message):
+    with pytest.raises(ValueError, match=message):
+        engine.accumulate(nn.Linear(2, 2), [0], lambda _, totals: totals["tokens"] and loss, lambda _: counts)
+
+
 def test_backward_may_be_given_and_gradients_add_up():
     model = toys.build()
     batches = [toys.microbatch(0)]

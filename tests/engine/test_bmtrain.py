@@ -1,6 +1,7 @@
 """BMTrain's README in this project's words: on two ranks as in one process, and both as plain torch."""
 
 import copy
+import pickle
 
 import bmtrain_toys as toys
 import pytest
@@ -138,6 +139,19 @@ def test_a_block_is_its_module_and_changes_no_name():
         bmt.Block(layer, zero_level=1)
     with pytest.raises(ValueError, match=r"wraps a torch\.nn\.Module, got list"):
         bmt.Block([layer])
+
+
+def test_a_pickled_block_is_one_again(tmp_path):
+    block = bmt.Block(nn.Sequential(nn.Linear(3, 3)), zero_level=2)
+    torch.save(nn.ModuleList([block]), tmp_path / "model.pt")
+    for loaded in (torch.load(tmp_path / "model.pt", weights_only=False)[0], pickle.loads(pickle.dumps(block, 0))):
+        assert type(loaded) is type(block) and loaded._block_level == 2
+        calls = []
+        loaded[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        out = loaded(torch.ones(2, 3))
+        assert torch.equal(out, block(torch.ones(2, 3))) and len(calls) == 1
+        out.sum().backward()
+        assert len(calls) == 2  # recomputed
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])
@@ -409,6 +423,33 @@ def test_an_optimizer_of_parameters_that_are_not_sharded_is_an_error(two):
     for message in two.run(optimizer_too_early, True):
         assert "was built before engine.shard" in message
     assert optimizer_too_early(False) is None  # one process has nothing to shard
+
+
+class WithOddParameters(bmt.DistributedModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.ones(3))
+        self.scale = bmt.DistributedParameter(torch.tensor(2.0))
+        self.empty = bmt.DistributedParameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return (x * self.weight * self.scale).sum() + self.empty.sum()
+
+
+def odd_parameters_trained(by):
+    bmt.init_distributed(seed=0)
+    model = WithOddParameters()
+    by(model)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    manager.backward(model(torch.full((3,), bmt.rank() + 1.0)))
+    manager.step()
+    return model._parameters["scale"].item()
+
+
+@pytest.mark.parametrize("by", [bmt.init_parameters, bmt.shard])
+def test_an_optimizer_takes_parameters_that_stay_plain(two, by):
+    assert two.run(odd_parameters_trained, by) == [2.0 - 1.5 * 3] * 2
 
 
 def half_reduction():

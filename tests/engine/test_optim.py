@@ -13,6 +13,8 @@ from torch import nn
 import engine
 from engine.optim import AdamOptimizer, OptimManager, clip_grad_norm_
 from engine.optim.clip import grad_norm
+from engine.registry import STAGE_ROLE
+from engine.tensors import local_tensor
 
 
 def with_gradients(model, seed=0):
@@ -82,6 +84,20 @@ def test_bad_values():
         clip_grad_norm_([p], 1.0, 0)
     with pytest.raises(ValueError, match="loss_scale is 0.5, expected 1"):
         OptimManager(loss_scale=0.5)
+    for name, value in (
+        ("loss_scale", True),
+        ("loss_scale", float("inf")),
+        ("loss_scale_factor", "x"),
+        ("loss_scale_factor", None),
+        ("loss_scale_factor", float("inf")),
+        ("loss_scale_steps", "x"),
+        ("min_loss_scale", None),
+        ("grad_scale", "a"),
+        ("grad_scale", float("inf")),
+        ("abort_after", "a"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, expected"):
+            OptimManager(**{name: value})
     with pytest.raises(ValueError, match="add_optimizer"):
         OptimManager().step()
 
@@ -168,6 +184,34 @@ def test_a_norm_over_several_meshes(two, level, collectives, norm_type):
         assert made == collectives
 
 
+def steps_by_nan():
+    """The largest gradient of the last rank's shard, or of the last stage's parameters, is NaN."""
+    engine.init_distributed(zero_level=3)
+    model = engine.shard(nn.Linear(3, 4))
+    optimizer, manager = AdamOptimizer(model.parameters(), lr=0.1), OptimManager()
+    manager.add_optimizer(optimizer)
+    manager.backward(model(torch.ones(1, 3)).sum())
+    if engine.rank() == 1:
+        local_tensor(model.weight.grad).fill_(float("nan"))
+    norm = manager.clip_grad_norm(optimizer.param_groups, 1.0, float("inf"))
+    manager.step()
+    return norm.isfinite().item(), manager.skipped
+
+
+def nan_of_a_stage():
+    """In a pipeline, whose stages the norm goes over."""
+    engine.init_distributed(pp_size=2)
+    parameter = nn.Parameter(torch.ones(2))
+    STAGE_ROLE.set(parameter, "own")
+    parameter.grad = torch.full((2,), float("nan") if engine.rank() == 1 else 1.0)
+    return grad_norm([parameter], float("inf")).isfinite().item()
+
+
+def test_no_rank_misses_a_nan_in_the_largest_gradient(two):
+    assert two.run(steps_by_nan) == [(False, 1)] * 2
+    assert two.run(nan_of_a_stage) == [False] * 2
+
+
 def norm_of_addends():
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -239,6 +283,14 @@ def test_deferred_clipping_is_the_same_step(either):
     assert torch.equal(results[0][0], results[1][0]) and results[0][0] > 1
     for a, b in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_manager_clips_a_parameter_or_a_group_by_itself():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    for given in (parameter, {"params": [parameter]}, {"params": parameter}):
+        parameter.grad = torch.full((2, 2), 5.0)
+        assert OptimManager().clip_grad_norm(given, 1.0) == 10.0
+        torch.testing.assert_close(parameter.grad, torch.full((2, 2), 0.5))
 
 
 def test_two_optimizers_are_clipped_apart():

@@ -14,6 +14,7 @@ import engine
 from engine import lr_scheduler
 from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
 from engine.optim.states import OwnStates
+from engine.tensors import local_tensor
 from engine.testing import fake_ranks
 
 KINDS = {
@@ -414,6 +415,9 @@ def whole_states(kind):
     manager = OptimManager()
     manager.add_optimizer(optimizer)
     gathered = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
+    if kind != "muon":
+        again = optimizer.state_dict(gather=True)["state"]  # BMTrain's other way to the same
+        assert all(same(again[i].values(), state.values()) for i, state in gathered.items())
     assert not any(isinstance(v, DTensor) for state in gathered.values() for v in state.values())
     for p, state in zip(plain, gathered.values(), strict=True):
         assert same(state.values(), saved.state[p].values())
@@ -431,6 +435,27 @@ def whole_states(kind):
 @pytest.mark.parametrize("kind", ["adam", "adam8", "muon"])
 def test_states_of_one_process_go_into_shards_and_back(two, kind):
     assert two.run(whole_states, kind) == [True, True]
+
+
+def on_from_whole_states():
+    """An optimizer of torch's, which takes states as they are, goes on from what a manager has gathered."""
+    engine.init_distributed()
+    model = engine.shard(nn.Linear(3, 5))
+    old, new = (torch.optim.AdamW(model.parameters(), lr=0.1) for _ in range(2))
+    managers = OptimManager(), OptimManager()
+    for manager, optimizer in zip(managers, (old, new), strict=True):
+        manager.add_optimizer(optimizer)
+    managers[0].backward(model(torch.ones(1, 3)).square().sum())
+    managers[0].step()
+    managers[1].load_state_dict(managers[0].state_dict(gather_opt=True))
+    pairs = [(v, new.state[p][name]) for p, state in old.state.items() for name, v in state.items()]
+    managers[1].step()
+    managers[0].step()  # from equal states with one gradient: they stay equal
+    return len(pairs), all(type(a) is type(b) and torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs)
+
+
+def test_whole_states_go_into_torchs_optimizers(two):
+    assert two.run(on_from_whole_states) == [(6, True)] * 2
 
 
 def test_a_group_that_comes_after_its_schedule_keeps_its_ratio():
@@ -460,6 +485,7 @@ def test_a_manager_takes_states_of_managers_alone():
     steps([parameter], optimizer, 0)
     whole = manager.state_dict()
     for state, message in (
+        (None, "the state of an OptimManager is a NoneType, expected a dict"),
         ({}, "has no loss_scale, lr_schedulers, optimizers, but nothing: give what"),
         (optimizer.state_dict(), "has no loss_scale, .* but state, param_groups: .* to that optimizer"),
         ({**whole, "lr_schedulers": []}, "the state has 0 lr_schedulers, this manager 1"),

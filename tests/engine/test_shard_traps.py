@@ -2,6 +2,7 @@
 
 import traceback
 import warnings
+from types import SimpleNamespace
 
 import engine_toys as toys
 import pytest
@@ -415,6 +416,82 @@ def test_a_unit_called_by_itself_leaves_nothing_old_behind(two):
     for found, message in two.run(units_alone):
         torch.testing.assert_close(found, expected)
         assert "SGD was built between a forward and its backward" in message
+
+
+class Box:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+class Boxes(toys.Block):
+    def forward(self, box):
+        return Box(super().forward(box.inside))
+
+
+class InObjects(toys.Toy):
+    """The model and its units return objects that hold the tensors."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.layers = nn.ModuleList(Boxes() for _ in range(3))
+
+    def forward(self, ids):
+        box = Box(self.embed(ids) + self.rope)
+        for layer in self.layers:
+            box = layer(box)
+        return SimpleNamespace(model=self, logits={self.head(box.inside * self.scale)})
+
+
+def gradients_through_objects(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(IDS).logits.pop().square().mean().backward()
+        optimizer.step()
+    return [toys.whole(p.grad) for p in model.parameters()]
+
+
+def sharded_in_objects(level):
+    return gradients_through_objects(sharded(level, InObjects()))
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_backward_goes_through_objects(two, level):
+    expected = gradients_through_objects(InObjects())
+    for found in two.run(sharded_in_objects, level):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+class Keeps(nn.Linear):
+    """Leaves its output where nothing that looks at what forward returns finds it, unless it is to return it."""
+
+    returns = False
+
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept if self.returns else None
+
+
+def past_the_outputs():
+    model = sharded(model=Keeps(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3))
+    model.kept.sum().backward()
+    refused = said(optimizer.step)
+    model.returns = True
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return refused, toys.whole(optimizer.param_groups[0]["params"][0].grad)
+
+
+def test_a_backward_past_the_outputs_is_an_error_and_leaves_no_gradient(two):
+    for refused, gradient in two.run(past_the_outputs):
+        assert "the backward of FSDPKeeps went past the outputs of its forward" in refused
+        assert torch.equal(gradient, torch.ones(2, 3))
 
 
 class Borrows(toys.Toy):

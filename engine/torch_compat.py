@@ -55,8 +55,9 @@ def run_scripts_as_written() -> None:
     It does so at a function's second call, which may come between a forward and its recomputation: the tensors that
     autograd keeps would then be others, or in another order. What it has optimised already stays as it is.
     """
-    if not torch.compiler.is_compiling():
-        torch._C._jit_set_profiling_mode(False)  # of all threads; torch.jit.optimized_execution is of one
+    set_mode = getattr(torch._C, "_jit_set_profiling_mode", None)  # gone when TorchScript, which is deprecated, goes
+    if set_mode is not None and not torch.compiler.is_compiling():
+        set_mode(False)  # of all threads; torch.jit.optimized_execution is of one
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -35,90 +35,48 @@ __device__ __forceinline__ int tensor_of(const Table& t, int64_t chunk) {
   return low;
 }
 
-__device__ __forceinline__ void load_bits(const void* base, int64_t i, int n, uint16_t (&h)[kVector]) {
-  const uint16_t* p = (const uint16_t*)base + i;
-  if (n == kVector && (uintptr_t)p % 8 == 0) {
-    const ushort4 all = *(const ushort4*)p;
-    h[0] = all.x, h[1] = all.y, h[2] = all.z, h[3] = all.w;
+// Elements [i, i + n) of a tensor, in one load where they are whole and aligned; zeros behind them.
+template <class Four, class T>
+__device__ __forceinline__ void load_four(const void* base, int64_t i, int n, T (&x)[kVector]) {
+  const T* p = (const T*)base + i;
+  if (n == kVector && (uintptr_t)p % sizeof(Four) == 0) {
+    const Four all = *(const Four*)p;
+    x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
   } else {
 #pragma unroll
-    for (int k = 0; k < kVector; k++) h[k] = k < n ? p[k] : 0;
+    for (int k = 0; k < kVector; k++) x[k] = k < n ? p[k] : T(0);
+  }
+}
+
+// The same back, in one store: nvcc cuts an assignment of a vector into one for each number.
+template <class Four, class T>
+__device__ __forceinline__ void store_four(void* base, int64_t i, int n, const T (&x)[kVector]) {
+  T* p = (T*)base + i;
+  if (n == kVector && (uintptr_t)p % sizeof(Four) == 0) {
+    Four all;
+    all.x = x[0], all.y = x[1], all.z = x[2], all.w = x[3];
+    __stcg((Four*)p, all);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVector; k++)
+      if (k < n) p[k] = x[k];
   }
 }
 
 __device__ __forceinline__ void load(const void* base, int type, int64_t i, int n, float (&x)[kVector]) {
-  if (type == kFloat) {
-    const float* p = (const float*)base + i;
-    if (n == kVector && (uintptr_t)p % 16 == 0) {
-      const float4 all = *(const float4*)p;
-      x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kVector; k++) x[k] = k < n ? p[k] : 0.0f;
-    }
-    return;
-  }
+  if (type == kFloat) return load_four<float4>(base, i, n, x);
   uint16_t h[kVector];
-  load_bits(base, i, n, h);
+  load_four<ushort4>(base, i, n, h);
 #pragma unroll
   for (int k = 0; k < kVector; k++) x[k] = type == kBfloat16 ? from_bf16(h[k]) : from_fp16(h[k]);
 }
 
-// One store: nvcc cuts an assignment of a vector into one for each number.
-template <class T>
-__device__ __forceinline__ void store_vector(void* p, T x) {
-  __stcg((T*)p, x);
-}
-
-__device__ __forceinline__ void store_bits(void* base, int64_t i, int n, const uint16_t (&h)[kVector]) {
-  uint16_t* p = (uint16_t*)base + i;
-  if (n == kVector && (uintptr_t)p % 8 == 0) {
-    store_vector(p, make_ushort4(h[0], h[1], h[2], h[3]));
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVector; k++)
-      if (k < n) p[k] = h[k];
-  }
-}
-
 __device__ __forceinline__ void store(void* base, int type, int64_t i, int n, const float (&x)[kVector]) {
-  if (type == kFloat) {
-    float* p = (float*)base + i;
-    if (n == kVector && (uintptr_t)p % 16 == 0) {
-      store_vector(p, make_float4(x[0], x[1], x[2], x[3]));
-    } else {
-#pragma unroll
-      for (int k = 0; k < kVector; k++)
-        if (k < n) p[k] = x[k];
-    }
-    return;
-  }
+  if (type == kFloat) return store_four<float4>(base, i, n, x);
   uint16_t h[kVector];
 #pragma unroll
   for (int k = 0; k < kVector; k++) h[k] = type == kBfloat16 ? to_bf16(x[k]) : to_fp16(x[k]);
-  store_bits(base, i, n, h);
-}
-
-__device__ __forceinline__ void load_bytes(const void* base, int64_t i, int n, uint8_t (&b)[kVector]) {
-  const uint8_t* p = (const uint8_t*)base + i;
-  if (n == kVector && (uintptr_t)p % 4 == 0) {
-    const uchar4 all = *(const uchar4*)p;
-    b[0] = all.x, b[1] = all.y, b[2] = all.z, b[3] = all.w;
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVector; k++) b[k] = k < n ? p[k] : 0;
-  }
-}
-
-__device__ __forceinline__ void store_bytes(void* base, int64_t i, int n, const uint8_t (&b)[kVector]) {
-  uint8_t* p = (uint8_t*)base + i;
-  if (n == kVector && (uintptr_t)p % 4 == 0) {
-    store_vector(p, make_uchar4(b[0], b[1], b[2], b[3]));
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVector; k++)
-      if (k < n) p[k] = b[k];
-  }
+  store_four<ushort4>(base, i, n, h);
 }
 
 // Calls body(table index, slab, first element, count of at most kVector) for all elements of all tensors; before(index)
@@ -149,8 +107,8 @@ __device__ __forceinline__ void load_values(const Slab& slab, const Types& types
                                             float (&w)[kVector]) {
   if (types.mode == kRemainder) {
     uint16_t high[kVector], low[kVector];
-    load_bits(slab.p, i, n, high);
-    load_bits(slab.aux, i, n, low);
+    load_four<ushort4>(slab.p, i, n, high);
+    load_four<ushort4>(slab.aux, i, n, low);
 #pragma unroll
     for (int k = 0; k < kVector; k++) w[k] = merge(high[k], (int16_t)low[k]);
   } else {
@@ -168,8 +126,8 @@ __device__ __forceinline__ void store_values(const Slab& slab, const Types& type
       split(w[k], high[k], rest);
       low[k] = (uint16_t)rest;
     }
-    store_bits(slab.p, i, n, high);
-    store_bits(slab.aux, i, n, low);
+    store_four<ushort4>(slab.p, i, n, high);
+    store_four<ushort4>(slab.aux, i, n, low);
   } else if (types.mode == kRandom) {
     int64_t row = i / slab.place.inner, column = i % slab.place.inner;
 #pragma unroll  // an index that is not a constant would put these arrays, in each mode, into local memory
@@ -179,7 +137,7 @@ __device__ __forceinline__ void store_values(const Slab& slab, const Types& type
       high[k] = to_bf16_at_random(w[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
       if (++column == slab.place.inner) column = 0, row++;
     }
-    store_bits(slab.p, i, n, high);
+    store_four<ushort4>(slab.p, i, n, high);
   } else {
     if (types.mode == kMaster) store(slab.aux, kFloat, i, n, w);
     store(slab.p, types.p, i, n, w);
@@ -256,8 +214,8 @@ __global__ void __launch_bounds__(kThreads)
       const int n = left >= kVector ? kVector : left > 0 ? (int)left : 0;
       float g[kVector], w[kVector], m[kVector] = {}, v[kVector] = {};
       uint8_t first[kVector], second[kVector];
-      load_bytes(slab.m, i, n, first);
-      load_bytes(slab.v, i, n, second);
+      load_four<uchar4>(slab.m, i, n, first);
+      load_four<uchar4>(slab.v, i, n, second);
       const float m_scale = slab.m_scale[b], v_scale = slab.v_scale[b];
 #pragma unroll
       for (int k = 0; k < kVector; k++)
@@ -286,8 +244,8 @@ __global__ void __launch_bounds__(kThreads)
         first[k] = to_first(m[k], by_m);
         second[k] = to_second(v[k], by_v, random_of(salt, (uint32_t)at, (uint32_t)(at >> 32)));
       }
-      store_bytes(slab.m, i, n, first);
-      store_bytes(slab.v, i, n, second);
+      store_four<uchar4>(slab.m, i, n, first);
+      store_four<uchar4>(slab.v, i, n, second);
     }
   }
 }
@@ -357,8 +315,8 @@ __global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ T
       split(w[k], high[k], rest);
       low[k] = (uint16_t)rest;
     }
-    store_bits(slab.p, i, n, high);
-    store_bits(slab.m, i, n, low);
+    store_four<ushort4>(slab.p, i, n, high);
+    store_four<ushort4>(slab.m, i, n, low);
   });
 }
 
@@ -366,8 +324,8 @@ __global__ void __launch_bounds__(kThreads) put_together(const __grid_constant__
   for_elements(t, [](int) {}, [&](int, const Slab& slab, int64_t i, int n) {
     float w[kVector];
     uint16_t high[kVector], low[kVector];
-    load_bits(slab.p, i, n, high);
-    load_bits(slab.m, i, n, low);
+    load_four<ushort4>(slab.p, i, n, high);
+    load_four<ushort4>(slab.m, i, n, low);
 #pragma unroll
     for (int k = 0; k < kVector; k++) w[k] = merge(high[k], (int16_t)low[k]);
     store(slab.aux, kFloat, i, n, w);

@@ -56,8 +56,7 @@ def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[tor
     FSDP reduces those that got one: where these are not the same on all ranks, or (copies of shards) in all
     microbatches, it takes one parameter's gradient for another's. Yields the shards of all parameters that FSDP has.
     """
-    units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
-    groups = [group for unit in units for group in _groups(unit)]
+    groups = [group for root in roots for group in _groups_inside(root)]
     for number, group in enumerate(groups):
         vars(group)["post_backward"] = functools.partial(_post_backward_with_zeros, group, number, {}, uses)
     _watching.append(uses)
@@ -119,11 +118,17 @@ def _groups(unit: FSDPModule) -> list[Any]:
     return groups
 
 
+def _groups_inside(model: Any) -> Iterator[Any]:
+    """The groups of all units of a model."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            yield from _groups(unit)
+
+
 def _records(model: torch.nn.Module) -> Iterator[Any]:
     """FSDP's record (``FSDPParam``) of each parameter that it shards."""
-    for unit in model.modules():
-        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
-            yield from group.fsdp_params
+    for group in _groups_inside(model):
+        yield from group.fsdp_params
 
 
 def clear_shards_too(unit: torch.nn.Module) -> None:
@@ -233,8 +238,7 @@ def has_unreduced_gradients(root: FSDPModule) -> bool:
 
     Not after one that raised, nor on units of which ``set_requires_gradient_sync`` has put the reduction off.
     """
-    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
-    groups = [group for unit in units for group in _groups(unit) if group.reduce_grads]
+    groups = [group for group in _groups_inside(root) if group.reduce_grads]
     gathered = [p._unsharded_param for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     return any(p.grad is not None for p in gathered) and not backward_was_left(root)
 

@@ -4,7 +4,8 @@
 #   75  it was stopped by a signal or --max_time, or the signal came before it could be: run the same command again
 #   other it failed
 # Usage: OUTPUT_DIR=runs/a scripts/launch/run.sh finetune classification --model ... (--output_dir is added)
-#   NNODES (1), NPROC (the GPUs of the node that CUDA_VISIBLE_DEVICES allows, else 1), RDZV (host:port of the first node), RDZV_ID, MAX_RESTARTS (0),
+#   NNODES (1), NPROC (the GPUs of the node that CUDA_VISIBLE_DEVICES allows, else 1), RDZV (host:port of the first
+#   node), RDZV_ID, MAX_RESTARTS (0),
 #   TORCH_ELASTIC_SHUTDOWN_TIMEOUT (110): seconds for the ranks to save after a signal; less than the scheduler gives
 set -uo pipefail
 

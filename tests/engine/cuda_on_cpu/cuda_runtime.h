@@ -32,9 +32,6 @@
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) ushort4 { uint16_t x, y, z, w; };
 struct alignas(4) uchar4 { uint8_t x, y, z, w; };
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline ushort4 make_ushort4(uint16_t x, uint16_t y, uint16_t z, uint16_t w) { return {x, y, z, w}; }
-inline uchar4 make_uchar4(uint8_t x, uint8_t y, uint8_t z, uint8_t w) { return {x, y, z, w}; }
 template <class T>
 inline void __stcg(T* p, T x) {
   *p = x;

@@ -64,11 +64,19 @@ class Overlaps {
   std::vector<Range> ranges_;
 };
 
+// A lazy clone shares its memory until it is written: mutable_data_ptr gives it memory of its own.
+inline void* data_of(const Tensor& t, bool written) {
+  return written ? t.mutable_data_ptr() : (void*)t.const_data_ptr();
+}
+
+inline float* scalar(const Tensor& t, const Tensor& like, const char* name, bool written) {
+  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == ScalarType::Float, name, " must be one fp32 number");
+  same_device(t, like, name);
+  return (float*)data_of(t, written);
+}
+
 inline const float* scalar(const std::optional<Tensor>& t, const Tensor& like, const char* name) {
-  if (!t) return nullptr;
-  STD_TORCH_CHECK(t->numel() == 1 && t->scalar_type() == ScalarType::Float, name, " must be one fp32 number");
-  same_device(*t, like, name);
-  return (const float*)t->const_data_ptr();
+  return t ? scalar(*t, like, name, false) : nullptr;
 }
 
 inline int byte_of(const Tensor& t, const char* name) {
@@ -116,9 +124,9 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
       STD_TORCH_CHECK(t.numel() == n, name, "[", (int64_t)i, "] has ", t.numel(), " elements, p has ", n);
       STD_TORCH_CHECK(t.is_contiguous(), name, "[", (int64_t)i, "] is not contiguous");
       same_device(t, p[0], name);
-      const void* data = t.const_data_ptr();
+      void* data = data_of(t, written);
       overlaps.add(data, n * bytes, written);
-      return (void*)data;
+      return data;
     };
     Slab slab{};
     slab.n = n;
@@ -146,8 +154,9 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
         STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == wanted, name, "[",
                         (int64_t)i, "] must be ", wanted, " contiguous fp32 numbers, one for each block");
         same_device(t, p[0], name);
-        overlaps.add(t.const_data_ptr(), wanted * 4, true);
-        return (float*)t.mutable_data_ptr();
+        float* data = (float*)t.mutable_data_ptr();
+        overlaps.add(data, wanted * 4, true);
+        return data;
       };
       slab.m_scale = scale(scales.m[i], "m_scale");
       slab.v_scale = scale(scales.v[i], "v_scale");

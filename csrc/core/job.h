@@ -6,6 +6,9 @@
 
 namespace modelcenter {
 
+// Elements that a thread (or a block of a GPU) takes at a time; also the unit of the order in which norms are summed.
+constexpr int64_t kChunk = 16384;
+
 enum Type : int { kFloat = 0, kBfloat16 = 1, kHalf = 2, kByte = 3 };
 
 // Where the fp32 value of a parameter is: it is the parameter; in aux; in the parameter and 16 bits in aux; nowhere

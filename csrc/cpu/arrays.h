@@ -14,8 +14,9 @@ class Arrays {
                     " fp32 numbers");
     STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
     same_device(t, first_, name);
-    overlaps_.add(t.const_data_ptr(), 4 * numel, written);
-    return (float*)t.const_data_ptr();
+    float* data = (float*)data_of(t, written);
+    overlaps_.add(data, 4 * numel, written);
+    return data;
   }
   // A matrix that is written, whose rows are contiguous, but need not follow one another.
   float* take_rows(const Tensor& t, const char* name) {
@@ -23,8 +24,9 @@ class Arrays {
     STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, name, " must be fp32 numbers");
     contiguous_rows(t, name);
     same_device(t, first_, name);
-    if (t.numel()) overlaps_.add(t.const_data_ptr(), 4 * ((rows - 1) * stride + columns), true);
-    return (float*)t.const_data_ptr();
+    float* data = (float*)t.mutable_data_ptr();
+    if (t.numel()) overlaps_.add(data, 4 * ((rows - 1) * stride + columns), true);
+    return data;
   }
   void check() { overlaps_.check(); }
 

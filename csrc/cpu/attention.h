@@ -7,6 +7,8 @@
 // from the largest score and the sum of each query. A query's bits do not depend on the number of lanes.
 #pragma once
 
+#include "dropout.h"
+#include "kernels.h"
 #include "lanes.h"
 #include "products.h"
 
@@ -20,16 +22,16 @@ static_assert(kQueries == kWide, "queries are the columns of a tile");
 
 MC_INLINE int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
-// The rooms of a sequence of so many keys with heads of so many channels, one after the other.
-struct Rooms {
+// Scratch memory for a sequence of so many keys with heads of so many channels: arrays, one after the other.
+struct Scratch {
   int64_t keys, width;
   float *k, *v, *scores, *queries, *out, *bias;            // forward
   float *slopes, *grads, *rows, *dk, *dv, *dbias;          // backward
   int64_t numbers;
 
-  Rooms(float* room, int64_t queries_, int64_t keys_, int64_t channels, bool backward)
+  Scratch(float* memory, int64_t queries_, int64_t keys_, int64_t channels, bool backward)
       : keys(whole(keys_, kTall)), width(whole(channels, kWide)) {
-    float* next = room;
+    float* next = memory;
     const auto take = [&](int64_t n) { return (next += whole(n, 16)) - whole(n, 16); };
     k = take(keys * width), v = take(keys * width), scores = take(keys * kQueries);
     queries = take(width * kQueries), out = take(kQueries * width), bias = take(queries_ + keys_ + 2 * kQueries);
@@ -38,12 +40,12 @@ struct Rooms {
       rows = take(kQueries * width);
       dk = take(keys * width), dv = take(keys * width), dbias = take(queries_ + keys_ + 2 * kQueries);
     }
-    numbers = next - room;
+    numbers = next - memory;
   }
 };
 
-int64_t attention_room(int64_t queries, int64_t keys, int64_t channels, bool backward) {
-  return Rooms(nullptr, queries, keys, channels, backward).numbers;
+int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool backward) {
+  return Scratch(nullptr, queries, keys, channels, backward).numbers;
 }
 
 // A head's numbers of one token. They are few: a call of memcpy costs as much as what it does.
@@ -68,10 +70,10 @@ struct Rows {
   const float* at;
   int64_t stride;
 };
-MC_INLINE Rows rows_of(const float* x, int64_t stride, int64_t channels, int64_t rows, int64_t width, float* room) {
+MC_INLINE Rows rows_of(const float* x, int64_t stride, int64_t channels, int64_t rows, int64_t width, float* scratch) {
   if (channels == width) return {x, stride};
-  copy_head(x, stride, channels, rows, width, rows, room);
-  return {room, width};
+  copy_head(x, stride, channels, rows, width, rows, scratch);
+  return {scratch, width};
 }
 
 // Queries [first, first + count) of a sequence, in kOf lanes, and the keys [begin, end) that any of them sees.
@@ -96,7 +98,7 @@ struct Block {
 
 // (keys, lanes) = the products of keys with queries.
 template <int64_t kOf>
-MC_INLINE void products_with(const float* rows, const Rooms& r, int64_t channels, const float* queries,
+MC_INLINE void products_with(const float* rows, const Scratch& r, int64_t channels, const float* queries,
                              const Block<kOf>& b, float* to) {
   for (int64_t j = b.top; j < b.bottom; j += kTall)
     tile<kOf>(channels, rows + j * r.width, r.width, 1, queries, kOf, to + j * kOf, kOf, false);
@@ -104,7 +106,7 @@ MC_INLINE void products_with(const float* rows, const Rooms& r, int64_t channels
 
 // (lanes, width) = the sums over the keys of weights (keys, lanes) times rows (keys, width).
 template <int64_t kOf>
-MC_INLINE void mix_of(const float* weights, const float* rows, const Rooms& r, const Block<kOf>& b, float* to) {
+MC_INLINE void mix_of(const float* weights, const float* rows, const Scratch& r, const Block<kOf>& b, float* to) {
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t i = 0; i < b.count; i += kTall)
       tile(b.end - b.begin, weights + b.begin * kOf + i, 1, kOf, rows + b.begin * r.width + c, r.width,
@@ -113,7 +115,7 @@ MC_INLINE void mix_of(const float* weights, const float* rows, const Rooms& r, c
 
 // (keys, width) += the sums over the queries of weights (keys, lanes) times rows (lanes, width).
 template <int64_t kOf>
-MC_INLINE void add_mix(const float* weights, const Rows& rows, const Rooms& r, const Block<kOf>& b, float* to) {
+MC_INLINE void add_mix(const float* weights, const Rows& rows, const Scratch& r, const Block<kOf>& b, float* to) {
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t j = b.top; j < b.bottom; j += kTall)
       tile(b.count, weights + j * kOf, kOf, 1, rows.at + c, rows.stride, to + j * r.width + c, r.width, true);
@@ -151,12 +153,12 @@ MC_INLINE void clear_edges(const Block<kOf>& b, float* weights) {
 
 // Runs body(key, words or null, half): the random words of the block's queries for each key, if any are dropped.
 template <int64_t kOf, class Body>
-MC_INLINE void each_key(const Attention& a, const Block<kOf>& b, const uint64_t* numbers, const Body& body) {
+MC_INLINE void each_key(const Attention& a, const Block<kOf>& b, const uint64_t (&numbers)[kOf], const Body& body) {
   if (!a.draw.threshold) {
     for (int64_t j = b.begin; j < b.end; j++) body(j, (const uint32_t*)nullptr, 0);
     return;
   }
-  alignas(64) uint32_t words[kDropoutLanes][4][kQueries];
+  alignas(64) uint32_t words[kDropoutLanes][4][kOf];
   clear((float*)words, sizeof words / sizeof(float));
   int64_t drawn = -1;
   for (int64_t j = b.begin; j < b.end; j++) {
@@ -178,7 +180,8 @@ MC_INLINE void drop(const Attention& a, const uint32_t* __restrict words, int ha
 
 // The numbers of a block's queries, from which a head draws. Lanes without a query repeat the last.
 template <int64_t kOf>
-MC_INLINE void number(const Attention& a, int64_t query, const Block<kOf>& b, int64_t head, uint64_t* numbers) {
+MC_INLINE void number(const Attention& a, int64_t query, const Block<kOf>& b, int64_t head,
+                      uint64_t (&numbers)[kOf]) {
   for (int64_t l = 0; l < kOf; l++) {
     const int64_t i = query + b.first + (l < b.count ? l : b.count - 1);
     numbers[l] = (uint64_t)(a.tokens ? a.tokens[i] : i) + ((uint64_t)(a.first_head + head) << 20);
@@ -186,12 +189,12 @@ MC_INLINE void number(const Attention& a, int64_t query, const Block<kOf>& b, in
 }
 
 // The bias of query minus key, from 1 - keys on, so that it rises with the lanes; zeros behind it.
-MC_INLINE const float* turned_bias(const Attention& a, int64_t head, int64_t queries, int64_t keys, float* room) {
+MC_INLINE const float* reversed_bias(const Attention& a, int64_t head, int64_t queries, int64_t keys, float* scratch) {
   if (!a.bias) return nullptr;
   const float* middle = a.bias + head * a.bias_width + a.bias_width / 2;
-  for (int64_t i = 0; i < queries + keys - 1; i++) room[i] = middle[keys - 1 - i];
-  memset(room + queries + keys - 1, 0, sizeof(float) * kQueries);
-  return room;
+  for (int64_t i = 0; i < queries + keys - 1; i++) scratch[i] = middle[keys - 1 - i];
+  memset(scratch + queries + keys - 1, 0, sizeof(float) * kQueries);
+  return scratch;
 }
 
 // One head of a sequence's queries, which begin at `query`, over so many keys.
@@ -207,10 +210,10 @@ struct Part {
 };
 
 template <int64_t kOf>
-void attend(const Attention& a, const Part& p, int64_t first, const float* bias, const Rooms& r) {
+void attend(const Attention& a, const Part& p, int64_t first, const float* bias, const Scratch& r) {
   const Block<kOf> b(a, first, p.queries, p.keys);
   const int64_t at = p.at(a, first), stride = p.stride(a);
-  turn<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
+  transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
   score(a, b, bias, p.keys, r.scores);
   alignas(64) float most[kOf], sum[kOf], total[kOf];
@@ -231,7 +234,7 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
     for (int64_t l = 0; l < kOf; l++) total[l] += sum[l];
   }
   if (a.draw.threshold) {
-    uint64_t numbers[kQueries];
+    uint64_t numbers[kOf];
     number(a, p.query, b, p.head, numbers);
     each_key(a, b, numbers, [&](int64_t j, const uint32_t* words, int half) {
       drop<kOf>(a, words, half, r.scores + j * kOf);
@@ -249,23 +252,24 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
 }
 
 template <int64_t kOf>
-void attend_backward(const Attention& a, const Part& p, int64_t first, const float* bias, bool biased, const Rooms& r) {
+void attend_backward(const Attention& a, const Part& p, int64_t first, const float* bias, bool biased,
+                     const Scratch& r) {
   const Block<kOf> b(a, first, p.queries, p.keys);
   const int64_t at = p.at(a, first), stride = p.stride(a);
-  turn<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
-  turn<kOf>(a.grad + at, stride, a.channels, b.count, r.grads);
-  alignas(64) float most[kOf], part[kOf], along[kOf];
-  clear(most, kOf), clear(part, kOf), clear(along, kOf);
+  transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
+  transpose_panel<kOf>(a.grad + at, stride, a.channels, b.count, r.grads);
+  alignas(64) float most[kOf], part[kOf], delta[kOf];
+  clear(most, kOf), clear(part, kOf), clear(delta, kOf);
   for (int64_t l = 0; l < b.count; l++) {
     const float* sums = p.sums(a, first + l);
     most[l] = sums[0], part[l] = 1.0f / sums[1];
     const float *g = a.grad + at + l * stride, *o = a.out + at + l * stride;
-    along[l] = row_sum(a.channels, [&](int64_t c) { return g[c] * o[c]; });
+    delta[l] = row_sum(a.channels, [&](int64_t c) { return g[c] * o[c]; });
   }
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
   products_with(r.v, r, a.channels, r.grads, b, r.slopes);
   score(a, b, bias, p.keys, r.scores);
-  uint64_t numbers[kQueries];
+  uint64_t numbers[kOf];
   number(a, p.query, b, p.head, numbers);
   each_key(a, b, numbers, [&](int64_t j, const uint32_t* words, int half) {
     float* __restrict weights = r.scores + j * kOf;
@@ -278,7 +282,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
       drop<kOf>(a, words, half, weights);
       drop<kOf>(a, words, half, slopes);
     }
-    for (int64_t l = 0; l < kOf; l++) slopes[l] = before[l] * (slopes[l] - along[l]);
+    for (int64_t l = 0; l < kOf; l++) slopes[l] = before[l] * (slopes[l] - delta[l]);
     if (biased) {
       float* __restrict to = r.dbias + (b.first - j + p.keys - 1);
       for (int64_t l = 0; l < kOf; l++) to[l] += slopes[l];
@@ -295,15 +299,15 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
 
 // out of queries [query, query + queries) over keys [key, key + keys), of the heads that share key head `group`.
 void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-               float* room) {
-  const Rooms r(room, queries, keys, a.channels, false);
-  const int64_t share = a.heads / a.groups, k_stride = a.groups * a.channels;
+               float* scratch) {
+  const Scratch r(scratch, queries, keys, a.channels, false);
+  const int64_t share = a.heads / a.kv_heads, k_stride = a.kv_heads * a.channels;
   const int64_t k_at = key * k_stride + group * a.channels;
   copy_head(a.k + k_at, k_stride, a.channels, keys, r.width, r.keys, r.k);
   copy_head(a.v + k_at, k_stride, a.channels, keys, r.width, r.keys, r.v);
   for (int64_t head = group * share; head < (group + 1) * share; head++) {
     const Part p{query, queries, keys, head};
-    const float* bias = turned_bias(a, head, queries, keys, r.bias);
+    const float* bias = reversed_bias(a, head, queries, keys, r.bias);
     for (int64_t first = 0; first < queries; first += kQueries) {
       if (queries - first > kFew) attend<kQueries>(a, p, first, bias, r);
       else attend<kFew>(a, p, first, bias, r);
@@ -314,9 +318,9 @@ void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, 
 // What the gradient a.grad of a.out is of q, k and v, and of the bias: dbias, (heads, queries + keys - 1), of query
 // minus key, from 1 - keys on; null without a bias.
 void attention_backward(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-                        float* dbias, float* room) {
-  const Rooms r(room, queries, keys, a.channels, true);
-  const int64_t share = a.heads / a.groups, k_stride = a.groups * a.channels;
+                        float* dbias, float* scratch) {
+  const Scratch r(scratch, queries, keys, a.channels, true);
+  const int64_t share = a.heads / a.kv_heads, k_stride = a.kv_heads * a.channels;
   const int64_t k_at = key * k_stride + group * a.channels, differences = queries + keys - 1;
   copy_head(a.k + k_at, k_stride, a.channels, keys, r.width, r.keys, r.k);
   copy_head(a.v + k_at, k_stride, a.channels, keys, r.width, r.keys, r.v);
@@ -324,7 +328,7 @@ void attention_backward(const Attention& a, int64_t query, int64_t queries, int6
   memset(r.dv, 0, sizeof(float) * (size_t)(r.keys * r.width));
   for (int64_t head = group * share; head < (group + 1) * share; head++) {
     const Part p{query, queries, keys, head};
-    const float* bias = turned_bias(a, head, queries, keys, r.bias);
+    const float* bias = reversed_bias(a, head, queries, keys, r.bias);
     if (dbias) memset(r.dbias, 0, sizeof(float) * (size_t)(differences + kQueries));
     for (int64_t first = 0; first < queries; first += kQueries) {
       if (queries - first > kFew) attend_backward<kQueries>(a, p, first, bias, dbias != nullptr, r);

@@ -11,7 +11,6 @@
 namespace modelcenter {
 namespace {
 
-constexpr int64_t kChunk = 16384;  // elements that a thread takes at a time; also the unit of the norm's order
 constexpr int64_t kStreamed = 1 << 23;  // parameters in one call from which on their state cannot stay in a cache
 
 // Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region.
@@ -102,7 +101,7 @@ void clip_coef(Tensor norm_sq, std::optional<Tensor> loss_scale, double max_norm
   const float* scale = scalar(loss_scale, norm_sq, "loss_scale");
   float* out[3];
   const Tensor* outs[3] = {&norm, &gscale, &found_inf};
-  for (int i = 0; i < 3; i++) out[i] = (float*)scalar(*outs[i], norm_sq, "an output");
+  for (int i = 0; i < 3; i++) out[i] = scalar(*outs[i], norm_sq, "an output", true);
   coefficients(*(const double*)norm_sq.const_data_ptr(), scale ? *scale : 1.0f, max_norm, eps, out[0], out[1], out[2]);
 }
 

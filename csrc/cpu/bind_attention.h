@@ -15,7 +15,7 @@ struct AttentionCall {
   std::vector<int64_t> cost;           // of all units before each
 
   int64_t units() const { return (int64_t)cost.size() - 1; }
-  int64_t sequence(int64_t unit) const { return unit / a.groups; }
+  int64_t sequence(int64_t unit) const { return unit / a.kv_heads; }
   int64_t length(const std::vector<int64_t>& of, int64_t i) const { return of[(size_t)i + 1] - of[(size_t)i]; }
 };
 
@@ -31,7 +31,7 @@ inline std::vector<int64_t> offsets(const Tensor& cu, const char* name, int64_t 
 }
 
 struct AttentionHeads {
-  int64_t heads, groups;
+  int64_t heads, kv_heads;
   double scale;
   bool causal;
   int64_t window;
@@ -46,16 +46,16 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
                                      const std::optional<Tensor>& bias, const std::optional<Tensor>& tokens,
                                      const AttentionHeads& h, const AttentionDraw& draw) {
   STD_TORCH_CHECK(q.dim() == 2 && k.dim() == 2 && v.dim() == 2, "q, k and v must have 2 dimensions");
-  STD_TORCH_CHECK(h.groups > 0 && h.heads > 0 && h.heads % h.groups == 0 && q.size(1) % h.heads == 0,
-                  "rows of ", q.size(1), " numbers are no ", h.heads, " heads of ", h.groups, " groups");
+  STD_TORCH_CHECK(h.kv_heads > 0 && h.heads > 0 && h.heads % h.kv_heads == 0 && q.size(1) % h.heads == 0,
+                  "rows of ", q.size(1), " numbers are no ", h.heads, " heads of ", h.kv_heads, " kv_heads");
   AttentionCall call;
   Attention& a = call.a;
-  a.heads = h.heads, a.groups = h.groups, a.channels = q.size(1) / h.heads;
+  a.heads = h.heads, a.kv_heads = h.kv_heads, a.channels = q.size(1) / h.heads;
   a.scale = (float)h.scale, a.causal = h.causal, a.window = h.window, a.first_head = draw.first_head;
   const int64_t rows = q.size(0), key_rows = k.size(0);
   a.q = arrays.take(q, "q", rows * a.heads * a.channels);
-  a.k = arrays.take(k, "k", key_rows * a.groups * a.channels);
-  a.v = arrays.take(v, "v", key_rows * a.groups * a.channels);
+  a.k = arrays.take(k, "k", key_rows * a.kv_heads * a.channels);
+  a.v = arrays.take(v, "v", key_rows * a.kv_heads * a.channels);
   a.sums = arrays.take(sums, "sums", rows * a.heads * 2, written);
   call.queries = offsets(cu_queries, "cu_queries", rows), call.keys = offsets(cu_keys, "cu_keys", key_rows);
   STD_TORCH_CHECK(call.queries.size() == call.keys.size(), "cu_queries and cu_keys are of ", call.queries.size() - 1,
@@ -75,8 +75,8 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
     STD_TORCH_CHECK(!h.causal || n == m, "sequence ", i, " has ", n, " queries and ", m,
                     " keys: causal attention is of a sequence to itself");
     // Rows are moved and worked on in blocks of 32 or 16 queries.
-    const int64_t cost = ((n + 15) / 16 * 16 + 16) * (m + 16) * (a.heads / a.groups);
-    for (int64_t g = 0; g < a.groups; g++) call.cost.push_back(call.cost.back() + cost);
+    const int64_t cost = ((n + 15) / 16 * 16 + 16) * (m + 16) * (a.heads / a.kv_heads);
+    for (int64_t g = 0; g < a.kv_heads; g++) call.cost.push_back(call.cost.back() + cost);
   }
   if (a.window >= longest) a.window = 0;  // and it may be as large as a number can be
   if (bias) {
@@ -88,32 +88,32 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
   return call;
 }
 
-// Runs body(query, queries, key, keys, group, sequence, room) for each sequence and key head: where its queries and
+// Runs body(query, queries, key, keys, group, sequence, scratch) for each sequence and key head: where its queries and
 // keys begin, and how many they are. Which thread does it shows in no bit.
 template <class Body>
 void each_unit(const AttentionCall& call, bool backward, const Body& body) {
   constexpr int64_t kLeast = 1 << 15;  // cost that is worth a thread
   torch::stable::parallel_for(0, call.cost.back(), kLeast, [&](int64_t begin, int64_t end) {
     FlushDenormals flush;
-    std::unique_ptr<float[]> room;
+    std::unique_ptr<float[]> scratch;
     int64_t size = 0;
     int64_t unit = std::lower_bound(call.cost.begin(), call.cost.end(), begin) - call.cost.begin();
     for (; unit < call.units() && call.cost[(size_t)unit] < end; unit++) {
       const int64_t i = call.sequence(unit);
       const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
-      const int64_t needed = kernels().attention_room(n, m, call.a.channels, backward);
-      if (needed > size) room.reset(new float[(size_t)needed + 16]), size = needed;
-      float* const aligned = (float*)(((uintptr_t)room.get() + 63) / 64 * 64);
-      body(call.queries[(size_t)i], n, call.keys[(size_t)i], m, unit % call.a.groups, i, aligned);
+      const int64_t needed = kernels().attention_scratch(n, m, call.a.channels, backward);
+      if (needed > size) scratch.reset(new float[(size_t)needed + 16]), size = needed;
+      float* const aligned = (float*)(((uintptr_t)scratch.get() + 63) / 64 * 64);
+      body(call.queries[(size_t)i], n, call.keys[(size_t)i], m, unit % call.a.kv_heads, i, aligned);
     }
   });
 }
 
 // Zeros for the queries of a sequence without keys, of the heads of a key head.
 inline void clear_heads(const Attention& a, float* to, int64_t query, int64_t queries, int64_t group) {
-  const int64_t share = a.heads / a.groups * a.channels;
+  const int64_t share = a.heads / a.kv_heads * a.channels;
   for (int64_t i = query; i < query + queries; i++)
-    memset(to + (i * a.groups + group) * share, 0, sizeof(float) * (size_t)share);
+    memset(to + (i * a.kv_heads + group) * share, 0, sizeof(float) * (size_t)share);
 }
 
 void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
@@ -125,8 +125,8 @@ void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_
   Attention& a = call.a;
   a.out = arrays.take(out, "out", q.numel(), true);
   arrays.check();
-  each_unit(call, false, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t, float* room) {
-    if (m) return kernels().attention(a, query, n, key, m, group, room);
+  each_unit(call, false, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t, float* scratch) {
+    if (m) return kernels().attention(a, query, n, key, m, group, scratch);
     clear_heads(a, a.out, query, n, group);
   });
 }
@@ -154,9 +154,10 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> d
     first.push_back(first.back() + a.heads * std::max((int64_t)0, call.length(call.queries, (int64_t)i) +
                                                                       call.length(call.keys, (int64_t)i) - 1));
   std::vector<float> parts((size_t)first.back(), 0.0f);
-  each_unit(call, true, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t i, float* room) {
+  each_unit(call, true, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t i,
+                            float* scratch) {
     float* own = slopes ? parts.data() + first[(size_t)i] : nullptr;
-    if (m) return kernels().attention_backward(a, query, n, key, m, group, own, room);
+    if (m) return kernels().attention_backward(a, query, n, key, m, group, own, scratch);
     clear_heads(a, a.dq, query, n, group);
   });
   if (!slopes) return;

@@ -17,8 +17,9 @@ inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b
     same_device(t, out, name);
     int64_t last = 0;
     for (int i = 0; i < dims; i++) last += (t.size(i) - 1) * t.stride(i);
-    if (t.numel()) overlaps.add(t.const_data_ptr(), 4 * (last + 1), written);
-    return (float*)t.const_data_ptr();
+    float* data = (float*)data_of(t, written);
+    if (t.numel()) overlaps.add(data, 4 * (last + 1), written);
+    return data;
   };
   Product p{};
   p.add = add;
@@ -75,12 +76,12 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::op
     return std::min(n, ((n + kTile - 1) / kTile * i + parts - 1) / parts * kTile);
   };
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    static thread_local std::unique_ptr<float[]> room(new float[kProductRoom]);
+    static thread_local std::unique_ptr<float[]> scratch(new float[kProductScratch]);
     FlushDenormals flush;
     for (int64_t i = begin; i < end; i++) {
       const int64_t r = i / across, c = i % across;
       const int64_t top = edge(r, down, rows), left = edge(c, across, p.columns);
-      kernels().product(p, top, edge(r + 1, down, rows), left, edge(c + 1, across, p.columns), room.get());
+      kernels().product(p, top, edge(r + 1, down, rows), left, edge(c + 1, across, p.columns), scratch.get());
     }
   });
 }

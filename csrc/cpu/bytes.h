@@ -2,10 +2,14 @@
 // of numbers of any kind, the CRC-32 of zip archives, and SHA-256.
 #pragma once
 
+#include <stdint.h>
 #include <string.h>
 #if defined(__PCLMUL__)
 #include <cpuid.h>
 #endif
+
+#include "../core/formulas.h"
+#include "convert.h"
 
 namespace modelcenter {
 namespace {
@@ -38,13 +42,13 @@ MC_INLINE void put_line(void* out, const void* line, bool past_caches) {
   memcpy(out, line, 64);
 }
 
-// The transpose of a square of 64 bytes by as many numbers. It is made in a room of its own, so that each cache line of
-// either side is touched once: lines that lie a power of two apart push each other out of the nearest cache.
+// The transpose of a square of 64 bytes by as many numbers. It is made in scratch memory of its own, so that each cache
+// line of either side is touched once: lines that lie a power of two apart push each other out of the nearest cache.
 template <class Vector, class Word>
-MC_INLINE void turn_square(Word* out, const Word* in, const Word* next, int64_t out_stride, int64_t in_stride,
-                           bool past_caches) {
+MC_INLINE void transpose_square(Word* out, const Word* in, const Word* next, int64_t out_stride, int64_t in_stride,
+                                bool past_caches) {
   constexpr int kLine = 64 / sizeof(Word), kWords = 16 / sizeof(Word);
-  alignas(64) Word room[kLine][kLine];
+  alignas(64) Word scratch[kLine][kLine];
   for (int r = 0; r < kLine; r += kWords) {
     // No processor guesses that the next square is next, and to wait for it would take longer than all the rest.
     for (int i = 0; i < kWords; i++) __builtin_prefetch(next + (r + i) * in_stride);
@@ -58,16 +62,16 @@ MC_INLINE void turn_square(Word* out, const Word* in, const Word* next, int64_t 
         }
         memcpy(rows, turned, sizeof rows);
       }
-      for (int i = 0; i < kWords; i++) memcpy(&room[c + i][r], &rows[i], 16);
+      for (int i = 0; i < kWords; i++) memcpy(&scratch[c + i][r], &rows[i], 16);
     }
   }
-  for (int c = 0; c < kLine; c++) put_line(out + c * out_stride, room[c], past_caches);
+  for (int c = 0; c < kLine; c++) put_line(out + c * out_stride, scratch[c], past_caches);
 }
 
 // Memory that came from a file may begin anywhere: numbers move as bytes.
 template <class Vector, class Word>
-void turn(Word* out, const Word* in, int64_t rows, int64_t columns, int64_t out_stride, int64_t in_stride,
-          bool past_caches) {
+void transpose_matrix(Word* out, const Word* in, int64_t rows, int64_t columns, int64_t out_stride, int64_t in_stride,
+                      bool past_caches) {
   constexpr int64_t kLine = 64 / sizeof(Word);
   if (rows < kLine || columns < kLine) {
     for (int64_t c = 0; c < columns; c++)
@@ -82,7 +86,7 @@ void turn(Word* out, const Word* in, int64_t rows, int64_t columns, int64_t out_
       const int64_t left = begin(c, columns);
       const Word* next = c + kLine < columns ? in + top * in_stride + begin(c + kLine, columns)
                                              : in + begin(r + kLine, rows) * in_stride;
-      turn_square<Vector>(out + left * out_stride + top, in + top * in_stride + left, next, out_stride, in_stride,
+      transpose_square<Vector>(out + left * out_stride + top, in + top * in_stride + left, next, out_stride, in_stride,
                           past_caches && top % kLine == 0);
     }
   }
@@ -95,7 +99,7 @@ void transpose(void* out, const void* in, int size, int64_t rows, int64_t column
                int64_t in_stride, bool past_caches) {
   const auto run = [&](auto vector, auto word) {
     using Word = decltype(word);
-    turn<decltype(vector)>((Word*)out, (const Word*)in, rows, columns, out_stride, in_stride, past_caches);
+    transpose_matrix<decltype(vector)>((Word*)out, (const Word*)in, rows, columns, out_stride, in_stride, past_caches);
   };
   if (size == 2) run(Words16{}, uint16_t{});
   if (size == 4) run(Words32{}, uint32_t{});

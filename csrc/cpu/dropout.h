@@ -1,5 +1,7 @@
 // Dropout of a run of channels of one token; a part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
+#include "../core/random.h"
+#include "convert.h"
 
 namespace modelcenter {
 namespace {
@@ -95,11 +97,14 @@ MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words)
 #endif
 }
 
-// The words of one counter of the first `count` of 32 tokens; those of others may be written too.
-MC_INLINE void draw_tokens(const Draw& d, const uint64_t* tokens, int64_t count, uint32_t counter,
-                           uint32_t (&words)[4][32]) {
+// The words of one counter of the first `count` of so many tokens; those of others may be written too.
+template <int64_t kTokens>
+MC_INLINE void draw_tokens(const Draw& d, const uint64_t (&tokens)[kTokens], int64_t count, uint32_t counter,
+                           uint32_t (&words)[4][kTokens]) {
 #if defined(__AVX512F__) || defined(__AVX2__)
-  constexpr int kVectors = 2 * Wide::kPairs, kLanes = Wide::kCounters / 2;
+  constexpr int kLanes = Wide::kCounters / 2, kMost = 2 * Wide::kPairs;
+  constexpr int kVectors = kMost * kLanes < kTokens ? kMost : (int)kTokens / kLanes;
+  static_assert(kTokens % (kVectors * kLanes) == 0 && kVectors % 2 == 0, "pairs of vectors must fill the tokens");
   for (int at = 0; at < count; at += kVectors * kLanes) {
     Wide::V a[kVectors], b[kVectors], c[kVectors], e[kVectors];
     for (int i = 0; i < kVectors; i++) {
@@ -143,7 +148,7 @@ MC_INLINE void keep(const uint32_t* __restrict words, const int half, uint32_t t
 void dropout(const Draw& d, int64_t i, const void* x, const void* residual, void* out, int type, int64_t begin,
              int64_t end) {
   alignas(64) Words words;
-  alignas(64) float room_x[kDropoutBlock], room_r[kDropoutBlock], room_out[kDropoutBlock];
+  alignas(64) float scratch_x[kDropoutBlock], scratch_r[kDropoutBlock], scratch_out[kDropoutBlock];
   const uint64_t token = (uint64_t)(d.tokens ? d.tokens[i] : d.first_token + i);
   const uint32_t threshold = d.threshold;
   const float scale = d.scale;
@@ -154,9 +159,9 @@ void dropout(const Draw& d, int64_t i, const void* x, const void* residual, void
     next = at + kDropoutBlock - skipped < end ? at + kDropoutBlock - skipped : end;
     const int64_t n = next - at;
     draw(d, token, (uint32_t)(channel / kDropoutBlock), words);
-    const float* source = floats(x, type, at, room_x, n);
-    const float* add = residual ? floats(residual, type, at, room_r, n) : nullptr;
-    float* target = type == kFloat ? (float*)out + at : room_out;
+    const float* source = floats(x, type, at, scratch_x, n);
+    const float* add = residual ? floats(residual, type, at, scratch_r, n) : nullptr;
+    float* target = type == kFloat ? (float*)out + at : scratch_out;
     if (n == kDropoutBlock) {
       for (int word = 0; word < 4; word++) {
         const int to = 2 * word * kDropoutLanes;
@@ -198,7 +203,7 @@ void dropout(const Draw& d, int64_t i, const void* x, const void* residual, void
         target[k] = add ? add[k] + y : y;
       }
     }
-    if (type != kFloat) from_floats(room_out, place(out, type, at), type, n);
+    if (type != kFloat) from_floats(scratch_out, place(out, type, at), type, n);
   }
 }
 

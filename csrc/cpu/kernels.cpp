@@ -3,9 +3,7 @@
 #include "kernels.h"
 
 #include "../core/quantize.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "convert.h"
 
 #define MC_JOIN(a, b) a##b
 #define MC_NAME(isa) MC_JOIN(kernels_, isa)
@@ -14,65 +12,6 @@
 
 namespace modelcenter {
 namespace {
-
-// Numbers that are worked on together: their fp32 values stay in the first cache.
-constexpr int64_t kBlock = 512;
-template <class F>
-MC_INLINE void each(int64_t n, const F& body) {
-  if (n == kBlock) {
-    for (int64_t i = 0; i < kBlock; i++) body(i);
-  } else {
-    for (int64_t i = 0; i < n; i++) body(i);
-  }
-}
-
-MC_INLINE void halves_to_floats(const uint16_t* __restrict in, float* __restrict out, int64_t n) {
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + i))));
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(in + i))));
-#endif
-  for (; i < n; i++) out[i] = from_fp16(in[i]);
-}
-
-MC_INLINE void floats_to_halves(const float* __restrict in, uint16_t* __restrict out, int64_t n) {
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm256_storeu_si256((__m256i*)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128((__m128i*)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-  for (; i < n; i++) out[i] = to_fp16(in[i]);
-}
-
-MC_INLINE void to_floats(const void* in, int type, float* __restrict out, int64_t n) {
-  if (type == kHalf) return halves_to_floats((const uint16_t*)in, out, n);
-  const uint16_t* __restrict b = (const uint16_t*)in;
-  if (type == kBfloat16) return each(n, [=](int64_t i) { out[i] = from_bf16(b[i]); });
-  memcpy(out, in, 4 * n);
-}
-
-MC_INLINE void from_floats(const float* __restrict in, void* out, int type, int64_t n) {
-  if (type == kHalf) return floats_to_halves(in, (uint16_t*)out, n);
-  uint16_t* __restrict b = (uint16_t*)out;
-  if (type == kBfloat16) return each(n, [=](int64_t i) { b[i] = to_bf16(in[i]); });
-  memcpy(out, in, 4 * n);
-}
-
-MC_INLINE char* place(const void* base, int type, int64_t i) {
-  return (char*)base + i * (type == kFloat ? 4 : 2);
-}
-
-// fp32 numbers where they are, others in `room`.
-MC_INLINE float* floats(const void* base, int type, int64_t i, float* room, int64_t n) {
-  if (type == kFloat) return (float*)base + i;
-  to_floats(place(base, type, i), type, room, n);
-  return room;
-}
 
 template <class Formula>
 MC_INLINE void formula(const Scalars s, float scale, const float* __restrict g, float* __restrict w,
@@ -102,18 +41,18 @@ MC_INLINE void for_runs(const Place& place, int64_t first, int64_t n, const Body
   }
 }
 
-// The fp32 values of parameters: where they are, or in `room`.
-MC_INLINE float* values(const Slab& slab, const Types& types, int64_t i, float* __restrict room, int64_t n) {
+// The fp32 values of parameters: where they are, or in `scratch`.
+MC_INLINE float* values(const Slab& slab, const Types& types, int64_t i, float* __restrict scratch, int64_t n) {
   if (types.mode == kPlain) return (float*)slab.p + i;
   if (types.mode == kMaster) return (float*)slab.aux + i;
   const uint16_t* __restrict p = (const uint16_t*)slab.p + i;
   const int16_t* __restrict low = (const int16_t*)slab.aux + i;
   if (types.mode == kRemainder) {
-    each(n, [=](int64_t k) { room[k] = merge(p[k], low[k]); });
+    each(n, [=](int64_t k) { scratch[k] = merge(p[k], low[k]); });
   } else {
-    to_floats(p, kBfloat16, room, n);
+    to_floats(p, kBfloat16, scratch, n);
   }
-  return room;
+  return scratch;
 }
 
 // Writes to the parameters what their values have become.
@@ -137,7 +76,7 @@ MC_INLINE float load(uint16_t x) { return from_bf16(x); }
 MC_INLINE void store(float& to, float x) { to = x; }
 MC_INLINE void store(uint16_t& to, float x) { to = to_bf16(x); }
 
-// Steps in one pass over memory, without the rooms, through which numbers pass more slowly than through memory.
+// Steps in one pass over memory, without the scratch, through which numbers pass more slowly than through memory.
 
 // n elements from i on of parameters in bf16 whose fp32 values are not in memory.
 template <class Formula, class Moment, bool kRandomly>
@@ -190,13 +129,13 @@ MC_INLINE void all_masters(const Slab& slab, const Scalars s, float scale, int64
   int64_t i = begin;
 #if defined(__AVX2__)
   if (stream && end - begin >= 2 * kRun) {
-    alignas(64) uint16_t room[kRun];
+    alignas(64) uint16_t scratch[kRun];
     const int64_t before = (int64_t)(-(uintptr_t)(p + begin) & 63) / 2;
     masters<Formula, Gradient, Moment>(slab, s, scale, i, before, p + i);
     for (i += before; i + kRun <= end; i += kRun) {
-      masters<Formula, Gradient, Moment>(slab, s, scale, i, kRun, room);
+      masters<Formula, Gradient, Moment>(slab, s, scale, i, kRun, scratch);
       for (int64_t k = 0; k < kRun; k += 16)
-        _mm256_stream_si256((__m256i*)(p + i + k), _mm256_load_si256((const __m256i*)(room + k)));
+        _mm256_stream_si256((__m256i*)(p + i + k), _mm256_load_si256((const __m256i*)(scratch + k)));
     }
     _mm_sfence();
   }
@@ -232,15 +171,15 @@ void update(const Slab& slab, const Types& types, const Scalars& s, float scale,
   if (types.m == kFloat ? in_one_pass<Formula, float>(slab, types, s, scale, salt, begin, end)
                         : in_one_pass<Formula, uint16_t>(slab, types, s, scale, salt, begin, end))
     return;
-  alignas(64) float room_g[kBlock], room_w[kBlock], room_m[kBlock], room_v[kBlock];
+  alignas(64) float scratch_g[kBlock], scratch_w[kBlock], scratch_m[kBlock], scratch_v[kBlock];
   const bool second = Formula::kMoments == 2;
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t n = end - i < kBlock ? end - i : kBlock;
 
-    const float* g = floats(slab.g, types.g, i, room_g, n);
-    float* m = floats(slab.m, types.m, i, room_m, n);
-    float* v = second ? floats(slab.v, types.m, i, room_v, n) : room_v;
-    float* w = values(slab, types, i, room_w, n);
+    const float* g = floats(slab.g, types.g, i, scratch_g, n);
+    float* m = floats(slab.m, types.m, i, scratch_m, n);
+    float* v = second ? floats(slab.v, types.m, i, scratch_v, n) : scratch_v;
+    float* w = values(slab, types, i, scratch_w, n);
 
     formula<Formula>(s, scale, g, w, m, v, n);
 
@@ -254,7 +193,7 @@ void update(const Slab& slab, const Types& types, const Scalars& s, float scale,
 
 void update8(const Slab& slab, const Types& types, const Scalars& s, float scale, uint32_t salt, int64_t begin,
              int64_t end) {
-  alignas(64) float room_g[kQuantBlock], room_w[kQuantBlock], m[kQuantBlock], v[kQuantBlock];
+  alignas(64) float scratch_g[kQuantBlock], scratch_w[kQuantBlock], m[kQuantBlock], v[kQuantBlock];
   alignas(64) uint32_t random[kQuantBlock];
   const int64_t per_row = (slab.width + kQuantBlock - 1) / kQuantBlock;
   for (int64_t b = begin; b < end; b++) {
@@ -265,8 +204,8 @@ void update8(const Slab& slab, const Types& types, const Scalars& s, float scale
     const float m_scale = slab.m_scale[b], v_scale = slab.v_scale[b];
     for (int64_t k = 0; k < n; k++) m[k] = from_first(first[k], m_scale);
     for (int64_t k = 0; k < n; k++) v[k] = from_second(second[k], v_scale);
-    const float* g = floats(slab.g, types.g, i, room_g, n);
-    float* w = values(slab, types, i, room_w, n);
+    const float* g = floats(slab.g, types.g, i, scratch_g, n);
+    float* w = values(slab, types, i, scratch_w, n);
 
     formula<AdamW>(s, scale, g, w, m, v, n);
 
@@ -291,11 +230,11 @@ void update8(const Slab& slab, const Types& types, const Scalars& s, float scale
 }
 
 double squares(const void* x, int type, int64_t n) {
-  alignas(64) float room[kBlock];
+  alignas(64) float scratch[kBlock];
   double lanes[16] = {};
   for (int64_t i = 0; i < n; i += kBlock) {
     const int64_t count = n - i < kBlock ? n - i : kBlock;
-    const float* g = floats(x, type, i, room, count);
+    const float* g = floats(x, type, i, scratch, count);
     int64_t k = 0;
     for (; k + 16 <= count; k += 16)
       for (int lane = 0; lane < 16; lane++) lanes[lane] += (double)g[k + lane] * (double)g[k + lane];
@@ -307,12 +246,12 @@ double squares(const void* x, int type, int64_t n) {
 }
 
 void cast(void* out, int out_type, const void* in, int in_type, float scale, int64_t n) {
-  alignas(64) float room[kBlock];
+  alignas(64) float scratch[kBlock];
   for (int64_t i = 0; i < n; i += kBlock) {
     const int64_t count = n - i < kBlock ? n - i : kBlock;
-    to_floats(place(in, in_type, i), in_type, room, count);
-    if (scale != 1.0f) each(count, [&](int64_t k) { room[k] *= scale; });
-    from_floats(room, place(out, out_type, i), out_type, count);
+    to_floats(place(in, in_type, i), in_type, scratch, count);
+    if (scale != 1.0f) each(count, [&](int64_t k) { scratch[k] *= scale; });
+    from_floats(scratch, place(out, out_type, i), out_type, count);
   }
 }
 
@@ -340,7 +279,7 @@ namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
                            split_all, merge_all, dropout, gelu, rms_norm, rms_norm_backward, cross_entropy,
-                           product, attention_room, attention, attention_backward, transpose, crc32, sha256};
+                           product, attention_scratch, attention, attention_backward, transpose, crc32, sha256};
 
 }  // namespace
 

@@ -16,17 +16,17 @@ struct Product {
   int64_t columns, depth, out_stride, a_stride, b_stride;
   bool a_transposed, b_transposed, add;
 };
-constexpr int64_t kProductRoom = 224 * 1024;  // numbers that a thread packs operands into
+constexpr int64_t kProductScratch = 224 * 1024;  // numbers that a thread packs operands into
 
 // Attention of packed sequences: out = dropout(softmax(scale q k^T + bias)) v. q, out: rows of `heads` times `channels`
-// numbers; k, v: of `groups` times `channels`. bias: (heads, bias_width), its middle for a key at the place of its
+// numbers; k, v: of `kv_heads` times `channels`. bias: (heads, bias_width), its middle for a key at the place of its
 // query. sums: (queries, heads, 2), of each query the largest score and the sum of exponentials. window: 0 for all that
 // is before. tokens: the numbers of the queries, or null. draw: its threshold is 0 where nothing is dropped.
 struct Attention {
   const float *q, *k, *v, *bias, *grad;
   float *out, *sums, *dq, *dk, *dv;
   const int64_t* tokens;
-  int64_t heads, groups, channels, bias_width, window, first_head;
+  int64_t heads, kv_heads, channels, bias_width, window, first_head;
   float scale;
   bool causal;
   Draw draw;
@@ -56,13 +56,13 @@ struct CpuKernels {
   void (*cross_entropy)(float* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int64_t n,
                         float scale, float smoothing, bool train);
   // Rows [top, bottom) of columns [left, right) of a product. The sums are of whoever begins at column 0.
-  void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* room);
+  void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch);
   // Queries of one sequence over its keys, of the heads that share a key head, and back: see attention.h.
-  int64_t (*attention_room)(int64_t queries, int64_t keys, int64_t channels, bool backward);
+  int64_t (*attention_scratch)(int64_t queries, int64_t keys, int64_t channels, bool backward);
   void (*attention)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-                    float* room);
+                    float* scratch);
   void (*attention_backward)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-                             float* dbias, float* room);
+                             float* dbias, float* scratch);
   // out (columns, rows) = the transpose of in (rows, columns), of numbers of 2, 4 or 8 bytes; strides are of rows.
   // `past_caches` is for an out that is not read soon.
   void (*transpose)(void* out, const void* in, int size, int64_t rows, int64_t columns, int64_t out_stride,

@@ -1,5 +1,6 @@
 // What kernels of rows share, a part of cpu/kernels.cpp, compiled for each instruction set: loops that become vectors.
 #pragma once
+#include "../core/numbers.h"
 
 namespace modelcenter {
 namespace {

@@ -1,10 +1,12 @@
 // Products of fp32 matrices whose operands lie as they are: a part of cpu/kernels.cpp, compiled for each instruction set.
 //
-// Panels of both operands are packed into a small room, in which they lie in the order in which the innermost loop takes
-// them, so that an operand may be transposed at no cost. Each element of the result is summed over t in the same order,
-// however the result is cut among threads.
+// Panels of both operands are packed into scratch memory, in the order in which the innermost loop takes them, so that an
+// operand may be transposed at no cost. Each element of the result is summed over t in the same order, however the
+// result is cut among threads.
 #pragma once
 
+#include "convert.h"
+#include "kernels.h"
 #include "lanes.h"
 
 namespace modelcenter {
@@ -13,7 +15,7 @@ namespace {
 constexpr int64_t kTall = 8, kWide = 32;                          // of a tile, whose sums are in registers
 constexpr int64_t kDepth = 192, kHeight = 1024, kWidth = 128;     // of what is packed: of a kHeight x kDepth, in the L2
 constexpr int64_t kTallPanel = kTall * kDepth + 16, kWidePanel = kWide * kDepth + 16;  // not a power of two apart
-static_assert(kProductRoom >= kHeight / kTall * kTallPanel + kWidth / kWide * kWidePanel, "the room is too small");
+static_assert(kProductScratch >= kHeight / kTall * kTallPanel + kWidth / kWide * kWidePanel, "it is too small");
 
 // The sums of an inner tile are in registers: on AVX-512 those of a whole tile, elsewhere a quarter of it at a time.
 #if defined(__AVX512F__)
@@ -103,7 +105,7 @@ MC_INLINE void pack(const float* x, int64_t stride, int64_t depth, int64_t colum
 
 #if defined(__AVX2__)
 // The transpose of 8 x 8 numbers, of which the first rows are there and the others are zeros.
-MC_INLINE void transpose(const float* x, int64_t stride, int64_t rows, float* to, int64_t to_stride) {
+MC_INLINE void transpose_8x8(const float* x, int64_t stride, int64_t rows, float* to, int64_t to_stride) {
   __m256 r[8], s[8];
   for (int k = 0; k < 8; k++) r[k] = k < rows ? _mm256_loadu_ps(x + k * stride) : _mm256_setzero_ps();
   for (int k = 0; k < 8; k += 2) {
@@ -125,15 +127,15 @@ MC_INLINE void transpose(const float* x, int64_t stride, int64_t rows, float* to
 
 // Columns [0, depth) of `rows` rows of x, at most kOf, as `depth` rows of kOf numbers, filled up with zeros.
 template <int64_t kOf>
-MC_INLINE void turn(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
+MC_INLINE void transpose_panel(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
 #if defined(__AVX2__)
   for (int64_t i = 0; i < kOf; i += 8) {
     const int64_t there = rows - i;
     int64_t t = 0;
     if (there >= 8)
-      for (; t + 8 <= depth; t += 8) transpose(x + i * stride + t, stride, 8, to + t * kOf + i, kOf);
+      for (; t + 8 <= depth; t += 8) transpose_8x8(x + i * stride + t, stride, 8, to + t * kOf + i, kOf);
     else if (there > 0)
-      for (; t + 8 <= depth; t += 8) transpose(x + i * stride + t, stride, there, to + t * kOf + i, kOf);
+      for (; t + 8 <= depth; t += 8) transpose_8x8(x + i * stride + t, stride, there, to + t * kOf + i, kOf);
     for (; t < depth; t++) {
       float* const at = to + t * kOf + i;
       _mm256_storeu_ps(at, _mm256_setzero_ps());
@@ -150,7 +152,7 @@ MC_INLINE void turn(const float* x, int64_t stride, int64_t depth, int64_t rows,
 template <int64_t kOf>
 MC_INLINE void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
   for (int64_t i = 0; i < rows; i += kOf, x += kOf * stride, to += kOf * kDepth + 16)
-    turn<kOf>(x, stride, depth, rows - i < kOf ? rows - i : kOf, to);
+    transpose_panel<kOf>(x, stride, depth, rows - i < kOf ? rows - i : kOf, to);
 }
 
 // sums += the sums over the depth of each row of packed panels.
@@ -170,9 +172,9 @@ MC_INLINE void add_sums(const float* a, int64_t depth, int64_t rows, float* sums
   }
 }
 
-void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_t right, float* room) {
-  float* const tall = room;
-  float* const wide = room + kHeight / kTall * kTallPanel;
+void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch) {
+  float* const tall = scratch;
+  float* const wide = scratch + kHeight / kTall * kTallPanel;
   const bool sums = p.sums && left == 0;
   if (sums) memset(p.sums + top, 0, sizeof(float) * (size_t)(bottom - top));
   for (int64_t i = top; i < bottom; i += kHeight) {

@@ -48,8 +48,8 @@ void clip_coef(Tensor norm_sq, std::optional<Tensor> loss_scale, double max_norm
                   "norm_sq must be one fp64 number");
   const DeviceGuard guard(norm_sq.get_device_index());
   done(cuda_coefficients((const double*)norm_sq.const_data_ptr(), scalar(loss_scale, norm_sq, "loss_scale"), max_norm,
-                         eps, (float*)scalar(norm, norm_sq, "norm"), (float*)scalar(gscale, norm_sq, "gscale"),
-                         (float*)scalar(found_inf, norm_sq, "found_inf"), (void*)stream));
+                         eps, scalar(norm, norm_sq, "norm", true), scalar(gscale, norm_sq, "gscale", true),
+                         scalar(found_inf, norm_sq, "found_inf", true), (void*)stream));
 }
 
 void cast_scale_copy(Tensors out, Tensors in, std::optional<Tensor> scale, int64_t stream) {

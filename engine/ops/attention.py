@@ -65,23 +65,24 @@ class _Attention(torch.autograd.Function):
         bias = None if bias is None else bias.contiguous()
         out, sums = torch.empty_like(q), q.new_empty(q.shape[0], heads.heads, 2)
         tokens = None if dropped.tokens is None else dropped.tokens.contiguous()
+        inputs = q, k, v, cu_queries, cu_keys, bias, tokens
         ctx.settings = (
-            cu_queries, cu_keys, bias, tokens, heads.heads, heads.kv_heads, heads.scale, heads.causal,
-            heads.window or 0, dropped.key, dropped.site, dropped.first_head, round(dropped.p * 65536),
+            heads.heads, heads.kv_heads, heads.scale, heads.causal, heads.window or 0, dropped.key, dropped.site,
+            dropped.first_head, round(dropped.p * 65536),
         )  # fmt: skip
-        torch.ops.modelcenter.attention_(out, sums, q, k, v, *ctx.settings)
-        ctx.save_for_backward(q, k, v, out, sums)
+        torch.ops.modelcenter.attention_(out, sums, *inputs, *ctx.settings)
+        ctx.save_for_backward(out, sums, *inputs)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums = ctx.saved_tensors
-        bias = ctx.settings[2]
+        out, sums, *inputs = ctx.saved_tensors
+        q, k, v, _, _, bias, _ = inputs
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dbias = torch.empty_like(bias) if ctx.needs_input_grad[3] else None
         torch.ops.modelcenter.attention_backward_(
-            dq, dk, dv, dbias, grad.contiguous(), out, sums, q, k, v, *ctx.settings
+            dq, dk, dv, dbias, grad.contiguous(), out, sums, *inputs, *ctx.settings
         )
         return dq, dk, dv, dbias, None, None, None, None
 

@@ -156,6 +156,19 @@ def test_all_weights_dropped(p):
     assert not out.any() and not any(x.any() for x in torch.autograd.grad(out.sum(), inputs))
 
 
+@pytest.mark.parametrize("which", ("q", "bias", "cu_queries", "tokens"))
+def test_what_backward_needs_may_not_have_changed(which):
+    """Weights are worked out again from it."""
+    inputs, queries, keys, heads, dropped = problem([5, 8], 8, bias=True, p=0.2)
+    queries = queries.contiguous()
+    leaf = inputs[1].requires_grad_()
+    q, _, v, bias = inputs
+    out = attention.attention(q, leaf, v, queries, keys, heads, bias, dropped)
+    {"q": q, "bias": bias, "cu_queries": queries, "tokens": dropped.tokens}[which].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("serves", [True, False])
 def test_a_second_derivative_is_refused_and_not_wrong(monkeypatch, serves):
     """In both ways that a CPU has; the gradient depends on weights that are not in the graph."""
@@ -175,8 +188,8 @@ def test_a_second_derivative_is_refused_and_not_wrong(monkeypatch, serves):
         ({"queries": torch.tensor([0, 4, 3, 5], dtype=torch.int32)}, "cu_queries must not fall"),
         ({"keys": torch.tensor([0, 2, 3, 5], dtype=torch.int32)}, "of 2 and 3 sequences"),
         ({"keys": torch.tensor([[0, 5]])}, "cu_keys must be contiguous int32 offsets"),
-        ({"heads": Heads(3, 3, 1.0)}, "are no 3 heads of 3 groups"),
-        ({"heads": Heads(4, 3, 1.0)}, "are no 4 heads of 3 groups"),
+        ({"heads": Heads(3, 3, 1.0)}, "are no 3 heads of 3 kv_heads"),
+        ({"heads": Heads(4, 3, 1.0)}, "are no 4 heads of 3 kv_heads"),
         ({"keys": torch.tensor([0, 3, 5], dtype=torch.int32), "heads": Heads(4, 4, 1.0, True)}, "of a sequence to its"),
         ({"bias": torch.zeros(4, 3)}, r"bias must be \(4, 5 or more\)"),
         ({"k": torch.zeros(5, 32, dtype=torch.float64)}, "k must be 160 fp32 numbers"),

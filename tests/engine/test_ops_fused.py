@@ -267,6 +267,18 @@ def test_parameters_that_are_written_past_the_caches_are_the_same(compiled):
     assert all(torch.equal(a, master.bfloat16()) for a, master in zip(together, masters, strict=True))
 
 
+def test_lazy_clones_are_not_written_with_the_original(either):
+    """They share their memory until one of them is written (torch._lazy_clone)."""
+    before = [torch.full((5,), x) for x in (1.0, 2.0, 3.0)]
+    p, m, v = map(torch._lazy_clone, before)
+    fused.adamw_([p], [torch.ones(5)], [m], [v], [torch.zeros(())], lr=0.1)
+    norm = torch.tensor(4.0)
+    clone = torch._lazy_clone(norm)
+    fused.clip_coef_(torch.tensor(9.0, dtype=torch.float64), 1.0, clone, torch.tensor(0.0), torch.tensor(0.0))
+    assert [x.unique().tolist() for x in before] == [[1.0], [2.0], [3.0]] and norm == 4.0
+    assert (p < 1.0).all() and (m < 2.0).all() and (v < 3.0).all() and clone == 3.0
+
+
 def test_threads_do_not_change_the_step(compiled):
     results = []
     for count in (1, 3):

@@ -43,22 +43,15 @@ def gather_result(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     home = tensor.device
     tensor = tensor.to(runtime.device()).contiguous()
-    dtypes = sorted({str(v) for v in vars(torch).values() if isinstance(v, torch.dtype)})
-    mine = [dtypes.index(str(tensor.dtype)), tensor.ndim, *tensor.shape]
-    if len(mine) > 10:
-        raise ValueError(f"gather_result takes at most 8 dimensions, got {tensor.ndim}")
     # Sizes first: a mismatch inside a gloo collective would kill the process without a Python exception.
-    row = torch.tensor(mine + [0] * (10 - len(mine)), dtype=torch.int64, device=tensor.device)
-    table = torch.empty(size, 10, dtype=torch.int64, device=tensor.device)
-    all_gather_flat(table.view(-1), row)
-    rows = table.tolist()
-    for other, found in enumerate(rows):
-        if found[:2] != rows[0][:2] or found[3:] != rows[0][3:]:
+    found = gather_objects((tensor.shape[0], (tensor.dtype, *tensor.shape[1:])))
+    counts, kinds = zip(*found, strict=True)
+    for other, kind in enumerate(kinds):
+        if kind != kinds[0]:
             theirs, first = (
-                f"{dtypes[r[0]]} with shape (n{''.join(f', {d}' for d in r[3 : 2 + r[1]])})" for r in (found, rows[0])
+                f"{dtype} with shape (n{''.join(f', {d}' for d in dims)})" for dtype, *dims in (kind, kinds[0])
             )
             raise ValueError(f"gather_result: rank {other} has {theirs}, rank 0 has {first}; they must agree")
-    counts = [found[2] for found in rows]
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: tensor.shape[0]] = tensor
     out = tensor.new_empty(size * max(counts), *tensor.shape[1:])

@@ -33,8 +33,9 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
         for batch in engine.in_step(loader):
             ...
 
-    One small message between CPUs each step, for which no GPU waits (unless the process group has NCCL alone). Without
-    it, a rank that runs out of batches leaves the others in a collective until the timeout.
+    Each step is one small message between CPUs, for which no GPU waits (unless the process group has NCCL alone), and
+    one to the store at which the ranks met, for which nobody waits. Without it, a rank that runs out of batches leaves
+    the others in a collective until the timeout.
 
     Args:
         uneven: what happens when some ranks have a batch more than others: "error", or "stop": all stop, and the
@@ -84,8 +85,8 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
 def _gather_flags(have: int, loop: int, step: int) -> list[int]:
     """The flag ``have`` of every rank."""
     rank, size = runtime.rank(), runtime.world_size()
-    store = default_store()
-    store.set(f"engine/in_step/{loop}/{rank}", str(step))
+    # Said at each step: the others cannot ask a rank that hangs, was killed, or came late and still waits.
+    default_store().set(f"engine/in_step/{loop}/{rank}", str(step))
     mine = torch.tensor([have], dtype=torch.int64, device=runtime.message_device())
     found = [torch.empty_like(mine) for _ in range(size)]
     try:

@@ -79,9 +79,17 @@ class WarmupLRScheduler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``. One of BMTrain has the counts alone: what else a schedule is given stays."""
+        """Continue from ``state_dict``. One of BMTrain has the counts alone: what else a schedule is given stays.
+
+        Raises ValueError where one of them is not in it; the schedule is then as it was.
+        """
+        if missing := [name for name in WarmupLRScheduler.state_dict(self) if name not in state_dict]:
+            raise ValueError(
+                f"the state of {type(self).__name__} has no {', '.join(missing)} (it has "
+                f"{', '.join(state_dict) or 'nothing'}): give what state_dict() of such a schedule returned"
+            )
         for name in self.state_dict():
-            if name in state_dict or name in WarmupLRScheduler.state_dict(self):
+            if name in state_dict:
                 setattr(self, name, state_dict[name])
         self.step(self.num_iter)
 

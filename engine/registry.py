@@ -2,8 +2,9 @@
 
 A note is an attribute whose name begins with ``_engine``, and lives as long as its object: a parameter that is replaced
 by its shard leaves its notes behind (``engine.shards.user_attributes`` are carried over). All notes on parameters,
-modules and models are listed here; ``engine.recompute`` marks the functions that it wraps itself. They are attributes
-and no table of records because a step reads one for each parameter.
+modules and models are listed here; ``engine.recompute`` marks the functions that it wraps itself, and
+``engine.bmtrain.block`` the parameters in a block, by an attribute that goes over to the shard as a user's does. They
+are attributes and no table of records because a step reads one for each parameter.
 """
 
 from __future__ import annotations

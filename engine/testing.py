@@ -161,7 +161,7 @@ class Pool:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of the store made above
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of the store made below
             }
             stacks = str(Path(self._scratch.name) / f"stack-{rank}")
             worker = context.Process(

@@ -2,13 +2,17 @@
 2.11 on. CONTRIBUTING.md says what was tested with which.
 
 Private torch names that the engine needs are used here, in ``engine.tensors`` (DTensor's) and in
-``engine.parallel.fsdp`` (FSDP's) and nowhere else, so that a new torch breaks these files. This one imports neither of
-the two, which take as long to import as half of torch.
+``engine.parallel.fsdp`` (FSDP's), so that a new torch breaks these files. Elsewhere are operators
+(``torch._foreach_mul_``, ``torch._fused_adamw_`` and their like), attributes of modules and tensors (``_parameters``,
+``_version``), ``torch.utils._pytree`` in pipelines, and the pretended process group of ``engine.testing``. This file
+imports neither DTensor nor FSDP, which take as long to import as half of torch.
 """
 
 from __future__ import annotations
 
 import datetime
+import importlib
+import sys
 from collections.abc import Callable
 
 import torch
@@ -67,6 +71,17 @@ def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
         backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
         if hasattr(backend, "_set_default_timeout"):  # no pretended group does
             backend._set_default_timeout(datetime.timedelta(seconds=seconds))
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget what it found of operators on the meshes so far.
+
+    It takes the mesh of a result from there: what is made on a mesh would be on an equal one of an earlier process
+    group, whose groups are gone.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def default_store() -> dist.Store:

@@ -165,7 +165,7 @@ def test_nobody_imports_what_the_design_forbids():
 # too. The longest matching prefix decides. What is imported inside a function is there for the time its import takes.
 ENGINE_LAYERS = (
     ("debug", "lr_scheduler", "memory", "names", "ops", "precision", "rendezvous", "tensors", "torch_compat"),
-    ("process_group", "registry", "runtime"),
+    ("background", "process_group", "registry", "runtime"),
     ("collectives", "parallel.fsdp", "parallel.functional", "parallel.mesh", "parallel.rng"),
     ("distributed", "init", "lockstep", "loss", "profiler", "recompute", "shards", "startup", "utils"),
     ("optim",),

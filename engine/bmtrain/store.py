@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from engine import runtime
+from engine.background import Background
 from engine.bmtrain.model import broadcast_, shard_from_rank_0
 from engine.collectives import from_rank_0, together
 from engine.init import write_
@@ -30,11 +31,7 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-class _Writing:
-    """The file that a thread is writing, at most one."""
-
-    thread: threading.Thread | None = None
-    error: OSError | RuntimeError | None = None
+_writer: Background | None = None  # of the file that is being written, at most one
 
 
 def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False) -> None:
@@ -53,6 +50,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         OSError or RuntimeError: it cannot be written; on every rank.
         ValueError: a parameter is on meta.
     """
+    global _writer
     _finish()
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     collected: dict[int, torch.Tensor] = {}  # a tied tensor is gathered and stored once
@@ -72,8 +70,8 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
                 state[name] = collected[id(tensor)]
     with together(f"writing {file_name}"):
         if runtime.rank() == 0 and non_blocking:
-            _Writing.thread = threading.Thread(target=_write_later, args=(state, file_name), daemon=False)
-            _Writing.thread.start()
+            _writer = Background(functools.partial(_write, state, file_name), f"save {os.fspath(file_name)}")
+            _writer.start()
         elif runtime.rank() == 0:
             _write(state, file_name)
 
@@ -202,19 +200,10 @@ def _write(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[s
         raise
 
 
-def _write_later(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[str]) -> None:
-    try:
-        _write(state, file_name)
-    except (OSError, RuntimeError) as error:  # raised by the next save or load
-        _Writing.error = error
-
-
 def _finish() -> None:
     """Wait for the thread of an earlier ``save``; its error is raised on every rank. Collective."""
+    global _writer
     with together("writing an earlier file"):
-        thread, _Writing.thread = _Writing.thread, None
-        if thread is not None:
-            thread.join()
-        error, _Writing.error = _Writing.error, None
-        if error is not None:
-            raise error
+        writer, _writer = _writer, None
+        if writer is not None:
+            writer.finish()

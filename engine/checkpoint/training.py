@@ -12,8 +12,6 @@ import datetime
 import functools
 import logging
 import os
-import threading
-import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engine import runtime
+from engine.background import Background
 from engine.checkpoint.files import (
     MANIFEST,
     STEP,
@@ -41,7 +40,7 @@ from engine.checkpoint.random_state import generator_states, reseed_generators, 
 from engine.checkpoint.safe_pickle import dump, load
 from engine.collectives import from_rank_0, together
 from engine.optim.manager import OptimManager
-from engine.parallel.mesh import device_mesh
+from engine.parallel.mesh import device_mesh, once_per_world
 from engine.parallel.pipeline.stages import gather_from_stages
 from engine.tensors import local_tensor, with_local
 
@@ -78,53 +77,38 @@ class _Job:
     best: bool
 
 
-class _Writer(threading.Thread):
-    def __init__(self, job: _Job, group: dist.ProcessGroup | None) -> None:
-        # Not a daemon: the interpreter waits for it before it ends.
-        super().__init__(name=f"checkpoint {job.path.name}")
-        self.job: _Job | None = job
-        self.group = group
-        self.error: Exception | None = None
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def run(self) -> None:
-        job = self.job
-        assert job is not None
-        try:
-            if self._device is not None:
-                # A thread begins on GPU 0, and using that one takes some of its memory for each rank.
-                torch.cuda.set_device(self._device)
-            for event in job.contents.ready:
-                event.synchronize()
-            _write(job, self.group)
-        except Exception as error:  # raised again by wait_checkpoint
-            self.error = error
-            if self.group is not None and not dist.is_initialized():
-                self.error = RuntimeError(
-                    "the process group was destroyed before the checkpoint was written: call "
-                    "engine.wait_checkpoint() before destroy_process_group()"
-                )
-                self.error.__cause__ = error
-            _forget_frames(self.error)
-            if runtime.rank() == 0:  # all ranks raise what one of them reports
-                _log.error("checkpoint %s could not be written: %s", job.path, self.error)
-        finally:
-            # The thread stays until the next save, and that is no reason to hold a second model until then.
-            job.contents.release()
-            self.job = None
-            del job  # an error that is kept has this frame in its traceback
+def _start_writer(job: _Job, group: dist.ProcessGroup | None) -> Background:
+    # A thread begins on GPU 0, and using that one takes some of its memory for each rank.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    writer = Background(functools.partial(_write_later, job, group, device), f"checkpoint {job.path.name}")
+    writer.start()
+    return writer
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error and of its causes: those of a writer hold all that it had to write."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _write_later(job: _Job, group: dist.ProcessGroup | None, device: int | None) -> None:
+    try:
+        if device is not None:
+            torch.cuda.set_device(device)
+        for event in job.contents.ready:
+            event.synchronize()
+        _write(job, group)
+    except Exception as error:
+        said = error
+        if group is not None and not dist.is_initialized():
+            said = RuntimeError(
+                "the process group was destroyed before the checkpoint was written: call "
+                "engine.wait_checkpoint() before destroy_process_group()"
+            )
+        if runtime.rank() == 0:  # all ranks raise what one of them reports
+            _log.error("checkpoint %s could not be written: %s", job.path, said)
+        if said is not error:
+            raise said from error
+        raise
+    finally:
+        job.contents.release()
 
 
-_writer: _Writer | None = None  # the asynchronous save under way: at most one, so that its collectives come in order
+_writer: Background | None = None  # the asynchronous save under way: at most one, so that its collectives come in order
 
 
 def save_checkpoint(
@@ -183,8 +167,7 @@ def save_checkpoint(
         _write(job, None)
         return path
     global _writer
-    _writer = _Writer(job, _group_of(dist.group.WORLD) if runtime.world_size() > 1 else None)
-    _writer.start()
+    _writer = _start_writer(job, _writers_group() if runtime.world_size() > 1 else None)
     return path
 
 
@@ -193,9 +176,7 @@ def wait_checkpoint() -> None:
     global _writer
     if _writer is not None:
         writer, _writer = _writer, None
-        writer.join()
-        if writer.error is not None:
-            raise writer.error
+        writer.finish()
 
 
 def finish_save(
@@ -438,8 +419,8 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), path) for match, path in found), reverse=True)
 
 
-@functools.lru_cache(maxsize=4)
-def _group_of(world: dist.ProcessGroup) -> dist.ProcessGroup:
+@once_per_world
+def _writers_group() -> dist.ProcessGroup:
     """A second group of all ranks for the writer's thread: its collectives must not mix with training's. Collective."""
     # Training goes on while a rank's disk is slow, and to wait for it costs less than the checkpoint.
     seconds = max(runtime.current().timeout, _PATIENCE)

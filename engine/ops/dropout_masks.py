@@ -185,14 +185,16 @@ def _drop(
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, tokens: Tensor | None, *numbers: int) -> Tensor:
-        ctx.tokens, ctx.numbers = tokens, numbers
+        ctx.save_for_backward(tokens)
+        ctx.numbers = numbers
         return _run(x, residual, tokens, *numbers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_x, need_residual = ctx.needs_input_grad[:2]
         # Dropout is linear: its derivative is a dropout, which has derivatives of its own.
-        x = _Dropout.apply(grad, None, ctx.tokens, *ctx.numbers) if need_x else None
+        (tokens,) = ctx.saved_tensors
+        x = _Dropout.apply(grad, None, tokens, *ctx.numbers) if need_x else None
         return x, grad if need_residual else None, None, None, None, None, None
 
 
@@ -227,7 +229,10 @@ def _run(
 
 
 def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
-    """Run the dropout by Triton, on a GPU where that works. Warns once if it does not; returns whether it did."""
+    """Run the dropout by Triton, on a GPU where that works. Warns once if it does not; returns whether it did.
+
+    Raises RuntimeError where the GPU has no memory left, or a kernel before this one has failed.
+    """
     global _triton_works
     if not _triton_works or x.device.type != "cuda" or x.dtype not in _DTYPES:
         return False
@@ -237,6 +242,9 @@ def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
         with torch.cuda.device(x.device):
             triton_dropout.drop_(out, x, *more)
     except Exception as error:  # it is not installed, has no C compiler, does not know the GPU, ...
+        if "out of memory" in str(error):
+            raise
+        torch.cuda.synchronize(x.device)  # raises what a kernel before has done: Triton reports it as if of its own
         _triton_works = False
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"dropout runs by some 400 kernels of torch's, as Triton fails: {reason}", stacklevel=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable
 from numbers import Real
@@ -16,7 +15,7 @@ from engine import runtime
 from engine.ops import fused, library
 from engine.optim.checks import check_not_gathered
 from engine.optim.states import placed_alike, placed_gradient, scalar_on, sparse_gradient
-from engine.parallel.mesh import device_mesh
+from engine.parallel.mesh import device_mesh, once_per_world
 from engine.registry import NORM_LAYOUT, STAGE_ROLE
 from engine.tensors import gradients_of, local_tensor, local_tensors
 
@@ -123,7 +122,7 @@ def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
     return local_tensors(gradients)
 
 
-@functools.cache
+@once_per_world
 def _shared_layout(over: tuple[DeviceMesh | None, tuple[int, ...]], role: str | None) -> _Layout:
     """One object for all parameters that are laid out alike: its identity is compared, not what it holds."""
     return over, role

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine import runtime
-from engine.torch_compat import set_timeout
+from engine.torch_compat import forget_meshes, set_timeout
 
 # Outermost first: ranks next to each other (one machine) share a tensor-parallel group.
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+Args = TypeVarTuple("Args")
+Made = TypeVar("Made")
+
+_made: dict[Any, Any] = {}  # what functions under ``once_per_world`` made
+_groups: list[dist.ProcessGroup] = []  # whose collectives raise after the timeout
+_world: dist.ProcessGroup | None = None  # in which these two were filled
+_inherited: list[object] = []
+
+
+def once_per_world(make: Callable[[*Args], Made]) -> Callable[[*Args], Made]:
+    """``functools.cache`` for meshes, groups and what holds them: they live as long as the process group that they were
+    made in. A mesh of a later one may be equal to a mesh of an earlier one, whose groups are gone."""
+
+    @functools.wraps(make)
+    def kept(*args: *Args) -> Made:
+        global _world
+        if _world is not dist.group.WORLD:
+            if _world is not None:
+                forget_meshes()
+            _made.clear()
+            _groups.clear()
+            _world = dist.group.WORLD
+        if (make, args) not in _made:
+            _made[make, args] = make(*args)
+        made: Made = _made[make, args]
+        return made
+
+    return kept
 
 
 def device_mesh() -> DeviceMesh:
@@ -27,7 +59,7 @@ def build_mesh(
 ) -> DeviceMesh:
     """The mesh of all ranks with ``dp_replicate`` copies; made once for each layout. Collective at first use."""
     shards = world_size // (pp_size * dp_replicate * cp_size * tp_size)
-    return _build(device_type, (pp_size, dp_replicate, shards, cp_size, tp_size), dist.group.WORLD)
+    return _build(device_type, (pp_size, dp_replicate, shards, cp_size, tp_size))
 
 
 def storage_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> DeviceMesh:
@@ -45,7 +77,7 @@ def storage_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -
         sizes = (pipe, copies * shards * cp, 1, 1, tp)
     if sizes == tuple(mesh[name].size() for name in DIMS):
         return mesh
-    return _build(mesh.device_type, sizes, dist.group.WORLD)
+    return _build(mesh.device_type, sizes)
 
 
 def data_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> DeviceMesh:
@@ -60,24 +92,12 @@ def data_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> D
     return mesh["dp_shard"]
 
 
-_meshes: dict[tuple[str, tuple[int, ...]], DeviceMesh] = {}
-_groups: list[dist.ProcessGroup] = []  # whose collectives raise after the timeout
-_world: dist.ProcessGroup | None = None
-_inherited: list[object] = []
-
-
-def _build(device_type: str, sizes: tuple[int, ...], group: dist.ProcessGroup | None) -> DeviceMesh:
-    # A mesh, and any group, lives as long as the process group it was made in.
-    global _world
-    if _world is not group:
-        _meshes.clear()
-        _groups.clear()
-        _world = group
-    if (device_type, sizes) not in _meshes:
-        mesh = _meshes[device_type, sizes] = init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
-        for name in DIMS:
-            with_timeout(mesh.get_group(name))
-    return _meshes[device_type, sizes]
+@once_per_world
+def _build(device_type: str, sizes: tuple[int, ...]) -> DeviceMesh:
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=DIMS)
+    for name in DIMS:
+        with_timeout(mesh.get_group(name))
+    return mesh
 
 
 def set_timeouts(seconds: float, everyone: bool) -> None:
@@ -100,9 +120,9 @@ def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _forget_after_fork() -> None:
     """Keep the parent's groups alive in a forked process: without their threads, their end would wait for ever."""
-    global _meshes, _groups, _world
-    _inherited.append((_meshes, _groups, _world))
-    _meshes, _groups, _world = {}, [], None
+    global _made, _groups, _world
+    _inherited.append((_made, _groups, _world))
+    _made, _groups, _world = {}, [], None
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

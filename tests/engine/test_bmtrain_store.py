@@ -1,8 +1,10 @@
 """`save` and `load`: one file, the names of the plain model, any number of ranks."""
 
+import gc
 import os
 import pickle
 import threading
+import weakref
 from pathlib import Path
 
 import bmtrain_toys as toys
@@ -164,6 +166,24 @@ def test_writing_in_the_background_is_of_the_values_at_the_call(tmp_path, monkey
     fresh = nn.Linear(2, 2)
     bmt.load(fresh, file)  # waits for the writing
     assert torch.equal(fresh.weight, before)
+
+
+@pytest.mark.parametrize("error", [MemoryError, pickle.PicklingError, ValueError])
+def test_any_error_in_the_background_is_raised(tmp_path, monkeypatch, error):
+    bmt.init_distributed()
+    seen = []
+
+    def fail(state, file_name):
+        seen.append(weakref.ref(state["weight"]))
+        raise error("no luck")
+
+    monkeypatch.setattr(store, "_write", fail)
+    bmt.save(nn.Linear(1, 1), tmp_path / "model.pt", non_blocking=True)
+    store._writer.join()
+    gc.collect()
+    assert seen[0]() is None  # what was to be written is not kept until the next save
+    with pytest.raises(error, match="no luck"):
+        bmt.load(nn.Linear(1, 1), tmp_path / "model.pt")
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):

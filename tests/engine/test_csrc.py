@@ -55,6 +55,23 @@ def test_without_a_library_one_line_says_so_and_all_works(tmp_path):
     assert done.stderr.count("the fused CPU operators are not in use") == 1
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_goes_on_after_a_failed_build_and_tries_again(tmp_path):
+    python, ready, done = tmp_path / "bin" / "python", tmp_path / ".ready", tmp_path / ".ready-operators"
+    python.parent.mkdir()
+    ready.touch()
+
+    def builds(status):
+        python.write_text(f"#!/bin/sh\necho tried\nexit {status}\n")
+        python.chmod(0o755)
+        command = ["make", "--no-print-directory", f"VENV={tmp_path}", str(done)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.startswith("tried")
+
+    assert builds(1) and not done.exists()  # a compiler may be installed later
+    assert builds(0) and done.exists()
+    assert not builds(0)
+
+
 def test_a_build_that_cannot_be_says_why_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MODELCENTER_LIBRARY_DIR", str(tmp_path))
     with monkeypatch.context() as without_tools:

@@ -75,5 +75,9 @@ def test_resume():
     assert resumed.state_dict() == schedule.state_dict()
     assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in sgd.param_groups] == [0.25, 0.125]
     assert schedules.Linear(optimizer(None), 1.0, 0, 10, num_iter=5).current_lr == 0.5
+    state = {"start_lr": 7.0, "num_iter": 1}
+    with pytest.raises(ValueError, match=r"Exponential has no warmup_iter, end_iter \(it has start_lr, num_iter\)"):
+        resumed.load_state_dict(state)
+    assert resumed.state_dict() == schedule.state_dict()
     with pytest.raises(ValueError, match="warmup_iter -1"):
         schedules.Linear(sgd, 1.0, -1, 10)

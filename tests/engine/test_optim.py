@@ -15,6 +15,7 @@ from engine.optim import AdamOptimizer, OptimManager, clip_grad_norm_
 from engine.optim.clip import grad_norm
 from engine.registry import STAGE_ROLE
 from engine.tensors import local_tensor
+from engine.testing import run
 
 
 def with_gradients(model, seed=0):
@@ -182,6 +183,26 @@ def test_a_norm_over_several_meshes(two, level, collectives, norm_type):
         torch.testing.assert_close(norm, expected)
         torch.testing.assert_close(after, torch.tensor(0.5), rtol=1e-4, atol=0)
         assert made == collectives
+
+
+def norms_of_two_lives():
+    """The second one's mesh is equal to the first one's, and its groups have other names."""
+    for _ in range(3):
+        dist.new_group()
+    norms = []
+    for _ in range(2):
+        engine.init_distributed(dp_replicate=2)
+        model = engine.shard(nn.Linear(4, 4))
+        model(torch.ones(1, 4)).sum().backward()
+        norms.append(grad_norm(model.parameters()).item())
+        dist.destroy_process_group()
+    return norms
+
+
+@pytest.mark.full
+def test_a_norm_in_a_second_process_group():
+    expected = pytest.approx([20**0.5] * 2)  # 16 weights and 4 biases, a gradient of 1 each
+    assert run(norms_of_two_lives, 4, timeout=30) == [expected] * 4
 
 
 def steps_by_nan():

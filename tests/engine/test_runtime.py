@@ -130,6 +130,7 @@ def collectives():
     ragged = engine.gather_result(torch.full((2 * rank, 3), rank, dtype=torch.bfloat16))
     flags = engine.gather_result(torch.tensor([rank == 1]))
     none = engine.gather_result(torch.zeros(0, 2))
+    assert engine.gather_result(torch.zeros(1, *[2] * 9)).shape == (2, *[2] * 9)
     engine.synchronize()
     return mean, mean.requires_grad, loss.item(), ragged, flags.tolist(), tuple(none.shape)
 
@@ -142,11 +143,15 @@ def test_collectives(two):
 
 
 def disagree(what):
-    shape, dtype = {"shape": ((1, 2 + engine.rank()), torch.float32), "dtype": ((1, 2), None)}[what]
+    shape, dtype = {
+        "shape": ((1, 2 + engine.rank()), torch.float32),
+        "dtype": ((1, 2), None),
+        "dimensions": ((1,) * (1 + 8 * engine.rank()), torch.float32),
+    }[what]
     engine.gather_result(torch.zeros(shape, dtype=dtype or (torch.float32, torch.int64)[engine.rank()]))
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "dimensions"])
 def test_gather_result_of_different_tensors_is_an_error_on_every_rank(two, what):
     with pytest.raises(RuntimeError, match=r"ValueError: gather_result: rank 1 has(.|\n)*rank \d then ValueError"):
         two.run(disagree, what)

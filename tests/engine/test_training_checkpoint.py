@@ -431,9 +431,9 @@ def test_a_run_whose_current_directory_was_removed_is_saved(tmp_path, monkeypatc
 
 def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_write", mock.Mock(side_effect=ValueError("Group is not registered")))
-    writer = module._Writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=mock.Mock())
-    writer.run()
-    assert "engine.wait_checkpoint() before destroy_process_group()" in str(writer.error)
+    writer = module._start_writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=mock.Mock())
+    with pytest.raises(RuntimeError, match=r"engine.wait_checkpoint\(\) before destroy_process_group\(\)"):
+        writer.finish()
 
 
 def test_the_staged_copy_is_one_and_shares_nothing():
@@ -459,7 +459,7 @@ def test_nothing_of_the_staged_copy_stays_when_it_is_written(tmp_path, monkeypat
     engine.save_checkpoint(tmp_path / "c", run.model, run.manager, asynchronous=True, extra=lambda path: None)
     module._writer.join()
     gc.collect()
-    assert known and not any(reference() is not None for reference in known) and module._writer.job is None
+    assert known and not any(reference() is not None for reference in known)
     engine.wait_checkpoint()
 
 
@@ -525,10 +525,9 @@ def test_the_writer_works_on_its_ranks_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
-    writer = module._Writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=None)
-    writer.start()
-    writer.join()
-    assert chosen == [(3, writer), "written"] and writer.error is None
+    writer = module._start_writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=None)
+    writer.finish()
+    assert chosen == [(3, writer), "written"]
 
 
 def test_a_file_system_without_links_has_names_in_files(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from unittest import mock
 
 import fused_cases as cases
 import pytest
@@ -47,7 +48,19 @@ def test_where_triton_fails_dropout_goes_on_and_says_so_once(monkeypatch):
         device, dtype = torch.device("cuda"), torch.float32
 
     monkeypatch.setattr(dropout_masks, "_triton_works", True)
+    synchronize = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert not dropout_masks._by_triton(x, x, None, None, 0, 1, 0, 9) and dropout_masks._triton_works  # a CPU's
     with pytest.warns(UserWarning, match="Triton fails: "):
         assert not dropout_masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)
     assert not dropout_masks._triton_works and not dropout_masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)
+
+    # What Triton reports may be another's fault.
+    monkeypatch.setattr(dropout_masks, "_triton_works", True)
+    synchronize.side_effect = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        dropout_masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)
+    monkeypatch.setattr(torch.cuda, "device", mock.Mock(side_effect=RuntimeError("Triton Error [CUDA]: out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        dropout_masks._by_triton(Cuda, Cuda, None, None, 0, 1, 0, 9)
+    assert dropout_masks._triton_works

@@ -97,7 +97,7 @@ class Pipeline(Stages):
         self._shared: dict[str, dist.ProcessGroup] = {}
         for name, _ in model_tensors(model):
             at = next((at for module, at in self.homes.items() if name.startswith(f"{module}.")), [0])
-            group = group_of(mesh, dist.group.WORLD, tuple(at)) if len(at) > 1 else None
+            group = group_of(mesh, tuple(at)) if len(at) > 1 else None
             if group is not None and self.rank in at:
                 self._shared[name] = group
                 self.copies |= {name} if self.rank != at[0] else set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine import runtime
-from engine.parallel.mesh import with_timeout
+from engine.parallel.mesh import once_per_world, with_timeout
 
 # Channels in which an exception has left messages that nobody has received.
 _broken: set[Any] = set()
@@ -25,7 +24,7 @@ class Neighbours:
 
     def __init__(self, mesh: DeviceMesh, chunks: int = 1) -> None:
         self._rank, self._size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        self._channels = _groups(mesh, dist.group.WORLD, chunks > 1)
+        self._channels = _groups(mesh, chunks > 1)
         self._sends: deque[list[tuple[Any, Tensor]]] = deque()
         self._max_sends = max_in_flight(self._size, chunks)
         self._used = False
@@ -99,14 +98,14 @@ def _pipelines(mesh: DeviceMesh) -> list[list[int]]:
     return mesh.mesh.reshape(mesh["pp"].size(), -1).t().tolist()
 
 
-@functools.cache
-def _groups(mesh: DeviceMesh, world: dist.ProcessGroup, wraps: bool) -> list[dist.ProcessGroup]:
+@once_per_world
+def _groups(mesh: DeviceMesh, wraps: bool) -> list[dist.ProcessGroup]:
     """Groups of this rank's pipeline: backward, forward, and both for what goes around. Collective."""
     return [_subgroup(_pipelines(mesh)) for _ in range(4 if wraps else 2)]
 
 
-@functools.cache
-def group_of(mesh: DeviceMesh, world: dist.ProcessGroup, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+@once_per_world
+def group_of(mesh: DeviceMesh, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
     """These stages of this rank's pipeline; None on other ones. Collective."""
     if len(stages) == mesh["pp"].size():
         return mesh["pp"].get_group()

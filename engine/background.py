@@ -1,0 +1,43 @@
+"""Work that a thread does while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+
+
+class Background(threading.Thread):
+    """A thread for ``work``, whose error ``finish`` raises. Neither keeps what was worked on.
+
+    Not a daemon: the interpreter waits for it before it ends.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name)
+        self._work = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            _forget_frames(error)
+            self._error = error
+        finally:
+            del self._work
+
+    def finish(self) -> None:
+        """Wait for the work, and raise what went wrong in it."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and of its causes: those of a writer hold all that it had to write."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

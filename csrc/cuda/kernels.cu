@@ -15,7 +15,6 @@ namespace {
 constexpr int kTensors = 256;  // of a table: the arguments of a launch end at 32,764 bytes
 constexpr int kThreads = 256;
 constexpr int kVector = 4;  // elements of a thread at a time: 16 bytes in fp32
-constexpr int64_t kChunk = 16384;
 
 struct Table {
   Slab slab[kTensors];

@@ -70,9 +70,10 @@ def merge_adapter(
     files = resolve(base, options, config=config)
     if files.directory is not None and files.directory.resolve() == place:
         raise ValueError(f"{place} is the base itself; name another directory")
-    files = in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore)))
+    options = replace(options, revision=files.revision or options.revision)  # the branch may move meanwhile
     task = task or _TASKS.get(str(file.config.get("task_type")))
-    blueprint = blueprint_of(files, task)
+    # `files` does not keep what in_hf_form opens: a file that can only be read whole would be in memory twice.
+    blueprint = blueprint_of(in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore))), task)
     sizes = _sizes(file, blueprint)
     rows = sizes.get("vocab_size")
     model = load_model(

@@ -1,6 +1,6 @@
 """Strided bijections between a region of a hub tensor and a region of one of ours.
 
-Every layout change a checkpoint needs (transpose, split, concatenate, stack, interleave by head, pad) moves elements
+Every layout change a checkpoint needs (transpose, split, concatenate, interleave by head, pad) moves elements
 without changing them, and each is a set of *pieces*. A piece names one hub tensor, one native tensor, and a grid of
 index axes that steps through both at once. Loading, reading a slice, exporting and proving that nothing is lost are
 written once, on pieces; no operation needs a hand-written inverse.

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.pieces import NATIVE, Axis, Box, Piece, Shape
+from modelcenter.convert.pieces import Axis, Box, Piece, Shape
 
 Config = Any
 
@@ -77,19 +77,12 @@ class Expansion:
 
 
 def _block(
-    hub: str,
-    native: str,
-    sizes: Sequence[int],
-    hub_dims: Sequence[int],
-    native_dims: Sequence[int],
-    ranks: tuple[int, int],
-    at: Mapping[tuple[int, int], int] | None = None,
+    hub: str, native: str, sizes: Sequence[int], hub_dims: Sequence[int], start: Sequence[int] | None = None
 ) -> Piece:
-    """A dense block. `at` moves it: {(side, dimension): offset}; `ranks` are the two tensors' numbers of dimensions."""
-    at = at or {}
-    axes = tuple(Axis(n, (h, d)) for n, h, d in zip(sizes, hub_dims, native_dims, strict=True))
-    offsets = tuple(tuple(at.get((side, d), 0) for d in range(rank)) for side, rank in enumerate(ranks))
-    return Piece((hub, native), axes, (offsets[0], offsets[1]))
+    """A whole hub tensor as a dense block of ours. sizes: by our dimensions; start: of the block in ours."""
+    axes = tuple(Axis(n, (h, d)) for d, (n, h) in enumerate(zip(sizes, hub_dims, strict=True)))
+    zeros = (0,) * len(sizes)
+    return Piece((hub, native), axes, (zeros, zeros if start is None else tuple(start)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +135,8 @@ class Rename(Rule):
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
     ) -> Expansion:
         hub, shape = fill(self.hub, values), shapes[names[0]]
-        rank = len(shape)
-        dims = self._dims(rank)
-        piece = _block(hub, names[0], shape, dims, range(rank), (rank, rank))
+        dims = self._dims(len(shape))
+        piece = _block(hub, names[0], shape, dims)
         return Expansion({hub: tuple(shape[d] for d in dims)}, [piece])
 
 
@@ -241,34 +233,9 @@ class Concat(Rule):
             hub = fill(template, values)
             part = tuple(length if d == self.dim else n for d, n in enumerate(shape))
             expansion.shapes[hub] = part
-            at = {(NATIVE, self.dim): start}
-            expansion.pieces.append(_block(hub, native, part, range(rank), range(rank), (rank, rank), at))
+            begin = [start if d == self.dim else 0 for d in range(rank)]
+            expansion.pieces.append(_block(hub, native, part, range(rank), begin))
             start += length
-        return expansion
-
-
-@dataclass(frozen=True)
-class Stack(Rule):
-    """Hub tensors numbered `{j}` are the slices of one of ours along its dimension `dim` (experts)."""
-
-    hub: str
-    native: str
-    dim: int = 0
-    transpose: bool = False
-
-    def expand(
-        self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
-    ) -> Expansion:
-        native, shape = names[0], shapes[names[0]]
-        rank = len(shape)
-        rest = [d for d in range(rank) if d != self.dim]
-        places = list(reversed(range(rank - 1))) if self.transpose else list(range(rank - 1))
-        sizes = [shape[d] for d in rest]
-        expansion = Expansion({}, [])
-        for j in range(shape[self.dim]):
-            hub = fill(self.hub, {**values, "j": str(j)})
-            expansion.shapes[hub] = tuple(sizes[p] for p in places)
-            expansion.pieces.append(_block(hub, native, sizes, places, rest, (rank - 1, rank), {(NATIVE, self.dim): j}))
         return expansion
 
 
@@ -295,7 +262,7 @@ class Pad(Rule):
         short = tuple(size if d == self.dim else n for d, n in enumerate(shape))
         pad = tuple((size, n) if d == self.dim else (0, n) for d, n in enumerate(shape))
         pads = {native: [pad]} if size < shape[self.dim] else {}
-        return Expansion({hub: short}, [_block(hub, native, short, range(rank), range(rank), (rank, rank))], pads)
+        return Expansion({hub: short}, [_block(hub, native, short, range(rank))], pads)
 
 
 @dataclass(frozen=True)

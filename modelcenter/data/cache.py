@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -141,19 +142,6 @@ def _mapped_npy(path: Path) -> np.ndarray:
     return mapped(lambda mode: np.load(path, mmap_mode=mode))
 
 
-def current_umask() -> int:
-    """The permissions that new files of this process do not get."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def publish_directory(path: Path) -> None:
-    """Give a folder of mkdtemp, which is private, the permissions of any other."""
-    with suppress(OSError):  # file systems without permissions, such as exFAT and some network shares
-        path.chmod(0o777 & ~current_umask())
-
-
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
     """A lock held by one process of the node, which the system frees however the process ends.
@@ -211,7 +199,8 @@ def _load(entry: Path) -> dict[str, np.ndarray] | None:
 
 def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
     try:
-        work = Path(tempfile.mkdtemp(prefix=_work_name(entry), dir=entry.parent))
+        work = entry.parent / f"{_work_name(entry)}{secrets.token_hex(8)}"
+        work.mkdir()  # with the rights of any folder, unlike mkdtemp's: a cache may be of several users
         try:
             for name, array in arrays.items():
                 with (work / f"{name}.npy").open("wb") as file:
@@ -220,7 +209,6 @@ def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
             with (work / "about.json").open("w") as text:
                 json.dump({"arrays": {name: list(array.shape) for name, array in arrays.items()}}, text)
                 _sync(text)
-            publish_directory(work)  # a cache may be of several users
             work.rename(entry)
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -19,9 +19,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import struct
-import tempfile
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from modelcenter._paths import naming_full_disk
-from modelcenter.data.cache import mapped, publish_directory, tokenizer_state
+from modelcenter.data.cache import mapped, tokenizer_state
 
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -217,7 +217,8 @@ class TokenWriter:
 
     def __enter__(self) -> TokenWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._work = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
+        self._work = self.path.parent / f".{self.path.name}-{secrets.token_hex(8)}"
+        self._work.mkdir()  # with the rights of any folder, unlike mkdtemp's
         self._files = {name: (self._work / name).open("wb") for name in ("tokens.bin", "offsets.bin")}
         self._hashes = {name: hashlib.sha256() for name in self._files}
         self._put("offsets.bin", np.zeros(1, "<i8"))
@@ -249,7 +250,6 @@ class TokenWriter:
                 if kind is None:
                     self._write_about()
             if kind is None:
-                publish_directory(self._work)
                 self._work.rename(self.path)  # over an empty folder, too
         finally:
             shutil.rmtree(self._work, ignore_errors=True)

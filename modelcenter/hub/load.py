@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import engine
+from engine.collectives import gather_objects
 from modelcenter.config import ModelConfig
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
 from modelcenter.hub.dtypes import common_dtype, parse_dtype
@@ -244,9 +245,7 @@ def check_same_commit(name: str, commit: str | None) -> None:
     A branch may move, and a node without network takes what its own cache has. Each rank fills its slices from what it
     found, so the model would be a mixture.
     """
-    every = [commit] * engine.world_size()
-    if engine.world_size() > 1:
-        torch.distributed.all_gather_object(every, commit)
+    every = gather_objects(commit) if engine.world_size() > 1 else [commit]
     other = next((rank for rank, found in enumerate(every) if found != every[0]), None)
     if other is not None:
         raise ValueError(

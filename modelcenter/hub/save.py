@@ -15,6 +15,7 @@ import torch
 
 import engine
 from engine.checkpoint import all_tensors, from_rank_0, named_tensors, save_model, together, whole_tensor
+from engine.collectives import gather_objects
 from modelcenter import registry
 from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.rules import ArchMap
@@ -155,10 +156,7 @@ def _check_adapter(model: Any, format: str) -> None:
 
 def _from_all(value: Any) -> list[Any]:
     """The values of all ranks, on every rank."""
-    found = [value] * engine.world_size()
-    if engine.world_size() > 1:
-        torch.distributed.all_gather_object(found, value)
-    return found
+    return gather_objects(value) if engine.world_size() > 1 else [value]
 
 
 class _Export:

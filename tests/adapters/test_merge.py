@@ -4,15 +4,22 @@ import json
 import math
 import shutil
 import warnings
+import weakref
+from dataclasses import replace
 
 import peft
 import pytest
 import torch
 from adapter_tools import save_base, stir_, transformers_model
+from safetensors.torch import load_file
 from toydata import make_tokenizer
 
 import modelcenter as mc
 from modelcenter import cli
+from modelcenter.adapters import merge
+from modelcenter.hub import legacy
+from modelcenter.hub.remote.download import HubOptions
+from modelcenter.hub.resolve import resolve
 
 
 def export(*words):
@@ -151,13 +158,40 @@ def test_the_commit_that_an_adapter_names_is_that_of_its_base_by_any_name(
     config.write_text(json.dumps(json.loads(config.read_text()) | names))
     asked = []
 
-    def resolve(name, options, **_):
+    def find(name, options, **_):
         asked.append(options.revision)
         raise ValueError("no network")
 
-    monkeypatch.setattr("modelcenter.adapters.merge.resolve", resolve)
+    monkeypatch.setattr("modelcenter.adapters.merge.resolve", find)
     for revision in ([], ["--revision", "main"]):
         with pytest.raises(ValueError, match="no network"):
             words = ["--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "out"), *revision]
             cli.run(["export", base, *words])
     assert asked == ["0" * 40 if known else None, "main"]
+
+
+def test_the_weights_are_of_the_commit_whose_config_was_read(bases, tmp_path, monkeypatch):
+    """The branch may move in between. A file that can only be read whole is not held twice."""
+    trained(bases["gpt2"], "gpt2", "causal-lm", tmp_path / "adapter", target_modules=["c_attn"])
+    base, opened, found = tmp_path / "base", [], []
+    base.mkdir()
+    shutil.copy(bases["gpt2"] / "config.json", base)
+    tensors = load_file(bases["gpt2"] / "model.safetensors")
+    torch.save(tensors, base / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    files = replace(resolve(base), repo="me/mine", revision="1" * 40)
+
+    def open_weight_files(path, kept=legacy.open_weight_files):
+        source = kept(path)
+        opened.append(weakref.ref(source))
+        return source
+
+    def load_model(name, *_, revision, **__):
+        found.extend([revision, *(source() for source in opened)])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(legacy, "open_weight_files", open_weight_files)
+    monkeypatch.setattr(merge, "resolve", lambda *_, **__: files)
+    monkeypatch.setattr(merge, "load_model", load_model)
+    with pytest.raises(ValueError, match="enough"):
+        merge.merge_adapter("me/mine", tmp_path / "adapter", tmp_path / "out", options=HubOptions("main"))
+    assert found == ["1" * 40, None]

@@ -17,7 +17,6 @@ from modelcenter.convert.rules import (
     Part,
     Rename,
     Split,
-    Stack,
     Task,
     Tied,
     Transpose,
@@ -119,18 +118,6 @@ CASES = {
         {"w": (3, 9)},
         {"a": (3, 2), "b": (3, 3), "c": (3, 4)},
         lambda h: {"w": torch.cat([h["a"], h["b"], h["c"]], 1)},
-    ),
-    "experts": (
-        [Stack("layers.{i}.experts.{j}.weight", "layers.{i}.experts.weight")],
-        {"layers.1.experts.weight": (11, 3, 4)},
-        {f"layers.1.experts.{j}.weight": (3, 4) for j in range(11)},
-        lambda h: {"layers.1.experts.weight": torch.stack([h[f"layers.1.experts.{j}.weight"] for j in range(11)])},
-    ),
-    "experts, transposed": (
-        [Stack("e.{j}", "experts", dim=1, transpose=True)],
-        {"experts": (3, 11, 4)},
-        {f"e.{j}": (4, 3) for j in range(11)},
-        lambda h: {"experts": torch.stack([h[f"e.{j}"].t() for j in range(11)], 1)},
     ),
     "padded vocabulary": (
         [Pad("wte", "embed", lambda c: c.vocab)],

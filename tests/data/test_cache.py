@@ -14,6 +14,7 @@ import pytest
 
 from modelcenter.data import cache as module
 from modelcenter.data.cache import cached, digest
+from modelcenter.data.token_files import TokenWriter
 
 
 @pytest.fixture(autouse=True)
@@ -77,15 +78,18 @@ def test_an_error_while_building_leaves_no_entry(folder):
 
 
 @pytest.mark.parametrize("mask, rights", [(0o002, 0o775), (0o077, 0o700)])
-def test_entries_have_the_rights_that_the_user_gives(folder, mask, rights):
-    """So that others may read them, or not."""
+def test_folders_have_the_rights_that_the_user_gives(folder, mask, rights, monkeypatch):
+    """So that others may read them, or not. The umask is asked of no one: another thread may be making a file."""
     before = os.umask(mask)
     try:
-        cached(["x"], arrays)
+        with monkeypatch.context() as patch:
+            patch.delattr(os, "umask")
+            cached(["x"], arrays)
+            with TokenWriter(folder / "written", 10):
+                pass
     finally:
         os.umask(before)
-    (entry,) = (p for p in folder.iterdir() if p.is_dir())
-    assert stat.S_IMODE(entry.stat().st_mode) == rights
+    assert [stat.S_IMODE(p.stat().st_mode) for p in folder.iterdir() if p.is_dir()] == [rights, rights]
 
 
 def test_a_file_system_without_permissions_keeps_entries(monkeypatch):

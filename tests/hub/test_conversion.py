@@ -1,9 +1,13 @@
 """Conversion there and back, bit for bit: every architecture, every kind of source, any number of ranks."""
 
 import json
+import multiprocessing.connection
+import os
 import shutil
+import signal
 import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import SemLock
 
 import pytest
@@ -15,7 +19,7 @@ import modelcenter as mc
 from engine import testing
 from modelcenter import registry
 from modelcenter.convert.stream import copy_values
-from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, fill
+from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, fill, workers
 from modelcenter.hub.conversion.checkpoint import Request, open_checkpoint
 from modelcenter.hub.conversion.progress import Progress
 from modelcenter.hub.conversion.workers import imap_unordered
@@ -318,6 +322,41 @@ def test_a_program_without_an_output_has_workers(monkeypatch):
         monkeypatch.setattr(sys, name, None)
     done = imap_unordered(lambda item, report: -item, (1, 2), 2, Progress("testing", 2, shown=False))
     assert sorted(done) == [(0, -1), (1, -2)]
+
+
+@pytest.mark.parametrize("end, status", [("kill", "was killed"), ("terminate", "ended with status 0")])
+def test_a_worker_that_dies_while_it_waits(end, status, monkeypatch):
+    """The item that it is given then is not done, whatever it ended with."""
+    others, kept = set(multiprocessing.active_children()), multiprocessing.connection.wait
+
+    def work(item, report):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        return item
+
+    def wait_and_end(pipes):
+        for pipe in pipes:
+            kept([pipe])  # until it has done an item
+        for process in set(multiprocessing.active_children()) - others:
+            getattr(process, end)()
+            process.join()
+        return pipes
+
+    monkeypatch.setattr(multiprocessing.connection, "wait", wait_and_end)
+    with pytest.raises(ChildProcessError, match=f"a worker process {status}"):
+        list(imap_unordered(work, range(4), 2, Progress("testing", 4, shown=False)))
+
+
+def test_a_worker_that_dies_before_its_first_item(monkeypatch):
+    kept = BaseProcess.start
+
+    def start_and_wait(process):
+        kept(process)
+        process.join()
+
+    monkeypatch.setattr(BaseProcess, "start", start_and_wait)
+    monkeypatch.setattr(workers, "_worker", lambda *_: os._exit(0))
+    with pytest.raises(ChildProcessError, match="a worker process ended with status 0"):
+        list(imap_unordered(lambda item, report: item, range(4), 2, Progress("testing", 4, shown=False)))
 
 
 @pytest.mark.parametrize("dtype, width", [(torch.float32, 700), (torch.bfloat16, 1024), (torch.float64, 512)])

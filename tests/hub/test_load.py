@@ -202,14 +202,9 @@ def test_ranks_that_found_other_commits_do_not_load_a_mixture(monkeypatch):
     from modelcenter.hub import load
 
     commits = ["a" * 40, "b" * 40]
-
-    def gather(every, mine):
-        assert mine == commits[0]
-        every[:] = commits
-
     monkeypatch.setattr(load.engine, "is_initialized", lambda: True)
     monkeypatch.setattr(load.engine, "world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(load, "gather_objects", lambda mine: [mine, commits[1]])
     monkeypatch.setattr(load, "resolve", lambda *_, **__: ModelFiles("me/m", {}, repo="me/m", revision=commits[0]))
     with pytest.raises(ValueError, match="me/m: rank 0 found the commit aaa.* and rank 1 bbb.*revision"):
         mc.from_pretrained("me/m")

@@ -116,33 +116,37 @@ def _forked(
             process.start()
             there.close()
             running[here] = process
-            here.send(waiting.pop())
+            _give(here, waiting)
         while running:
             ready: list[Any] = multiprocessing.connection.wait(list(running))
             for pipe in ready:
                 try:
                     kind, value = pipe.recv()
                 except (EOFError, ConnectionError):
-                    process = running.pop(pipe)
-                    process.join()
-                    if process.exitcode:
-                        raise ChildProcessError(_died(process.exitcode)) from None
-                    continue
+                    running[pipe].join()
+                    raise ChildProcessError(_died(running[pipe].exitcode)) from None
                 if kind == "progress":
                     progress.add(value)
                 elif kind == "error":
                     raise value
-                elif kind == "peak":
+                elif kind == "peak":  # the last that a worker says
+                    running.pop(pipe).join()
                     if peaks is not None:
                         peaks.append(value)
                 else:
-                    pipe.send(waiting.pop() if waiting else None)
+                    _give(pipe, waiting)
                     yield value
     finally:
         for process in running.values():
             process.kill()
         for process in running.values():
             process.join()
+
+
+def _give(pipe: Any, waiting: list[int]) -> None:
+    """Send a worker its next item, or None at the end. Of one that has died, recv says so."""
+    with contextlib.suppress(ConnectionError):
+        pipe.send(waiting.pop() if waiting else None)
 
 
 def _died(status: int) -> str:

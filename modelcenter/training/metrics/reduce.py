@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import engine
+from engine.collectives import gather_objects
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
@@ -31,9 +32,7 @@ def gather_lists(own: list[Any]) -> list[Any]:
     """The lists of all ranks, one after another, on every rank. For texts; numbers are summed instead."""
     if engine.world_size() == 1:
         return own
-    lists: list[Any] = [None] * engine.world_size()
-    dist.all_gather_object(lists, own)
-    return [item for of_rank in lists for item in of_rank]
+    return [item for of_rank in gather_objects(own) for item in of_rank]
 
 
 def gather_rows(own: Tensor) -> Tensor:

@@ -3,9 +3,8 @@
 import platform
 from typing import Any
 
-import torch.distributed as dist
-
 import engine
+from engine.collectives import gather_objects
 from modelcenter.training.checkpoints.fingerprints import identity
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.config.common import PLACES
@@ -34,8 +33,7 @@ def _amount(examples: Any) -> Any:
 def _check(values: dict[str, Any], remedy: str) -> None:
     if engine.world_size() == 1:
         return
-    gathered: list[Any] = [None] * engine.world_size()
-    dist.all_gather_object(gathered, (platform.node(), values))
+    gathered = gather_objects((platform.node(), values))
     node_0, values_0 = gathered[0]
     for rank, (node, values_here) in enumerate(gathered):
         for name, value in values_0.items():

@@ -68,7 +68,7 @@ def linear_cross_entropy(
         labelled = (targets != IGNORE_INDEX).nonzero().flatten()
         if labelled.numel() != targets.numel():
             hidden, targets = hidden.index_select(0, labelled), targets.index_select(0, labelled)
-    weight, bias, shard = _local_vocabulary(weight, bias)
+    weight, bias, shard = _local_vocabulary(hidden, weight, bias)
     if shard is not None:
         shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
@@ -87,7 +87,7 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
     Returns:
         (n,) fp32.
     """
-    weight, bias, shard = _local_vocabulary(weight, bias)
+    weight, bias, shard = _local_vocabulary(hidden, weight, bias)
     if shard is not None:
         shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
@@ -96,7 +96,7 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
 
 def vocabulary_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
-    weight, bias, shard = _local_vocabulary(weight, bias)
+    weight, bias, shard = _local_vocabulary(hidden, weight, bias)
     if shard is None:
         return linear(hidden, weight, bias)
     return functional.join_columns(
@@ -134,8 +134,16 @@ class _VocabularyShard:
         return x
 
 
-def _local_vocabulary(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, _VocabularyShard | None]:
+def _local_vocabulary(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, _VocabularyShard | None]:
     """(this rank's rows of weight, of bias, which they are), in the graph; plain tensors are whole: (..., None)."""
+    if weight.is_meta and not hidden.is_meta:  # torch's product of the two is whatever was in memory
+        raise ValueError(
+            "the weight of the vocabulary is on the meta device: a head that is tied to a table needs it after the "
+            "table's own forward. Hooks that move weights of single modules away (accelerate's cpu_offload) are to "
+            "leave the table where it is"
+        )
     if not hasattr(weight, "to_local"):
         return weight, bias, None
     from torch.distributed.tensor import Shard

@@ -48,9 +48,9 @@ def running_backward() -> int:
 
 
 def in_function_transform() -> bool:
-    """Whether a transform of ``torch.func`` (``grad``, ``vmap``) is being taken, which autograd functions do not
-    know."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether a transform of ``torch.func`` (``grad``, ``vmap``) or a forward-mode derivative is being taken, which
+    autograd functions do not know."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def run_scripts_as_written() -> None:

@@ -27,7 +27,7 @@ class _Lookup(torch.autograd.Function):
         if ctx.padding >= 0:
             sums[rows == ctx.padding] = 0.0
         whole = grad.new_empty(ctx.shape) if memory is None else memory.gradients.take(ctx.shape, grad.dtype)
-        return None, whole.zero_().index_copy_(0, rows, sums), None, None
+        return None, whole.zero_().index_copy_(0, rows.long(), sums), None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -52,7 +52,14 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
 
 
 class Embedding(nn.Embedding):
-    """torch's, looked up by `embedding`; without max_norm, scale_grad_by_freq and sparse gradients."""
+    """torch's, looked up by `embedding`. Raises ValueError for max_norm, scale_grad_by_freq and sparse gradients, which
+    that does not know."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given = {"max_norm": self.max_norm, "scale_grad_by_freq": self.scale_grad_by_freq, "sparse": self.sparse}
+        if wrong := [name for name, value in given.items() if value]:
+            raise ValueError(f"Embedding does not know {', '.join(wrong)}: leave it out, or use torch.nn.Embedding")
 
     def forward(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight, self.padding_idx)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.ops import build
+from engine.torch_compat import in_function_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
@@ -102,13 +103,14 @@ def serves(device: torch.device) -> bool:
 
 
 def plain_fp32(*tensors: torch.Tensor | None) -> bool:
-    """Ordinary CPU tensors (no DTensor or other subclass), fp32, with elements."""
+    """Ordinary CPU tensors (no DTensor or other subclass), fp32, with elements, of which no derivatives are taken but
+    those of backward."""
     for t in tensors:  # every operator of every layer asks this: a loop takes half the time of all()
         if t is None:
             continue
         if type(t) not in _PLAIN or t.dtype is not torch.float32 or not t.is_cpu or not t.numel():
             return False
-    return True
+    return not in_function_transform()
 
 
 def stream(device: torch.device) -> int:

@@ -213,6 +213,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Not a decorator, which would load the compiler with this file: its call ends a compiled graph.
+        run = torch.compiler.disable(self._step) if torch.compiler.is_compiling() else self._step
+        run(grad_scale, found_inf)
+        return loss
+
+    def _step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         factor = None if grad_scale is None else grad_scale.reciprocal()
         if others := not same_objects(self.state.values(), self._states):
             self._plans.clear()
@@ -231,7 +237,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 batch.g = []  # so that zero_grad frees them
         if others or len(self.state) != len(self._states):
             self._states = list(self.state.values())
-        return loss
 
     def _batches(self, group: dict[str, Any]) -> list[tuple[torch.device, Batch]]:
         """The shards of a group that have gradients: the batches of the step before, if only the gradients differ.

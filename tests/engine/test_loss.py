@@ -143,3 +143,17 @@ def test_count_may_be_a_tensor_and_no_label_is_no_loss():
     assert torch.allclose(loss.cross_entropy(logits, targets, torch.tensor(2)), wanted)
     assert torch.allclose(loss.cross_entropy(logits, targets, 2), wanted)
     assert loss.cross_entropy(logits, torch.full((3,), -100), 0).item() == 0.0
+
+
+@pytest.mark.parametrize("of", ("logits", "loss", "log_probs"))
+def test_a_head_whose_weight_is_away_is_refused(of):
+    """As accelerate's cpu_offload leaves a table to which a head is tied: torch's product is what was in memory."""
+    hidden, weight, targets = torch.randn(3, 4), torch.empty(5, 4, device="meta"), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match="weight of the vocabulary is on the meta device"):
+        if of == "logits":
+            loss.vocabulary_logits(hidden, weight, None)
+        elif of == "loss":
+            loss.linear_cross_entropy(hidden, weight, None, targets, 3)
+        else:
+            loss.linear_log_probs(hidden, weight, None, targets)
+    assert loss.vocabulary_logits(hidden.to("meta"), weight, None).shape == (3, 5)

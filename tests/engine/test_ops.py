@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from engine import ops
 from engine.ops import gemm, library
@@ -244,6 +245,27 @@ def test_operators_give_the_same_where_no_gradient_is_wanted(either):
             alone = call()
         assert torch.equal(alone, call()) and not alone.requires_grad
     assert calls[0]().requires_grad and calls[1]().requires_grad
+
+
+@pytest.mark.parametrize("forward_mode", ("torch.func", "dual level"))
+def test_forward_derivatives(either, forward_mode):
+    """Without grad mode nothing but a tangent says that derivatives are taken."""
+    weight, scale = torch.randn(24, 40), torch.randn(40)
+    pairs = [
+        (lambda x: ops.linear(x, weight), lambda x: F.linear(x, weight)),
+        (lambda x: ops.rms_norm(x, scale, 1e-6), lambda x: F.rms_norm(x, (40,), scale, 1e-6)),
+        (ops.gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
+    ]
+    x, tangent = torch.randn(2, 3, 40)
+    for ours, theirs in pairs:
+        with torch.no_grad():
+            if forward_mode == "torch.func":
+                found, wanted = (torch.func.jvp(f, (x,), (tangent,))[1] for f in (ours, theirs))
+            else:
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(x, tangent)
+                    found, wanted = (forward_ad.unpack_dual(f(dual)).tangent for f in (ours, theirs))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_gelu_tanh_of_other_tensors_is_torchs(either):

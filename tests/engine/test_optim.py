@@ -490,3 +490,26 @@ def test_numbers_of_no_parameters_are_where_those_of_other_stages_are(monkeypatc
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD([{"params": []}], lr=0.1))
     assert manager._skipped.is_meta
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_loops_leave_the_step_to_python(compiled, whole):
+    models = [toys.build(), toys.build()]
+    ours, theirs = (AdamOptimizer(model.parameters(), lr=1e-2) for model in models)
+
+    def train(model, optimizer):
+        sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+
+    loop = torch.compile(train, backend="aot_eager")
+    step = torch.compile(ours.step, backend="aot_eager")
+    for _ in range(3):
+        ours.zero_grad(), theirs.zero_grad()
+        if whole:
+            loop(models[0], ours)
+        else:
+            with_gradients(models[0]), step()
+        train(models[1], theirs) if whole else (with_gradients(models[1]), theirs.step())
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,6 +58,8 @@ def wrap_units_(units: Iterable[nn.Module], recompute: str, compile: bool | str)
         # it out itself: the modes that watch operators would turn compilation off.
         if compile and recompute != "selective":
             forward = _compiled(forward, compile)
+        elif compile:
+            forward = _noticing_python(forward)
         forward = _WRAPPERS[recompute](forward)
         if recompute == "selective":
             _recompute_recurrent_layers(unit)
@@ -82,6 +85,28 @@ def _ignoring_self(bound: Forward) -> Forward:
 def _compiled(forward: Forward, backend: bool | str) -> Forward:
     leave_to_eager()
     return torch.compile(forward, backend=backend) if isinstance(backend, str) else torch.compile(forward)
+
+
+def _noticing_python(forward: Forward) -> Forward:
+    """Warn where torch.compile leaves the whole of a unit to Python, as it does if some part of what is recomputed
+    cannot be in its graph."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _warn_of_python(type(self).__name__)
+        return forward(self, *args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _warn_of_python(unit: str) -> None:
+    warnings.warn(
+        f"compile with recompute='selective': torch.compile leaves {unit} to Python in training, as a part of it "
+        "cannot be in its graph (dropout with the masks of a step and attention of packed rows on a CPU cannot). Give "
+        "recompute='full', which compiles the rest, or leave out compile",
+        stacklevel=2,
+    )
 
 
 def _none(forward: Forward) -> Forward:

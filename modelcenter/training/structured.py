@@ -62,6 +62,12 @@ def write_answers(model: Model, tokenizer: Any, prompts: Sequence[str], **search
     Raises:
         ValueError: a prompt that is no object, and what `fill` raises.
     """
+    found = fill(model, StructuredEncoder(tokenizer), parse_objects(prompts), **search)
+    return [[as_text(filled[ANSWER]) for filled in several] for several in found]
+
+
+def parse_objects(prompts: Sequence[str]) -> list[dict[str, Any]]:
+    """JSON objects from texts. Raises ValueError for a prompt that is none."""
     objects = []
     for prompt in prompts:
         try:
@@ -74,8 +80,7 @@ def write_answers(model: Model, tokenizer: Any, prompts: Sequence[str], **search
                 f"key {ANSWER!r}, or plain texts, but not both at once"
             )
         objects.append(one)
-    found = fill(model, StructuredEncoder(tokenizer), objects, **search)
-    return [[as_text(filled[ANSWER]) for filled in several] for several in found]
+    return objects
 
 
 def as_text(answer: Any) -> str:

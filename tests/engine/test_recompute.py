@@ -14,7 +14,7 @@ import engine
 from engine import recompute as recompute_module
 from engine.ops import compilation, dropout_key, dropout_rows, gemm, library
 from engine.precision import RECOMPUTE
-from engine.recompute import wrap_units_
+from engine.recompute import _warn_of_python, wrap_units_
 from engine.testing import Pool
 from modelcenter.layers.linear import Linear
 from modelcenter.models.bert import Bert, BertConfig
@@ -278,6 +278,23 @@ def test_units_are_compiled_and_share_it():
         toys.loss_of(model)(toys.microbatch(0), {"tokens": 4}).backward()
         assert backend.frame_count - before == 1, recompute  # three blocks, one graph
         assert not counters["graph_break"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_units_that_the_compiler_leaves_to_python_are_named(recompute, recwarn):
+    """Of a unit that is recomputed selectively all is left, for one function that is."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    backend = CompileCounterWithBackend("eager")
+    torch._dynamo.register_backend(backend, f"engine_test_counter_{recompute}")
+    _warn_of_python.cache_clear()
+    model = engine.shard(
+        bert(0.0), policy=engine.Policy(recompute=recompute, compile=f"engine_test_counter_{recompute}")
+    )
+    gradients(model)
+    said = [str(warning.message) for warning in recwarn if "leaves PostNormBlock to Python" in str(warning.message)]
+    assert len(said) == (recompute == "selective") and (backend.frame_count > 0) == (recompute == "full")
 
 
 @pytest.mark.parametrize("keyed", [True, False])

@@ -44,6 +44,8 @@ def test_the_loss_is_that_of_torch(head, smoothing):
 def test_weights_that_are_meant():
     targets = np.array([0, 0, 0, 2])
     assert parse_class_weights(["balanced"], ("a", "b", "c"), targets) == [4 / 9, 1.0, 4 / 3]  # as scikit-learn
+    twice = parse_class_weights(["balanced"], ("a", "b"), np.array([0, 0, 1]), np.array([0.75, 0.75, 1.5]))
+    assert twice == [1.0, 1.0]  # a mixture draws the rare class more often
     assert parse_class_weights(["c=3", "x=y=0.5"], ("a", "c", "x=y"), targets) == [1.0, 3.0, 0.5]
     for wrong, said in (("d=1", "'d' is no class. .*They are a, b"), ("a=0", "above 0"), ("2", "'2' is no class")):
         with pytest.raises(ValueError, match=said):

@@ -4,16 +4,20 @@ import copy
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from toydata import command, write_jsonl
 
 import modelcenter as mc
 from modelcenter.cli import run as cli
+from modelcenter.data.readers import read_file
 from modelcenter.data.structured import StructuredEncoder, structured_batch
 from modelcenter.training.config import LMConfig
 from modelcenter.training.structured import _PartlyFilled, fill
 from modelcenter.training.tasks import TASKS
+from modelcenter.training.tasks.structured_examples import objects_of
 
 # No word of several letters: a text is cut into the tokens that it was written with.
 WORDS = [*"<pad> <unk> <mask> <sep> </n> </_> <s> </s> <root> <ans> <option> <".split(), *"abcdefghijklmnopqrstuvwxyz"]
@@ -180,4 +184,24 @@ def test_mistakes(folder, tmp_path, capsys):
     fails([*train, "--train_data", data, "--max_length", "9", "--too_long", "error"], "line 1: the row has .* tokens")
     fails(["predict", start, data, "--max_length", "9"], "line 1: the row has .* tokens, expected at most 9")
     fails(["generate", start, '{"input": "a"}'], "expected an object with the key '<ans>'")
-    fails(["generate", start, '{"<ans>": ""}', "a"], "got 'a' beside or in place of a JSON object")
+    for words in ([], ["--batch_size", "1"]):
+        fails(["generate", start, '{"<ans>": ""}', "a", *words], "got 'a' beside or in place of a JSON object")
+
+
+def test_parquet_gives_the_objects_of_json_lines(folder, tmp_path, capsys):
+    """It adds the keys of all rows to each, at any depth."""
+    rows = [
+        {"input": "a<mask_0>", "options": {"<option_0>": "a"}, "<ans>": {"<mask_0>": "b"}},
+        {"input": "c<mask_0>d<mask_1>", "options": {"<option_0>": "a", "<option_1>": "b"},
+         "<ans>": {"<mask_0>": "a", "<mask_1>": "b"}},
+        {"input": "e", "<ans>": {"<mask_1>": "f"}},
+    ]  # fmt: skip
+    files = [write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"]
+    pq.write_table(pa.Table.from_pylist(rows), files[1])
+    tables = [objects_of(read_file(file), "<ans>") for file in files]
+    assert tables[0] == rows and tables[1] == rows and list(tables[1][1]) == list(rows[1])
+    said = []
+    for file in files:
+        cli(["predict", str(folder / "start"), str(file), "--max_new_tokens", "3"])
+        said.append([json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()])
+    assert said[0] == said[1] and len(said[0]) == 3

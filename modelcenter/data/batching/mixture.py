@@ -168,6 +168,17 @@ def draw_of(examples: Any, seed: int) -> Callable[[int], np.ndarray] | None:
     return Draw(part_rows, [p.weight for p in table.shares], seed, names=[p.name for p in table.shares])
 
 
+def epoch_frequencies(table: Table) -> np.ndarray | None:
+    """How often an epoch draws each row of a table of `mixed`, on average: fp64 (rows,); None: every row once."""
+    if not table.shares:
+        return None
+    part = table.part_of_rows()
+    weights = np.array([share.weight for share in table.shares])
+    sizes = np.bincount(part, minlength=len(weights))
+    drawn = weights / weights.sum() * len(part)
+    return (drawn / np.maximum(sizes, 1))[part]
+
+
 def weights_by_size(sizes: Sequence[int], temperature: float = 1.0) -> list[float]:
     """Weights size ** (1 / temperature): at 1 by size, above it more even, as multilingual models are trained.
 

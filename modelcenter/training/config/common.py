@@ -167,8 +167,8 @@ class TrainConfig(Flags):
         means={"constant_with_warmup": "constant"})
     warmup: float = _optimisation(0.06, "number of steps over which the learning rate rises to its peak; a value below "
         "1 is a fraction of all steps", "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
-    weight_decay: float = _optimisation(0.01, "decoupled weight decay, applied to matrices only (not to biases and "
-        "norms)")
+    weight_decay: float = _optimisation(0.01, "decoupled weight decay, applied to matrices and tables only (to T5's "
+        "of relative positions too, not to biases and norms)")
     max_grad_norm: float = _optimisation(1.0, "clip the global gradient norm to this value; 0: no clipping",
         "clip_grad")
     label_smoothing: float = _optimisation(0.0, "share of a label's weight that training spreads over all classes",

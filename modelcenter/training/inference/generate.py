@@ -13,7 +13,7 @@ from modelcenter.training.inference.loading import load_model, load_tokenizer
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
 from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
-from modelcenter.training.structured import write_answers
+from modelcenter.training.structured import parse_objects, write_answers
 from modelcenter.training.tasks.base import plain_text_context
 from modelcenter.training.trained import TrainedModel
 
@@ -122,7 +122,12 @@ class _Generator:
         return complete(self.model, self.tokenizer, self.encode(prompts), context=context, streamer=streamer, **search)
 
     def generate_all(self, prompts: list[str]) -> list[list[str]]:
-        """The texts for all prompts, on every rank. Collective."""
+        """The texts for all prompts, on every rank. Collective.
+
+        Raises ValueError where only some are objects: ranks that read one kind each would not meet.
+        """
+        if self.reads_objects(prompts):
+            parse_objects(prompts)
         return map_over_ranks(
             len(prompts),
             self.cfg.batch_size,

@@ -42,19 +42,22 @@ class ClassWeightedLoss:
         return total / (max(totals["loss"], 1) / _ONE)
 
 
-def parse_class_weights(given: Sequence[str], names: Sequence[str], targets: np.ndarray) -> list[float]:
+def parse_class_weights(
+    given: Sequence[str], names: Sequence[str], targets: np.ndarray, times: np.ndarray | None = None
+) -> list[float]:
     """The weight of each class.
 
     Args:
         given: ["balanced"]: the number of rows divided by that of classes and by that of rows of the class, and 1 for a
             class without rows. Or NAME=WEIGHT of some classes; the others have 1.
         names: of the classes. targets: int64, the classes of all rows.
+        times: how often an epoch of a mixture draws each row; None: once.
 
     Raises:
         ValueError: a weight of an unknown class, two weights of one class, or a weight that is no number above 0.
     """
     if list(given) == [BALANCED]:
-        counts = np.bincount(targets, minlength=len(names))
+        counts = np.bincount(targets, times, minlength=len(names))
         return [len(targets) / (len(names) * n) if n else 1.0 for n in counts.tolist()]
     weights: dict[str, float] = {}
     for entry in given:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import engine
 from modelcenter.data.batching.collate import pack
+from modelcenter.data.batching.mixture import epoch_frequencies
 from modelcenter.data.schemas.class_names import renumbered, renumbering
 from modelcenter.data.schemas.columns import Columns, check_columns, find_columns, join_labels
 from modelcenter.data.schemas.labels import Labels, find_labels, unsaid
@@ -119,7 +120,9 @@ class Classification(Task):
     def on_model_built(self, model: Model) -> None:
         if self.class_weights:
             assert self.targets is not None
-            weights = parse_class_weights(self.class_weights, self.labels.names, self.targets)
+            weights = parse_class_weights(
+                self.class_weights, self.labels.names, self.targets, epoch_frequencies(self.table)
+            )
             self.loss_fn = ClassWeightedLoss(weights, self.label_smoothing)
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[LabelledExamples, LabelledExamples | None]:
@@ -149,12 +152,8 @@ class Classification(Task):
                 return
             tokenizer.pad_token = tokenizer.eos_token
         config: Any = model.config
-        known = hasattr(config, "pad_token_id")
-        if (config.pad_token_id if known else config.extra.get("pad_token_id")) is None:
-            if known:
-                config.pad_token_id = tokenizer.pad_token_id
-            else:
-                config.extra = {**config.extra, "pad_token_id": tokenizer.pad_token_id}
+        if config.pad_token_id is None:
+            config.pad_token_id = tokenizer.pad_token_id
 
     def metrics(self, device: torch.device | str = "cpu") -> Metrics:
         """The metrics that suit the kind of label."""

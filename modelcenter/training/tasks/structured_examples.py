@@ -72,14 +72,20 @@ class StructuredExamples(AnswerExamples):
 def objects_of(table: Table, column: str) -> list[Object]:
     """The rows as objects, without the keys of values that are None. column: of the values of "<ans>".
 
+    Parquet and the Hub give every row the keys of all rows, with None where a row lacks them, at any depth.
     Keys are in the order of the columns, "<ans>" last: marks are numbered in the order in which they come, so an answer
     before its options would change their numbers.
     """
     names = {name: name for name in table.columns if name != column} | {column: ANSWER}
-    return [
-        {key: table.columns[name][i] for name, key in names.items() if table.columns[name][i] is not None}
-        for i in range(len(table))
-    ]
+    rows = ({key: table.columns[name][i] for name, key in names.items()} for i in range(len(table)))
+    return [{key: _without_none(value) for key, value in row.items() if value is not None} for row in rows]
+
+
+def _without_none(value: Any) -> Any:
+    """`value` without the keys of None below it; an object of nothing else stays, as one of texts to be written."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_none(below) for key, below in value.items() if below is not None} or value
 
 
 def label_objects(

@@ -1,11 +1,21 @@
 """Mixtures: shares, epochs that go on from each other, and batches that are those of the parts."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from modelcenter.data.batching.collate import merge, pack
-from modelcenter.data.batching.mixture import Mixture, mixed, parse_weight, parse_weights, weights_by_size
+from modelcenter.data.batching.mixture import (
+    Mixture,
+    draw_of,
+    epoch_frequencies,
+    mixed,
+    parse_weight,
+    parse_weights,
+    weights_by_size,
+)
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.table import Origin, Table
 from modelcenter.data.tokenization.tokenize import Tokens
@@ -34,6 +44,17 @@ class Toy:
 
 
 A, B = Toy(100, [2, 3, 4, 5, 6, 7, 8, 9]), Toy(200, [1, 2, 3])
+
+
+def test_how_often_rows_are_drawn():
+    tables = [Table({"text": [""] * n}, [Origin(f"{n}.csv", n, "")]) for n in (6, 2)]
+    table = mixed(tables, [1, 3]).take(np.array([0, 1, 2, 3, 7]))  # some rows were left out
+    draw = draw_of(SimpleNamespace(table=table), 0)
+    epochs = 400
+    drawn = np.bincount(np.concatenate([draw(epoch) for epoch in range(epochs)]), minlength=5) / epochs
+    np.testing.assert_allclose(drawn, [0.25, 0.25, 0.25, 0.25, 4])  # one of five rows, and four of the last
+    np.testing.assert_allclose(epoch_frequencies(table), [1.25 / 4] * 4 + [3.75])  # counts of an epoch are rounded
+    assert epoch_frequencies(tables[0]) is None
 
 
 def test_shares_of_an_epoch():

@@ -19,6 +19,8 @@ _SIZES = (
     "vocab_size", "hidden_size", "embedding_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
     "max_positions", *_LAYERS,
 )  # fmt: skip
+# Attributes of every config: where an architecture has no such field, they are kept in `extra`.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _MAX_LAYERS = 10_000  # a model is built of them before a file can contradict
 
 
@@ -80,6 +82,27 @@ class ModelConfig:
         self._check_values(vars(self))
         for f in dataclasses.fields(self):
             setattr(self, f.name, _plain_number(f.type, getattr(self, f.name)))
+
+    if not TYPE_CHECKING:  # for which any attribute would be there
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _TOKENS:
+                return vars(self).get("extra", {}).get(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _TOKENS and name not in self.field_names():
+            name, value = "extra", {**self.extra, name: value}
+        super().__setattr__(name, value)
+
+    def special_tokens(self) -> dict[str, Any]:
+        """The tokens that begin, end and fill texts, as far as this config names them."""
+        held = {name: getattr(self, name) for name in _TOKENS}
+        return {name: value for name, value in held.items() if value is not None}
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
+        """Itself; transformers asks models of several kinds of input for their part that reads or writes text."""
+        return self
 
     def require(self, condition: bool, name: str, expected: str) -> None:
         """Raise one clear error about the field `name` unless `condition` holds."""

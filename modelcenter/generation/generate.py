@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modelcenter.generation.search import beam, extend
-from modelcenter.generation.settings import Settings, SpecialTokens, config_tokens
+from modelcenter.generation.settings import Settings, SpecialTokens
 from modelcenter.generation.state import State, guessed_mask
 from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.layout import check_tensor
@@ -108,7 +108,7 @@ def generate(
     """
     _check_call(model, input_ids)
     token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
-    checkpoint = {**config_tokens(model.config), **model.generation_config}
+    checkpoint = {**model.config.special_tokens(), **model.generation_config}
     encodes = bool(getattr(model, "is_encoder_decoder", False))
     settings = Settings(
         tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),

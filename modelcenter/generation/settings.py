@@ -9,15 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-
-
-def config_tokens(config: Any) -> dict[str, Any]:
-    """The tokens that begin, end and fill texts, as far as a model's config names them."""
-    held = {name: getattr(config, name, None) for name in _TOKENS}
-    held = {name: config.extra.get(name) if value is None else value for name, value in held.items()}
-    return {name: value for name, value in held.items() if value is not None}
-
 
 def _numbers(value: Any, name: str) -> list[int]:
     """Token numbers from one, several or none. Raises ValueError: one that is no number."""

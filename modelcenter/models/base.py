@@ -21,6 +21,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models import vocabulary
 from modelcenter.models.inputs import Batch, ModelInputs
 from modelcenter.models.outputs import ModelOutput
+from modelcenter.models.trainer_protocol import TrainerProtocol
 
 # Their heads may be tied to the embedding.
 VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "double-heads")
@@ -28,7 +29,7 @@ VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "doub
 _MOST_READ = 0.8
 
 
-class Model(ModelInputs):
+class Model(TrainerProtocol, ModelInputs):
     """Base of all architectures: `Bert(config, task="sequence-classification")`, on CPU or under torch.device("meta").
 
     A subclass sets `config_class`, `tasks`, `head_prefixes`; builds its modules; implements begin, end, `units`,
@@ -40,8 +41,6 @@ class Model(ModelInputs):
     # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
     is_encoder_decoder: ClassVar[bool] = False
-    # HF Trainer: our loss takes num_items_in_batch, do not rescale it.
-    accepts_loss_kwargs: ClassVar[bool] = True
     # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
     bounded: ClassVar[bool] = False
     embed: nn.Embedding
@@ -65,8 +64,7 @@ class Model(ModelInputs):
             raise ValueError(f"task: got {task!r}, {type(self).__name__} has {', '.join(self.tasks)}")
         self.config, self.task = config, task
         self.tuned_prompt = None
-        # The checkpoint's generation_config.json: its end and padding tokens are what `generate` takes.
-        self.generation_config: dict[str, Any] = {}
+        self.generation_config = {}
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -184,12 +182,14 @@ class Model(ModelInputs):
             return batch["loss_counts"]
         own = self.loss_counts(batch)
         if (total := batch.get("num_items_in_batch")) is not None:
+            labels, head = batch.get("labels"), self.head
             if len(own) != 1:
                 raise ValueError(
                     f"num_items_in_batch: the loss of task {self.task!r} has the terms {', '.join(own)}; pass "
                     "loss_counts={term: count} instead"
                 )
-            return dict.fromkeys(own, total)
+            width = head.label_width(labels) if labels is not None and hasattr(head, "label_width") else 1
+            return dict.fromkeys(own, total if width == 1 else total / width)
         return own
 
     def empty_batch(self) -> dict[str, Any]:

@@ -163,7 +163,8 @@ class Decoder(Model):
                 as many for each row. cache: its name in transformers from 5.24 on.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
+                for a loss of one term, but all numbers of labels that have several, as HF Trainer counts.
+                output_logits: None leaves vocabulary logits out in training with labels.
             logits_to_keep: 1: logits of each sequence's last token only, (batch, 1, vocab_size). 0: of all.
             output_log_probs: a causal model gives log_probs (sequences,), the log-probability of each sequence's
                 labels, in place of loss and logits.

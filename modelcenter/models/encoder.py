@@ -278,7 +278,8 @@ class Encoder(CrossAttentionMixin):
             num_choices: of packed multiple choice, consecutive sequences of an example, or (batch,) of each example;
                 else found from the labels.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels;
+                for a loss of one term, but all numbers of labels that have several, as HF Trainer counts.
+                output_logits: None leaves vocabulary logits out in training with labels;
                 "labelled": (labels, vocab_size), those of the tokens that have a label, in their order.
 
         Raises:

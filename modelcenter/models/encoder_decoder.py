@@ -370,7 +370,8 @@ class EncoderDecoder(DecoderInputs):
             cu_seqlens, decoder_cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen,
                 decoder_max_seqlen: the longest (else read from them). One side may be packed, the other padded.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term. output_logits: None leaves vocabulary logits out in training with labels.
+                for a loss of one term, but all numbers of labels that have several, as HF Trainer counts.
+                output_logits: None leaves vocabulary logits out in training with labels.
             logits_to_keep: 1: logits of each decoder sequence's last token only. 0: of all.
 
         Raises:

@@ -27,6 +27,8 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
             r"labels: got shape \(2, 3\), expected \(2, 4\), as input_ids",
         ),
         ("token-classification", {"labels": IDS / 1}, "labels: got torch.float32, expected .*torch.int64"),
+        ("masked-lm", {"labels": IDS.byte(), "attention_mask": IDS > 5}, "labels: got torch.uint8, expected .*int64"),
+        ("sequence-classification", {"labels": IDS[0].byte()}, "labels: got torch.uint8, expected .*torch.int64"),
         ("masked-lm", {"labels": torch.cat((IDS, IDS)), "attention_mask": IDS > 0}, r"labels: got shape \(4, 4\)"),
         ("masked-lm", {"labels": IDS[:, None]}, r"labels: got shape \(2, 1, 4\), expected \(2, 4\)"),
         ("pretraining", {"next_sentence_label": IDS[:, :3]}, r"next_sentence_label: got shape \(2, 3\)"),

@@ -1,7 +1,10 @@
 """Our models in loops of others: the Hugging Face Trainer and a bare Accelerator loop."""
 
+import json
+
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader, Dataset
 
 import modelcenter as mc
@@ -24,6 +27,12 @@ class Rows(Dataset):
             "attention_mask": (torch.arange(9) < length).long(),
             "labels": torch.tensor(int(ids[0] % 2)),
         }
+
+
+def tokens_of(folder) -> list:
+    """The special tokens that each file names."""
+    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*config.json"))]
+    return [{k: v for k, v in file.items() if k.endswith("_token_id") and v is not None} for file in files]
 
 
 def start(task="sequence-classification", **options):
@@ -61,6 +70,106 @@ def test_the_hugging_face_trainer_trains_evaluates_saves_and_resumes(tmp_path):
     batch = torch.utils.data.default_collate([Rows()[i] for i in range(24)])
     with torch.no_grad():
         assert theirs(**batch).loss.item() == pytest.approx(found["eval_loss"], abs=1e-5)
+
+
+def texts():
+    rows = [Rows()[i] for i in range(8)]
+    return [row | {"labels": row["input_ids"].masked_fill(row["attention_mask"] == 0, -100)} for row in rows]
+
+
+def numbers():
+    return [Rows()[i] | {"labels": torch.tensor([i % 2, i % 3 > 0, 1]).float()} for i in range(8)]
+
+
+def tokenizer():
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "</s>": 3}, unk_token="[UNK]"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", bos_token="[UNK]", eos_token="</s>"
+    )
+
+
+def pairs():
+    return [row | {"next_sentence_label": torch.tensor(i % 2)} for i, row in enumerate(texts())]
+
+
+CASES = {
+    "next token": ("tiny/llama", "causal-lm", {}, texts, {}),
+    "smoothed": ("tiny/llama", "causal-lm", {}, texts, {"label_smoothing_factor": 0.1}),
+    "recomputed": ("tiny/llama", "causal-lm", {}, texts, {"gradient_checkpointing": True}),
+    "labels": ("tiny/bert", "sequence-classification", {"problem_type": "multi_label_classification"}, numbers, {}),
+    "numbers": ("tiny/bert", "sequence-classification", {"problem_type": "regression"}, numbers, {}),
+    "terms": ("tiny/bert", "pretraining", {}, pairs, {"label_names": ["labels", "next_sentence_label"]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_hugging_face_trainer_gets_the_losses_of_its_own_model(case, tmp_path):
+    """Ours in two microbatches, where a number of items divides the loss: Trainer leaves its BERT's undivided."""
+    import transformers
+
+    preset, task, fields, rows, options = CASES[case]
+    sizes = {**SIZES, "vocab_size": 60, "num_labels": 3, "attention_dropout": 0.0} | fields
+    ours = mc.from_config(preset, task, **{k: v for k, v in sizes.items() if k != "dropout" or "bert" in preset})
+    ours.save_pretrained(tmp_path)
+    name = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    found = []
+    assert ours.accepts_loss_kwargs == (case != "terms")
+    for model, parts in (
+        (ours, 1 + ours.accepts_loss_kwargs),
+        (getattr(transformers, name).from_pretrained(tmp_path), 1),
+    ):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], logging_steps=1, max_steps=1,
+            per_device_train_batch_size=4 // parts, gradient_accumulation_steps=parts, save_strategy="no",
+            disable_tqdm=True, **{"label_names": ["labels"]} | options,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model.train(), arguments, train_dataset=rows(), eval_dataset=rows(), processing_class=tokenizer()
+        )
+        trainer.train()
+        step, after = trainer.state.log_history[0], trainer.evaluate()["eval_loss"]
+        found.append([step["loss"], step["grad_norm"], after])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert repr(ours).startswith(type(ours).__name__ + "(")
+
+
+def test_units_recompute_until_told_otherwise():
+    model = mc.from_config("tiny/llama", "causal-lm", num_layers=3)
+    model.gradient_checkpointing_enable(every_n_layers=2)
+    assert ["forward" in vars(unit) for unit in model.units] == [True, False, True]
+    model.gradient_checkpointing_disable()
+    assert not any("forward" in vars(unit) for unit in model.units)
+    with pytest.raises(ValueError, match="offload: got True, expected False; engine.shard"):
+        model.activation_checkpointing_enable(offload=True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "task", "named", "file"),
+    [
+        ("gpt2", "causal-lm", {}, {"eos_token_id": [2, 4]}),
+        ("llama", "causal-lm", {"eos_token_id": 2}, {}),
+        ("t5", "seq2seq-lm", {}, {}),
+        ("bert", "sequence-classification", {}, {}),
+        ("llama", "sequence-classification", {"eos_token_id": 2}, {}),
+    ],
+)
+def test_the_hugging_face_trainer_aligns_special_tokens(preset, task, named, file, tmp_path):
+    import transformers
+
+    words = tokenizer()
+    ours = mc.from_config(f"tiny/{preset}", task, **named)
+    ours.generation_config = file
+    ours.save_pretrained(tmp_path / "before")
+    name = json.loads((tmp_path / "before" / "config.json").read_text())["architectures"][0]
+    theirs = getattr(transformers, name).from_pretrained(tmp_path / "before")
+    for model, folder in ((ours, tmp_path / "ours"), (theirs, tmp_path / "theirs")):
+        for _ in range(2):  # the second time it changes nothing
+            transformers.trainer_utils.align_special_tokens(model, words)
+        model.save_pretrained(folder)
+    assert tokens_of(tmp_path / "ours") == tokens_of(tmp_path / "theirs")
+    assert mc.from_pretrained(tmp_path / "ours").generation_config == ours.generation_config
 
 
 def test_a_bare_accelerator_loop(tmp_path):

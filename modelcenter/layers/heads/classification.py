@@ -32,6 +32,10 @@ class SequenceClassifier(Smoothing, Linear):
             return "regression"
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
+    def label_width(self, labels: Tensor) -> int:
+        """Numbers that make the label of one example."""
+        return 1 if self.kind(labels) == "single_label_classification" else self.out_features
+
     def counts(self, batch: Batch) -> dict[str, int]:
         labels = batch.get("labels")
         if labels is None:

@@ -24,8 +24,7 @@ def check_labels(labels: Tensor, classes: int, name: str = "labels", sequences: 
 
     The numbers are read on the host only: on a GPU that would wait for the device, and data loaders check there too.
     """
-    if labels.dtype not in (torch.long, torch.uint8):
-        raise ValueError(f"{name}: got {labels.dtype}, expected numbers of classes as torch.int64; convert by .long()")
+    check_whole(labels, name)
     if sequences is not None and labels.numel() != sequences:
         raise ValueError(
             f"{name}: got shape {tuple(labels.shape)}, expected {(sequences,)}: one for each example of the batch"
@@ -40,17 +39,24 @@ def check_labels(labels: Tensor, classes: int, name: str = "labels", sequences: 
         )
 
 
+def check_whole(labels: Tensor, name: str = "labels") -> None:
+    """Raise ValueError for labels of a type that the loss does not take, or that cannot hold -100."""
+    if labels.dtype != torch.long:
+        raise ValueError(f"{name}: got {labels.dtype}, expected numbers of classes as torch.int64; convert by .long()")
+
+
 def token_labels(batch: Batch, prefix: str = "") -> Tensor:
     """The labels of a batch that has some, one for each place of its `{prefix}input_ids`, where it has these.
 
     Raises:
-        ValueError: they are of another shape.
+        ValueError: they are of another shape or type.
     """
     labels, name = batch["labels"], f"{prefix}input_ids"
     given = batch.get(name) if batch.get(name) is not None else batch.get(f"{prefix}inputs_embeds")
     if labels.dim() != 2 or (given is not None and labels.shape != given.shape[:2]):
         wanted = "(batch, seq)" if given is None else f"{tuple(given.shape[:2])}, as {name}"
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {wanted}: a label or -100 for each token")
+    check_whole(labels)
     return labels
 
 

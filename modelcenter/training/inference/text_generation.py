@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import engine
-from modelcenter.generation.settings import SpecialTokens, config_tokens
+from modelcenter.generation.settings import SpecialTokens
 from modelcenter.generation.state import positions_left
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import check_stop
@@ -117,7 +117,7 @@ def _tokenizers_end(model: Model, tokenizer: Any) -> dict[str, int]:
     """The tokens that end and fill texts, as arguments of model.generate, where the tokenizer alone names an end:
     ModelCenter's checkpoints of decoders do not, and their texts would go on into another one."""
     size = model.config.vocab_size
-    checkpoint = {**config_tokens(model.config), **model.generation_config}
+    checkpoint = {**model.config.special_tokens(), **model.generation_config}
     if SpecialTokens.resolve(None, None, checkpoint, size, starts=False).eos:
         return {}
     tokens = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}

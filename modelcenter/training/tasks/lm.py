@@ -17,7 +17,6 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens, label_conversations
 from modelcenter.data.tokenization.chat_templates import LAYOUTS, ChatTemplate
 from modelcenter.data.tokenization.tokenize import Tokens
-from modelcenter.generation.settings import config_tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
@@ -329,8 +328,8 @@ def add_stops(model: Model, stops: Sequence[int], replace: bool) -> None:
     """Let generation end at the tokens that end the answers, besides those that the checkpoint names (replace: in place
     of those)."""
     # generation_config.json takes the place of all that transformers reads from config.json: padding tokens, too.
-    settings = model.generation_config or config_tokens(model.config)
-    named = settings.get("eos_token_id", config_tokens(model.config).get("eos_token_id"))
+    settings = model.generation_config or model.config.special_tokens()
+    named = settings.get("eos_token_id", model.config.special_tokens().get("eos_token_id"))
     old = [] if named is None or replace else [named] if isinstance(named, int) else list(named)
     ends = [*old, *(token for token in stops if token not in old)]
     if ends != old:

@@ -13,26 +13,26 @@ from modelcenter.config import ModelConfig
 class GenerationSettings(dict[str, Any]):
     """What generation_config.json says, also as attributes, by which Trainer reads and sets special tokens.
 
-    Without such a file attributes are the tokens of the model's config, and the first one that is set brings these
-    along: a file takes the place of all that transformers reads from config.json. A model that writes no text gets
-    none by it.
+    Without such a file attributes are the tokens that the model's config had, and the first one that is set brings
+    these along: a file takes the place of all that transformers reads from config.json. A model that writes no text
+    gets none by it.
     """
 
-    def belong_to(self, config: ModelConfig, writes: bool) -> None:
-        """Of a model with this config, that writes texts or not."""
-        vars(self).update(_config=config, _writes=writes)
+    def __init__(self, values: Mapping[str, Any], tokens: Mapping[str, Any], writes: bool):
+        super().__init__(values)
+        vars(self).update(_tokens=dict(tokens), _writes=writes)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self:
             return self.get(name)
-        value = self._config.special_tokens().get(name)
+        value = self._tokens.get(name)
         return [value] if name == "eos_token_id" and isinstance(value, int) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self or self._writes:
-            self.update({**(self or self._config.special_tokens()), name: value})
+            self.update({**(self or self._tokens), name: value})
 
 
 class TrainerProtocol(nn.Module):
@@ -63,12 +63,12 @@ class TrainerProtocol(nn.Module):
     @property
     def generation_config(self) -> GenerationSettings:
         """The checkpoint's generation_config.json: its end and padding tokens are what `generate` takes."""
-        self._generation_config.belong_to(self.config, self.task in ("causal-lm", "seq2seq-lm"))
         return self._generation_config
 
     @generation_config.setter
     def generation_config(self, values: Mapping[str, Any]) -> None:
-        self._generation_config = GenerationSettings(values)
+        writes = self.task in ("causal-lm", "seq2seq-lm")
+        self._generation_config = GenerationSettings(values, self.config.special_tokens(), writes)
 
     def activation_checkpointing_enable(
         self,

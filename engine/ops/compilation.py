@@ -22,6 +22,14 @@ def eager(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     return functools.update_wrapper(call, function)
 
 
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`; where its caller is being compiled, as a call that ends the graph and runs in Python.
+
+    Not a decorator, which would load the compiler with the function.
+    """
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
 @functools.cache
 def leave_to_eager() -> None:
     """Tell torch.compile about the functions marked `eager`; not at import, as it loads the compiler."""

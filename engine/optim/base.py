@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.ops import fused
+from engine.ops.compilation import outside_graphs
 from engine.optim.rounding import place_of
 from engine.optim.states import (
     OwnStates,
@@ -213,9 +214,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Not a decorator, which would load the compiler with this file: its call ends a compiled graph.
-        run = torch.compiler.disable(self._step) if torch.compiler.is_compiling() else self._step
-        run(grad_scale, found_inf)
+        outside_graphs(self._step)(grad_scale, found_inf)
         return loss
 
     def _step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from engine.ops.compilation import outside_graphs
 from engine.registry import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS
 
 # How many parameters an optimizer had when they were looked at, since a model was last sharded; and at a step.
@@ -50,7 +51,12 @@ def mark_sharded(model: torch.nn.Module, gathered: Callable[[torch.nn.Module], I
 def _watch() -> None:
     global _hook
     _checked.clear()
-    _hook = _hook or register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_step(optimizer))
+    _hook = _hook or before_each_step(_check_step)
+
+
+def before_each_step(check: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """Call ``check`` before each step of any optimizer; in Python also where torch.compile takes a loop apart."""
+    return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: outside_graphs(check)(optimizer))
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:

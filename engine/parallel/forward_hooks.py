@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from engine.optim.checks import mark_sharded
+from engine.optim.checks import before_each_step, mark_sharded
 from engine.parallel.checks import check_hooks
 from engine.parallel.fsdp import (
     backward_was_left,
@@ -173,7 +172,7 @@ def _gather_once(model: nn.Module) -> None:
 
 @functools.cache
 def _reshard_at_steps() -> None:
-    register_optimizer_step_pre_hook(_reshard_shown)
+    before_each_step(_reshard_shown)
 
 
 def _reshard_shown(*_: Any) -> None:

@@ -3,7 +3,7 @@
 // section of what it prints is a line "name type count" and then the numbers, as they lie in memory.
 #include "kernels_driver.h"
 
-#include "kernels_driver_rooms.h"
+#include "kernels_driver_scratch.h"
 
 #if defined(__x86_64__)  // where these are not linked, the program is of the plain path alone
 namespace modelcenter {

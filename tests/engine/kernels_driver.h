@@ -1,4 +1,4 @@
-// What the sections of kernels_driver.cpp share: numbers that a hash makes, threads, rooms, and how results are shown.
+// What the sections of kernels_driver.cpp share: numbers that a hash makes, threads, scratch memory, and how results are shown.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,16 +62,16 @@ static Bytes codes(int64_t n) {
 static std::vector<float> unwritten(int64_t n) { return std::vector<float>((size_t)n, __builtin_nanf("")); }
 
 // The same at the start of a cache line, as the bindings give it.
-class Room {
+class Scratch {
  public:
-  explicit Room(int64_t n) {
+  explicit Scratch(int64_t n) {
     void* memory = nullptr;
     if (posix_memalign(&memory, 64, sizeof(float) * (size_t)n)) abort();
     at = (float*)memory;
     std::fill(at, at + n, __builtin_nanf(""));
   }
-  ~Room() { free(at); }
-  Room(const Room&) = delete;
+  ~Scratch() { free(at); }
+  Scratch(const Scratch&) = delete;
   float* at;
 };
 

@@ -1,4 +1,4 @@
-// Sections of kernels_driver.cpp: kernels that work in rooms, and those of bytes.
+// Sections of kernels_driver.cpp: kernels that work in scratch memory, and those of bytes.
 #pragma once
 #include "kernels_driver.h"
 
@@ -16,9 +16,9 @@ static void products() {
                           stride, transposed ? rows : depth, turned ? depth : columns, transposed, turned, add};
           const int64_t down = (rows + 31) / 32, across = (columns + 63) / 64;
           on_threads(down * across, [&](int64_t part) {
-            const Room room(kProductRoom);
+            const Scratch scratch(kProductScratch);
             const int64_t top = part / across * 32, left = part % across * 64;
-            k.product(p, top, std::min(rows, top + 32), left, std::min(columns, left + 64), room.at);
+            k.product(p, top, std::min(rows, top + 32), left, std::min(columns, left + 64), scratch.at);
           });
           const std::string name = "product " + std::to_string(rows) + " " + std::to_string(depth) + " " +
                                    std::to_string(columns) + (transposed ? ", transposed" : "");
@@ -30,7 +30,7 @@ static void products() {
 struct Sequences {
   const char* name;
   std::vector<int64_t> queries, keys;  // their lengths
-  int64_t heads, groups, channels, window;
+  int64_t heads, kv_heads, channels, window;
   bool causal, bias;
   uint32_t threshold;
 };
@@ -54,7 +54,7 @@ static void attention() {
   for (const Sequences& s : all) {
     const std::vector<int64_t> queries = offsets(s.queries), keys = offsets(s.keys);
     const int64_t rows = queries.back(), key_rows = keys.back(), longest = 150;
-    const int64_t q_numbers = rows * s.heads * s.channels, k_numbers = key_rows * s.groups * s.channels;
+    const int64_t q_numbers = rows * s.heads * s.channels, k_numbers = key_rows * s.kv_heads * s.channels;
     const std::vector<float> q = floats(q_numbers), key = floats(k_numbers), v = floats(k_numbers);
     const std::vector<float> grad = floats(q_numbers), bias = floats(s.heads * (2 * longest - 1));
     std::vector<int64_t> tokens((size_t)rows);
@@ -65,22 +65,22 @@ static void attention() {
     a.q = q.data(), a.k = key.data(), a.v = v.data(), a.bias = s.bias ? bias.data() : nullptr, a.grad = grad.data();
     a.out = out.data(), a.sums = sums.data(), a.dq = dq.data(), a.dk = dk.data(), a.dv = dv.data();
     a.tokens = s.threshold > 8000 ? tokens.data() : nullptr;
-    a.heads = s.heads, a.groups = s.groups, a.channels = s.channels, a.bias_width = 2 * longest - 1;
+    a.heads = s.heads, a.kv_heads = s.kv_heads, a.channels = s.channels, a.bias_width = 2 * longest - 1;
     a.window = s.window, a.first_head = 2, a.scale = 0.3f, a.causal = s.causal;
     a.draw = {nullptr, 0, 0, 0x12345678u, 0x9ABCDEF0u, 3, s.threshold, 65536.0f / (float)(65536 - s.threshold)};
     std::vector<std::vector<float>> dbias;  // of each sequence
     for (size_t i = 0; i < s.queries.size(); i++)
       dbias.push_back(unwritten(s.heads * std::max((int64_t)0, s.queries[i] + s.keys[i] - 1)));
     for (bool backward : {false, true})
-      on_threads((int64_t)s.keys.size() * s.groups, [&](int64_t unit) {
-        const size_t i = (size_t)(unit / s.groups);
-        const int64_t n = s.queries[i], m = s.keys[i], group = unit % s.groups;
+      on_threads((int64_t)s.keys.size() * s.kv_heads, [&](int64_t unit) {
+        const size_t i = (size_t)(unit / s.kv_heads);
+        const int64_t n = s.queries[i], m = s.keys[i], group = unit % s.kv_heads;
         if (!m) return;
-        const Room room(k.attention_room(n, m, s.channels, backward));
+        const Scratch scratch(k.attention_scratch(n, m, s.channels, backward));
         if (backward)
-          k.attention_backward(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr, room.at);
+          k.attention_backward(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr, scratch.at);
         else
-          k.attention(a, queries[i], n, keys[i], m, group, room.at);
+          k.attention(a, queries[i], n, keys[i], m, group, scratch.at);
       });
     const std::string name = std::string("attention ") + s.name;
     show(name, out);
@@ -101,7 +101,7 @@ static void bytes() {
             const int64_t shift = extra ? 1 : 0, in_stride = columns + extra, out_stride = (rows + 31) / 32 * 32 + extra;
             const Bytes in = codes(((rows - 1) * in_stride + columns) * size + shift);
             const int64_t written = ((columns - 1) * out_stride + rows) * size + shift;
-            const Room out((written + 3) / 4);
+            const Scratch out((written + 3) / 4);
             k.transpose((char*)out.at + shift, in.data() + shift, size, rows, columns, out_stride, in_stride, past);
             show("transpose " + std::to_string(size) + " " + std::to_string(rows) + " " + std::to_string(columns) +
                      (extra ? ", apart" : "") + (past ? ", past caches" : ""), "u8", out.at, (size_t)written, 1);

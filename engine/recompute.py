@@ -1,6 +1,7 @@
-"""What is done around the forward of a unit: recomputation of its activations in backward, and compilation.
+"""What is done around the forward of a unit: recomputation of its activations in backward, compilation, and casts of
+the parameters of a model that stays plain (``engine.mixed_precision``).
 
-Both replace the ``forward`` of the unit, not the unit: parameter names stay, the hooks that gather and free sharded
+All replace the ``forward`` of the unit, not the unit: parameter names stay, the hooks that gather and free sharded
 parameters stay outside, and a copy of the model has them too.
 """
 
@@ -9,19 +10,19 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from engine.mixed_precision import Forward, casting, is_cast
 from engine.ops import leave_to_eager
+from engine.registry import CASTS
 from engine.torch_compat import run_scripts_as_written
 
 _MARK = "_engine_recompute"
-
-Forward = Callable[..., Any]
 
 # Outputs that "selective" keeps: products with weights, and attention as one operator. Batched products are left out:
 # inside an attention that is written out, their output is the scores, larger than all else together.
@@ -41,13 +42,18 @@ _KEPT = (
 )
 
 
-def wrap_units_(units: Iterable[nn.Module], recompute: str, compile: bool | str) -> None:
-    """Let each unit recompute its activations, and compile it, in place. A unit that has it already is left as it is.
+def wrap_units_(
+    units: Iterable[nn.Module], recompute: str, compile: bool | str, cast_to: torch.dtype | None = None
+) -> None:
+    """Let each unit recompute its activations, compile it and cast its parameters, in place. A unit that has it already
+    is left as it is.
 
     Args:
         recompute: see ``Policy``.
         compile: False, True (torch's default backend) or the name of a backend.
+        cast_to: the dtype in which a unit sees its parameters and inputs; None: they are as they are.
     """
+    selective = recompute == "selective"
     for unit in units:
         own = unit.__dict__.get("forward")  # somebody's patch of this one module
         if hasattr(own, _MARK):
@@ -56,15 +62,18 @@ def wrap_units_(units: Iterable[nn.Module], recompute: str, compile: bool | str)
         forward: Forward = _ignoring_self(own) if own is not None else type(unit).forward
         # Recomputing what is compiled works for any unit; only "selective" must be seen by the compiler, which carries
         # it out itself: the modes that watch operators would turn compilation off.
-        if compile and recompute != "selective":
+        if compile and not selective:
             forward = _compiled(forward, compile)
-        elif compile:
-            forward = _noticing_python(forward)
-        forward = _WRAPPERS[recompute](forward)
-        if recompute == "selective":
+        # What is computed again needs the casts again. In a graph that does it itself they are inputs.
+        if cast_to is not None and not (compile and selective):
+            forward = casting(forward, cast_to)
+        if selective:
             _recompute_recurrent_layers(unit)
-        if compile and recompute == "selective":
+        forward = _WRAPPERS[recompute](_noticing_python(forward) if compile and selective else forward)
+        if compile and selective:
             forward = _compiled(forward, compile)
+            forward = forward if cast_to is None else casting(forward, cast_to)
+        CASTS.set(unit, cast_to is not None)
         # A bound method: copy.deepcopy binds it to the copy.
         unit.forward = types.MethodType(_marked(forward), unit)
 
@@ -194,7 +203,7 @@ def _offload(forward: Forward) -> Forward:
 def _to_host(tensor: torch.Tensor) -> Any:
     # Parameters, and views of them, are in memory anyhow, or gathered again for backward.
     base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, nn.Parameter) or base.is_leaf and base.requires_grad:
+    if isinstance(base, nn.Parameter) or base.is_leaf and base.requires_grad or is_cast(base):
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     copy.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -80,6 +80,8 @@ def round_at_random(parameter: torch.Tensor, name: str) -> None:
 ABSENT: Note[bool] = Note("_engine_absent", False)
 #: Whether a step of ``engine.accumulate`` has left a parameter of a model unused on a rank; None: none was made yet.
 LEAVES_UNUSED: Note[bool | None] = Note("_engine_leaves_unused", None)
+#: A unit, or the root, of a plain model that computes in 16 bits: it sees casts of its own parameters.
+CASTS: Note[bool] = Note("_engine_casts", False)
 #: A unit that level 3 leaves gathered after forward, because backward needs it first.
 STAYS_GATHERED: Note[bool] = Note("_engine_stays_gathered", False)
 _STAGES: Note[Any] = Note("_engine_stages", None)

@@ -167,12 +167,15 @@ ENGINE_LAYERS = (
     ("debug", "lr_scheduler", "memory", "names", "ops", "precision", "rendezvous", "tensors", "torch_compat"),
     ("background", "process_group", "registry", "runtime"),
     ("collectives", "parallel.fsdp", "parallel.functional", "parallel.mesh", "parallel.rng"),
-    ("distributed", "init", "lockstep", "loss", "profiler", "recompute", "shards", "startup", "utils"),
+    (
+        "distributed", "init", "lockstep", "loss", "mixed_precision", "profiler", "recompute", "shards", "startup",
+        "utils",
+    ),
     ("optim",),
     ("parallel",),
     ("accumulation", "checkpoint", "description", "inspect"),
     ("bmtrain", "nn", "testing"),
-)
+)  # fmt: skip
 
 
 def engine_layer(module: str) -> int:

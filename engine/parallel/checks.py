@@ -96,7 +96,7 @@ def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> No
         units: the (name, parameter) pairs that each has of its own.
     """
     settings = runtime.current()
-    for unit, members in units.items():
+    for members in units.values():
         number = next((name for name, p in members if p.ndim == 0), None)
         if number is not None and settings.tp_size * settings.pp_size > 1:
             raise ValueError(
@@ -112,6 +112,12 @@ def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> No
             raise ValueError(
                 f"trainable parameters of one unit have several dtypes: {text}. Use one dtype, or {remedy}"
             )
+    check_no_generator(units)
+
+
+def check_no_generator(units: Iterable[nn.Module]) -> None:
+    """Raises ValueError if the forward of a unit is a generator, which runs after its parameters are gone."""
+    for unit in units:
         if inspect.isgeneratorfunction(type(unit).forward):
             raise ValueError(
                 f"forward of unit {type(unit).__name__} yields, but its parameters are there only until it returns: "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
+from engine.mixed_precision import casting
 from engine.optim.checks import mark_replaced
-from engine.parallel.checks import check_model, check_not_nested, check_ranks, check_shards, check_units
+from engine.parallel.checks import (
+    check_model,
+    check_no_generator,
+    check_not_nested,
+    check_ranks,
+    check_shards,
+    check_units,
+)
 from engine.parallel.context import split_tokens
 from engine.parallel.forward_hooks import ForwardHooks
 from engine.parallel.fsdp import reshard
@@ -44,7 +53,7 @@ def shard(
     Levels: 0 keeps every parameter on every rank and averages gradients. 1 to 3 shard parameters, gradients and
     optimizer state; 1 and 2 keep gathered parameters between forward and backward, 3 gathers them unit by unit and
     frees them after use. Gradients are averages over ranks, reduced in backward (``engine.accumulate``: at level 0 and
-    1 once a step). In one process, in fp32, the model stays plain.
+    1 once a step). In one process the model stays plain, and in 16 bits its units see casts of their parameters.
 
     Args:
         model: any module, on any device or meta (then call ``engine.materialize``). Tied and frozen parameters, odd
@@ -86,9 +95,12 @@ def lay_over_ranks(
         check_ranks(model.named_parameters())
     policy.cast_parameters_(model)
     chosen = _choose_units(model, units)
-    stays_plain = runtime.world_size() == 1 and policy.precision == "fp32"
+    stays_plain = runtime.world_size() == 1
     wraps = policy.recompute != "none" or bool(policy.compile)
+    cast_to = policy.compute_dtype if stays_plain else None
     _check_whole(model, chosen, wraps, stays_plain)
+    if cast_to is not None:
+        check_no_generator(chosen)
     if policy.recompute == "selective" and not stays_plain:
         check_not_nested(chosen)
     lists = _pipelined_lists(model) if settings.pp_size > 1 else []
@@ -96,9 +108,13 @@ def lay_over_ranks(
         _cut_into_stages(model, lists, over_stages)
         chosen = _choose_units(model, units)
     set_sharding(model, policy)
-    if wraps:
-        wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile)
+    if wraps or cast_to is not None:
+        wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile, cast_to)
     if stays_plain:
+        if cast_to is not None:
+            wrap_units_([model], "none", False, cast_to)
+            for method in methods:
+                setattr(model, method, types.MethodType(casting(_function_of(model, method), cast_to), model))
         if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
             model.to(settings.device)
         note_parameters(model)
@@ -158,8 +174,6 @@ def _shard_units(
         STAYS_GATHERED.set(order[-1], True)
     # What FSDP refuses; each rank has all of them.
     left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
-    if runtime.world_size() == 1:  # what packed weights hold beside their numbers, as scales, would be lost
-        left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
     for parameter in left:
         if not parameter.is_meta:
             parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds
@@ -313,6 +327,12 @@ def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
         for _, parameter in members:
             holders.setdefault(parameter, set()).add(group)
     return {group for groups in holders.values() if len(groups) > 1 for group in groups if group is not model}
+
+
+def _function_of(model: nn.Module, method: str) -> Callable[..., Any]:
+    """A method of ``model`` as a function of the model."""
+    bound = getattr(model, method)
+    return getattr(bound, "__func__", None) or (lambda _, *args, **kwargs: bound(*args, **kwargs))
 
 
 def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:

@@ -323,3 +323,9 @@ def test_compiled_units_draw_a_new_mask_at_each_step():
     np.testing.assert_allclose(losses(), plain, rtol=1e-5)
     assert backend.frame_count
     assert len(set(plain)) == 3
+
+
+def test_what_a_unit_returns_is_no_view():
+    """Of one, FSDP warns that it must not be changed in place."""
+    x = torch.randn(5, 8, requires_grad=True)
+    assert not dropout(x, 0.5)._is_view() and not dropout_add(x, x.detach(), 0.5)._is_view()

@@ -19,7 +19,7 @@ def trained(precision, level, plan):
         model = engine.shard(toys.build(), policy=engine.Policy(precision=precision))
     dtypes = {p.dtype for p in model.parameters()}
     seen = []
-    model.layers[0].register_forward_hook(lambda m, a, out: seen.append((out.dtype, m.up.weight.dtype)))
+    model.layers[0].up.register_forward_hook(lambda m, a, out: seen.append((out.dtype, m.weight.dtype)))
     found = toys.train(model, plan, steps=len(plan))
     with toys.Collectives() as made:
         model(toys.microbatch(0)[0]).sum().backward()
@@ -38,7 +38,7 @@ def trained(precision, level, plan):
 def test_precisions(two, precision, kept, computed):
     expected = toys.truth(toys.build(), PLAN, steps=5)
     merged = [[[i for rank in step for i in rank]] for step in PLAN]
-    # one process is sharded over itself, for the same arithmetic
+    # one process stays plain, and computes in the same arithmetic
     results = [*two.run(trained, precision, 2, PLAN), *engine.testing.run(trained, 1, precision, 2, merged)]
     for found, dtypes, inside, grads, _ in results:
         assert dtypes == {kept} and inside == (computed, computed) and grads == {kept}

@@ -61,6 +61,9 @@ def given_gradients(level, copies, precision, steps=3):
     for step in range(steps):
         for index, parameter in enumerate(model.parameters()):
             whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index)).bfloat16()
+            if not engine.tensors.is_shard(parameter):  # in one process
+                parameter.grad = whole
+                continue
             local, offset = engine.tensors.local_box(parameter.shape, parameter.device_mesh, parameter.placements)
             parameter.grad = torch.zeros_like(parameter)
             part = whole[tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))]

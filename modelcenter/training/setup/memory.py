@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from engine.registry import policy_of, zero_level
+from engine.shards import is_sharded
 from engine.tensors import local_tensor
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
@@ -19,7 +20,7 @@ class StateBytes(NamedTuple):
     """Bytes on this rank.
 
     device: weights, gradients and optimizer state on the device. host: optimizer state that --offload keeps there.
-    gathered: weights and gradients that a step holds whole below ZeRO level 3, beside those.
+    gathered: weights and gradients that a step holds beside those: below ZeRO level 3 whole, in one process in 16 bits.
     """
 
     device: float
@@ -30,13 +31,13 @@ class StateBytes(NamedTuple):
 def state_bytes(cfg: TrainConfig, model: Model) -> StateBytes:
     """What training a model takes on this rank, without activations and, at level 3, without the gathered units."""
     kept = gathered = 0
-    level, policy = zero_level(model), policy_of(model)
+    level, policy, plain = zero_level(model), policy_of(model), not is_sharded(model)
     for parameter in model.parameters():
         local = local_tensor(parameter)
         kept += local.numel() * local.element_size() * (1 + parameter.requires_grad)
-        if policy is not None and level < 3:
+        if policy is not None and (plain or level < 3):
             whole, computed = _whole(parameter), policy.compute_dtype or parameter.dtype
-            copied = level > 0 or computed != parameter.dtype
+            copied = (level > 0 and not plain) or computed != parameter.dtype
             gathered += whole * computed.itemsize * copied + whole * 4 * (level == 1 and parameter.requires_grad)
     states = optimizer_bytes(cfg, model)
     on_host = states if cfg.offload == "optimizer" else 0.0

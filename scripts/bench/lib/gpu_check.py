@@ -97,6 +97,7 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
         "optimizer": bench(90, "gpu_optimizer"),
         "bert-large": training(120, "bert-large"),
         "gpt-1.3b": training(120, "gpt-1.3b"),
+        "gpt-1.3b-12": training(60, "gpt-1.3b, 12 rows"),
         "bert-large-full": training(60, "bert-large, full rows"),
         "bert-large-11gb": training(60, "bert-large, 11 GB"),
         "t5-large": training(120, "t5-large"),

@@ -32,6 +32,13 @@ def sharded_bytes(level, precision):
     return state_bytes(ClassificationConfig(), model)
 
 
+def test_memory_of_casts_in_one_process():
+    """Plain, so that a parameter kept in fp32 has a copy in 16 bits from its forward to its backward."""
+    numbers = {precision: sharded_bytes(3, precision) for precision in ("fp32", "bf16", "bf16-params")}
+    # bf16 parameters and gradients, two moments and a master
+    assert numbers == {"fp32": (9600, 0, 0), "bf16": (9600, 0, 1200), "bf16-params": (16 * 600, 0, 0)}
+
+
 @pytest.mark.full
 def test_memory_of_shards_and_of_what_a_step_gathers():
     wanted = {

@@ -1,0 +1,125 @@
+"""Forward in 16 bits of a model that stays plain: its modules see casts of their fp32 parameters while they run.
+
+In one process there is nothing to gather or to reduce, and all that is left of FSDP's mixed precision is its casts. It
+copies the parameters one at a time, in forward and in backward, which took the host longer than all the rest of a step.
+Here a unit casts its parameters by one operator, and backward casts their gradients by one. The numbers are FSDP's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from engine.ops import fused, library
+from engine.registry import CASTS
+
+Forward = Callable[..., Any]
+_PLAIN = (torch.Tensor, nn.Parameter)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # which the compiled operator takes
+
+
+def casting(forward: Forward, dtype: torch.dtype) -> Forward:
+    """``forward`` of a unit with its own parameters and its floating-point inputs in ``dtype``.
+
+    A unit's own parameters are those below it that are not in another unit (``CASTS``). Single numbers stay as they
+    are, as they do where a model is sharded.
+    """
+
+    @functools.wraps(forward)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_cast_input(value, dtype) for value in args)
+        if kwargs:
+            kwargs = {name: _cast_input(value, dtype) for name, value in kwargs.items()}
+        places = _own_parameters(self, dtype)
+        if not places:
+            return forward(self, *args, **kwargs)
+        shown = _casts({id(p): p for _, _, p in places}, dtype)
+        for parameters, name, parameter in places:
+            parameters[name] = shown[id(parameter)]  # type: ignore[assignment]
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            for parameters, name, parameter in places:
+                parameters[name] = parameter
+
+    return call
+
+
+def is_cast(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that autograd keeps is such a cast, which is in memory anyhow."""
+    return getattr(tensor.grad_fn, "_forward_cls", None) is _Cast
+
+
+def _cast_input(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, list | tuple | dict):
+        return tree_map(lambda leaf: _cast_input(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf, value)
+    return value
+
+
+def _own_parameters(
+    unit: nn.Module, dtype: torch.dtype
+) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
+    """Where the parameters stand that the unit is to cast. Looked for in each forward: modules may come and go."""
+    found, left = [], [unit]
+    while left:
+        module = left.pop()
+        for name, p in module._parameters.items():
+            if p is not None and p.dtype != dtype and p.is_floating_point() and p.ndim:
+                found.append((module._parameters, name, p))
+        for child in module._modules.values():
+            if child is not None and not CASTS.get(child):
+                left.append(child)
+    return found
+
+
+def _casts(parameters: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """{id: cast} of parameters by their ids."""
+    shown: dict[int, torch.Tensor] = {}
+    together: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for number, p in parameters.items():
+        if type(p) in _PLAIN and p.is_contiguous():
+            together[p.requires_grad and torch.is_grad_enabled()].append(p)
+        else:  # a subclass has a way of its own
+            shown[number] = p.to(dtype)
+    if trained := together[True]:
+        shown |= zip(map(id, trained), _Cast.apply(dtype, *trained), strict=True)
+    if others := together[False]:
+        with torch.no_grad():
+            shown |= zip(map(id, others), _cast_list(others, dtype), strict=True)
+    return shown
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # what a unit did not use has no gradient
+        ctx.dtypes = [p.dtype for p in parameters]
+        return tuple(_cast_list(parameters, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        dtypes: list[torch.dtype] = ctx.dtypes
+        if torch.is_grad_enabled():  # with create_graph: the derivatives have some of their own
+            return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
+        given = [g for g in grads if g is not None]
+        if given and len(set(dtypes)) == 1 and all(type(g) is torch.Tensor for g in given):
+            wide = iter(_cast_list([g.contiguous() for g in given], dtypes[0]))
+            return None, *(None if g is None else next(wide) for g in grads)
+        return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
+
+
+def _cast_list(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Copies of plain contiguous tensors in ``dtype``."""
+    (device, given), *others = {(t.device, t.dtype) for t in tensors}
+    if not others and given in _FLOATS and library.serves(device):
+        out = [torch.empty_like(t, dtype=dtype) for t in tensors]
+        fused.cast_scale_copy_(out, list(tensors))
+        return out
+    return [t.to(dtype) for t in tensors]

@@ -1,6 +1,6 @@
 """Collectives over ranks: of losses, results, Python objects and errors.
 
-All but ``gather_objects`` and ``first_difference``, which need a process group, also work in one process.
+All but ``first_difference``, which needs a process group, also work in one process.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def gather_result(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """``value`` of each rank of ``group``, by pickle; None: of all ranks."""
+    if group is None and runtime.world_size() == 1:
+        return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found

@@ -22,7 +22,7 @@ from engine.ops import leave_to_eager
 from engine.registry import CASTS
 from engine.torch_compat import run_scripts_as_written
 
-_MARK = "_engine_recompute"
+_MARK = "recompute"  # attribute of such a forward: the way in which it computes activations again
 
 # Outputs that "selective" keeps: products with weights, and attention as one operator. Batched products are left out:
 # inside an attention that is written out, their output is the scores, larger than all else together.
@@ -75,15 +75,15 @@ def wrap_units_(
             forward = forward if cast_to is None else casting(forward, cast_to)
         CASTS.set(unit, cast_to is not None)
         # A bound method: copy.deepcopy binds it to the copy.
-        unit.forward = types.MethodType(_marked(forward), unit)
+        unit.forward = types.MethodType(_marked(forward, recompute), unit)
 
 
-def _marked(forward: Forward) -> Forward:
+def _marked(forward: Forward, recompute: str) -> Forward:
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
-    setattr(call, _MARK, True)
+    setattr(call, _MARK, recompute)
     return call
 
 

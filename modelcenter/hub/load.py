@@ -245,7 +245,7 @@ def check_same_commit(name: str, commit: str | None) -> None:
     A branch may move, and a node without network takes what its own cache has. Each rank fills its slices from what it
     found, so the model would be a mixture.
     """
-    every = gather_objects(commit) if engine.world_size() > 1 else [commit]
+    every = gather_objects(commit)
     other = next((rank for rank, found in enumerate(every) if found != every[0]), None)
     if other is not None:
         raise ValueError(

@@ -154,11 +154,6 @@ def _check_adapter(model: Any, format: str) -> None:
         raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
 
 
-def _from_all(value: Any) -> list[Any]:
-    """The values of all ranks, on every rank."""
-    return gather_objects(value) if engine.world_size() > 1 else [value]
-
-
 class _Export:
     """A model as the hub tensors it consists of, in the order of the files to write. Every rank makes the same."""
 
@@ -186,7 +181,7 @@ class _Export:
         with together(activity):
             if first:
                 writer.allocate()
-        if not all(_from_all(writer.is_visible())):
+        if not all(gather_objects(writer.is_visible())):
             log.info("%s is on no file system that all ranks share: rank 0 gathers and writes the model", directory)
             with together(activity):
                 self._write_gathered(directory) if first else deque(self._gathered(), maxlen=0)
@@ -197,7 +192,7 @@ class _Export:
                 except OSError as error:
                     why = error.strerror or error
                     raise ValueError(f"{activity} failed: {why}; nothing was changed there") from error
-            assert sum(_from_all(done)) == writer.numel, "some element is written by no rank or by two"
+            assert sum(gather_objects(done)) == writer.numel, "some element is written by no rank or by two"
         with together(activity):
             if first and len(self.files) > 1:
                 write_index(directory, self.files)

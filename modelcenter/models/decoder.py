@@ -102,8 +102,8 @@ class Decoder(Model):
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
         """(n,) number of the token by which each sequence is classified: its last one that is not pad_token_id, as in
         transformers, even where that token is part of the text (an end of text that is also the padding)."""
-        c, last, ids = self.config, ctx.last_tokens(), batch.get("input_ids")
-        pad = getattr(c, "pad_token_id", c.extra.get("pad_token_id"))
+        last, ids = ctx.last_tokens(), batch.get("input_ids")
+        pad = self.config.special_tokens().get("pad_token_id")
         if ids is None or pad is None:
             return last
         found = ctx.last_of(ids != pad)

@@ -1,7 +1,7 @@
 """What the Hugging Face Trainer asks of a model beyond `forward`, answered for every architecture."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -40,6 +40,7 @@ class TrainerProtocol(nn.Module):
 
     config: ModelConfig
     task: str
+    shard_units: Callable[[], list[nn.Module]]
 
     @property
     def accepts_loss_kwargs(self) -> bool:
@@ -91,14 +92,17 @@ class TrainerProtocol(nn.Module):
                 "activations in host memory"
             )
         for unit in self.shard_units()[::every_n_layers]:
-            if "forward" not in vars(unit):
+            own = vars(unit).get("forward")  # the engine's says what it does
+            if not isinstance(own, functools.partial) and getattr(own, "recompute", "none") == "none":
                 unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
 
     def activation_checkpointing_disable(self) -> None:
         """Undo `activation_checkpointing_enable`."""
         for unit in self.shard_units():
-            if isinstance(vars(unit).get("forward"), functools.partial):
-                del unit.forward
+            if isinstance(wrapped := vars(unit).pop("forward", None), functools.partial):
+                (wrapped,) = wrapped.args
+            if wrapped is not None and getattr(wrapped, "__func__", None) is not type(unit).forward:
+                unit.forward = wrapped  # of a unit that casts its parameters
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
@@ -109,6 +113,3 @@ class TrainerProtocol(nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         """`activation_checkpointing_disable`."""
         self.activation_checkpointing_disable()
-
-    def shard_units(self) -> list[nn.Module]:
-        raise NotImplementedError

@@ -145,6 +145,23 @@ def test_units_recompute_until_told_otherwise():
         model.activation_checkpointing_enable(offload=True)
 
 
+def test_units_that_cast_their_parameters_recompute_until_told_otherwise():
+    import engine
+
+    engine.init_distributed()
+    for recompute in ("none", "full"):
+        policy = engine.Policy(precision="bf16", recompute=recompute)
+        model = mc.from_config("tiny/llama", "causal-lm", num_layers=3, policy=policy)
+        before, calls = [vars(unit)["forward"] for unit in model.units], []
+        model.units[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable()  # once more changes nothing
+        model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+        assert len(calls) == 2
+        model.gradient_checkpointing_disable()
+        assert [vars(unit)["forward"] for unit in model.units] == before
+
+
 @pytest.mark.parametrize(
     ("preset", "task", "named", "file"),
     [

@@ -163,20 +163,25 @@ def draw_of(examples: Any, seed: int) -> Callable[[int], np.ndarray] | None:
     table = getattr(examples, "table", None)
     if table is None or not table.shares:
         return getattr(examples, "draw", None)
-    part = table.part_of_rows()
-    part_rows = [np.flatnonzero(part == i) for i in range(len(table.shares))]
-    return Draw(part_rows, [p.weight for p in table.shares], seed, names=[p.name for p in table.shares])
+    return _draw(table, seed)
 
 
 def epoch_frequencies(table: Table) -> np.ndarray | None:
     """How often an epoch draws each row of a table of `mixed`, on average: fp64 (rows,); None: every row once."""
     if not table.shares:
         return None
+    draw = _draw(table, seed=0)
+    frequencies = np.empty(draw.rows)
+    for rows, share in zip(draw.part_rows, draw.shares, strict=True):
+        frequencies[rows] = share * draw.rows / len(rows)
+    return frequencies
+
+
+def _draw(table: Table, seed: int) -> Draw:
+    """Of a table of `mixed`."""
     part = table.part_of_rows()
-    weights = np.array([share.weight for share in table.shares])
-    sizes = np.bincount(part, minlength=len(weights))
-    drawn = weights / weights.sum() * len(part)
-    return (drawn / np.maximum(sizes, 1))[part]
+    part_rows = [np.flatnonzero(part == i) for i in range(len(table.shares))]
+    return Draw(part_rows, [p.weight for p in table.shares], seed, names=[p.name for p in table.shares])
 
 
 def weights_by_size(sizes: Sequence[int], temperature: float = 1.0) -> list[float]:

@@ -328,8 +328,9 @@ def add_stops(model: Model, stops: Sequence[int], replace: bool) -> None:
     """Let generation end at the tokens that end the answers, besides those that the checkpoint names (replace: in place
     of those)."""
     # generation_config.json takes the place of all that transformers reads from config.json: padding tokens, too.
-    settings = model.generation_config or model.config.special_tokens()
-    named = settings.get("eos_token_id", model.config.special_tokens().get("eos_token_id"))
+    tokens = model.config.special_tokens()
+    settings = model.generation_config or tokens
+    named = settings.get("eos_token_id", tokens.get("eos_token_id"))
     old = [] if named is None or replace else [named] if isinstance(named, int) else list(named)
     ends = [*old, *(token for token in stops if token not in old)]
     if ends != old:

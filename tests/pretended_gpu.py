@@ -23,7 +23,8 @@ WAITING = (
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
     aten._unique2.default, aten.unique_consecutive.default,
 )  # fmt: skip
-INDEXING = (aten.index.Tensor, aten.index_put_.default)  # by a mask, the size depends on its values
+SETTING = (aten.index_put_.default, aten.index_put.default)  # what comes from the host is copied, and waited for
+INDEXING = (aten.index.Tensor, *SETTING)  # by a mask, the size depends on its values
 
 
 class Waited(RuntimeError):
@@ -34,6 +35,7 @@ class OnGPU(torch.Tensor):
     """In C++ it is of meta, where autograd needs no driver."""
 
     device, is_cuda, is_meta = GPU, True, False
+    of_host = False  # a number that Python was given, which C++ leaves on the host for a GPU
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "OnGPU":
@@ -71,7 +73,7 @@ class _Mode(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         inside = any(type(x) is OnGPU for x in given)
-        wanted = kwargs.get("device")
+        wanted, kind = kwargs.get("device"), ""
         if wanted is not None:
             kind = torch.device(wanted).type
             # C++ asks for the device that it sees: beside a tensor of ours, and for the number that goes with one.
@@ -104,6 +106,10 @@ class _Mode(TorchDispatchMode):
             return known.get(id(x), OnGPU(x) if inside else x) if id(x) in known or inside else x
 
         found = func(*tree_map(here, args), **tree_map(here, kwargs))
+        if func is aten.scalar_tensor.default and kind == "meta":
+            number = there(found)
+            number.of_host = True
+            return number
         if leaves:
             self.on_their_way.append((found, found.clone()))
             found.fill_(torch.nan if found.is_floating_point() else torch.iinfo(found.dtype).max)
@@ -118,6 +124,8 @@ class _Mode(TorchDispatchMode):
     def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
         masks = func in INDEXING and any(x is not None and x.dtype is torch.bool for x in args[1])
         if masks or func in WAITING or func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            self._wait(func)
+        if func in SETTING and (type(args[2]) is not OnGPU or args[2].of_host):
             self._wait(func)
         # A number of the host goes into an arithmetic operator's arguments; an index or a number to fill with, too.
         takes_numbers = torch.Tag.pointwise in func.tags or "foreach" in str(func)

@@ -136,6 +136,43 @@ def test_attention_in_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
         assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 
+KINDS = ("plain", "causal", "window", "grouped", "cross", "segments")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_in_32_bits(kind: str):
+    """Rectangles of ragged sequences, one of them empty, by torch's kernels, forward and backward."""
+    import torch
+
+    from modelcenter.layers.mask import Mask
+    from modelcenter.layers.packed_attention import packed_attention
+    from modelcenter.layers.packing import Packed
+    from modelcenter.layers.segments import Segments
+
+    torch.manual_seed(0)
+    lengths = [[9, 91, 0, 1, 299, 0, 300], [20, 50, 0, 7, 1, 3, 200]]
+    ends = [torch.tensor([0, *some]).cumsum(0).int() for some in lengths]
+    tokens = [int(some[-1]) for some in ends]
+    kv_heads, of_keys = 2 if kind == "grouped" else 4, tokens[kind == "cross"]
+    values = [torch.randn(tokens[0], 256), *(torch.randn(of_keys, kv_heads * 64) for _ in range(2))]
+    grad, bias, between = torch.randn(tokens[0], 256), torch.randn(4, 2 * 300 - 1), torch.randn(4, 3, 3)
+    places = [torch.randint(0, n, (tokens[0],)) for n in (2, 2, 3)]
+    found = []
+    for device in ("cpu", DEVICE):
+        inputs = [x.to(device).requires_grad_() for x in values]
+        mask = Mask(kind in ("causal", "window", "grouped"), 33 if kind == "window" else None)
+        if kind == "segments":
+            inputs += [x.to(device).requires_grad_() for x in (bias, between)]
+            mask = Mask(bias=inputs[3], segments=Segments.of(*(x.to(device) for x in places)), segment_bias=inputs[4])
+        sides = zip(ends, lengths, tokens, strict=True)
+        queries, memory = (Packed.from_cu_seqlens(e.to(device), max(some), total) for e, some, total in sides)
+        more = {"memory": memory.sequences} if kind == "cross" else {}
+        out = packed_attention(*inputs[:3], queries, 4, kv_heads=kv_heads, mask=mask, **more)
+        found.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, inputs, grad.to(device)))])
+    for ours, wanted in zip(*reversed(found), strict=True):
+        assert (ours - wanted).norm() < 1e-4 * wanted.norm()
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["made by the layer", "shared by layers"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_with_a_bias_in_16_bits(causal: bool, shared: bool):

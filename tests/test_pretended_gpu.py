@@ -9,12 +9,13 @@ from pretended_gpu import OnGPU, Waited, pretended
 
 import engine
 import modelcenter as mc
-from engine.loss import linear_cross_entropy
+from engine.loss import linear_cross_entropy, linear_log_probs, vocabulary_logits
 from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, OptimManager
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import packing
 from modelcenter.layers.mask import Mask
+from modelcenter.layers.rotary import Rotary
 from modelcenter.testing import randomize_
 
 pytestmark = pytest.mark.full
@@ -32,11 +33,16 @@ def test_devices_that_are_mixed_and_waiting_are_found():
     assert x.grad.device == x.device == torch.device("cuda", 0) and x.grad.tolist() == [2, 2, 2]
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
+    y = x.detach().clone()
     torch.cuda.set_sync_debug_mode("error")
     copies = (x.sum().item, x.cpu, lambda: torch.ones(3).cuda())
-    for wait in (*copies, x.nonzero, lambda: x[x > 0], lambda: x.repeat_interleave(x.long())):
+    place = torch.arange(2, device="cuda")
+    sets = (lambda: y.__setitem__(place, 5), lambda: y.index_put_((place,), torch.tensor(5.0)))
+    for wait in (*copies, *sets, x.nonzero, lambda: x[x > 0], lambda: x.repeat_interleave(x.long())):
         with pytest.raises(Waited):
             wait()
+    y[0], y[1:], y[place] = 5, 6, x.detach()[:2]
+    y.index_fill_(0, place, 5)
     torch.ones(3).to("cuda", non_blocking=True).mul_(x.detach())
 
 
@@ -49,7 +55,10 @@ def test_padded_rows():
     test_gpu.test_loss_and_gradients_are_those_of_the_cpu("multiple-choice", "padded")
 
 
-@pytest.mark.parametrize(("name", "task"), test_gpu.FAMILIES)
+CPM = [(f"tiny/{name}", "causal-lm") for name in ("cpm1", "cpm3", "cpmbee")]
+
+
+@pytest.mark.parametrize(("name", "task"), test_gpu.FAMILIES + CPM)
 def test_families(name, task):
     test_gpu.test_families_have_the_gradients_of_the_cpu(name, task)
 
@@ -60,18 +69,45 @@ def test_attention_with_a_bias(shared):
     test_gpu.test_attention_with_a_bias_in_16_bits(True, shared)
 
 
+@pytest.mark.parametrize("kind", test_gpu.KINDS)
+def test_attention_in_32_bits(kind):
+    test_gpu.test_attention_in_32_bits(kind)
+
+
 @pytest.mark.parametrize(("name", "task"), test_gpu.FAMILIES[:3])
 def test_generation(name, task):
     for settings in ({}, {"num_beams": 3}):
         test_gpu.test_generation_has_the_tokens_of_the_cpu(name, task, settings)
 
 
-@pytest.mark.parametrize(("name", "task"), [("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm")])
-def test_a_step_waits_for_nothing(name, task, monkeypatch):
+STEPS = [
+    ("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm"), ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"),
+    ("tiny/cpmbee", "causal-lm"), ("tiny/cpm3", "causal-lm"), ("tiny/minicpm3", "causal-lm"),
+    ("tiny/qwen3", "causal-lm"), ("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/t5", "sequence-classification"),
+    *(("tiny/bert", task) for task in test_gpu.TASKS if task != "multiple-choice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "task"), STEPS)
+def test_a_step_waits_for_nothing(name, task):
     test_gpu.test_a_step_waits_for_nothing(name, task)
+
+
+@pytest.mark.parametrize(("name", "task"), STEPS[:2])
+def test_a_step_waits_without_the_copies_of_the_host(name, task, monkeypatch):
     monkeypatch.setattr(packing, "host_copy", lambda value: value)
     with pytest.raises(Waited):
         test_gpu.test_a_step_waits_for_nothing(name, task)
+
+
+def test_frequencies_of_given_factors_wait_for_nothing():
+    scaling = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 3.0]}
+    rotary, places = Rotary(4, 10000.0, scaling, 8), torch.arange(5)
+    wanted, there = rotary(places, torch.float32), places.to("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    found = rotary(there, torch.float32)
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(found, wanted, strict=True))
 
 
 def test_dropout_without_the_operators_waits_for_nothing(monkeypatch):
@@ -125,6 +161,15 @@ def test_layers_share_the_rectangles_of_their_bias(layers, monkeypatch):
     mc.training.accumulate(model, [pack_rows("seq2seq-lm", rows_for("seq2seq-lm", model.config, lengths=(9, 9)))])
     assert [(mask.causal, mask.bias is None) for mask in made] == [(False, False), (True, False), (False, True)]
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "task"), CPM[:1] + CPM[2:] + test_gpu.FAMILIES[-1:])
+def test_layers_of_a_cpm_share_theirs(name, task, monkeypatch):
+    made, of_buckets = [], Mask.of_buckets
+    monkeypatch.setattr(Mask, "of_buckets", lambda self, *args: made.append(self) or of_buckets(self, *args))
+    model = randomize_(mc.from_config(name, task, policy=False, num_layers=3)).to("cuda").train()
+    mc.training.accumulate(model, [pack_rows(task, rows_for(task, model.config, lengths=(9, 9)))])
+    assert len(made) == 1 and made[0].causal == (made[0].segments is None) == (name == "tiny/cpm1")
 
 
 @pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, Lion])
@@ -268,3 +313,26 @@ def test_a_library_that_cannot_run_here(monkeypatch, error, said):
         AdamOptimizer([parameter], lr=0.1).step()
     assert len(warned) == 1 and not library.serves(parameter.device)
     assert parameter.cpu().tolist() == pytest.approx([0.9] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_vocabulary_that_gets_classes_of_zeros(dtype, monkeypatch):
+    """Loss, log-probabilities and logits of 7 rows as of many; nothing waits for how many labels there are."""
+    monkeypatch.setattr(engine.loss, "_rows_per_chunk", lambda *args, **kwargs: 3)
+    monkeypatch.setattr(engine.loss, "_WIDENED_ROWS", 7)
+    drawn = [torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)]
+    targets, found = torch.randint(0, 11, (7,)), []
+    for device in ("cpu", "cuda"):
+        inputs = [x.clone().to(device, dtype).requires_grad_() for x in drawn]
+        count, labels = torch.tensor(9, device=device), targets.to(device)
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        loss = linear_cross_entropy(*inputs, labels, count, label_smoothing=0.1, all_labelled=True)
+        loss = loss + linear_log_probs(*inputs, labels).square().mean()
+        logits = vocabulary_logits(*inputs)
+        (loss + logits.float().square().mean()).backward()
+        torch.cuda.set_sync_debug_mode("default")
+        found.append([loss.detach(), logits.detach(), *(x.grad for x in inputs)])
+        assert engine.loss._widened(*inputs)[0].shape == ((11, 5) if device == "cpu" else (64, 5))
+    for ours, wanted in zip(*reversed(found), strict=True):
+        near = 1e-5 if dtype == torch.float32 else 0.01
+        assert (ours.cpu() - wanted).norm() <= near * wanted.norm() and wanted.norm() > 0 and ours.shape == wanted.shape

@@ -79,8 +79,12 @@ class Mask:
         return hidden
 
     def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
-        """(heads, queries, keys), the bias of such a rectangle, differentiable."""
-        return None if self.bias is None else _Diagonals.apply(self.bias, queries, keys, first)
+        """(heads, queries, keys), the bias of such a rectangle, differentiable; 0 where only padding is so far away."""
+        if (bias := self.bias) is None:
+            return None
+        if (more := max(first + queries, keys) - (bias.shape[1] // 2 + 1)) > 0:
+            bias = F.pad(bias, (more, more))
+        return _Diagonals.apply(bias, queries, keys, first)
 
     def of_heads(self, first: int, heads: int) -> "Mask":
         """The same for some of the heads."""
@@ -133,15 +137,22 @@ class Mask:
         return added.to(like.dtype) if seen is None else torch.where(seen, added.to(like.dtype), -math.inf)
 
     def of_buckets(self, queries: Bucket, keys: Bucket, like: Tensor) -> Tensor | None:
-        """`rectangle` of two buckets of the same sequences."""
+        """`rectangle` of two buckets of the same sequences; what queries of padding see has no meaning."""
         segments = self.bucket_segments(queries), self.bucket_segments(keys)
-        return self.rectangle(queries.length, keys.length, keys.keep, like=like, segments=segments)
+        # Padding comes after the tokens: none of those sees it where what is after it is hidden.
+        keep = None if self.causal and self.segments is None else keys.keep
+        return self.rectangle(queries.length, keys.length, keep, like=like, segments=segments)
 
 
 NO_MASK = Mask()
 
 # Strides of this many elements are what torch's kernels take a bias with; any other it copies, in each layer.
 _ALIGNED = 16
+
+
+def _aligned(whole: Tensor) -> Tensor:
+    keys = whole.shape[-1]
+    return F.pad(whole, (0, -keys % _ALIGNED))[..., :keys] if keys % _ALIGNED else whole
 
 
 def aligned_rectangles(sequences: Sequences, mask: Mask) -> Rectangles:
@@ -152,8 +163,19 @@ def aligned_rectangles(sequences: Sequences, mask: Mask) -> Rectangles:
     for queries, keys in sequences.bucket_pairs():
         whole = mask.of_buckets(queries, keys, mask.bias)
         assert whole is not None
-        found.append(F.pad(whole, (0, -keys.length % _ALIGNED))[..., : keys.length])
+        found.append(_aligned(whole))
     return tuple(found)
+
+
+def hidden_rectangles(sequences: Sequences, memory: Sequences | None, mask: Mask, like: Tensor) -> list[Tensor | None]:
+    """`mask`, which has no bias, in each rectangle of the batch, as numbers that are added to the scores: of False and
+    True torch would make these in each layer. like: of whose device and dtype. None: each query sees each key."""
+    found: list[Tensor | None] = []
+    for queries, keys in sequences.bucket_pairs(memory):
+        if (seen := mask.of_buckets(queries, keys, like)) is not None:
+            seen = _aligned(like.new_zeros(seen.shape).masked_fill(~seen, -math.inf))
+        found.append(seen)
+    return found
 
 
 def shared_rectangles(packed: Packed, mask: Mask) -> Rectangles | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.ops import attention, eager
 from modelcenter.layers.bucketed_attention import AttentionOptions, bucketed_attention, sdpa
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
-from modelcenter.layers.mask import NO_MASK, Mask
+from modelcenter.layers.mask import NO_MASK, Mask, hidden_rectangles
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sequences import Sequences
 
@@ -125,11 +125,13 @@ def _by_sequence_or_bucket(
         shape = attention.Heads(heads, kv_heads, scale, mask.causal, mask.window)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
     pairs = sequences.bucket_pairs(memory)
+    if q.device.type == "cpu" or not pairs:
+        return bucketed_attention(q, k, v, pairs, options)
     seen: Sequence[Tensor | None] | None = mask.rectangles
-    if q.device.type != "cpu" and seen is None and mask.bias is None and mask.segments is None:
-        key = "seen", mask.causal, mask.window, memory
-        seen = sequences.derived(key, lambda: [mask.of_buckets(*pair, q) for pair in pairs])
-    return bucketed_attention(q, k, v, pairs, options, seen)
+    if seen is None and mask.bias is None and mask.segments is None:
+        key = "seen", mask.causal, mask.window, memory, q.dtype
+        seen = sequences.derived(key, lambda: hidden_rectangles(sequences, memory, mask, q.detach()))
+    return bucketed_attention(q, k, v, pairs, options, seen, sequences.places(memory))
 
 
 def _varlen(

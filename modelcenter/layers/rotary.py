@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from modelcenter.layers.host_copies import host_copy
+from modelcenter.layers.host_copies import host_copy, to_device
 
 
 class Rotary:
@@ -97,7 +97,7 @@ class Rotary:
             return self._yarn(self.theta ** (steps / self.dim))
         if self.kind == "longrope":
             factors = self.scaling["long_factor" if long else "short_factor"]
-            factors = torch.tensor(factors, dtype=torch.float32, device=device)
+            factors = to_device(torch.tensor(factors, dtype=torch.float32), device)  # without a wait for a GPU
             return 1.0 / (factors * self.theta ** (steps / self.dim))
         return turns
 

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelcenter.layers.buckets import Bucket, bucket_cost, make_bucket, plan_buckets, plan_pairs
+from modelcenter.layers.buckets import (
+    Bucket,
+    Places,
+    bucket_cost,
+    length_multiple,
+    make_bucket,
+    make_places,
+    plan_buckets,
+    plan_pairs,
+)
 
 
 @dataclass
@@ -97,7 +106,8 @@ class Sequences:
         """Rectangles of sequences of similar length."""
 
         def plan() -> list[Bucket]:
-            groups = plan_buckets(self.host_lengths(), bucket_cost(self.cu_seqlens.device))
+            device = self.cu_seqlens.device
+            groups = plan_buckets(self.host_lengths(), bucket_cost(device), length_multiple(device))
             return [self._bucket(numbers) for numbers in groups]
 
         return self.derived("buckets", plan)
@@ -112,10 +122,23 @@ class Sequences:
             return [(bucket, bucket) for bucket in self.buckets()]
 
         def plan() -> list[tuple[Bucket, Bucket]]:
-            groups = plan_pairs(*self.paired_lengths(memory), bucket_cost(self.cu_seqlens.device))
+            device = self.cu_seqlens.device
+            groups = plan_pairs(*self.paired_lengths(memory), bucket_cost(device), length_multiple(device))
             return [(self._bucket(numbers), memory._bucket(numbers)) for numbers in groups]
 
         return self.derived(("pairs", memory), plan)
+
+    def places(self, memory: "Sequences | None" = None) -> tuple[Places, Places]:
+        """Where the tokens, and the keys, stand in the rectangles of `bucket_pairs`, of which there is at least one."""
+
+        def find() -> tuple[Places, Places]:
+            pairs, device = self.bucket_pairs(memory), self.cu_seqlens.device
+            of_queries = make_places([queries for queries, _ in pairs], self.starts()[-1], device)
+            if memory is None:
+                return of_queries, of_queries
+            return of_queries, make_places([keys for _, keys in pairs], memory.starts()[-1], device)
+
+        return self.derived(("places", memory), find)
 
     def paired_lengths(self, memory: "Sequences") -> tuple[list[int], list[int]]:
         """The lengths of the sequences, and of those of the same numbers in `memory`.

@@ -18,6 +18,7 @@ from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import CausalLM
 from modelcenter.layers.host_copies import host_copy
 from modelcenter.layers.layout import check_tensor
+from modelcenter.layers.mask import Mask, shared_rectangles
 from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
@@ -154,6 +155,9 @@ class CPM(Decoder):
         ctx.segments = segments
         bias = self.relative(ctx.longest)
         ctx.bias, ctx.segment_bias = bias if isinstance(bias, tuple) else (bias, None)
+        # Without segments, layers are causal.
+        mask = Mask(segments is None, bias=ctx.bias, segments=segments, segment_bias=ctx.segment_bias)
+        ctx.rectangles = shared_rectangles(ctx, mask)
 
     def tp_plan(self) -> dict[str, str]:
         return super().tp_plan() | {"relative": "partial"}

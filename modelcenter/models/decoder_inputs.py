@@ -56,7 +56,7 @@ class DecoderInputs(Model):
         if ends is not None:
             # A sequence of no token begins where another does, or behind all of them.
             first = torch.zeros(ids.shape[1] + 1, dtype=torch.bool, device=ids.device)
-            first[ends[:-1].long()] = True
+            first.index_fill_(0, ends[:-1].long(), True)  # first[...] = True would make a GPU wait
             moved = moved.masked_fill(first[:-1], c.decoder_start_token_id)
         elif mask is not None:
             at = mask.int().argmax(1, keepdim=True)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.ops import attention, dropout_key, dropout_rows, library
+from modelcenter.layers import buckets, sequences
 from modelcenter.layers import packed_attention as packed_attention_module
 from modelcenter.layers.bucketed_attention import AttentionOptions, bucketed_sdpa
 from modelcenter.layers.dropout import AttentionDropout, DrawingModule
@@ -61,14 +62,15 @@ class Problem:
         self.scale = 0.7
 
     def ours(self, path, *inputs):
-        """path: "compiled", the operator for a sequence; "buckets", rectangles; "sdpa", these by torch; "shared", with
-        masks made once for many layers, for the first heads and the others apart."""
+        """path: "compiled", the operator for a sequence; "buckets", rectangles; "sdpa", these by torch; "wide", as many
+        and as long as on a GPU; "shared", with masks made once for many layers, for the first heads and the others
+        apart."""
         q, k, v, *bias = inputs
         mask = Mask(self.causal, self.window, *bias[:1])
         if self.segments is not None:
             mask = Mask(bias=bias[0], segments=self.segments, segment_bias=bias[1])
         memory = self.memory if self.kind == "cross" else None
-        if path == "sdpa":
+        if path in ("sdpa", "wide"):
             options = AttentionOptions(self.heads, self.kv_heads, self.scale, mask)
             return bucketed_sdpa(q, k, v, self.packed.sequences.bucket_pairs(memory), options)
         if path == "shared":
@@ -126,6 +128,10 @@ class Problem:
 def choose(monkeypatch, path):
     """The compiled operator is taken where it is, fast or not; nothing else is in its place where it is asked for."""
     monkeypatch.setattr(attention, "serves", lambda q, *_: path == "compiled" and q.numel() > 0)
+    if path in ("wide", "shared"):
+        monkeypatch.setattr(buckets, "length_multiple", lambda device: 16)
+        monkeypatch.setattr(sequences, "length_multiple", lambda device: 16)
+        monkeypatch.setattr(sequences, "bucket_cost", lambda device: 600)
     if path == "compiled" and not library.cpu().loaded:
         pytest.skip("the compiled operators are not built")
 
@@ -134,7 +140,7 @@ def choose(monkeypatch, path):
     ("path", "kind"),
     [
         (path, kind)
-        for path in ("compiled", "buckets", "sdpa", "shared")
+        for path in ("compiled", "buckets", "sdpa", "wide", "shared")
         for kind in KINDS
         if path != "shared" or "bias" in kind
     ],

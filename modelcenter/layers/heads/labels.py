@@ -83,8 +83,8 @@ def next_labels(batch: Batch) -> Tensor:
     if (ends := batch.get("cu_seqlens")) is not None:
         # One column before the first, where sequences of no token end that begin the batch.
         moved = F.pad(labels[:, 1:], (1, 1), value=IGNORE_INDEX)
-        moved[0, ends.long()] = IGNORE_INDEX
-        return moved[:, 1:]
+        # Not moved[0, ends] = -100: a GPU would wait for a copy of the number.
+        return moved.index_fill_(1, ends.long(), IGNORE_INDEX)[:, 1:]
     moved = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if (mask := batch.get("attention_mask")) is not None:
         moved = moved.masked_fill(mask[:, -moved.shape[1] :] == 0, IGNORE_INDEX)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine import runtime
 from engine.ops import cross_entropy_, library, linear, matmul, matmul_nt
-from engine.ops.autocast import as_factors
+from engine.ops.autocast import as_factors, product_dtype
 from engine.ops.autograd import once_differentiable
 from engine.ops.cross_entropy import losses_
 from engine.ops.table_memory import table_memory
@@ -30,8 +30,13 @@ IGNORE_INDEX = -100
 # Bytes of one chunk of logits. Larger gains nothing on a CPU once the matrix product is efficient.
 _CHUNK_BYTES = 64 << 20
 # On a GPU each chunk reads the weight twice and its gradient once, and writes that: below about 250 rows this takes
-# longer than the arithmetic (H200: 790 TFLOP/s against 4.3 TB/s), so a chunk has many times as many.
-_GPU_CHUNK_BYTES, _GPU_ROWS = 256 << 20, 1024
+# longer than the arithmetic (H200: 790 TFLOP/s against 4.3 TB/s), so a chunk has many times as many. The fewer chunks,
+# the less often the weight's gradient is rounded, which is added up in its own dtype. A product's tile has 128 rows.
+_GPU_CHUNK_BYTES, _GPU_ROWS, _TILE = 512 << 20, 1024, 128
+# cuBLAS has its fast kernels for matrices whose rows begin at multiples of 16 bytes: for a vocabulary of 50,257 the
+# others take 2.5 times as long. So such a vocabulary gets classes of zeros, until rows of logits, in 16 bits, are whole
+# lines of a cache. That copies the weight, which takes as long as is gained with some 50 rows in training, 100 without.
+_ALIGNED_BYTES, _WHOLE_LINES, _WIDENED_ROWS = 16, 64, 256
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float, *, label_smoothing: float = 0.0) -> Tensor:
@@ -97,11 +102,13 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
 def vocabulary_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
     weight, bias, shard = _local_vocabulary(hidden, weight, bias)
+    if shard is not None:
+        hidden = functional.copy_to(hidden, shard.group)
+    classes = weight.shape[0]
+    logits = linear(hidden, *_widened(hidden, weight, bias))[..., :classes]
     if shard is None:
-        return linear(hidden, weight, bias)
-    return functional.join_columns(
-        linear(functional.copy_to(hidden, shard.group), weight, bias), shard.group, shard.vocab
-    )
+        return logits
+    return functional.join_columns(logits.contiguous(), shard.group, shard.vocab)
 
 
 @dataclass
@@ -224,41 +231,52 @@ def _losses_and_gradients(
     """(sum of the losses in fp32; where `wanted` the gradients of the sum / count by hidden, which is this rank's part
     of it under tensor parallelism, by weight and by bias): a head that is frozen beside an adapter has none."""
     train = any(wanted)
-    rows = _rows_per_chunk(weight, shard)
+    rows, classes = _rows_of(hidden.shape[0], weight, shard), weight.shape[0]
     total = hidden.new_zeros((), dtype=torch.float32)
     dhidden = torch.empty_like(hidden) if wanted[0] else None
     # No rows: the gradient is zero, but weight still takes part (another rank may have rows).
     dweight = torch.zeros_like(weight) if wanted[1] and not hidden.shape[0] else None
-    memory = table_memory(weight) if wanted[1] and weight.dtype == torch.float32 else None
-    weight_room = None if memory is None else memory.gradients.take(weight.shape, weight.dtype)
-    room = _logits_room(min(rows, hidden.shape[0]), weight)
     several = hidden.shape[0] > rows
-    # On a GPU, whose time goes into passing over the logits, they are divided by the count as they become 16 bits.
-    later = hidden.device.type == "cuda" and hidden.dtype != torch.float32
-    by: Tensor | float = 1 if later else count
     dbias = torch.zeros_like(bias, dtype=_sum_dtype(bias, several)) if wanted[2] and bias is not None else None
+    wide_weight, wide_bias = _widened(hidden, weight, bias)
+    memory = table_memory(wide_weight) if wanted[1] and weight.dtype == torch.float32 else None
+    weight_room = None if memory is None else memory.gradients.take(weight.shape, weight.dtype)
+    room = _logits_room(min(rows, hidden.shape[0]), wide_weight)
     for start in range(0, hidden.shape[0], rows):
         h, t = hidden[start : start + rows], targets[start : start + rows]
-        logits = _logits(h, weight, bias, room)  # later their gradient
+        whole = _logits(h, wide_weight, wide_bias, room)  # later their gradient, zero in the classes that are none
+        logits = whole[:, :classes]
         if shard is None:
-            total += cross_entropy_(logits, t, by, smoothing, train).sum()
+            total += cross_entropy_(logits, t, count, smoothing, train).sum()
         else:
-            at, hit = _within(t[:, None] - shard.first, logits.shape[1])
-            sums = _reduce_over_vocabulary(logits, at, hit, shard)
-            total += losses_(logits, at, sums, by, smoothing, train, shard.vocab, hit).sum()
-        if not train:
-            continue
-        if later:
-            grad = torch.div(logits, count, out=torch.empty_like(logits, dtype=hidden.dtype))
-        else:
-            grad = logits.to(hidden.dtype)
-        if dhidden is not None:
-            dhidden[start : start + rows] = matmul(grad, weight)
-        if wanted[1]:
-            dweight = matmul(grad.t(), h, add_to=dweight, room=weight_room).to(_sum_dtype(weight, several))
-        if dbias is not None:
-            dbias += grad.sum(0, dtype=dbias.dtype)
+            total += _losses_of_shard(logits, t, count, smoothing, train, shard).sum()
+        if train:
+            grad = whole.to(hidden.dtype)
+            if dhidden is not None:
+                dhidden[start : start + rows] = matmul(grad, wide_weight)
+            if wanted[1]:
+                dweight = matmul(grad.t(), h, add_to=dweight, room=weight_room).to(_sum_dtype(weight, several))
+            if dbias is not None:
+                dbias += grad[:, :classes].sum(0, dtype=dbias.dtype)
+            del grad
+        del whole, logits  # before the next chunk, which takes their memory
+    if dweight is not None and dweight.shape != weight.shape:
+        dweight = dweight[:classes]
     return total, dhidden, _in_dtype_of(weight, dweight), _in_dtype_of(bias, dbias)
+
+
+def _losses_of_shard(
+    logits: Tensor, targets: Tensor, count: Tensor | float, smoothing: float, train: bool, shard: _VocabularyShard
+) -> Tensor:
+    """cross_entropy_ where logits (n, columns) are this rank's part."""
+    wide = logits.float()
+    at, hit = _within(targets[:, None] - shard.first, logits.shape[1])
+    sums = _reduce_over_vocabulary(wide, at, hit, shard)
+    in_place = wide is logits
+    losses = losses_(wide, at, sums, count if in_place else 1, smoothing, train, shard.vocab, hit)
+    if train and not in_place:  # divided as they become 16 bits, in one pass
+        torch.div(wide, count, out=logits)
+    return losses
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -266,13 +284,14 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shard: _VocabularyShard | None
     ) -> Tensor:
-        rows = _rows_per_chunk(weight, shard)
+        rows, classes = _rows_of(hidden.shape[0], weight, shard, fused=False), weight.shape[0]
         sums = hidden.new_empty((hidden.shape[0], 1), dtype=torch.float32)
         found = torch.empty_like(sums)
-        room = _logits_room(min(rows, hidden.shape[0]), weight)
+        wide_weight, wide_bias = _widened(hidden, weight, bias)
+        room = _logits_room(min(rows, hidden.shape[0]), wide_weight)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
-            logits, t = _logits(hidden[chunk], weight, bias, room), targets[chunk, None]
+            logits, t = _logits(hidden[chunk], wide_weight, wide_bias, room)[:, :classes].float(), targets[chunk, None]
             if shard is None:
                 sums[chunk], found[chunk] = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, t)
             else:
@@ -287,40 +306,82 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         shard = ctx.shard
-        rows = _rows_per_chunk(weight, shard)
-        several, room = hidden.shape[0] > rows, _logits_room(min(rows, hidden.shape[0]), weight)
+        rows, classes = _rows_of(hidden.shape[0], weight, shard, fused=False), weight.shape[0]
+        several = hidden.shape[0] > rows
+        wide_weight, wide_bias = _widened(hidden, weight, bias)
+        room = _logits_room(min(rows, hidden.shape[0]), wide_weight)
         dhidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         dweight, dbias = (
             torch.zeros_like(x, dtype=_sum_dtype(x, several)) if wanted else None
-            for x, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+            for x, wanted in zip((wide_weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             h, t, g = hidden[chunk], targets[chunk, None], grad[chunk, None].float()
-            d = _logits(h, weight, bias, room).sub_(sums[chunk]).exp_().mul_(-g)
+            whole = _logits(h, wide_weight, wide_bias, room)  # later their gradient
+            logits = whole[:, :classes]
+            d = logits.float().sub_(sums[chunk]).exp_().mul_(-g)
             if shard is not None:
                 t, hit = _within(t - shard.first, d.shape[1])
                 g = g * hit
             if d.shape[1]:
                 d.scatter_add_(1, t, g)
-            d = d.to(hidden.dtype)
+            if d.dtype != whole.dtype:
+                logits.copy_(d)
+            whole = whole.to(hidden.dtype)
             if dhidden is not None:
-                dhidden[chunk] = matmul(d, weight)
+                dhidden[chunk] = matmul(whole, wide_weight)
             if dweight is not None:
-                dweight = matmul(d.t(), h, add_to=dweight)
+                dweight = matmul(whole.t(), h, add_to=dweight)
             if dbias is not None:
-                dbias += d.sum(0, dtype=dbias.dtype)
+                dbias += whole[:, :classes].sum(0, dtype=dbias.dtype)
+            del whole, logits, d  # before the next chunk, which takes their memory
+        if dweight is not None and dweight.shape != weight.shape:
+            dweight = dweight[:classes]
         if shard is not None and dhidden is not None:
             dhidden = shard.sum(dhidden)
         return dhidden, _in_dtype_of(weight, dweight), _in_dtype_of(bias, dbias), None, None
 
 
-def _rows_per_chunk(weight: Tensor, shard: _VocabularyShard | None) -> int:
-    """How many rows have their logits in memory at once; the same number on every rank."""
+def _rows_per_chunk(weight: Tensor, shard: _VocabularyShard | None, fused: bool = True) -> int:
+    """How many rows may have their logits in memory at once; the same number on every rank.
+
+    fused: the loss and its gradient are `cross_entropy_`'s, which takes no memory where it is compiled. torch's
+    operators work on two more sets of logits, in fp32.
+    """
     held = weight.shape[0] if shard is None else -(-shard.vocab // shard.group.size())
     if weight.device.type == "cuda":
-        return max(_GPU_ROWS, _GPU_CHUNK_BYTES // (4 * held))
+        alone = fused and shard is None and library.serves(weight.device)
+        most = max(_GPU_ROWS, _GPU_CHUNK_BYTES // ((weight.element_size() if alone else 8) * held))
+        return -(-most // _TILE) * _TILE
     return max(1, _CHUNK_BYTES // (4 * _aligned(held)))
+
+
+def _rows_of(rows: int, weight: Tensor, shard: _VocabularyShard | None, fused: bool = True) -> int:
+    """How many of so many rows are a chunk. On a GPU, where there are few chunks, they are of one size."""
+    most = _rows_per_chunk(weight, shard) if fused else _rows_per_chunk(weight, shard, fused=False)
+    if weight.device.type != "cuda" or rows <= most:
+        return most
+    equal = -(-rows // -(-rows // most))
+    return min(most, -(-equal // _TILE) * _TILE)
+
+
+def _classes_with_zeros(hidden: Tensor, classes: int) -> int:
+    """How many classes the products of hidden (..., hidden_size) with a weight of so many are to have."""
+    width = hidden.shape[-1] if hidden.dim() else 1
+    if hidden.device.type != "cuda" or torch.compiler.is_compiling() or hidden.numel() < _WIDENED_ROWS * width:
+        return classes  # generation asks for a few rows at a time
+    if hidden.dtype == torch.float64 or classes * product_dtype(hidden).itemsize % _ALIGNED_BYTES == 0:
+        return classes
+    return -(-classes // _WHOLE_LINES) * _WHOLE_LINES
+
+
+def _widened(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """weight and bias as the products with hidden take them: with zeros behind the classes where that is faster."""
+    more = _classes_with_zeros(hidden, weight.shape[0]) - weight.shape[0]
+    if not more:
+        return weight, bias
+    return F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
 
 
 def _aligned(classes: int) -> int:
@@ -340,8 +401,9 @@ def _logits_room(rows: int, weight: Tensor) -> Tensor | None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, room: Tensor | None) -> Tensor:
-    """(rows, classes) fp32, in the room of a chunk if there is one."""
-    return matmul_nt(hidden, weight, bias, None if room is None else room[: len(hidden)]).float()
+    """(rows, classes) fp32, bf16 or fp16, in the room of a chunk if there is one."""
+    logits = matmul_nt(hidden, weight, bias, None if room is None else room[: len(hidden)])
+    return logits.float() if logits.dtype == torch.float64 else logits
 
 
 def _sum_dtype(x: Tensor, several: bool) -> torch.dtype:

@@ -53,6 +53,16 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device: torch.device) -> int:
+    """The CUDA stream that is current on this device. torch makes an object of it, which takes as long as a launch."""
+    if _raw_stream is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)
+
+
 def run_scripts_as_written() -> None:
     """Let TorchScript, from now on and in this process, not begin to optimise what it runs.
 

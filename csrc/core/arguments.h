@@ -242,6 +242,53 @@ inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optiona
                  threshold);
 }
 
+// The arguments of a cross-entropy.
+struct LossCall {
+  void* logits;
+  float* loss;
+  const int64_t* targets;
+  const float* count;  // null: 1
+  int type;
+  int64_t rows, classes, stride;
+};
+
+inline LossCall check_loss(const Tensor& logits, const Tensor& loss, const Tensor& targets,
+                           const std::optional<Tensor>& count) {
+  STD_TORCH_CHECK(logits.dim() == 2, "logits must have 2 dimensions");
+  LossCall call{};
+  call.type = type_of(logits, "logits");
+  call.rows = logits.size(0), call.classes = logits.size(1), call.stride = logits.stride(0);
+  STD_TORCH_CHECK(call.classes < (int64_t)1 << 31, "logits has ", call.classes, " classes, expected less than 2^31");
+  STD_TORCH_CHECK(call.classes > 0 || call.rows == 0, "logits has no classes");
+  contiguous_rows(logits, "logits");
+  STD_TORCH_CHECK(loss.scalar_type() == ScalarType::Float && loss.numel() == call.rows && loss.is_contiguous(),
+                  "loss must be ", call.rows, " contiguous fp32 numbers");
+  STD_TORCH_CHECK(targets.scalar_type() == ScalarType::Long && targets.numel() == call.rows && targets.is_contiguous(),
+                  "targets must be ", call.rows, " contiguous int64 numbers");
+  same_device(loss, logits, "loss");
+  same_device(targets, logits, "targets");
+  call.count = scalar(count, logits, "count");
+  call.logits = logits.mutable_data_ptr();
+  call.loss = (float*)loss.mutable_data_ptr();
+  call.targets = (const int64_t*)targets.const_data_ptr();
+  const int64_t numbers = call.rows ? (call.rows - 1) * call.stride + call.classes : 0;
+  Overlaps overlaps;
+  overlaps.add(call.logits, numbers * size_of(call.type), true);
+  overlaps.add(call.loss, 4 * call.rows, true);
+  overlaps.add(call.targets, 8 * call.rows, false);
+  overlaps.check();
+  return call;
+}
+
+// The numbers of a tensor that must hold so many of this type, one behind the other, on the device of `like`.
+inline const void* take_numbers(const Tensor& t, const char* name, int64_t count, int type, const Tensor& like) {
+  same_device(t, like, name);
+  STD_TORCH_CHECK(t.numel() == count && t.is_contiguous(), name, " has ", t.numel(), " numbers, expected ", count,
+                  ", contiguous");
+  STD_TORCH_CHECK(type_of(t, name) == type, name, " must be of ", type == kFloat ? "fp32" : "the dtype of x");
+  return t.const_data_ptr();
+}
+
 // The operators' arguments, brought to those of the function that does the step on one kind of device.
 using StepFunction = void (*)(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v,
                               const Tensors& aux, const Tensors& steps, const std::optional<Tensor>& gscale,

@@ -201,23 +201,33 @@ void rms_norm_backward(Tensor dx, std::optional<Tensor> dweight, Tensor grad, Te
     for (int64_t i = 0; i < n; i++) sums[i] += part[(size_t)(p * n + i)];
 }
 
-void cross_entropy(Tensor logits, Tensor loss, Tensor targets, double scale, double smoothing, bool train) {
-  STD_TORCH_CHECK(logits.dim() == 2, "logits must have 2 dimensions");
-  const int64_t rows = logits.size(0), n = logits.size(1), stride = logits.stride(0);
-  Arrays arrays(logits);
-  float* x = arrays.take_rows(logits, "logits");
-  float* found = arrays.take(loss, "loss", rows, true);
-  arrays.check();
-  STD_TORCH_CHECK(targets.scalar_type() == ScalarType::Long && targets.numel() == rows && targets.is_contiguous(),
-                  "targets must be ", rows, " contiguous int64 numbers");
-  same_device(targets, logits, "targets");
-  const int64_t* at = (const int64_t*)targets.const_data_ptr();
-  for (int64_t i = 0; i < rows; i++)
-    STD_TORCH_CHECK(at[i] >= 0 && at[i] < n, "target ", at[i], " of row ", i, " is none of ", n, " classes");
-  for_chunks(1, [&](size_t) { return rows; }, [&](size_t, int64_t begin, int64_t end) {
-    kernels().cross_entropy(x + begin * stride, stride, at + begin, found + begin, end - begin, n, (float)scale,
-                            (float)smoothing, train);
-  }, 1);
+constexpr int64_t kWidened = 8;  // rows of 16-bit logits for which a thread has memory for one in fp32
+
+void cross_entropy(Tensor logits, Tensor loss, Tensor targets, std::optional<Tensor> count, double scale,
+                   double smoothing, bool train, int64_t) {
+  const LossCall call = check_loss(logits, loss, targets, count);
+  const int64_t n = call.classes;
+  for (int64_t i = 0; i < call.rows; i++)
+    STD_TORCH_CHECK(call.targets[i] >= 0 && call.targets[i] < n, "target ", call.targets[i], " of row ", i,
+                    " is none of ", n, " classes");
+  const float times = (float)(call.count ? scale / (double)*call.count : scale), smooth = (float)smoothing;
+  const auto rows = [&](size_t) { return call.rows; };
+  if (call.type == kFloat) {
+    for_chunks(1, rows, [&](size_t, int64_t begin, int64_t end) {
+      kernels().cross_entropy((float*)call.logits + begin * call.stride, call.stride, call.targets + begin,
+                              call.loss + begin, end - begin, n, times, smooth, train);
+    }, 1);
+    return;
+  }
+  for_chunks(1, rows, [&](size_t, int64_t begin, int64_t end) {
+    std::vector<float> wide((size_t)n);
+    for (int64_t i = begin; i < end; i++) {
+      uint16_t* x = (uint16_t*)call.logits + i * call.stride;
+      kernels().cast(wide.data(), kFloat, x, call.type, 1.0f, n);
+      kernels().cross_entropy(wide.data(), n, call.targets + i, call.loss + i, 1, n, times, smooth, train);
+      if (train) kernels().cast(x, call.type, wide.data(), kFloat, 1.0f, n);
+    }
+  }, kWidened);
 }
 
 }  // namespace
@@ -258,8 +268,8 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "rms_norm_backward_(Tensor(a!) dx, Tensor(b!)? dweight, Tensor grad, Tensor x, Tensor weight, Tensor factor) "
       "-> ()");
   m.def(
-      "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, float scale, float smoothing, bool train) "
-      "-> ()");
+      "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, Tensor? count, float scale, float smoothing, "
+      "bool train, int stream) -> ()");
   m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
   m.def("linear_(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
@@ -276,6 +286,16 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def("crc32(Tensor x, int start) -> int");
   m.def("sha256_(Tensor(a!) first, Tensor x, Tensor(b!) second, Tensor y) -> bool");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
+  // Of CUDA alone.
+  m.def("layer_norm_rows(Tensor x, Tensor weight, Tensor bias, float eps, int stream) -> (Tensor, Tensor)");
+  m.def(
+      "layer_norm_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor stats, bool sums, int stream) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def("rms_norm_rows(Tensor x, Tensor weight, float eps, int stream) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor stats, bool sums, int stream) "
+      "-> (Tensor, Tensor)");
+  m.def("column_sums(Tensor x, int stream) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {

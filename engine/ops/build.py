@@ -166,8 +166,9 @@ def _cuda_parts() -> list[list[str]]:
     generate = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
     generate.append(f"-gencode=arch=compute_{codes[-1]},code=compute_{codes[-1]}")  # for GPUs to come
     kernels = [cc, *_CUDA, *generate, "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2"]
-    kernels += ["-ccbin", cxx, "-c", str(cuda / "kernels.cu")]
-    return [kernels, [cxx, *_CPU, *_include(), "-c", str(cuda / "bind.cpp")]]
+    kernels += ["-ccbin", cxx, "-c"]
+    bind = [cxx, *_CPU, *_include(), "-c", str(cuda / "bind.cpp")]
+    return [*([*kernels, str(file)] for file in sorted(cuda.glob("*.cu"))), bind]
 
 
 def architectures(cc: str) -> list[str]:

@@ -1,10 +1,13 @@
-"""Cross-entropy of rows of logits and its gradient, which takes their place. The compiled operator (csrc/cpu/loss.h)
-goes over a row while it is in the nearest caches; torch goes over all rows some ten times."""
+"""Cross-entropy of rows of logits and its gradient, which takes their place. The compiled operator (csrc/cpu/loss.h,
+csrc/cuda/loss.cu) goes over a row while it is in the nearest caches; torch goes over all rows some ten times."""
 
 import torch
 from torch import Tensor
 
 from engine.ops import library
+from engine.torch_compat import in_function_transform
+
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def cross_entropy_(
@@ -12,14 +15,29 @@ def cross_entropy_(
 ) -> Tensor:
     """(n,) fp32: (1 - smoothing) (lse - logit of the target) + smoothing (lse - mean of the logits), of each row.
 
+    It is computed in fp32, also where the logits are not; the gradient is then rounded once.
+
     Args:
-        logits: (n, classes) fp32, whose rows are contiguous; with `train` the gradient of the losses' sum / count takes
-            their place, else they are as before. targets: (n,) int64, classes of the rows.
+        logits: (n, classes) of fp32, bf16 or fp16, whose rows are contiguous; with `train` the gradient of the losses'
+            sum / count takes their place, else they are as before. targets: (n,) int64, classes of the rows.
+
+    Raises:
+        IndexError, RuntimeError: a target is none of the classes; on a GPU, where nothing waits for it, an assertion of
+            the device, as torch's.
     """
-    if library.plain_fp32(logits) and library.serves(logits.device):
-        loss = logits.new_empty(logits.shape[0])
-        scale = 1.0 / float(count)
-        torch.ops.modelcenter.cross_entropy_(logits, loss, targets.contiguous(), scale, smoothing, train)
+    if _is_compiled(logits):
+        loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
+        on_device = isinstance(count, Tensor) and not logits.is_cpu and count.device == logits.device
+        divisor, scale = (count.float(), 1.0) if on_device else (None, 1.0 / float(count))  # type: ignore[union-attr]
+        torch.ops.modelcenter.cross_entropy_(
+            logits, loss, targets.contiguous(), divisor, scale, smoothing, train, library.stream(logits.device)
+        )
+        return loss
+    if logits.dtype in _16_BITS:
+        wide = logits.float()
+        loss = cross_entropy_(wide, targets, 1, smoothing, train)
+        if train:
+            torch.div(wide, count, out=logits)
         return loss
     at = targets[:, None]
     logs = torch.log_softmax(logits, 1)
@@ -30,6 +48,19 @@ def cross_entropy_(
         torch.exp(logs, out=logits)
         _to_gradient(logits, at, count, smoothing, logits.shape[1])
     return loss
+
+
+def _is_compiled(logits: Tensor) -> bool:
+    """Whether the compiled operator takes these logits."""
+    if library.plain_fp32(logits):
+        return library.serves(logits.device)
+    if logits.is_cpu and type(logits) is not Tensor:
+        return False
+    if logits.dtype not in (torch.float32, *_16_BITS) or not logits.numel() or hasattr(logits, "placements"):
+        return False
+    if torch.compiler.is_compiling() or in_function_transform():
+        return False
+    return library.serves(logits.device)
 
 
 def losses_(

@@ -192,9 +192,12 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_x, need_residual = ctx.needs_input_grad[:2]
-        # Dropout is linear: its derivative is a dropout, which has derivatives of its own.
         (tokens,) = ctx.saved_tensors
-        x = _Dropout.apply(grad, None, tokens, *ctx.numbers) if need_x else None
+        x = None
+        if need_x:
+            # Dropout is linear: its derivative is a dropout, which has derivatives of its own.
+            again = _Dropout.apply if torch.is_grad_enabled() else _run
+            x = again(grad, None, tokens, *ctx.numbers)
         return x, grad if need_residual else None, None, None, None, None, None
 
 

@@ -1,12 +1,15 @@
-"""Products of matrices on the CPU.
+"""Products of matrices.
 
-torch multiplies fp32 matrices with MKL, which on CPUs of other makers than Intel is slower than oneDNN, which torch
-ships too. But oneDNN makes code for each shape, a millisecond or two on one thread, and packed batches have another
-number of tokens in almost every step; and what torch lets it see is contiguous, so that in backward, whose operands are
-transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) is as fast as oneDNN
-without either, but for a few rows, as generation has them; without it oneDNN does all. All are exact fp32. The choice
-depends on the CPU, on what is built and on the shape, never on a timing, and no sum on the number of threads: a run
-repeats bit for bit.
+torch multiplies fp32 matrices on a CPU with MKL, which on CPUs of other makers than Intel is slower than oneDNN, which
+torch ships too. But oneDNN makes code for each shape, a millisecond or two on one thread, and packed batches have
+another number of tokens in almost every step; and what torch lets it see is contiguous, so that in backward, whose
+operands are transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) is as fast
+as oneDNN without either, but for a few rows, as generation has them; without it oneDNN does all. All are exact fp32.
+The choice depends on the CPU, on what is built and on the shape, never on a timing, and no sum on the number of
+threads: a run repeats bit for bit.
+
+On a GPU the products are torch's. The gradient of a bias, which is the sum over all rows, takes torch twice the time of
+reading them; the compiled operator (csrc/cuda/rows.cu) adds them up in one pass, in an order that does not change.
 """
 
 import functools
@@ -23,6 +26,7 @@ from engine.ops.autograd import once_differentiable
 
 _CPU = torch.device("cpu")
 _FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there
+_PAYING = 1 << 23  # numbers of a result: below, torch takes some 20 us for the sum
 # MKL is at its speed for as many columns; of a vocabulary of 50,257 at once it loses a quarter of it.
 _MANY, _COLUMNS = 4096, 1024
 
@@ -134,10 +138,43 @@ class _Linear(torch.autograd.Function):
         return dx, *_product(grad.t(), x, sums=need_bias)
 
 
+class _LinearWithSums(torch.autograd.Function):
+    """On a GPU: torch's products, which selective recomputation knows, with the compiled gradient of the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        need_x, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        shape = grad.shape[:-1]
+        if len(shape) != 1:
+            grad = grad.reshape(shape.numel(), -1)
+            x = x if x is None else x.reshape(shape.numel(), -1)
+        dx = None if weight is None else torch.mm(grad, weight)
+        dweight = None if x is None else torch.mm(grad.t(), x)
+        if dx is not None and len(shape) != 1:
+            dx = dx.view(*shape, -1)
+        return dx, dweight, library.operator("column_sums")(grad, library.stream(grad.device))
+
+
+def _sums_pay(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether the compiled gradient of the bias is worth an autograd function in Python: for a few numbers torch's is
+    as fast on a GPU, and the host is what a step waits for."""
+    many = x.numel() * weight.shape[0] >= _PAYING * x.shape[-1] > 0
+    return many and torch.is_grad_enabled() and library.plain_cuda(x, weight, bias)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) @ weight (out, in).T + bias (out,)."""
     if torch.compiler.is_compiling():  # the compiler has its own ways with it
         return F.linear(x, weight, bias)
+    if bias is not None and bias.requires_grad and _sums_pay(x, weight, bias):
+        return _LinearWithSums.apply(x, weight, bias)
     if not (onednn_linear()[0] and library.plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

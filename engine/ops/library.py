@@ -9,13 +9,15 @@ import platform
 import re
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.ops import build
-from engine.torch_compat import in_function_transform
+from engine.torch_compat import current_stream, in_function_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OF_ROWS = (torch.float32, torch.bfloat16, torch.float16)  # that csrc/cuda/rows.cu takes
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
 # cudaError_t: no function, no image for the device; the driver is older than the runtime, or than the PTX.
 _NO_CODE, _OLD_DRIVER = (98, 209), (35, 222)
@@ -113,9 +115,30 @@ def plain_fp32(*tensors: torch.Tensor | None) -> bool:
     return not in_function_transform()
 
 
+def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Ordinary CUDA tensors (no DTensor or other subclass) of one dtype, fp32, bf16 or fp16, of which no derivatives
+    are taken but those of backward, where the compiled operators are loaded: not in what torch.compile takes, nor under
+    autocast, which has dtypes of its own for norms and products."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return False
+    dtype = x.dtype
+    if type(x) not in _PLAIN or dtype not in _OF_ROWS:
+        return False
+    for t in others:
+        if type(t) not in _PLAIN or t.dtype is not dtype:
+            return False
+    return not (torch.is_autocast_enabled("cuda") or in_function_transform()) and serves(x.device)
+
+
+@functools.cache
+def operator(name: str) -> Any:
+    """A compiled operator. Looked up once: torch finds it by several attributes, and chooses among its overloads."""
+    return getattr(torch.ops.modelcenter, name).default
+
+
 def stream(device: torch.device) -> int:
     """The CUDA stream on which a compiled operator runs; 0 on a CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return current_stream(device) if device.type == "cuda" else 0
 
 
 def _why_not_launched(said: str, path: str, capability: tuple[int, int]) -> str | None:

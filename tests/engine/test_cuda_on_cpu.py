@@ -6,6 +6,7 @@ about streams, nor about what nvcc makes of the source.
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 import platform
@@ -17,8 +18,10 @@ import fused_cases
 import fused_cases_8bit
 import pytest
 import torch
+import torch.nn.functional as F
 from fused_cases import BF16, F16, F32
 
+from engine import ops
 from engine.ops import build, dropout_masks, fused
 
 pytestmark = pytest.mark.full
@@ -44,12 +47,13 @@ def library_file(compiled, tmp_path_factory):
 
 
 def compile_to(out, sources):
-    kernels, bind = (str(out.with_suffix(f".{name}.o")) for name in ("kernels", "bind"))
-    cxx = build.compiler()
-    build._run([cxx, *FLAGS, "-c", str(sources / "cuda" / "kernels.cu"), "-o", kernels])
-    source = str(HERE / "cuda_on_cpu" / "bind.cpp")
+    cxx, objects = build.compiler(), []
+    for file in sorted((sources / "cuda").glob("*.cu")):
+        objects.append(str(out.with_suffix(f".{file.stem}.o")))
+        build._run([cxx, *FLAGS, "-c", str(file), "-o", objects[-1]])
+    source, bind = str(HERE / "cuda_on_cpu" / "bind.cpp"), str(out.with_suffix(".bind.o"))
     build._run([cxx, "-O1", "-std=c++17", "-fPIC", *build._include(), f"-I{sources}", "-c", source, "-o", bind])
-    build._run([cxx, "-shared", kernels, bind, "-o", str(out), *build._link("cpu")])
+    build._run([cxx, "-shared", *objects, bind, "-o", str(out), *build._link("cpu")])
     return out
 
 
@@ -77,7 +81,7 @@ def test_the_operators_tests_pass_on_the_cuda_kernels(library_file, tmp_path):
 def test_lists_orders_and_processors_do_not_show(compiled, library_file, tmp_path):
     """The CPU operators' bits, on tensors between pages that may not be touched; the norm adds up in its own order."""
     found = []
-    for number, (seed, processors) in enumerate(((1, 1), (2, 3))):
+    for number, (seed, processors) in enumerate(((1, 1), (2, 3), (3, 50))):
         out = str(tmp_path / f"{number}.pt")
         run(library_file, "import test_cuda_on_cpu as t\ntorch.save(t.work(), sys.argv[1])", out, seed=seed,
             processors=processors)  # fmt: skip
@@ -90,10 +94,43 @@ def test_lists_orders_and_processors_do_not_show(compiled, library_file, tmp_pat
         assert torch.equal(a, b), index
 
 
+def test_the_losses_tests_pass_on_the_cuda_kernel(library_file, tmp_path):
+    code = "import pytest\nsys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inside"), "-k", "not torch-"]
+    said = run(library_file, code, str(HERE / "test_ops_loss.py"), *options, seed=3)
+    passed = int(said.rpartition(" passed")[0].split()[-1])
+    assert passed >= 65 and " failed" not in said
+
+
+def test_losses_between_pages_that_may_not_be_touched(library_file, tmp_path):
+    """Their bits depend neither on the order of threads nor on where a row begins, up to how its ends are read."""
+    found = []
+    for number, seed in enumerate((1, 2)):
+        out = str(tmp_path / f"{number}.pt")
+        run(library_file, "import test_cuda_on_cpu as t\ntorch.save(t.losses(), sys.argv[1])", out, seed=seed)
+        found.append(torch.load(out))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("target", [-1, 5, 1 << 32])
+def test_a_target_that_is_no_class_stops_the_kernel(library_file, target):
+    code = (
+        "from engine import ops\nlogits = torch.zeros(3, 5).bfloat16()\n"
+        f"ops.cross_entropy_(logits, torch.tensor([0, {target}, 1]), 1)\n"
+    )
+    with pytest.raises(AssertionError, match="a target of cross_entropy_ is none of the classes"):
+        run(library_file, code)
+
+
+def test_norms_and_sums_are_those_of_fp64(library_file):
+    """With rows, weights and gradients between pages that may not be touched."""
+    run(library_file, "import rows_cases, test_cuda_on_cpu as t\nrows_cases.check_all(t.fenced)", seed=1, processors=3)
+
+
 # -- what both sides do ------------------------------------------------------------------------------------------------
 
 # More tensors than one launch takes, and tensors of several chunks.
-SIZES = [i % 37 for i in range(300)] + [16384, 16385, 0, 4, 40_001]
+SIZES = [i % 37 for i in range(300)] + [1023, 1024, 1025, 0, 16383, 16384, 16385, 0, 4, 40_001, 0]
 ROWS = [(i % 3, 1 + i * 29 % 200) for i in range(260)] + [(70, 129), (1, 17_000)]
 
 
@@ -126,11 +163,48 @@ def work():
         copies = [fenced(torch.zeros(n, dtype=target), i % 2) for i, n in enumerate(SIZES)]
         fused.cast_scale_copy_(copies, numbers, torch.tensor(0.3))
         out += copies
-    for rows, channels, first in ((70, 300, 5), (3, 4097, 1000), (1, 1, 127)):
-        x, residual = (fenced(torch.randn(rows * channels).to(BF16), 1).view(rows, channels) for _ in range(2))
-        out.append(
-            dropout_masks._run(x, residual, fenced(torch.arange(rows) << 33, 1), 9000, fused_cases.KEY, 3, first)
-        )
+    empty = fused_cases.Case("plain", F32, F32, F32, sizes=[0] * 257 + [5, 0])  # a launch has nothing to do
+    empty.adamw()
+    out += empty.tensors()
+    return out + dropouts()
+
+
+def dropouts():
+    out, special = [], torch.tensor(fused_cases.SPECIAL)
+    shapes = (  # the longest have rows of 3 blocks of channels, of which a thread goes through several
+        (650, 300, 5, BF16), (3, 4097, 1000, BF16), (1, 1, 127, BF16), (650, 320, 0, BF16), (1, 128, 256, F16),
+        (5, 384, 640, F32), (4, 1600, 192, F16), (301, 16, 120, BF16), (7, 12, 4, F32), (3, 24, 4, BF16),
+    )  # fmt: skip
+    for (rows, channels, first, dtype), at_end in itertools.product(shapes, (0, 1)):
+        x, residual = (fenced(torch.randn(rows * channels).to(dtype), at_end).view(rows, channels) for _ in range(2))
+        tokens = fenced(torch.arange(rows) << 33, at_end)
+        for add, numbers in itertools.product((None, residual), (None, tokens)):
+            out.append(dropout_masks._run(x, add, numbers, 9000, fused_cases.KEY, 3, first))
+        for threshold in (0, 65535):
+            out.append(dropout_masks._run(x, residual, None, threshold, fused_cases.KEY, 3, first))
+    for dtype in (F32, BF16, F16):
+        out += fused_cases.drop_at_odd_elements("cpu", dtype)
+        x = special.repeat(2, 128).to(dtype)
+        bits = torch.int32 if dtype == F32 else torch.int16
+        out.append(dropout_masks._run(x, None, None, 9000, fused_cases.KEY, 3, 0).view(bits))
+    return out
+
+
+def losses():
+    """The losses and gradients of rows beside a fence on either side, checked."""
+    out = []
+    for dtype, classes, at_end in itertools.product((F32, BF16, F16), (1, 31, 1030, 18_001), (0, 1)):
+        rows = 3 if classes < 5000 else 1
+        rng = torch.Generator().manual_seed(classes)
+        logits = fenced((torch.randn(rows, classes, generator=rng) * 4).to(dtype), at_end)
+        targets = fenced(torch.randint(0, classes, (rows,), generator=rng), at_end)
+        double = logits.double().requires_grad_()
+        wanted = F.cross_entropy(double, targets, reduction="none", label_smoothing=0.1)
+        wanted.sum().backward()
+        found = ops.cross_entropy_(logits, targets, 1, 0.1)
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits.double(), double.grad, rtol=0.01, atol=1e-6)
+        out += [found, logits]
     return out
 
 

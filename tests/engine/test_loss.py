@@ -1,5 +1,6 @@
 """The one loss against torch's cross_entropy in float64."""
 
+import loss_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,3 +158,89 @@ def test_a_head_whose_weight_is_away_is_refused(of):
         else:
             loss.linear_log_probs(hidden, weight, None, targets)
     assert loss.vocabulary_logits(hidden.to("meta"), weight, None).shape == (3, 5)
+
+
+@pytest.fixture
+def widened(monkeypatch):
+    """Vocabularies get classes of zeros, as for many rows on a GPU; the sizes of what is padded."""
+    sizes, widened = [], loss._widened
+    monkeypatch.setattr(loss, "_classes_with_zeros", lambda hidden, classes: -(-classes // 64) * 64)
+    monkeypatch.setattr(loss, "_widened", lambda *inputs: sizes.append((found := widened(*inputs))[0].shape) or found)
+    return sizes
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 4 * 64 * 5])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [7, 50, 64, 257])
+def test_classes_of_zeros_do_not_show(widened, vocab, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr("engine.ops.cross_entropy.library.serves", lambda device: False)
+        for how in (
+            {}, {"smoothing": 0.2}, {"bias": False}, {"count": torch.tensor(9)}, {"frozen": (0,)}, {"frozen": (1,)},
+            {"frozen": (1, 2)}, {"labelled": 7, "smoothing": 0.1}, {"labelled": 0}, {"rows": 0},
+        ):  # fmt: skip
+            cases.check_head(**{"rows": 19, "vocab": vocab, "dtype": dtype, **how})
+    for bias in (True, False):
+        cases.check_log_probs(19, vocab, dtype, bias=bias)
+        cases.check_logits(18, vocab, dtype, bias=bias)
+    assert {size[0] for size in widened} == {-(-vocab // 64) * 64}
+
+
+def test_classes_of_zeros_have_no_part_in_the_loss_without_gradients(widened):
+    hidden, weight, targets = torch.randn(9, 4), torch.randn(7, 4), torch.randint(0, 7, (9,))
+    with torch.no_grad():
+        found = loss.linear_cross_entropy(hidden, weight, None, targets, 9)
+        logits = loss.vocabulary_logits(hidden, weight, None)
+    assert found.item() == pytest.approx(F.cross_entropy(hidden @ weight.T, targets).item(), rel=1e-5)
+    torch.testing.assert_close(logits, hidden @ weight.T)
+    assert len(widened) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "dtype", "device", "wanted"),
+    [
+        (256, 50_257, torch.bfloat16, "cuda", 50_304), (255, 50_257, torch.bfloat16, "cuda", 50_257),
+        (256, 50_257, torch.bfloat16, "cpu", 50_257), (256, 50_264, torch.bfloat16, "cuda", 50_264),
+        (256, 50_260, torch.float16, "cuda", 50_304), (256, 50_260, torch.float32, "cuda", 50_260),
+        (256, 50_257, torch.float32, "cuda", 50_304), (256, 50_257, torch.float64, "cuda", 50_257),
+        (256, 0, torch.bfloat16, "cuda", 0),
+    ],
+)  # fmt: skip
+def test_which_vocabularies_get_classes_of_zeros(rows, classes, dtype, device, wanted):
+    """Many rows on a GPU, where rows of logits would not begin at multiples of 16 bytes."""
+
+    class Hidden:
+        shape, ndim = (2, rows // 2 if rows % 2 == 0 else rows, 8), 3
+
+        def __init__(self):
+            self.device, self.dtype = torch.device(device), dtype
+
+        def dim(self):
+            return 3
+
+        def numel(self):
+            return rows * 8
+
+    assert loss._classes_with_zeros(Hidden(), classes) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype", "fused", "wanted"),
+    [
+        (8192, 50_304, torch.bfloat16, True, 4096), (8192, 50_304, torch.float32, True, 2048),
+        (8192, 50_304, torch.bfloat16, False, 1408), (5000, 50_304, torch.bfloat16, True, 5000),
+        (9000, 400_000, torch.bfloat16, True, 1024), (6000, 50_304, torch.bfloat16, True, 3072),
+    ],
+)  # fmt: skip
+def test_chunks_of_a_gpu_are_few_and_of_one_size(rows, vocab, dtype, fused, wanted, monkeypatch):
+    class Weight:
+        shape, device = (vocab, 8), torch.device("cuda", 0)
+
+        def element_size(self):
+            return dtype.itemsize
+
+    monkeypatch.setattr(loss.library, "serves", lambda device: True)
+    found = loss._rows_of(rows, Weight(), None, fused)
+    assert min(found, rows) == wanted and (found % 128 == 0 or rows <= found)

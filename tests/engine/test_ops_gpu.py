@@ -1,17 +1,28 @@
 """The compiled operators on a GPU: the CPU's bits, streams, CUDA graphs, optimizers. `make gpu-check` runs it."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import fused_cases as cases
 import fused_cases_8bit as eight
+import loss_cases as losses
 import pytest
+import rows_cases
 import torch
 from torch import nn
 
-from engine.ops import dropout_masks, fused, library
+from engine import loss
+from engine.ops import dropout_masks, fused, gemm, library, rms_norm
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
+from engine.recompute import wrap_units_
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.norm import LayerNorm, RMSNorm
 
 pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +83,27 @@ def test_dropout_has_the_bits_of_the_cpus(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", cases.MASK_DTYPES, ids=str)
+def test_dropout_of_many_rows_at_odd_elements_and_of_special_numbers(dtype):
+    for rows, channels in ((9523, 1024), (40_001, 320), (40_001, 300), (3, 1 << 20)):
+        x, residual = (torch.randn(rows, channels).to(dtype) for _ in range(2))
+        for add in (None, residual):
+            found = dropout_masks._run(x.cuda(), add if add is None else add.cuda(), None, 6554, cases.KEY, 7, 0)
+            assert torch.equal(found.cpu(), dropout_masks._run(x, add, None, 6554, cases.KEY, 7, 0))
+    wanted = cases.drop_at_odd_elements("cpu", dtype)
+    assert all(torch.equal(a.cpu(), wanted[0]) for a in [*wanted, *cases.drop_at_odd_elements("cuda", dtype)])
+    x = torch.tensor(cases.SPECIAL).repeat(2, 128).to(dtype)
+    for add in (None, torch.ones_like(x)):
+        found, expected = (
+            dropout_masks._run(x.to(to), add if add is None else add.to(to), None, 9000, cases.KEY, 3, 0).cpu()
+            for to in ("cuda", "cpu")
+        )
+        number = ~expected.isnan()  # NaNs have the same bits in bf16 only
+        assert torch.equal(found.isnan(), ~number) and torch.equal(found.signbit()[number], expected.signbit()[number])
+        assert torch.equal(found[number], expected[number])
+        assert dtype != torch.bfloat16 or torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", cases.MASK_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", cases.MASK_SHAPES)
 def test_dropout_by_triton_has_the_bits_of_the_cpus(dtype, shape, monkeypatch):
     """As on a machine without nvcc."""
@@ -96,6 +128,35 @@ def test_lists_longer_than_a_launch(count):
     host = [[x.cpu() * 0 for x in p] for _ in range(2)]
     fused.adamw_(before, [x.cpu() for x in g], *host, [torch.zeros(()) for _ in p], lr=0.1)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(p, before, strict=True)) and all(s == 1 for s in step)
+
+
+@pytest.mark.parametrize("kind", [cases.KINDS[i] for i in (0, 3, 8, 9, 12)])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_shares_of_blocks_cross_tensors(kind, odd):
+    """Lists of many sizes: each block goes through parts of several tensors, or of one."""
+    sizes = [0, 1, 1023, 1024, 1025, 16_383, 16_384, 16_385, 0] * 30 + [3_000_001, 0, 5, 8_000_000]
+    host, device = (cases.Case(*kind, sizes=sizes) for _ in range(2))
+    for name in ("p", "g", "m", "v", "aux", "step"):
+        moved = []
+        for index, tensor in enumerate(getattr(device, name)):
+            begin = odd * (index % 3) if tensor.ndim else 0
+            room = torch.zeros(tensor.numel() + begin, dtype=tensor.dtype, device="cuda")
+            moved.append(room[begin:].view(tensor.shape).copy_(tensor))
+        setattr(device, name, moved)
+    for case in (host, device):
+        for _ in range(2):
+            case.adamw(gscale=torch.tensor(0.37, device=case.p[0].device))
+    for a, b in zip(host.tensors(), device.tensors(), strict=True):
+        assert torch.equal(a, b.cpu())
+    norms = [torch.zeros((), dtype=torch.float64, device=case.g[0].device) for case in (host, device)]
+    for case, total in zip((host, device), norms, strict=True):
+        fused.grad_norm_sq(case.g, total)
+    torch.testing.assert_close(norms[1].cpu(), norms[0], rtol=1e-12, atol=0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        copies = [[torch.zeros_like(x, dtype=dtype) for x in case.g] for case in (host, device)]
+        for case, to in zip((host, device), copies, strict=True):
+            fused.cast_scale_copy_(to, case.g, torch.tensor(0.3, device=case.g[0].device))
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(*copies, strict=True))
 
 
 def test_skip_norm_coefficient_and_casts():
@@ -173,3 +234,137 @@ def test_optimizers_are_those_of_the_cpu(kind, dtype):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     if kind is AdamOffloadOptimizer:
         assert all(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values())
+
+
+@pytest.mark.parametrize("dtype", losses.DTYPES, ids=str)
+@pytest.mark.parametrize("layout", losses.LAYOUTS)
+def test_losses_of_rows(dtype, layout):
+    for shape in (*losses.SHAPES, (3, 50_257), (700, 300), (70_000, 3)):
+        for smoothing, count in ((0.0, 7), (0.2, torch.tensor(7.0, device="cuda")), (0.2, torch.tensor(7))):
+            first = losses.check_rows(shape, dtype, layout, smoothing, count, "cuda")
+        assert torch.equal(first, losses.check_rows(shape, dtype, layout, smoothing, count, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", losses.DTYPES, ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("chunk", [loss._GPU_CHUNK_BYTES, 1 << 16])
+def test_the_loss_of_a_head(dtype, fused, chunk, monkeypatch):
+    """Few rows and many, which get classes of zeros where that makes products faster; in one chunk and in several."""
+    monkeypatch.setattr(loss, "_GPU_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(loss, "_GPU_ROWS", 128)
+    if not fused:
+        monkeypatch.setattr("engine.ops.cross_entropy.library.serves", lambda device: False)
+    for rows, vocab in ((40, 257), (300, 257), (300, 7), (300, 64), (700, 5003)):
+        for how in ({}, {"smoothing": 0.1, "bias": False}, {"frozen": (0,)}, {"frozen": (1, 2)}, {"labelled": 0}):
+            losses.check_head(rows, vocab, dtype, "cuda", **how)
+        losses.check_head(rows, vocab, dtype, "cuda", count=torch.tensor(9, device="cuda"), labelled=rows // 2)
+        losses.check_log_probs(rows, vocab, dtype, "cuda")
+        losses.check_logits(rows, vocab, dtype, "cuda")
+    losses.check_head(0, 257, dtype, "cuda")
+
+
+def test_a_loss_waits_for_nothing_and_goes_into_a_graph():
+    weight, hidden = (torch.randn(n, 64, device="cuda").bfloat16().requires_grad_() for n in (1003, 600))
+    targets, count = torch.randint(0, 1003, (600,), device="cuda"), torch.tensor(600, device="cuda")
+
+    def step():
+        value = loss.linear_cross_entropy(hidden, weight, None, targets, count, all_labelled=True)
+        return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for other in (again, captured):
+        for one, two in zip(expected, other, strict=True):
+            torch.testing.assert_close(one, two, rtol=0.02, atol=1e-6)
+
+
+def test_a_target_that_is_no_class_is_an_assertion_of_the_device():
+    code = (
+        "import torch\nfrom engine import ops\nlogits = torch.zeros(3, 5, device='cuda').bfloat16()\n"
+        "ops.cross_entropy_(logits, torch.tensor([0, 5, 1], device='cuda'), 1)\ntorch.cuda.synchronize()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode != 0 and "a target of cross_entropy_ is none of the classes" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("dtype", rows_cases.DTYPES, ids=str)
+def test_norms_and_sums_are_those_of_fp64(dtype, odd):
+    """Also of more rows than blocks that run at a time, and of the longest."""
+    for rows, n in [*rows_cases.NORMS, (9523, 1024), (30_001, 64), (2000, 4096), (700, 5120), (500, 8192), (3001, 771)]:
+        rows_cases.check_norms(rows, n, dtype, "cuda", odd)
+    for rows, n in [*rows_cases.SUMS, (9523, 1024), (9523, 4096), (50_001, 300), (33, 200_000)]:
+        rows_cases.check_sums(rows, n, dtype, "cuda", odd)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["stream", "graph", "selective", "frozen", "autocast"])
+def test_layers_with_norms_have_torchs_gradients(how, dtype, monkeypatch):
+    monkeypatch.setattr(gemm, "_PAYING", 1)
+    torch.manual_seed(0)
+    norms = [LayerNorm(72, 1e-5), RMSNorm(72, 1e-5)]
+    model = nn.Sequential(norms[0], Linear(72, 40), nn.GELU(), Linear(40, 72), norms[1]).to("cuda", dtype)
+    if how == "frozen":
+        for module in (norms[0], model[1]):
+            module.weight.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    x = torch.randn(3, 50, 72, device="cuda", dtype=dtype, requires_grad=True)
+    dy = torch.randn(3, 50, 72, device="cuda", dtype=dtype)
+
+    def work():
+        return torch.autograd.grad(model(x), [x, *trained], dy)
+
+    calls = []
+    run = library.operator
+    monkeypatch.setattr(library, "operator", lambda name: calls.append(name) or run(name))
+    if how == "autocast":
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x)
+        assert not calls
+        return
+    if how == "selective":
+        wrap_units_([model], "selective", False)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = work()
+    torch.cuda.synchronize()
+    if how == "graph":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = work()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(captured, found)
+    assert {"column_sums", "layer_norm_rows_backward", "rms_norm_rows_backward"} <= set(calls)
+    exact = copy.deepcopy(model).double()
+    exact.__dict__.pop("forward", None)
+    wanted = torch.autograd.grad(
+        exact(y := x.detach().double().requires_grad_()),
+        [y, *(p for p in exact.parameters() if p.requires_grad)], dy.double(),
+    )  # fmt: skip
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-3) * theirs.norm()
+
+
+def test_what_does_not_fit_a_norm_raises():
+    x, weight = torch.ones(3, 8, device="cuda"), torch.ones(8)
+    with pytest.raises(RuntimeError, match="weight is on another device than the rest"):
+        rms_norm(x, weight, 1e-5)
+    for norm in (LayerNorm(8), RMSNorm(8, 1e-5)):
+        with pytest.raises((RuntimeError, ValueError), match="weight has shape|normalized_shape"):
+            norm.cuda()(x[:, :7])

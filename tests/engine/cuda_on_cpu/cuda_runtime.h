@@ -1,4 +1,4 @@
-// What csrc/cuda/kernels.cu needs of CUDA, on a CPU: for a C++ compiler in place of nvcc, to run its logic without a GPU.
+// What csrc/cuda/*.cu need of CUDA, on a CPU: for a C++ compiler in place of nvcc, to run its logic without a GPU.
 //
 // A launch runs its blocks one after the other, in an order drawn at random, and the threads of a block as fibres. One
 // runs until it waits for others; who is next goes by priorities drawn for each block, so that some threads are far
@@ -26,10 +26,12 @@
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static __attribute__((section("cuda_shared")))
 
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(8) ushort4 { uint16_t x, y, z, w; };
 struct alignas(4) uchar4 { uint8_t x, y, z, w; };
 template <class T>
@@ -53,7 +55,7 @@ struct cudaLaunchConfig_t {
 extern "C" char __start_cuda_shared[] __attribute__((weak, visibility("hidden")));
 extern "C" char __stop_cuda_shared[] __attribute__((weak, visibility("hidden")));
 
-static dim3 threadIdx, blockIdx, blockDim, gridDim;
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;  // the same in all files of the library
 
 namespace cuda_on_cpu {
 
@@ -128,6 +130,17 @@ class Block {
     return found;
   }
 
+  uint32_t vote(uint32_t mask, bool yes) {
+    if (mask != 0xFFFFFFFFu || count_ % kWarp) fail("only whole warps vote here");
+    const unsigned self = running_;
+    passed_[self] = yes;
+    wait(kAtWarp);
+    uint32_t found = 0;
+    for (unsigned lane = 0; lane < kWarp; lane++) found |= passed_[self / kWarp * kWarp + lane] << lane;
+    wait(kAtWarp);
+    return found;
+  }
+
   std::mt19937 random{(unsigned)number("CUDA_ON_CPU_SEED", 0)};
 
  private:
@@ -153,6 +166,16 @@ inline void __syncthreads() { cuda_on_cpu::Block::now().wait(cuda_on_cpu::kAtBar
 inline uint32_t __shfl_xor_sync(uint32_t mask, uint32_t x, int lanes) {
   return cuda_on_cpu::Block::now().exchange(mask, x, (threadIdx.x % cuda_on_cpu::kWarp) ^ (unsigned)lanes);
 }
+inline uint32_t __ballot_sync(uint32_t mask, bool yes) { return cuda_on_cpu::Block::now().vote(mask, yes); }
+inline float __shfl_xor_sync(uint32_t mask, float x, int lanes) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  u = __shfl_xor_sync(mask, u, lanes);
+  memcpy(&x, &u, 4);
+  return x;
+}
+inline float __expf(float x) { return __builtin_expf(x); }
+inline float rsqrtf(float x) { return 1.0f / __builtin_sqrtf(x); }
 inline float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)(((uint64_t)a * b) >> 32); }
 inline uint32_t __float_as_uint(float x) {

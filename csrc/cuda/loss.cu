@@ -1,0 +1,230 @@
+// Cross-entropy of rows of logits and its gradient, which takes their place, on CUDA. A block takes a row: it reads it
+// once for the largest logit and the sum of the exponentials, and once more, from the caches, for the gradient.
+#include "loss.h"
+
+#include <assert.h>
+#include <cuda_runtime.h>
+#include <float.h>
+#include <math.h>
+
+#include "../core/numbers.h"
+
+namespace modelcenter {
+namespace {
+
+constexpr int kThreads = 1024;  // more, smaller blocks would have more rows at work than the second cache holds
+constexpr int kWarps = kThreads / 32;
+constexpr int kLoads = 2;  // vectors of a thread on their way at a time
+constexpr int64_t kGrid = 65535;
+
+// One number of a type in memory, and how many of them a vector of 16 bytes has.
+template <int kType>
+struct Number {
+  using Bits = uint16_t;
+  static constexpr int kVector = 8;
+};
+template <>
+struct Number<kFloat> {
+  using Bits = uint32_t;
+  static constexpr int kVector = 4;
+};
+
+template <int kType>
+__device__ __forceinline__ float to_float(typename Number<kType>::Bits bits) {
+  if (kType == kFloat) return float_of((uint32_t)bits);
+  return kType == kBfloat16 ? from_bf16((uint16_t)bits) : from_fp16((uint16_t)bits);
+}
+
+template <int kType>
+__device__ __forceinline__ typename Number<kType>::Bits from_float(float x) {
+  using Bits = typename Number<kType>::Bits;
+  if (kType == kFloat) return (Bits)bits_of(x);
+  return (Bits)(kType == kBfloat16 ? to_bf16(x) : to_fp16(x));
+}
+
+template <int kType>
+__device__ __forceinline__ void unpack(const uint4& all, float (&x)[Number<kType>::kVector]) {
+  const uint32_t words[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+  for (int k = 0; k < Number<kType>::kVector; k++)
+    x[k] = kType == kFloat ? float_of(words[k % 4])
+                           : to_float<kType>((typename Number<kType>::Bits)(words[k / 2 % 4] >> (k % 2 * 16)));
+}
+
+template <int kType>
+__device__ __forceinline__ uint4 pack(const float (&x)[Number<kType>::kVector]) {
+  uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int k = 0; k < Number<kType>::kVector; k++) {
+    if (kType == kFloat) words[k % 4] = bits_of(x[k]);
+    else words[k / 2 % 4] |= (uint32_t)from_float<kType>(x[k]) << (k % 2 * 16);
+  }
+  uint4 all;
+  all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
+  return all;
+}
+
+// Of some of the logits: the largest, the sum of exponentials less it, the sum. `most` begins finite, so that a logit
+// of minus infinity adds nothing, wherever it comes.
+struct Statistics {
+  float most = -FLT_MAX, sum = 0.0f, total = 0.0f;
+};
+
+template <int n>
+__device__ __forceinline__ void add(Statistics& s, const float (&x)[n], bool smooth) {
+  float most = s.most;
+#pragma unroll
+  for (int k = 0; k < n; k++) most = fmaxf(most, x[k]);
+  s.sum *= __expf(s.most - most);
+#pragma unroll
+  for (int k = 0; k < n; k++) s.sum += __expf(x[k] - most);
+  s.most = most;
+  if (smooth) {
+#pragma unroll
+    for (int k = 0; k < n; k++) s.total += x[k];
+  }
+}
+
+__device__ __forceinline__ float of_lane(float x, int other) {
+  return float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(x), other));
+}
+
+// Of all lanes of a warp, in each of them the same.
+__device__ __forceinline__ Statistics of_warp(Statistics s) {
+#pragma unroll
+  for (int lane = 16; lane; lane /= 2) {
+    const float most = of_lane(s.most, lane), sum = of_lane(s.sum, lane), total = of_lane(s.total, lane);
+    const float larger = fmaxf(s.most, most);
+    s.sum = s.sum * __expf(s.most - larger) + sum * __expf(most - larger);
+    s.total += total;
+    s.most = larger;
+  }
+  return s;
+}
+
+// How a row lies: numbers before the first vector that is aligned, and whole vectors from there.
+struct Parts {
+  int head, vectors;
+};
+
+template <int kType>
+__device__ __forceinline__ Parts parts_of(const typename Number<kType>::Bits* x, int n) {
+  const int head = (int)(-(uintptr_t)x % 16) / (int)sizeof(*x);
+  if (head >= n) return {n, 0};
+  return {head, (n - head) / Number<kType>::kVector};
+}
+
+// Calls one(i) for each number of a row outside its whole vectors.
+template <int kType, class One>
+__device__ __forceinline__ void for_ends(const Parts& parts, int n, const One& one) {
+  const int thread = (int)threadIdx.x, behind = parts.head + parts.vectors * Number<kType>::kVector;
+  if (thread < parts.head) one(thread);
+  if (thread < n - behind) one(behind + thread);
+}
+
+// Calls each(vector) for the thread's vectors; several are loaded before the first is worked on.
+template <class Each>
+__device__ __forceinline__ void for_vectors(const uint4* x, int vectors, const Each& each) {
+  int i = (int)threadIdx.x;
+  for (; i < vectors - (kLoads - 1) * kThreads; i += kLoads * kThreads) {
+    uint4 all[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; k++) all[k] = x[i + k * kThreads];
+#pragma unroll
+    for (int k = 0; k < kLoads; k++) each(all[k]);
+  }
+  for (; i < vectors; i += kThreads) each(x[i]);
+}
+
+// The same from the end of a row that was read: what came last is in the nearest caches.
+template <class Each>
+__device__ __forceinline__ void for_vectors_back(uint4* x, int vectors, const Each& each) {
+  int i = vectors - 1 - (int)threadIdx.x;
+  for (; i >= (kLoads - 1) * kThreads; i -= kLoads * kThreads) {
+    uint4 all[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; k++) all[k] = x[i - k * kThreads];
+#pragma unroll
+    for (int k = 0; k < kLoads; k++) x[i - k * kThreads] = each(all[k]);
+  }
+  for (; i >= 0; i -= kThreads) x[i] = each(x[i]);
+}
+
+template <int kType>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy(typename Number<kType>::Bits* logits, int64_t stride, const int64_t* targets, float* loss,
+                  int64_t rows, int n, const float* count, float scale, float smoothing, bool train) {
+  constexpr int kVector = Number<kType>::kVector;
+  __shared__ float most[kWarps], sum[kWarps], total[kWarps], at;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool smooth = smoothing != 0.0f;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    typename Number<kType>::Bits* const x = logits + row * stride;
+    const Parts parts = parts_of<kType>(x, n);
+    uint4* const vectors = (uint4*)(x + parts.head);
+    if (threadIdx.x == 0) {  // before anyone writes
+      assert(targets[row] >= 0 && targets[row] < n && "a target of cross_entropy_ is none of the classes");
+      at = to_float<kType>(x[targets[row]]);
+    }
+    Statistics s;
+    for_vectors(vectors, parts.vectors, [&](const uint4& all) {
+      float values[kVector];
+      unpack<kType>(all, values);
+      add(s, values, smooth);
+    });
+    for_ends<kType>(parts, n, [&](int i) {
+      const float value[1] = {to_float<kType>(x[i])};
+      add(s, value, smooth);
+    });
+    s = of_warp(s);
+    if (lane == 0) most[warp] = s.most, sum[warp] = s.sum, total[warp] = s.total;
+    __syncthreads();
+    s = Statistics();
+    if (lane < kWarps) s.most = most[lane], s.sum = sum[lane], s.total = total[lane];
+    s = of_warp(s);
+    if (threadIdx.x == 0) {
+      const float log_sum = logf(s.sum);  // less rounding than lse, of which it is a part, has for large logits
+      float found = log_sum + (s.most - at);
+      if (smooth) found = (1.0f - smoothing) * found + smoothing * (log_sum + (s.most - s.total / (float)n));
+      loss[row] = found;
+    }
+    if (train) {
+      const float whole = count ? scale / *count : scale;
+      const float share = whole / s.sum, least = smoothing * whole / (float)n;
+      const auto gradient = [&](float value) { return __expf(value - s.most) * share - least; };
+      for_vectors_back(vectors, parts.vectors, [&](const uint4& all) {
+        float values[kVector];
+        unpack<kType>(all, values);
+#pragma unroll
+        for (int k = 0; k < kVector; k++) values[k] = gradient(values[k]);
+        return pack<kType>(values);
+      });
+      for_ends<kType>(parts, n, [&](int i) { x[i] = from_float<kType>(gradient(to_float<kType>(x[i]))); });
+      __syncthreads();  // what the vectors wrote at the target is there
+      if (threadIdx.x == 0) x[targets[row]] = from_float<kType>(gradient(at) - (1.0f - smoothing) * whole);
+    }
+    __syncthreads();  // the numbers that the threads share are read
+  }
+}
+
+template <int kType>
+int launch(void* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int classes,
+           const float* count, float scale, float smoothing, bool train, void* stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3((unsigned)(rows < kGrid ? rows : kGrid));
+  config.blockDim = dim3((unsigned)kThreads);
+  config.stream = (cudaStream_t)stream;
+  return (int)cudaLaunchKernelEx(&config, cross_entropy<kType>, (typename Number<kType>::Bits*)x, stride, target, loss,
+                                 rows, classes, count, scale, smoothing, train);
+}
+
+}  // namespace
+
+int cuda_cross_entropy(void* x, int type, int64_t stride, const int64_t* target, float* loss, int64_t rows,
+                       int64_t classes, const float* count, float scale, float smoothing, bool train, void* stream) {
+  if (rows == 0) return 0;
+  const auto run = type == kFloat ? launch<kFloat> : type == kBfloat16 ? launch<kBfloat16> : launch<kHalf>;
+  return run(x, stride, target, loss, rows, (int)classes, count, scale, smoothing, train, stream);
+}
+
+}  // namespace modelcenter

@@ -1,0 +1,284 @@
+"""Norms and linear layers by way of the operators of csrc/cuda/rows.cu, which torch stands for here: what autograd,
+recomputation and the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators themselves."""
+
+import re
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.ops import build, gemm, library, linear, rms_norm
+from engine.ops.norm import layer_norm
+from engine.recompute import wrap_units_
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.norm import LayerNorm, RMSNorm
+
+EPS = 1e-5
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    mean = x.double().mean(-1) if bias is not None else x.new_zeros(x.shape[:-1])
+    rstd = ((x.double() - mean.unsqueeze(-1)).square().mean(-1) + eps).rsqrt()
+    out = (x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1) * weight + (0 if bias is None else bias)
+    return out.to(x.dtype), torch.stack([mean, rstd]).to(x.dtype) if bias is not None else rstd.to(x.dtype)
+
+
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, centered: bool, sums: bool) -> list[Tensor]:
+    mean, rstd = stats if centered else (torch.zeros_like(stats), stats)
+    normal = (x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    g = grad * weight
+    dx = g - normal * (g * normal).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centered else 0)
+    found = [t.reshape(-1, x.shape[-1]).sum(0) if sums else x.new_empty(0) for t in (grad * normal, grad)]
+    return [dx * rstd.unsqueeze(-1), *found[: 1 + centered]]
+
+
+OPERATORS = {
+    "layer_norm_rows": lambda x, w, b, eps, stream: _norm(x, w, b, eps),
+    "layer_norm_rows_backward": lambda g, x, w, s, sums, stream: _norm_backward(g, x, w, s, True, sums),
+    "rms_norm_rows": lambda x, w, eps, stream: _norm(x, w, None, eps),
+    "rms_norm_rows_backward": lambda g, x, w, s, sums, stream: _norm_backward(g, x, w, s, False, sums),
+    "column_sums": lambda x, stream: x.sum(0),
+}
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """CPU tensors take the ways of a GPU's; what was called."""
+    names = []
+    monkeypatch.setattr(library, "plain_cuda", lambda *tensors: len({t.dtype for t in tensors}) == 1)
+    monkeypatch.setattr(library, "plain_fp32", lambda *tensors: False)
+    monkeypatch.setattr(library, "operator", lambda name: names.append(name) or OPERATORS[name])
+    monkeypatch.setattr(gemm, "_PAYING", 1)
+    return names
+
+
+def drawn(*shapes, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype) + 0.5 for shape in shapes]
+
+
+def gradients(function, tensors, trained):
+    tensors = [t.clone().requires_grad_(need) for t, need in zip(tensors, trained, strict=True)]
+    out = function(*tensors)
+    out.backward(torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape))
+    return [out.detach(), *(t.grad for t in tensors)]
+
+
+def same(found, wanted):
+    assert [f is None for f in found] == [w is None for w in wanted]
+    for f, w in zip(found, wanted, strict=True):
+        if f is not None:
+            torch.testing.assert_close(f, w, rtol=1e-10, atol=1e-10)
+
+
+TRAINED = [(x, w, b) for x in (True, False) for w in (True, False) for b in (True, False) if x or w or b]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (6,), (4, 1, 1, 6)])
+def test_a_linear_layer_has_torchs_gradients(called, shape, trained):
+    tensors = drawn(shape, (7, 6), (7,))
+    same(gradients(linear, tensors, trained), gradients(F.linear, tensors, trained))
+    assert called == ["column_sums"] * trained[2]
+
+
+@pytest.mark.parametrize("part", [lambda y: y.sum(), lambda y: y.t().contiguous(), lambda y: y[:, 2:5]])
+def test_gradients_of_a_linear_layer_that_lie_otherwise(called, part):
+    tensors = drawn((4, 6), (7, 6), (7,))
+    found, wanted = (gradients(lambda *t, f=f: part(f(*t)), tensors, (True,) * 3) for f in (linear, F.linear))
+    same(found, wanted)
+
+
+def test_what_a_linear_layer_keeps(called):
+    kept: list[Tensor] = []
+    x, weight, bias = drawn((4, 6), (7, 6), (7,))
+    for trained, wanted in (((True, False, True), [weight]), ((False, True, True), [x]), ((False, False, True), [])):
+        tensors = [t.clone().requires_grad_(need) for t, need in zip((x, weight, bias), trained, strict=True)]
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            linear(*tensors)
+        assert len(kept) == len(wanted) and all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (6,)])
+def test_norms_have_torchs_gradients(called, shape, trained):
+    tensors = drawn(shape, (6,), (6,))
+    ours = gradients(lambda x, w, b: layer_norm(x, (6,), w, b, EPS), tensors, trained)
+    same(ours, gradients(lambda x, w, b: F.layer_norm(x, (6,), w, b, EPS), tensors, trained))
+    assert called == ["layer_norm_rows", "layer_norm_rows_backward"]
+    called.clear()
+    if trained[0] or trained[1]:
+        ours = gradients(lambda x, w: rms_norm(x, w, EPS), tensors[:2], trained[:2])
+        same(ours, gradients(lambda x, w: F.rms_norm(x, (6,), w, EPS), tensors[:2], trained[:2]))
+        assert called == ["rms_norm_rows", "rms_norm_rows_backward"]
+
+
+def test_frozen_weights_cost_no_sums(called, monkeypatch):
+    asked = []
+    for name in ("layer_norm_rows_backward", "rms_norm_rows_backward"):
+        operator = OPERATORS[name]
+        monkeypatch.setitem(OPERATORS, name, lambda *args, run=operator: asked.append(args[4]) or run(*args))
+    x, weight, bias = drawn((5, 6), (6,), (6,))
+    for trained in ((True, False, False), (True, False, True), (False, True, False)):
+        gradients(lambda x, w, b: layer_norm(x, (6,), w, b, EPS), (x, weight, bias), trained)
+    for trained in ((True, False), (True, True)):
+        gradients(lambda x, w: rms_norm(x, w, EPS), (x, weight), trained)
+    assert asked == [False, True, True, False, True]
+
+
+def test_without_gradients_no_autograd_function_runs(called):
+    x, weight, bias = (t.requires_grad_() for t in drawn((5, 6), (6,), (6,)))
+    with torch.no_grad():
+        found = [layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)]
+        wanted = [F.layer_norm(x, (6,), weight, bias, EPS), F.rms_norm(x, (6,), weight, EPS), x * weight + bias]
+    same(found, wanted)
+    assert called == ["layer_norm_rows", "rms_norm_rows"]
+
+
+def test_a_second_derivative_raises(called):
+    x, weight, bias = (t.requires_grad_() for t in drawn((5, 6), (6,), (6,)))
+    for out in (layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)):
+        with pytest.raises(RuntimeError, match="(LayerNormRows|RMSNormRows|LinearWithSums) has no second derivative"):
+            torch.autograd.grad(out.square().sum(), x, create_graph=True)
+
+
+def test_what_is_left_to_torch(called):
+    x, weight, bias = drawn((2, 3, 6), (6,), (6,))
+    layer_norm(x, (6,), weight, None, EPS)
+    layer_norm(x, (6,), None, None, EPS)
+    layer_norm(x, (3, 6), *drawn((3, 6), (3, 6)), EPS)
+    layer_norm(x, (6,), weight.float().double(), bias, EPS)
+    assert called.pop() == "layer_norm_rows" and not called
+    long = torch.ones(2, 8193, dtype=torch.float64)
+    layer_norm(long, (8193,), long[0], long[0], EPS), rms_norm(long, long[0], EPS)
+    weights = [t.requires_grad_() for t in drawn((7, 6), (7,))]
+    linear(x, weights[0]), linear(x, weights[0], weights[1].detach())
+    assert not called
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        layer_norm(x, (5,), *drawn((5,), (5,)), EPS)
+    with pytest.raises(ValueError, match=r"weight has shape \(5,\), expected that of a row of x, \(6,\)"):
+        rms_norm(x, weight[:5], EPS)
+
+
+def test_only_many_numbers_pay_for_python(called, monkeypatch):
+    monkeypatch.setattr(gemm, "_PAYING", 21)
+    weight, bias = (t.requires_grad_() for t in drawn((7, 6), (7,)))
+    for rows, wanted in ((3, 1), (2, 0), (0, 0)):
+        linear(torch.ones(rows, 6, dtype=torch.float64), weight, bias).sum().backward()
+        assert called == ["column_sums"] * wanted
+        called.clear()
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", "offload"])
+def test_recomputation(called, recompute):
+    """Selective recomputation keeps the products of these autograd functions too."""
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Linear(6, 8), Linear(8, 6)
+            self.norm, self.other = LayerNorm(6), RMSNorm(6, EPS)
+
+        def forward(self, x):
+            return x + self.second(F.gelu(self.first(self.norm(x)))) + self.other(x)
+
+    torch.manual_seed(0)
+    found, products = [], []
+    unit = Unit().double()
+    for how in ("none", recompute):
+        wrap_units_([unit], how, False)
+        unit.zero_grad()
+        (x,) = drawn((2, 5, 6))
+        x.requires_grad_()
+        with _Count() as count:
+            unit(x).square().sum().backward()
+        products.append(sum(name.startswith("addmm") for name in count.names))
+        found.append([x.grad, *(p.grad.clone() for p in unit.parameters())])
+        assert called.count("column_sums") == 2
+        called.clear()
+        unit.__dict__.pop("forward", None)
+    same(*found)
+    assert products == [2, 4 if recompute == "full" else 2]
+
+
+# -- which tensors go there --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Makes tensors as the choice sees them on a GPU."""
+    monkeypatch.setattr(library, "_PLAIN", (SimpleNamespace,))
+    monkeypatch.setattr(library, "serves", lambda device: device == "cuda:0")
+
+    def make(dtype=torch.bfloat16, is_cuda=True, device="cuda:0"):
+        return SimpleNamespace(dtype=dtype, is_cuda=is_cuda, device=device)
+
+    return make
+
+
+def test_plain_tensors_of_a_gpu(given, monkeypatch):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert library.plain_cuda(given(dtype), given(dtype), given(dtype))
+    assert not library.plain_cuda(given(torch.float64))
+    assert not library.plain_cuda(given(), given(torch.float32))
+    assert not library.plain_cuda(given(is_cuda=False))
+    assert not library.plain_cuda(given(device="cuda:1"))  # a GPU that the library has no code for
+    assert not library.plain_cuda(given(), torch.nn.Parameter(torch.ones(1)))  # not plain here
+    assert not library.plain_cuda(torch.ones(2))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert not library.plain_cuda(given())
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not library.plain_cuda(given())
+    asked = []
+    torch.func.grad(lambda x: asked.append(library.plain_cuda(given())) or x * 2)(torch.tensor(1.0))
+    assert asked == [False] and library.plain_cuda(given())
+
+
+def test_the_stream_is_that_of_the_device(monkeypatch):
+    from engine import torch_compat
+
+    assert library.stream(torch.device("cpu")) == 0
+    monkeypatch.setattr(torch_compat, "_raw_stream", lambda index: 70 + index)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=9))
+    assert library.stream(torch.device("cuda", 3)) == 73 and library.stream(torch.device("cuda")) == 9
+    monkeypatch.setattr(torch_compat, "_raw_stream", None)
+    assert library.stream(torch.device("cuda", 3)) == 9
+
+
+def test_the_operators_are_declared(compiled):
+    assert library.cpu().loaded
+    for name in OPERATORS:
+        assert library.operator(name) is library.operator(name)
+        assert library.operator(name)._schema.arguments[-1].name == "stream"
+
+
+@pytest.mark.full
+def test_rows_are_moved_16_bytes_at_a_time_and_held_in_registers(tmp_path):
+    if (nvcc := build.nvcc()) is None:
+        pytest.skip("nvcc is not here, so the CUDA operators cannot be compiled")
+    command = [nvcc, *build._CUDA, "-arch=compute_90", "-ptx", "-o", tmp_path / "rows.ptx"]
+    subprocess.run([*command, build.sources() / "cuda" / "rows.cu"], check=True, timeout=300)
+    text = (tmp_path / "rows.ptx").read_text()
+    assert re.search(r"st\.global\S*\.v4\.u32", text) and re.search(r"ld\.global\S*\.v4\.u32", text)
+    assert ".local" not in text
+    for kind in ("bf16x2.f32", "f16.f32"):
+        assert f"cvt.rn.{kind}" in text

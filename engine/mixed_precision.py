@@ -21,6 +21,7 @@ from engine.registry import CASTS
 Forward = Callable[..., Any]
 _PLAIN = (torch.Tensor, nn.Parameter)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # which the compiled operator takes
+_ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own might
 
 
 def casting(forward: Forward, dtype: torch.dtype) -> Forward:
@@ -110,16 +111,22 @@ class _Cast(torch.autograd.Function):
             return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
         given = [g for g in grads if g is not None]
         if given and len(set(dtypes)) == 1 and all(type(g) is torch.Tensor for g in given):
-            wide = iter(_cast_list([g.contiguous() for g in given], dtypes[0]))
+            wide = iter(_cast_list([g.contiguous() for g in given], dtypes[0], in_one=True))
             return None, *(None if g is None else next(wide) for g in grads)
         return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
 
 
-def _cast_list(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Copies of plain contiguous tensors in ``dtype``."""
+def _cast_list(tensors: Sequence[torch.Tensor], dtype: torch.dtype, in_one: bool = False) -> Sequence[torch.Tensor]:
+    """Copies of plain contiguous tensors in ``dtype``; ``in_one``: which may be parts of one tensor."""
     (device, given), *others = {(t.device, t.dtype) for t in tensors}
-    if not others and given in _FLOATS and library.serves(device):
+    if others or given not in _FLOATS or not library.serves(device):
+        return [t.to(dtype) for t in tensors]
+    sizes = [t.numel() for t in tensors]
+    out: Sequence[torch.Tensor]
+    if in_one and not any(size % _ALIGNED for size in sizes):  # to allocate a tensor costs the host most of a cast
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        out = [part.view(t.shape) for part, t in zip(flat.split(sizes), tensors, strict=True)]
+    else:
         out = [torch.empty_like(t, dtype=dtype) for t in tensors]
-        fused.cast_scale_copy_(out, list(tensors))
-        return out
-    return [t.to(dtype) for t in tensors]
+    fused.cast_scale_copy_(out, tensors)
+    return out

@@ -12,6 +12,7 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
+// The kernels' launches alone are under a DeviceGuard: what checks the arguments, and may throw, comes before it.
 void done(int error) { STD_TORCH_CHECK(error == 0, "a CUDA kernel was not launched: error ", error); }
 
 void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
@@ -19,15 +20,14 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
           const Settings& settings, int64_t mode, const std::vector<int64_t>& places, const Scales& scales,
           int64_t stream) {
   if (p.empty()) return;
-  const DeviceGuard guard(p[0].get_device_index());
   const Call call = lay_out(p, g, m, v, aux, steps, rule, mode, places, scales);
-  done(cuda_step(rule, call.slabs.data(), (int64_t)p.size(), call.types, settings, scalar(gscale, p[0], "gscale"),
-                 scalar(found_inf, p[0], "found_inf"), (void*)stream));
+  const float *const scale = scalar(gscale, p[0], "gscale"), *const skip = scalar(found_inf, p[0], "found_inf");
+  const DeviceGuard guard(p[0].get_device_index());
+  done(cuda_step(rule, call.slabs.data(), (int64_t)p.size(), call.types, settings, scale, skip, (void*)stream));
 }
 
 void grad_norm_sq(Tensors g, Tensor out, int64_t stream) {
   STD_TORCH_CHECK(out.numel() == 1 && out.scalar_type() == ScalarType::Double, "out must be one fp64 number");
-  const DeviceGuard guard(out.get_device_index());
   std::vector<Slab> slabs(g.size());
   std::vector<int> types(g.size());
   std::vector<int64_t> sizes(g.size());
@@ -40,6 +40,7 @@ void grad_norm_sq(Tensors g, Tensor out, int64_t stream) {
   }
   const int64_t chunks = cuda_chunks(sizes.data(), (int64_t)g.size());
   const Tensor partial = torch::stable::new_empty(out, {chunks});
+  const DeviceGuard guard(out.get_device_index());
   done(cuda_squares(slabs.data(), types.data(), (int64_t)g.size(), (double*)partial.mutable_data_ptr(),
                     (double*)out.mutable_data_ptr(), (void*)stream));
 }
@@ -48,16 +49,17 @@ void clip_coef(Tensor norm_sq, std::optional<Tensor> loss_scale, double max_norm
                Tensor gscale, Tensor found_inf, int64_t stream) {
   STD_TORCH_CHECK(norm_sq.numel() == 1 && norm_sq.scalar_type() == ScalarType::Double,
                   "norm_sq must be one fp64 number");
+  const float* const scale = scalar(loss_scale, norm_sq, "loss_scale");
+  float *const root = scalar(norm, norm_sq, "norm", true), *const factor = scalar(gscale, norm_sq, "gscale", true);
+  float* const found = scalar(found_inf, norm_sq, "found_inf", true);
   const DeviceGuard guard(norm_sq.get_device_index());
-  done(cuda_coefficients((const double*)norm_sq.const_data_ptr(), scalar(loss_scale, norm_sq, "loss_scale"), max_norm,
-                         eps, scalar(norm, norm_sq, "norm", true), scalar(gscale, norm_sq, "gscale", true),
-                         scalar(found_inf, norm_sq, "found_inf", true), (void*)stream));
+  done(cuda_coefficients((const double*)norm_sq.const_data_ptr(), scale, max_norm, eps, root, factor, found,
+                         (void*)stream));
 }
 
 void cast_scale_copy(Tensors out, Tensors in, std::optional<Tensor> scale, int64_t stream) {
   if (out.empty() && in.empty()) return;
   check_cast(out, in);
-  const DeviceGuard guard(out[0].get_device_index());
   std::vector<Slab> slabs(out.size());
   std::vector<int> to(out.size()), from(out.size());
   for (size_t i = 0; i < out.size(); i++) {
@@ -67,8 +69,9 @@ void cast_scale_copy(Tensors out, Tensors in, std::optional<Tensor> scale, int64
     slabs[i].g = in[i].const_data_ptr();
     slabs[i].n = out[i].numel();
   }
-  done(cuda_cast(slabs.data(), to.data(), from.data(), (int64_t)out.size(), scalar(scale, out[0], "scale"),
-                 (void*)stream));
+  const float* const factor = scalar(scale, out[0], "scale");
+  const DeviceGuard guard(out[0].get_device_index());
+  done(cuda_cast(slabs.data(), to.data(), from.data(), (int64_t)out.size(), factor, (void*)stream));
 }
 
 std::vector<Slab> parts(const Tensors& master, const Tensors& p, const Tensors& low) {
@@ -131,7 +134,6 @@ RowsOf rows_of(const Tensor& x, const Tensor& weight) {
 
 std::tuple<Tensor, Tensor> norm(const Tensor& given, const Tensor& given_weight, const Tensor* given_bias, double eps,
                                 int64_t stream) {
-  const DeviceGuard guard(given.get_device_index());
   const Tensor x = in_a_row(given), weight = in_a_row(given_weight);
   RowsOf of = rows_of(x, weight);
   const void* const w = take_numbers(weight, "weight", of.n, of.type, x);
@@ -143,6 +145,7 @@ std::tuple<Tensor, Tensor> norm(const Tensor& given, const Tensor& given_weight,
   const void* const from = x.const_data_ptr();
   void* const to = out.mutable_data_ptr();
   of.aligned = of.aligned && on_16_bytes({from, to, w, b});
+  const DeviceGuard guard(x.get_device_index());
   done(cuda_norm(of, from, w, b, to, (float*)stats.mutable_data_ptr(), (float)eps, (void*)stream));
   return {out, stats};
 }
@@ -158,7 +161,6 @@ std::tuple<Tensor, Tensor> rms_norm_rows(Tensor x, Tensor weight, double eps, in
 // dx, and what `grad` is of the weight and, where there is a dbias, of that; of these nothing unless they are wanted.
 std::tuple<Tensor, Tensor> norm_backward(const Tensor& given_grad, const Tensor& given, const Tensor& given_weight,
                                          const Tensor& stats, bool sums, Tensor* dbias, int64_t stream) {
-  const DeviceGuard guard(given.get_device_index());
   const Tensor x = in_a_row(given), weight = in_a_row(given_weight), grad = in_a_row(given_grad);
   RowsOf of = rows_of(x, weight);
   const void* const w = take_numbers(weight, "weight", of.n, of.type, x);
@@ -173,6 +175,7 @@ std::tuple<Tensor, Tensor> norm_backward(const Tensor& given_grad, const Tensor&
   of.aligned = of.aligned && on_16_bytes({from, to, g, w});
   Tensor room;
   if (sums) room = torch::stable::new_empty(x, {cuda_norm_room(of, dbias)}, ScalarType::Float);
+  const DeviceGuard guard(x.get_device_index());
   done(cuda_norm_backward(of, dbias, g, from, w, (const float*)saved, to, sums ? dweight.mutable_data_ptr() : nullptr,
                           sums && dbias ? dbias->mutable_data_ptr() : nullptr,
                           sums ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
@@ -193,7 +196,6 @@ std::tuple<Tensor, Tensor> rms_norm_rows_backward(Tensor grad, Tensor x, Tensor 
 
 Tensor column_sums(Tensor given, int64_t stream) {
   STD_TORCH_CHECK(given.dim() == 2, "x has ", given.dim(), " dimensions, expected 2");
-  const DeviceGuard guard(given.get_device_index());
   const bool as_it_lies = (given.stride(1) == 1 || given.size(1) < 2) && given.stride(0) >= given.size(1);
   const Tensor x = as_it_lies ? given : torch::stable::contiguous(given);
   RowsOf of{type_of(x, "x"), x.size(0), x.size(1), false};
@@ -201,6 +203,7 @@ Tensor column_sums(Tensor given, int64_t stream) {
   if (!of.n) return out;
   const Tensor room = torch::stable::new_empty(x, {cuda_column_sums_room(of)}, ScalarType::Float);
   of.aligned = of.n % 8 == 0 && x.stride(0) * size_of(of.type) % 16 == 0 && on_16_bytes({x.const_data_ptr()});
+  const DeviceGuard guard(x.get_device_index());
   done(cuda_column_sums(of, x.const_data_ptr(), x.stride(0), out.mutable_data_ptr(), (float*)room.mutable_data_ptr(),
                         (void*)stream));
   return out;

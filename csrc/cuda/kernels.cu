@@ -389,7 +389,11 @@ int blocks(int64_t units) {
   int device = 0, processors = 1;
   if (cudaGetDevice(&device) == cudaSuccess)
     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t most = (int64_t)processors * 32, share = (units + most - 1) / most;
+  // A launch ends with some blocks running alone, so blocks are short; but of some units, where that leaves enough
+  // blocks, because a block may have to compute the numbers of its tensor first.
+  const int64_t shortest = (units + processors * 128 - 1) / (processors * 128);
+  const int64_t enough = (units + processors * 8 - 1) / (processors * 8);
+  const int64_t share = shortest > 4 ? shortest : enough < 4 ? enough : 4;
   return units ? (int)((units + share - 1) / share) : 0;
 }
 
@@ -446,7 +450,7 @@ __device__ __forceinline__ void set_number(void* base, int type, int64_t i, floa
 // Where dropout is: 16 threads, which draw a counter each, take the blocks of 128 channels of all rows one by one.
 struct Walk {
   int64_t rows, channels;
-  uint32_t per_row;            // blocks that a row has channels of
+  uint32_t per_row;             // blocks that a row has channels of
   uint32_t rows_on, blocks_on;  // from one block of these threads to their next
 };
 

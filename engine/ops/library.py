@@ -125,7 +125,7 @@ def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
     if type(x) not in _PLAIN or dtype not in _OF_ROWS:
         return False
     for t in others:
-        if type(t) not in _PLAIN or t.dtype is not dtype:
+        if type(t) not in _PLAIN or t.dtype is not dtype or not t.is_cuda:
             return False
     return not (torch.is_autocast_enabled("cuda") or in_function_transform()) and serves(x.device)
 

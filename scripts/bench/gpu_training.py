@@ -3,7 +3,7 @@
 The cases:
 
 - BERT-large and T5-large on rows of realistic, ragged lengths up to 512, packed here and padded in the peer; BERT-large
-  also on full rows, and within 11 GB of memory;
+  also on full rows, with dropout and without, and within 11 GB of memory;
 - a GPT with 1.3 billion parameters on full rows of 2,048 tokens, four of them (what the peer can hold) and twelve, with
   dropout and without, and on ragged rows, and a Llama of that size on full rows;
 - the same GPT with its optimizer's states on the host, which shows how fast the host's threads and the bus make a step;
@@ -60,7 +60,8 @@ class Case(NamedTuple):
 
 BERT = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 GPT = {"n_layer": 24, "n_embd": 2048, "n_head": 16, "n_positions": 2048}
-NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # GPT-2's
+NO_DROPOUT = {"bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+              "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}  # fmt: skip
 LLAMA = {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
          "intermediate_size": 5504, "max_position_embeddings": 2048, "vocab_size": 32000}  # fmt: skip
 T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16,
@@ -71,11 +72,12 @@ AGAIN = ", again"
 CASES = {
     "bert-large": Case("bert", BERT, 64, 512, ragged=True, utilisation=0.5, speed=1.5),
     "bert-large, full rows": Case("bert", BERT, 64, 512, utilisation=0.5),
+    "bert-large, full rows, no dropout": Case("bert", BERT | NO_DROPOUT["bert"], 64, 512, peer=False, utilisation=0.5),
     "bert-large, 11 GB": Case("bert", BERT, 8, 512, peer=False, cap_gb=11.0),
     # The peer keeps 188 kB of each token and layer: 8 rows would take 105 GB, these 63.
     "gpt-1.3b": Case("gpt2", GPT, 4, 2048, speed=1.15),
     "gpt-1.3b, 12 rows": Case("gpt2", GPT, 12, 2048, peer=False, utilisation=0.55),
-    "gpt-1.3b, 12 rows, no dropout": Case("gpt2", GPT | NO_DROPOUT, 12, 2048, peer=False, utilisation=0.55),
+    "gpt-1.3b, 12 rows, no dropout": Case("gpt2", GPT | NO_DROPOUT["gpt2"], 12, 2048, peer=False, utilisation=0.55),
     "gpt-1.3b, ragged": Case("gpt2", GPT, 8, 2048, ragged=True, speed=2.0),  # the longest has 813 tokens
     "llama-1.3b": Case("llama", LLAMA, 4, 2048, liger=True, utilisation=0.55, speed=1.15),
     "gpt-1.3b, states on the host": Case("gpt2", GPT, 8, 2048, peer=False, states="host"),

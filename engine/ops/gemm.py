@@ -14,7 +14,6 @@ reading them; the compiled operator (csrc/cuda/rows.cu) adds them up in one pass
 
 import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,48 +167,6 @@ def _sums_pay(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     as fast on a GPU, and the host is what a step waits for."""
     many = x.numel() * weight.shape[0] >= _PAYING * x.shape[-1] > 0
     return many and torch.is_grad_enabled() and library.plain_cuda(x, weight, bias)
-
-
-class _Linears(torch.autograd.Function):
-    """Several layers of one input on a GPU, as one: a step of a small model waits for the host, which starts a third of
-    the kernels so. The gradients of the input need not be added up, either."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        weights, biases = tensors[:count], tensors[count:]
-        weight = torch.cat(weights)
-        ctx.sizes, ctx.biased = [w.shape[0] for w in weights], bool(biases)
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, torch.cat(biases) if biases else None).split(ctx.sizes, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        need_x, _, *needed = ctx.needs_input_grad
-        grad = torch.cat(grads, 1)
-        dx = torch.mm(grad, weight) if need_x else None
-        found: list[Tensor | None] = [None] * len(needed)
-        count = len(ctx.sizes)
-        if any(needed[:count]):
-            found[:count] = torch.mm(grad.t(), x).split(ctx.sizes)
-        if any(needed[count:]):
-            found[count:] = library.operator("column_sums")(grad, library.stream(grad.device)).split(ctx.sizes)
-        return dx, None, *(f if n else None for f, n in zip(found, needed, strict=True))
-
-
-def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]]) -> Sequence[Tensor]:
-    """x (n, in) @ weight (out, in).T + bias (out,) of several layers; on a GPU in training one product, whose columns
-    are the results.
-
-    Args:
-        layers: (weight, bias) of each.
-    """
-    weights, biases = [weight for weight, _ in layers], [bias for _, bias in layers if bias is not None]
-    alike = x.dim() == 2 and len(biases) in (0, len(weights))
-    if alike and torch.is_grad_enabled() and library.plain_cuda(x, *weights, *biases):
-        return _Linears.apply(x, len(weights), *weights, *biases)
-    return [linear(x, weight, bias) for weight, bias in layers]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,7 +1,6 @@
 """Norms and linear layers by way of the operators of csrc/cuda/rows.cu, which torch stands for here: what autograd,
 recomputation and the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators themselves."""
 
-import copy
 import re
 import subprocess
 from types import SimpleNamespace
@@ -12,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.ops import build, gemm, library, linear, linears, rms_norm
+from engine.ops import build, gemm, library, linear, rms_norm
 from engine.ops.norm import layer_norm
 from engine.recompute import wrap_units_
-from modelcenter.layers import linear as layers_linear
-from modelcenter.layers.linear import Linear, together
+from modelcenter.layers.linear import Linear
 from modelcenter.layers.norm import LayerNorm, RMSNorm
 
 EPS = 1e-5
@@ -284,51 +282,3 @@ def test_rows_are_moved_16_bytes_at_a_time_and_held_in_registers(tmp_path):
     assert ".local" not in text
     for kind in ("bf16x2.f32", "f16.f32"):
         assert f"cvt.rn.{kind}" in text
-
-
-@pytest.mark.parametrize(
-    ("biased", "trained"), [(b, t) for b in (True, False) for t in (None, 0, 1, 3, 4) if b or t != 4]
-)
-def test_several_layers_of_one_input_are_one_product(called, biased, trained):
-    """trained: which tensor alone is, x and then the weights and biases; None: all."""
-    x, *tensors = drawn((11, 6), (5, 6), (3, 6), (4, 6), *([(5,), (3,), (4,)] if biased else []))
-    needs = [trained is None or i == trained for i in range(1 + len(tensors))]
-
-    def layers(function):
-        def call(x, *tensors):
-            return torch.cat(function(x, list(zip(tensors[:3], tensors[3:] or [None] * 3, strict=True))), 1).square()
-
-        return call
-
-    apart = layers(lambda x, pairs: [F.linear(x, w, b) for w, b in pairs])
-    wanted = gradients(apart, (x, *tensors), needs)
-    counted = _Count()
-    with counted:
-        found = gradients(layers(linears), (x, *tensors), needs)
-    same(found, wanted)
-    products = sum(name.partition(".")[0] in ("mm", "addmm") for name in counted.names)
-    assert products == 1 + needs[0] + any(needs[1:4])
-    assert called.count("column_sums") == (biased and any(needs[4:]))
-
-
-def test_layers_with_something_around_them_are_called(called, monkeypatch):
-    """As a hook, a low-rank update or a patch of one layer's forward is."""
-    x, layers = torch.randn(4, 6), [Linear(6, 5), Linear(6, 3)]
-
-    class OnGPU(torch.Tensor):
-        is_cuda = True
-
-    seen = []
-    for change in ("nothing", "hook", "forward", "class"):
-        a, b = copy.deepcopy(layers)
-        if change == "hook":
-            a.register_forward_hook(lambda *_: seen.append("hook"))
-        elif change == "forward":
-            a.forward = lambda y: seen.append("forward") or F.linear(y, layers[0].weight, layers[0].bias)
-        elif change == "class":
-            a = nn.Sequential(a)
-        monkeypatch.setattr(layers_linear, "linears", lambda *_: seen.append("one") or [])
-        together(x.as_subclass(OnGPU), a, b)
-    assert seen == ["one", "hook", "forward"]
-    found = together(x, *layers)
-    assert seen == ["one", "hook", "forward"] and [f.shape for f in found] == [(4, 5), (4, 3)]

@@ -3,13 +3,13 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "job.h"
 #include "quantize.h"
 #include "random.h"
@@ -25,18 +25,18 @@ inline int type_of(const Tensor& t, const char* name) {
   if (type == ScalarType::Float) return kFloat;
   if (type == ScalarType::BFloat16) return kBfloat16;
   if (type == ScalarType::Half) return kHalf;
-  STD_TORCH_CHECK(false, name, " holds a dtype that is not fp32, bf16 or fp16");
+  MC_CHECK(false, name, " holds a dtype that is not fp32, bf16 or fp16");
   return -1;
 }
 
 inline void same_device(const Tensor& t, const Tensor& first, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index(), name,
+  MC_CHECK(t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index(), name,
                   " is on another device than the rest");
 }
 
 // Of a matrix whose rows need not follow one another.
 inline void contiguous_rows(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK((t.stride(1) == 1 || t.size(1) < 2) && (t.stride(0) >= t.size(1) || t.size(0) < 2), "the rows of ",
+  MC_CHECK((t.stride(1) == 1 || t.size(1) < 2) && (t.stride(0) >= t.size(1) || t.size(0) < 2), "the rows of ",
                   name, " are not contiguous");
 }
 
@@ -50,7 +50,7 @@ class Overlaps {
     std::sort(ranges_.begin(), ranges_.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
     uintptr_t written = 0, any = 0;  // how far earlier ranges reach
     for (const Range& r : ranges_) {
-      STD_TORCH_CHECK(r.begin >= written && (!r.written || r.begin >= any), "two of the tensors overlap in memory");
+      MC_CHECK(r.begin >= written && (!r.written || r.begin >= any), "two of the tensors overlap in memory");
       any = std::max(any, r.end);
       if (r.written) written = std::max(written, r.end);
     }
@@ -70,7 +70,7 @@ inline void* data_of(const Tensor& t, bool written) {
 }
 
 inline float* scalar(const Tensor& t, const Tensor& like, const char* name, bool written) {
-  STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == ScalarType::Float, name, " must be one fp32 number");
+  MC_CHECK(t.numel() == 1 && t.scalar_type() == ScalarType::Float, name, " must be one fp32 number");
   same_device(t, like, name);
   return (float*)data_of(t, written);
 }
@@ -80,7 +80,7 @@ inline const float* scalar(const std::optional<Tensor>& t, const Tensor& like, c
 }
 
 inline int byte_of(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Byte, name, " must hold uint8 numbers");
+  MC_CHECK(t.scalar_type() == ScalarType::Byte, name, " must hold uint8 numbers");
   return kByte;
 }
 
@@ -100,8 +100,8 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
                     const Scales& scales) {
   const size_t count = p.size(), blocks = rule == kAdamW8 ? count : 0;
   const size_t seconds = rule == kAdamW || blocks ? count : 0, extras = mode == kMaster || mode == kRemainder ? count : 0;
-  STD_TORCH_CHECK(mode >= kPlain && mode <= kRandom, "mode must be 0 to 3");
-  STD_TORCH_CHECK(g.size() == count && m.size() == count && step.size() == count && v.size() == seconds &&
+  MC_CHECK(mode >= kPlain && mode <= kRandom, "mode must be 0 to 3");
+  MC_CHECK(g.size() == count && m.size() == count && step.size() == count && v.size() == seconds &&
                       aux.size() == extras && places.size() == (mode == kRandom || blocks ? 4 * count : 0) &&
                       scales.m.size() == blocks && scales.v.size() == blocks && scales.widths.size() == blocks,
                   "the lists differ in length");
@@ -115,14 +115,14 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
     if (i == 0) {
       call.types = types;
       const bool fits = mode == kPlain ? types.p == kFloat : mode == kMaster ? true : types.p == kBfloat16;
-      STD_TORCH_CHECK(fits, "p has a dtype that this mode does not keep");
-      STD_TORCH_CHECK(types.m != kHalf, "m must be fp32 or bf16");
+      MC_CHECK(fits, "p has a dtype that this mode does not keep");
+      MC_CHECK(types.m != kHalf, "m must be fp32 or bf16");
     }
-    STD_TORCH_CHECK(types.p == call.types.p && types.g == call.types.g && types.m == call.types.m,
+    MC_CHECK(types.p == call.types.p && types.g == call.types.g && types.m == call.types.m,
                     "the tensors of a list differ in dtype");
     auto take = [&](const Tensor& t, const char* name, int bytes, bool written) {
-      STD_TORCH_CHECK(t.numel() == n, name, "[", (int64_t)i, "] has ", t.numel(), " elements, p has ", n);
-      STD_TORCH_CHECK(t.is_contiguous(), name, "[", (int64_t)i, "] is not contiguous");
+      MC_CHECK(t.numel() == n, name, "[", (int64_t)i, "] has ", t.numel(), " elements, p has ", n);
+      MC_CHECK(t.is_contiguous(), name, "[", (int64_t)i, "] is not contiguous");
       same_device(t, p[0], name);
       void* data = data_of(t, written);
       overlaps.add(data, n * bytes, written);
@@ -134,24 +134,24 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
     slab.g = take(g[i], "g", size_of(types.g), false);
     slab.m = take(m[i], "m", size_of(types.m), true);
     if (seconds) {
-      STD_TORCH_CHECK((blocks ? byte_of(v[i], "v") : type_of(v[i], "v")) == types.m, "m and v differ in dtype");
+      MC_CHECK((blocks ? byte_of(v[i], "v") : type_of(v[i], "v")) == types.m, "m and v differ in dtype");
       slab.v = take(v[i], "v", size_of(types.m), true);
     }
     if (extras) {
       const ScalarType wanted = mode == kMaster ? ScalarType::Float : ScalarType::Short;
-      STD_TORCH_CHECK(aux[i].scalar_type() == wanted, "aux must be fp32 masters, or int16 remainders");
+      MC_CHECK(aux[i].scalar_type() == wanted, "aux must be fp32 masters, or int16 remainders");
       slab.aux = take(aux[i], "aux", mode == kMaster ? 4 : 2, true);
     }
-    STD_TORCH_CHECK(step[i].numel() == 1 && step[i].scalar_type() == ScalarType::Float, "step must hold fp32 numbers");
+    MC_CHECK(step[i].numel() == 1 && step[i].scalar_type() == ScalarType::Float, "step must hold fp32 numbers");
     same_device(step[i], p[0], "step");
     slab.step = (float*)step[i].mutable_data_ptr();
     overlaps.add(slab.step, 4, true);
     if (blocks) {
       slab.width = scales.widths[i];
-      STD_TORCH_CHECK(slab.width > 0 && n % slab.width == 0, "widths: rows must divide the elements of p");
+      MC_CHECK(slab.width > 0 && n % slab.width == 0, "widths: rows must divide the elements of p");
       const int64_t wanted = n / slab.width * ((slab.width + kQuantBlock - 1) / kQuantBlock);
       auto scale = [&](const Tensor& t, const char* name) {
-        STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == wanted, name, "[",
+        MC_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == wanted, name, "[",
                         (int64_t)i, "] must be ", wanted, " contiguous fp32 numbers, one for each block");
         same_device(t, p[0], name);
         float* data = (float*)t.mutable_data_ptr();
@@ -163,7 +163,7 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
     }
     if (mode == kRandom || blocks) {
       slab.place = {places[4 * i], places[4 * i + 1], places[4 * i + 2], places[4 * i + 3]};
-      STD_TORCH_CHECK(slab.place.inner > 0 || n == 0, "places: the inner size must be above 0");
+      MC_CHECK(slab.place.inner > 0 || n == 0, "places: the inner size must be above 0");
     }
     call.slabs.push_back(slab);
   }
@@ -172,12 +172,12 @@ inline Call lay_out(const Tensors& p, const Tensors& g, const Tensors& m, const 
 }
 
 inline void check_pair(const Tensor& a, const Tensor& b, const char* names) {
-  STD_TORCH_CHECK(a.numel() == b.numel(), names, " differ in size");
-  STD_TORCH_CHECK(a.is_contiguous() && b.is_contiguous(), names, " must be contiguous");
+  MC_CHECK(a.numel() == b.numel(), names, " differ in size");
+  MC_CHECK(a.is_contiguous() && b.is_contiguous(), names, " must be contiguous");
 }
 
 inline void check_cast(const Tensors& out, const Tensors& in) {
-  STD_TORCH_CHECK(out.size() == in.size(), "the lists differ in length");
+  MC_CHECK(out.size() == in.size(), "the lists differ in length");
   Overlaps overlaps;
   for (size_t i = 0; i < out.size(); i++) {
     check_pair(out[i], in[i], "out and input");
@@ -190,10 +190,10 @@ inline void check_cast(const Tensors& out, const Tensors& in) {
 }
 
 inline void check_split(const Tensors& master, const Tensors& p, const Tensors& low) {
-  STD_TORCH_CHECK(master.size() == p.size() && low.size() == p.size(), "the lists differ in length");
+  MC_CHECK(master.size() == p.size() && low.size() == p.size(), "the lists differ in length");
   Overlaps overlaps;
   for (size_t i = 0; i < p.size(); i++) {
-    STD_TORCH_CHECK(master[i].scalar_type() == ScalarType::Float && p[i].scalar_type() == ScalarType::BFloat16 &&
+    MC_CHECK(master[i].scalar_type() == ScalarType::Float && p[i].scalar_type() == ScalarType::BFloat16 &&
                         low[i].scalar_type() == ScalarType::Short,
                     "expected fp32 masters, bf16 parameters and int16 remainders");
     check_pair(master[i], p[i], "master and p");
@@ -210,7 +210,7 @@ inline void check_split(const Tensors& master, const Tensors& p, const Tensors& 
 // What a call draws from whose arguments these are, with the scale of what is kept.
 inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_channel, int64_t key, int64_t site,
                     int64_t threshold) {
-  STD_TORCH_CHECK(threshold >= 0 && threshold < 65536, "threshold must be 0 to 65535");
+  MC_CHECK(threshold >= 0 && threshold < 65536, "threshold must be 0 to 65535");
   return {tokens, first_token, first_channel, (uint32_t)key, (uint32_t)((uint64_t)key >> 32), (uint32_t)site,
           (uint32_t)threshold, 65536.0f / (float)(65536 - threshold)};
 }
@@ -219,13 +219,13 @@ inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_ch
 inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optional<Tensor>& residual,
                           const std::optional<Tensor>& tokens, int64_t first_token, int64_t first_channel, int64_t key,
                           int64_t site, int64_t threshold) {
-  STD_TORCH_CHECK(x.dim() == 2, "x must be of shape (tokens, channels)");
-  STD_TORCH_CHECK(first_channel >= 0 && first_channel + x.size(1) <= ((int64_t)1 << 32), "too many channels");
+  MC_CHECK(x.dim() == 2, "x must be of shape (tokens, channels)");
+  MC_CHECK(first_channel >= 0 && first_channel + x.size(1) <= ((int64_t)1 << 32), "too many channels");
   const int type = type_of(x, "x");
   Overlaps overlaps;
   auto take = [&](const Tensor& t, const char* name, bool written) {
-    STD_TORCH_CHECK(t.numel() == x.numel() && type_of(t, name) == type, name, " differs from x in size or dtype");
-    STD_TORCH_CHECK(t.is_contiguous(), name, " is not contiguous");
+    MC_CHECK(t.numel() == x.numel() && type_of(t, name) == type, name, " differs from x in size or dtype");
+    MC_CHECK(t.is_contiguous(), name, " is not contiguous");
     same_device(t, x, name);
     overlaps.add(t.const_data_ptr(), t.numel() * size_of(type), written);
   };
@@ -234,7 +234,7 @@ inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optiona
   if (residual) take(*residual, "residual", false);
   overlaps.check();
   if (tokens) {
-    STD_TORCH_CHECK(tokens->scalar_type() == ScalarType::Long && tokens->numel() == x.size(0) &&
+    MC_CHECK(tokens->scalar_type() == ScalarType::Long && tokens->numel() == x.size(0) &&
                         tokens->is_contiguous(), "tokens must be contiguous int64 numbers, one for each row of x");
     same_device(*tokens, x, "tokens");
   }
@@ -254,16 +254,16 @@ struct LossCall {
 
 inline LossCall check_loss(const Tensor& logits, const Tensor& loss, const Tensor& targets,
                            const std::optional<Tensor>& count) {
-  STD_TORCH_CHECK(logits.dim() == 2, "logits must have 2 dimensions");
+  MC_CHECK(logits.dim() == 2, "logits must have 2 dimensions");
   LossCall call{};
   call.type = type_of(logits, "logits");
   call.rows = logits.size(0), call.classes = logits.size(1), call.stride = logits.stride(0);
-  STD_TORCH_CHECK(call.classes < (int64_t)1 << 31, "logits has ", call.classes, " classes, expected less than 2^31");
-  STD_TORCH_CHECK(call.classes > 0 || call.rows == 0, "logits has no classes");
+  MC_CHECK(call.classes < (int64_t)1 << 31, "logits has ", call.classes, " classes, expected less than 2^31");
+  MC_CHECK(call.classes > 0 || call.rows == 0, "logits has no classes");
   contiguous_rows(logits, "logits");
-  STD_TORCH_CHECK(loss.scalar_type() == ScalarType::Float && loss.numel() == call.rows && loss.is_contiguous(),
+  MC_CHECK(loss.scalar_type() == ScalarType::Float && loss.numel() == call.rows && loss.is_contiguous(),
                   "loss must be ", call.rows, " contiguous fp32 numbers");
-  STD_TORCH_CHECK(targets.scalar_type() == ScalarType::Long && targets.numel() == call.rows && targets.is_contiguous(),
+  MC_CHECK(targets.scalar_type() == ScalarType::Long && targets.numel() == call.rows && targets.is_contiguous(),
                   "targets must be ", call.rows, " contiguous int64 numbers");
   same_device(loss, logits, "loss");
   same_device(targets, logits, "targets");
@@ -283,9 +283,9 @@ inline LossCall check_loss(const Tensor& logits, const Tensor& loss, const Tenso
 // The numbers of a tensor that must hold so many of this type, one behind the other, on the device of `like`.
 inline const void* take_numbers(const Tensor& t, const char* name, int64_t count, int type, const Tensor& like) {
   same_device(t, like, name);
-  STD_TORCH_CHECK(t.numel() == count && t.is_contiguous(), name, " has ", t.numel(), " numbers, expected ", count,
+  MC_CHECK(t.numel() == count && t.is_contiguous(), name, " has ", t.numel(), " numbers, expected ", count,
                   ", contiguous");
-  STD_TORCH_CHECK(type_of(t, name) == type, name, " must be of ", type == kFloat ? "fp32" : "the dtype of x");
+  MC_CHECK(type_of(t, name) == type, name, " must be of ", type == kFloat ? "fp32" : "the dtype of x");
   return t.const_data_ptr();
 }
 

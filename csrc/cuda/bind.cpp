@@ -1,6 +1,14 @@
 // The CUDA side of the operators, whose schemas the CPU library declares. Compiled by the C++ compiler, with any torch:
 // the stream comes from Python, as the stable ABI of torch 2.11 and 2.12 cannot give it.
+//
+// No exception leaves this library: with torch 2.11 for CUDA 13 one ended the process. An operator that fails returns,
+// and Python asks for the reason (engine.ops.library).
 #include <torch/csrc/stable/accelerator.h>
+
+#include <exception>
+#include <string>
+#include <tuple>
+#include <type_traits>
 
 #include "../core/arguments.h"
 #include "kernels.h"
@@ -13,7 +21,7 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // The kernels' launches alone are under a DeviceGuard: what checks the arguments, and may throw, comes before it.
-void done(int error) { STD_TORCH_CHECK(error == 0, "a CUDA kernel was not launched: error ", error); }
+void done(int error) { MC_CHECK(error == 0, "a CUDA kernel was not launched: error ", error); }
 
 void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
           const Tensors& steps, const std::optional<Tensor>& gscale, const std::optional<Tensor>& found_inf,
@@ -27,12 +35,12 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
 }
 
 void grad_norm_sq(Tensors g, Tensor out, int64_t stream) {
-  STD_TORCH_CHECK(out.numel() == 1 && out.scalar_type() == ScalarType::Double, "out must be one fp64 number");
+  MC_CHECK(out.numel() == 1 && out.scalar_type() == ScalarType::Double, "out must be one fp64 number");
   std::vector<Slab> slabs(g.size());
   std::vector<int> types(g.size());
   std::vector<int64_t> sizes(g.size());
   for (size_t i = 0; i < g.size(); i++) {
-    STD_TORCH_CHECK(g[i].is_contiguous(), "g[", (int64_t)i, "] is not contiguous");
+    MC_CHECK(g[i].is_contiguous(), "g[", (int64_t)i, "] is not contiguous");
     same_device(g[i], out, "g");
     types[i] = type_of(g[i], "g");
     slabs[i].g = g[i].const_data_ptr();
@@ -47,7 +55,7 @@ void grad_norm_sq(Tensors g, Tensor out, int64_t stream) {
 
 void clip_coef(Tensor norm_sq, std::optional<Tensor> loss_scale, double max_norm, double eps, Tensor norm,
                Tensor gscale, Tensor found_inf, int64_t stream) {
-  STD_TORCH_CHECK(norm_sq.numel() == 1 && norm_sq.scalar_type() == ScalarType::Double,
+  MC_CHECK(norm_sq.numel() == 1 && norm_sq.scalar_type() == ScalarType::Double,
                   "norm_sq must be one fp64 number");
   const float* const scale = scalar(loss_scale, norm_sq, "loss_scale");
   float *const root = scalar(norm, norm_sq, "norm", true), *const factor = scalar(gscale, norm_sq, "gscale", true);
@@ -127,8 +135,8 @@ bool on_16_bytes(std::initializer_list<const void*> all) {
 // The rows of x (..., n), which is contiguous, for a weight (n,).
 RowsOf rows_of(const Tensor& x, const Tensor& weight) {
   const int64_t n = weight.numel();
-  STD_TORCH_CHECK(n > 0 && n <= kLongestRow, "weight has ", n, " numbers, expected 1 to ", kLongestRow);
-  STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) == n, "the rows of x are not as long as the weight, ", n);
+  MC_CHECK(n > 0 && n <= kLongestRow, "weight has ", n, " numbers, expected 1 to ", kLongestRow);
+  MC_CHECK(x.dim() > 0 && x.size(x.dim() - 1) == n, "the rows of x are not as long as the weight, ", n);
   return {type_of(x, "x"), x.numel() / n, n, n % 8 == 0};
 }
 
@@ -195,7 +203,7 @@ std::tuple<Tensor, Tensor> rms_norm_rows_backward(Tensor grad, Tensor x, Tensor 
 }
 
 Tensor column_sums(Tensor given, int64_t stream) {
-  STD_TORCH_CHECK(given.dim() == 2, "x has ", given.dim(), " dimensions, expected 2");
+  MC_CHECK(given.dim() == 2, "x has ", given.dim(), " dimensions, expected 2");
   const bool as_it_lies = (given.stride(1) == 1 || given.size(1) < 2) && given.stride(0) >= given.size(1);
   const Tensor x = as_it_lies ? given : torch::stable::contiguous(given);
   RowsOf of{type_of(x, "x"), x.size(0), x.size(1), false};
@@ -209,24 +217,65 @@ Tensor column_sums(Tensor given, int64_t stream) {
   return out;
 }
 
+thread_local std::string failure;  // of this thread's last call; empty: it went well
+
+// Results of this type for a call that has none: the tensor that was given, over and over.
+template <class Result>
+struct Stand {
+  static Result in(const Tensor& x) { return x; }
+};
+template <class... Results>
+struct Stand<std::tuple<Results...>> {
+  static std::tuple<Results...> in(const Tensor& x) { return {Stand<Results>::in(x)...}; }
+};
+
+template <class First, class... More>
+const First& first_of(const First& first, const More&...) {
+  return first;
+}
+
+// A function as torch calls it: what it throws becomes `failure`.
+template <class Function, Function* kFunction>
+struct Reporting;
+template <class Result, class... Arguments, Result (*kFunction)(Arguments...)>
+struct Reporting<Result(Arguments...), kFunction> {
+  static Result call(Arguments... arguments) {
+    failure.clear();
+    try {
+      if constexpr (std::is_void_v<Result>) return kFunction(std::move(arguments)...);
+      else return kFunction(arguments...);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    if constexpr (!std::is_void_v<Result>) return Stand<Result>::in(first_of(arguments...));
+  }
+};
+
 }  // namespace
 }  // namespace modelcenter
 
+// Why this thread's last call failed; null if it did not.
+extern "C" __attribute__((visibility("default"))) const char* modelcenter_failure() {
+  return modelcenter::failure.empty() ? nullptr : modelcenter::failure.c_str();
+}
+
+#define REPORTING(function) TORCH_BOX((&modelcenter::Reporting<decltype(function), (function)>::call))
+
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CUDA, m) {
-  m.impl("adamw_", TORCH_BOX(&modelcenter::adamw<modelcenter::step>));
-  m.impl("adamw8_", TORCH_BOX(&modelcenter::adamw8<modelcenter::step>));
-  m.impl("lion_", TORCH_BOX(&modelcenter::lion<modelcenter::step>));
-  m.impl("sgdm_", TORCH_BOX(&modelcenter::momentum<modelcenter::step>));
-  m.impl("grad_norm_sq", TORCH_BOX(&modelcenter::grad_norm_sq));
-  m.impl("clip_coef_", TORCH_BOX(&modelcenter::clip_coef));
-  m.impl("cast_scale_copy_", TORCH_BOX(&modelcenter::cast_scale_copy));
-  m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
-  m.impl("dropout_", TORCH_BOX(&modelcenter::dropout));
-  m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
-  m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
-  m.impl("layer_norm_rows", TORCH_BOX(&modelcenter::layer_norm_rows));
-  m.impl("layer_norm_rows_backward", TORCH_BOX(&modelcenter::layer_norm_rows_backward));
-  m.impl("rms_norm_rows", TORCH_BOX(&modelcenter::rms_norm_rows));
-  m.impl("rms_norm_rows_backward", TORCH_BOX(&modelcenter::rms_norm_rows_backward));
-  m.impl("column_sums", TORCH_BOX(&modelcenter::column_sums));
+  m.impl("adamw_", REPORTING(modelcenter::adamw<modelcenter::step>));
+  m.impl("adamw8_", REPORTING(modelcenter::adamw8<modelcenter::step>));
+  m.impl("lion_", REPORTING(modelcenter::lion<modelcenter::step>));
+  m.impl("sgdm_", REPORTING(modelcenter::momentum<modelcenter::step>));
+  m.impl("grad_norm_sq", REPORTING(modelcenter::grad_norm_sq));
+  m.impl("clip_coef_", REPORTING(modelcenter::clip_coef));
+  m.impl("cast_scale_copy_", REPORTING(modelcenter::cast_scale_copy));
+  m.impl("split_master_", REPORTING(modelcenter::split_master));
+  m.impl("dropout_", REPORTING(modelcenter::dropout));
+  m.impl("cross_entropy_", REPORTING(modelcenter::cross_entropy));
+  m.impl("merge_master_", REPORTING(modelcenter::merge_master));
+  m.impl("layer_norm_rows", REPORTING(modelcenter::layer_norm_rows));
+  m.impl("layer_norm_rows_backward", REPORTING(modelcenter::layer_norm_rows_backward));
+  m.impl("rms_norm_rows", REPORTING(modelcenter::rms_norm_rows));
+  m.impl("rms_norm_rows_backward", REPORTING(modelcenter::rms_norm_rows_backward));
+  m.impl("column_sums", REPORTING(modelcenter::column_sums));
 }

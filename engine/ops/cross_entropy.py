@@ -29,7 +29,7 @@ def cross_entropy_(
         loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
         on_device = isinstance(count, Tensor) and not logits.is_cpu and count.device == logits.device
         divisor, scale = (count.float(), 1.0) if on_device else (None, 1.0 / float(count))  # type: ignore[union-attr]
-        torch.ops.modelcenter.cross_entropy_(
+        library.operator("cross_entropy_")(
             logits, loss, targets.contiguous(), divisor, scale, smoothing, train, library.stream(logits.device)
         )
         return loss

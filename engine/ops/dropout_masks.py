@@ -225,7 +225,7 @@ def _run(
     numbers = None if tokens is None else tokens.to(x.device).reshape(-1).contiguous()
     out = torch.empty_like(rows)
     if x.dtype in _DTYPES and library.serves(x.device):
-        torch.ops.modelcenter.dropout_(
+        library.operator("dropout_")(
             out, rows, add, numbers, 0, first_channel, key, site, threshold, library.stream(x.device)
         )
     elif not _by_triton(out, rows, add, numbers, first_channel, key, site, threshold):

@@ -63,7 +63,7 @@ def adamw_(
     arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], eps, weight_decay)
     if compiled := _compiled(p):
-        _call(torch.ops.modelcenter.adamw_, lambda: _check(arguments), p, g, m, v, aux, step, gscale, found_inf,
+        _call("adamw_", lambda: _check(arguments), p, g, m, v, aux, step, gscale, found_inf,
               *numbers, arguments.mode, places, compiled[0])  # fmt: skip
         return
     _check(arguments)
@@ -101,7 +101,7 @@ def adamw8_(
     arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places, scales)
     numbers = (lr, betas[0], betas[1], eps, weight_decay)
     if compiled := _compiled(p):
-        _call(torch.ops.modelcenter.adamw8_, lambda: _check(arguments), p, g, m, v, m_scale, v_scale, aux, step,
+        _call("adamw8_", lambda: _check(arguments), p, g, m, v, m_scale, v_scale, aux, step,
               gscale, found_inf, *numbers, widths, arguments.mode, places, compiled[0])  # fmt: skip
         return
     _check(arguments)
@@ -127,7 +127,7 @@ def lion_(
     arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], weight_decay)
     if compiled := _compiled(p):
-        _call(torch.ops.modelcenter.lion_, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
+        _call("lion_", lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
               arguments.mode, places, compiled[0])  # fmt: skip
         return
     _check(arguments)
@@ -154,7 +154,7 @@ def sgdm_(
     arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, momentum, weight_decay, nesterov)
     if compiled := _compiled(p):
-        _call(torch.ops.modelcenter.sgdm_, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
+        _call("sgdm_", lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
               arguments.mode, places, compiled[0])  # fmt: skip
         return
     _check(arguments)
@@ -173,7 +173,7 @@ def grad_norm_sq(g: Tensors, out: Tensor) -> None:
         _floats("g", g, out.device)
 
     if compiled := _compiled([out]):
-        _call(torch.ops.modelcenter.grad_norm_sq, check, g, out, compiled[0])
+        _call("grad_norm_sq", check, g, out, compiled[0])
         return
     check()
     reference.grad_norm_sq(g, out)
@@ -202,7 +202,7 @@ def clip_coef_(
                 _one(name, tensor, torch.float32, norm_sq.device)
 
     if compiled := _compiled([norm_sq]):
-        _call(torch.ops.modelcenter.clip_coef_, check, norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf,
+        _call("clip_coef_", check, norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf,
               compiled[0])  # fmt: skip
         return
     check()
@@ -222,7 +222,7 @@ def cast_scale_copy_(out: Tensors, input: Tensors, scale: Tensor | None = None) 
         _overlap(out, input)
 
     if compiled := _compiled(out):
-        _call(torch.ops.modelcenter.cast_scale_copy_, check, out, input, scale, compiled[0])
+        _call("cast_scale_copy_", check, out, input, scale, compiled[0])
         return
     check()
     for target, source in zip(out, input, strict=True):
@@ -234,7 +234,7 @@ def split_master_(master: Tensors, p: Tensors, remainder: Tensors) -> None:
     """Take fp32 numbers apart, without loss: into bf16 ones, rounded, and the 16 bits (int16) that are missing."""
     if compiled := _compiled(p):
         check = lambda: _check_split(master, p, remainder)  # noqa: E731
-        _call(torch.ops.modelcenter.split_master_, check, master, p, remainder, compiled[0])
+        _call("split_master_", check, master, p, remainder, compiled[0])
         return
     _check_split(master, p, remainder)
     for whole, high, low in zip(master, p, remainder, strict=True):
@@ -245,7 +245,7 @@ def merge_master_(p: Tensors, remainder: Tensors, master: Tensors) -> None:
     """Put together what `split_master_` has taken apart, bit for bit (a NaN becomes the standard one)."""
     if compiled := _compiled(p):
         check = lambda: _check_split(master, p, remainder)  # noqa: E731
-        _call(torch.ops.modelcenter.merge_master_, check, p, remainder, master, compiled[0])
+        _call("merge_master_", check, p, remainder, master, compiled[0])
         return
     _check_split(master, p, remainder)
     for whole, high, low in zip(master, p, remainder, strict=True):
@@ -262,10 +262,10 @@ def _compiled(tensors: Tensors) -> tuple[int] | None:
     return (library.stream(device),)
 
 
-def _call(operator: Callable[..., None], check: Callable[[], None], *arguments: object) -> None:
+def _call(operator: str, check: Callable[[], None], *arguments: object) -> None:
     """Call a compiled operator, whose own checks are terse: if it refuses, ``check`` raises the full message."""
     try:
-        operator(*arguments)
+        library.operator(operator)(*arguments)
     except RuntimeError:
         check()
         raise  # the arguments are right: no memory, or the GPU has failed, perhaps in what ran before

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +65,13 @@ def cuda() -> Status:
 
 def load_cuda(path: str) -> Status:
     """Load this CUDA library; also where there is no GPU, to see that it loads."""
+    global _failure
     try:
         torch.ops.load_library(path)
-    except (OSError, RuntimeError) as error:
+        _failure = ctypes.CDLL(path).modelcenter_failure
+    except (OSError, RuntimeError, AttributeError) as error:
         return Status(False, f"{path} does not load on torch {torch.__version__}: {str(error).splitlines()[0]}")
+    _failure.restype = ctypes.c_char_p
     return Status(True, path)
 
 
@@ -84,7 +88,7 @@ def on(device: torch.device) -> Status:
         return Status(False, f"{torch.cuda.get_device_name(device)} is older than compute capability 7.5")
     one = torch.ones(1, device=device)
     try:
-        torch.ops.modelcenter.cast_scale_copy_([torch.empty_like(one)], [one], None, stream(device))
+        operator("cast_scale_copy_")([torch.empty_like(one)], [one], None, stream(device))
     except RuntimeError as error:
         if (why := _why_not_launched(str(error), status.what, capability)) is None:
             raise
@@ -130,10 +134,26 @@ def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
     return not (torch.is_autocast_enabled("cuda") or in_function_transform()) and serves(x.device)
 
 
+def _no_failure() -> bytes | None:
+    return None
+
+
+_failure: Any = _no_failure  # of the CUDA library: why this thread's last call of it failed, if it did
+
+
 @functools.cache
-def operator(name: str) -> Any:
-    """A compiled operator. Looked up once: torch finds it by several attributes, and chooses among its overloads."""
-    return getattr(torch.ops.modelcenter, name).default
+def operator(name: str) -> Callable[..., Any]:
+    """A compiled operator that a GPU may run. It raises RuntimeError where it fails, which the CUDA library says only if
+    asked. Looked up once: torch finds it by several attributes, and chooses among its overloads."""
+    compiled = getattr(torch.ops.modelcenter, name).default
+
+    def call(*arguments: Any) -> Any:
+        found = compiled(*arguments)
+        if (said := _failure()) is not None:
+            raise RuntimeError(said.decode(errors="replace"))
+        return found
+
+    return call
 
 
 def stream(device: torch.device) -> int:

@@ -226,9 +226,22 @@ def test_the_cuda_library_compiles_without_spills_and_loads_here(compiled, tmp_p
     code = (
         "import torch\nfrom engine.ops import build, library\nassert library.cpu().loaded\n"
         "print(library.load_cuda(str(build.find('cuda'))))\n"
-        "names = 'adamw_ lion_ sgdm_ grad_norm_sq clip_coef_ cast_scale_copy_ split_master_ merge_master_'\n"
+        "names = 'adamw_ adamw8_ lion_ sgdm_ grad_norm_sq clip_coef_ cast_scale_copy_ split_master_ merge_master_ '\n"
+        "names += 'dropout_ cross_entropy_ layer_norm_rows layer_norm_rows_backward rms_norm_rows '\n"
+        "names += 'rms_norm_rows_backward column_sums'\n"
         "for name in names.split():\n"
         "    assert torch._C._dispatch_has_kernel_for_dispatch_key('modelcenter::' + name, 'CUDA'), name\n"
+        # What is wrong is kept for whoever asks: no exception leaves the library.
+        "def said(name, *arguments):\n"
+        "    key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)\n"
+        "    getattr(torch.ops.modelcenter, name).default.redispatch(key, *arguments)\n"
+        "    return library._failure()\n"
+        "x, n = torch.ones(3, 8), torch.ones(8)\n"
+        "assert b'x has 1 dimensions, expected 2' in said('column_sums', n, 0)\n"
+        "assert b'expected 6, contiguous' in said('layer_norm_rows_backward', x, x, n, n[:5], True, 0)\n"
+        "assert b'out differs from x' in said('dropout_', x, x[:2], None, None, 0, 0, 0, 0, 0, 0)\n"
+        "assert b'differ in size' in said('cast_scale_copy_', [x], [n], None, 0)\n"
+        "assert said('cast_scale_copy_', [], [], None, 0) is None\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MODELCENTER_LIBRARY_DIR": str(tmp_path)}
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

@@ -371,7 +371,7 @@ def test_a_gpu_that_fails_is_no_bad_argument(compiled, monkeypatch, error):
         raise error("CUDA error: an illegal memory access was encountered\nin a kernel that ran before")
 
     assert library.serves(torch.device("cpu"))
-    monkeypatch.setattr(torch.ops.modelcenter, "grad_norm_sq", fail)
+    monkeypatch.setattr(library, "operator", lambda name: fail)
     with pytest.raises(error, match="illegal memory access(?s:.*)that ran before"):
         fused.grad_norm_sq([torch.ones(3)], torch.zeros((), dtype=torch.float64))
     with pytest.raises(ValueError, match=r"g\[0\] is int64"):
@@ -381,3 +381,14 @@ def test_a_gpu_that_fails_is_no_bad_argument(compiled, monkeypatch, error):
 def test_powers_are_those_of_the_kernels():
     assert reference.power(0.9, 0) == 1.0 and reference.power(0.9, 1) == 0.9
     assert reference.power(0.999, 12345) == pytest.approx(0.999**12345, rel=1e-12)
+
+
+def test_what_the_cuda_library_says_of_a_call_is_raised(compiled, monkeypatch):
+    """An exception of its own would end the process."""
+    out, x = [torch.zeros(3)], [torch.ones(3)]
+    monkeypatch.setattr(library, "_failure", lambda: b"done: a CUDA kernel was not launched: error 209")
+    with pytest.raises(RuntimeError, match="a CUDA kernel was not launched: error 209"):
+        fused.cast_scale_copy_(out, x)
+    monkeypatch.setattr(library, "_failure", lambda: None)
+    fused.cast_scale_copy_(out, x)
+    assert torch.equal(out[0], x[0])

@@ -143,7 +143,7 @@ _failure: Any = _no_failure  # of the CUDA library: why this thread's last call 
 
 @functools.cache
 def operator(name: str) -> Callable[..., Any]:
-    """A compiled operator that a GPU may run. It raises RuntimeError where it fails, which the CUDA library says only if
+    """A compiled operator that a GPU may run. It raises RuntimeError where it fails, for which the CUDA library must be
     asked. Looked up once: torch finds it by several attributes, and chooses among its overloads."""
     compiled = getattr(torch.ops.modelcenter, name).default
 

@@ -1,8 +1,9 @@
 """The cost of an optimizer step, clipping and dropout on a GPU, compared with the rate of a copy on the same GPU.
 
 Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with
-fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); and dropout of
-activations. Contenders take turns in one process, with four calls of each between two synchronisations: the host
+fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); dropout of
+activations; and, forward and backward, norms of activations, the gradient of a bias and the loss over a vocabulary.
+Contenders take turns in one process, with four calls of each between two synchronisations: the host
 prepares a call (milliseconds for 2,000 tensors) while the GPU runs the one before, as in training.
 
     python scripts/bench/gpu_optimizer.py --output result.json
@@ -43,6 +44,10 @@ def main() -> None:
     ms = ms_per_call(dropouts(total // 10, args.device), args)
     numbers["dropout"] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
     rows.append(against("dropout of bf16 activations", "torch", ms["here"], ms["torch"], "ms"))
+    ms = ms_per_call(of_rows(total // 32_000_000, args.device), args)
+    numbers["of rows"] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
+    for name in ("layer norm", "RMS norm", "gradient of a bias", "cross-entropy"):
+        rows.append(against(f"{name}, bf16", "torch", ms[name], ms[f"torch, {name}"], "ms"))
     finish(args, "gpu_optimizer", numbers, rows, limits=limits)
 
 
@@ -106,6 +111,45 @@ def dropouts(elements: int, device: str) -> dict[str, Callable[[], Any]]:
     return {
         "here": lambda: dropout(x, 0.1, key=1, site=2, tokens=tokens),
         "torch": lambda: F.dropout(x, 0.1),
+    }
+
+
+def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
+    """Operators on so many thousand tokens, 1,024 wide, or a quarter as many with logits of 50,304 classes."""
+    import torch
+    import torch.nn.functional as F
+
+    from engine.ops import cross_entropy_, linear, rms_norm
+    from engine.ops.norm import layer_norm
+
+    tokens, width, classes = max(1, thousands) * 1024, 1024, 50_304 if device == "cuda" else 320
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    x, grad = drawn(tokens, width).requires_grad_(), drawn(tokens, width)
+    weight, bias = (drawn(width).requires_grad_() for _ in range(2))
+    matrix = drawn(width, width)
+    logits, targets = drawn(tokens // 4, classes), torch.randint(classes, (tokens // 4,), device=device)
+    shape = (width,)
+
+    def trained(out: torch.Tensor) -> None:
+        torch.autograd.grad(out, [t for t in (x, weight, bias) if t.requires_grad], grad, allow_unused=True)
+
+    def their_loss() -> None:
+        asked = logits.detach().requires_grad_()
+        F.cross_entropy(asked, targets, reduction="sum").backward()
+
+    return {
+        "layer norm": lambda: trained(layer_norm(x, shape, weight, bias, 1e-5)),
+        "torch, layer norm": lambda: trained(F.layer_norm(x, shape, weight, bias, 1e-5)),
+        "RMS norm": lambda: trained(rms_norm(x, weight, 1e-5)),
+        "torch, RMS norm": lambda: trained(F.rms_norm(x, shape, eps=1e-5) * weight),
+        "gradient of a bias": lambda: trained(linear(x, matrix, bias)),
+        "torch, gradient of a bias": lambda: trained(F.linear(x, matrix, bias)),
+        # The logits become their gradient: numbers of other sizes, at the same cost.
+        "cross-entropy": lambda: cross_entropy_(logits, targets, 1.0),
+        "torch, cross-entropy": their_loss,
     }
 
 

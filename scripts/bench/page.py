@@ -19,6 +19,8 @@ from scripts.bench.lib import ROOT, tables
 
 PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots", ROOT / "scripts" / "bench" / "results"
 SPEED = [name for name in BENCHES if name != "clients"]  # its results are in docs/hub.md
+# `make gpu-check` runs these; their records are all of some GPU.
+ON_GPUS = {name: Bench(name, 5) for name in ("gpu_training", "gpu_optimizer")}
 HEAD = """# Performance
 
 Every measurement of this project's speed and memory, compared with other libraries. The README has [a summary](../README.md#speed).
@@ -27,7 +29,7 @@ Every measurement of this project's speed and memory, compared with other librar
 - **"Times as good"** is the ratio of two rates, or the inverse ratio of two times or sizes: above 1 this project is ahead.
 - **"Wanted"** is the target that this project set itself.
 - **Limits**: each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible.
-- **Machines** differ, so compare ratios. Results have the machine's name in the heading, but for those of an AMD CPU with AVX-512: "Intel" has AVX-512 too, "AVX2" is an AMD CPU without it.
+- **Machines** differ, so compare ratios. Results have the machine's name in the heading, but for those of an AMD CPU with AVX-512: "Intel" has AVX-512 too, "AVX2" is an AMD CPU without it, "H200" is a GPU ([GPU](gpu.md)); "H200b" is another one, at a later commit.
 
 To repeat the measurements:
 
@@ -48,7 +50,7 @@ def records() -> dict[str, dict[str, Any]]:
     """
     return {
         path.stem: record_in(path)
-        for name in SPEED
+        for name in (*SPEED, *ON_GPUS)
         for path in [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"{name}.*.json"))]
         if path.exists()
     }
@@ -64,7 +66,7 @@ def record_in(path: Path) -> dict[str, Any]:
 
 def bench_of(name: str) -> Bench:
     """The benchmark of a record."""
-    return BENCHES[name.split(".")[0]]
+    return (BENCHES | ON_GPUS)[name.split(".")[0]]
 
 
 def title(name: str) -> str:
@@ -129,9 +131,13 @@ def section(name: str, record: Mapping[str, Any], described: bool = False) -> st
     settings = ", ".join(f"{key} {show(value)}" for key, value in record["settings"].items() if key != "quick")
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items() if value != "absent")
     cpu = " with ".join(filter(None, (machine["cpu"], machine.get("vectors"))))
+    if bench.script in ON_GPUS:
+        rate = f"{record['numbers']['device']}: bf16 products {limit['bf16_gemm_tflops']} TFLOP/s"
+    else:
+        rate = f"fp32 products {limit['gemm_gflops']} GFLOP/s"
     lines.append(
         f"{record['date']}, commit {record['commit'][:12]}; {cpu}, {machine['cores']} cores,"
-        f" {machine['memory_gib']} GiB; fp32 products {limit['gemm_gflops']} GFLOP/s, copy {limit['copy_gb_per_s']}"
+        f" {machine['memory_gib']} GiB; {rate}, copy {limit['copy_gb_per_s']}"
         f" GB/s; {settings}; {versions}. `scripts/bench/{bench.script}.py`\n"
     )
     return "\n".join(lines)

@@ -3,6 +3,9 @@
 In one process there is nothing to gather or to reduce, and all that is left of FSDP's mixed precision is its casts. It
 copies the parameters one at a time, in forward and in backward, which took the host longer than all the rest of a step.
 Here a unit casts its parameters by one operator, and backward casts their gradients by one. The numbers are FSDP's.
+
+A unit's modules have its parameters in ``_parameters`` at all other times. But a backward may run modules again, where
+forward has used ``torch.utils.checkpoint``: from where it reaches a unit's outputs on, they see the casts once more.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from engine.ops import fused, library
-from engine.registry import CASTS
+from engine.outputs import trained_tensors
+from engine.registry import CASTS, SHOWN
+from engine.torch_compat import in_backward, run_after_backward
 
 Forward = Callable[..., Any]
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -24,11 +29,55 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # which the compiled o
 _ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own might
 
 
-def casting(forward: Forward, dtype: torch.dtype) -> Forward:
+class _Casts:
+    """The parameters of one call of a unit, their casts, and where they stand."""
+
+    def __init__(self, unit: nn.Module, dtype: torch.dtype) -> None:
+        self.unit = unit
+        self.places = _own_parameters(unit, dtype)
+        casts = _casts({id(p): p for _, _, p in self.places}, dtype) if self.places else {}
+        self.casts = [casts[id(p)] for _, _, p in self.places]
+
+    def show(self) -> None:
+        for (parameters, name, _), cast in zip(self.places, self.casts, strict=True):
+            parameters[name] = cast  # type: ignore[assignment]
+
+    def hide(self) -> None:
+        for parameters, name, parameter in self.places:
+            parameters[name] = parameter
+
+    def show_in_backward(self, output: Any) -> None:
+        """Show the casts again in a backward that reaches a tensor in ``output``."""
+        for tensor in trained_tensors(output, in_objects=True):
+            if tensor.grad_fn is not None:  # else a parameter of some model
+                tensor.register_hook(self._reached)
+
+    def show_again(self) -> None:
+        """In a backward, until it ends."""
+        self.show()
+        SHOWN.set(self.unit, self)
+
+    def _reached(self, _: torch.Tensor) -> None:
+        hide_casts_of(self.unit)
+        self.show_again()
+        run_after_backward(functools.partial(hide_casts_of, self.unit))
+
+
+def hide_casts_of(unit: nn.Module) -> None:
+    """Put the parameters of ``unit`` in their places again, where a backward, perhaps one that raised, shows casts."""
+    if (casts := SHOWN.get(unit)) is not None:
+        casts.hide()
+        SHOWN.set(unit, None)
+
+
+def casting(forward: Forward, dtype: torch.dtype, recomputed: bool = False) -> Forward:
     """``forward`` of a unit with its own parameters and its floating-point inputs in ``dtype``.
 
     A unit's own parameters are those below it that are not in another unit (``CASTS``). Single numbers stay as they
     are, as they do where a model is sharded.
+
+    Args:
+        recomputed: the call is a part of what is computed again in backward, and makes its casts there anew.
     """
 
     @functools.wraps(forward)
@@ -36,17 +85,19 @@ def casting(forward: Forward, dtype: torch.dtype) -> Forward:
         args = tuple(_cast_input(value, dtype) for value in args)
         if kwargs:
             kwargs = {name: _cast_input(value, dtype) for name, value in kwargs.items()}
-        places = _own_parameters(self, dtype)
-        if not places:
-            return forward(self, *args, **kwargs)
-        shown = _casts({id(p): p for _, _, p in places}, dtype)
-        for parameters, name, parameter in places:
-            parameters[name] = shown[id(parameter)]  # type: ignore[assignment]
+        shown = SHOWN.get(self)
+        hide_casts_of(self)
+        casts = _Casts(self, dtype)
+        casts.show()
         try:
-            return forward(self, *args, **kwargs)
+            output = forward(self, *args, **kwargs)
         finally:
-            for parameters, name, parameter in places:
-                parameters[name] = parameter
+            casts.hide()
+            if shown is not None and in_backward():  # this is computed again; else a backward raised
+                shown.show_again()
+        if casts.places and not recomputed and torch.is_grad_enabled():
+            casts.show_in_backward(output)
+        return output
 
     return call
 

@@ -66,7 +66,7 @@ def wrap_units_(
             forward = _compiled(forward, compile)
         # What is computed again needs the casts again. In a graph that does it itself they are inputs.
         if cast_to is not None and not (compile and selective):
-            forward = casting(forward, cast_to)
+            forward = casting(forward, cast_to, recomputed=recompute in ("full", "selective"))
         if selective:
             _recompute_recurrent_layers(unit)
         forward = _WRAPPERS[recompute](_noticing_python(forward) if compile and selective else forward)

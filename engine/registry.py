@@ -82,6 +82,8 @@ ABSENT: Note[bool] = Note("_engine_absent", False)
 LEAVES_UNUSED: Note[bool | None] = Note("_engine_leaves_unused", None)
 #: A unit, or the root, of a plain model that computes in 16 bits: it sees casts of its own parameters.
 CASTS: Note[bool] = Note("_engine_casts", False)
+#: The casts that a backward shows in the places of such a unit's parameters, until it ends.
+SHOWN: Note[Any] = Note("_engine_shown", None)
 #: A unit that level 3 leaves gathered after forward, because backward needs it first.
 STAYS_GATHERED: Note[bool] = Note("_engine_stays_gathered", False)
 _STAGES: Note[Any] = Note("_engine_stages", None)

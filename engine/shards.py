@@ -16,6 +16,7 @@ from torch import nn
 
 from engine import runtime
 from engine.init import init_parameters_, module_rule, on_meta, stand_in
+from engine.mixed_precision import hide_casts_of
 from engine.names import clean_name, model_tensors
 from engine.parallel.mesh import device_mesh
 from engine.registry import note_parameters, stages_of
@@ -46,6 +47,8 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         from engine.parallel.fsdp import reshard
 
         reshard(model)  # after an evaluation the model may still show gathered parameters
+    for module in model.modules():
+        hide_casts_of(module)  # a backward may have raised
     return {name: detached(tensor) for name, tensor in model_tensors(model)}
 
 

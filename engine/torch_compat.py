@@ -47,6 +47,11 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def run_after_backward(call: Callable[[], None]) -> None:
+    """In a backward pass: call this when it has ended, unless it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def in_function_transform() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vmap``) or a forward-mode derivative is being taken, which
     autograd functions do not know."""

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "../core/arguments.h"
+#include "dropout.h"
 #include "kernels.h"
 #include "loss.h"
 #include "rows.h"

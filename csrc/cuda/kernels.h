@@ -3,7 +3,6 @@
 #include <stdint.h>
 
 #include "../core/job.h"
-#include "../core/random.h"
 
 namespace modelcenter {
 
@@ -26,9 +25,5 @@ int cuda_cast(const Slab* slabs, const int* to, const int* from, int64_t count, 
 // aux (fp32) to p and m (the remainder), or back.
 int cuda_split(const Slab* slabs, int64_t count, void* stream);
 int cuda_merge(const Slab* slabs, int64_t count, void* stream);
-
-// out = residual + dropout(x), all (rows, channels) of this type; residual may be null.
-int cuda_dropout(const Draw& draw, const void* x, const void* residual, void* out, int type, int64_t rows,
-                 int64_t channels, void* stream);
 
 }  // namespace modelcenter

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../core/numbers.h"
+#include "device.h"
 
 namespace modelcenter {
 namespace {
@@ -82,39 +83,6 @@ __device__ __forceinline__ void store(void* row, const Place<kAligned>& at, cons
       else ((uint16_t*)row)[column] = (uint16_t)(x.word[k / 2] >> (k % 2 * 16));
     }
   }
-}
-
-// The processor's own conversions: those of numbers.h take some 8 instructions.
-__device__ __forceinline__ float of_fp16(uint16_t h) {
-#ifdef __NVCC__
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
-  return x;
-#else
-  return from_fp16(h);
-#endif
-}
-
-__device__ __forceinline__ uint16_t as_fp16(float x) {
-#ifdef __NVCC__
-  uint16_t h;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-  return h;
-#else
-  return to_fp16(x);
-#endif
-}
-
-template <int kType>
-__device__ __forceinline__ uint32_t pair(float low, float high) {
-  if (kType == kHalf) return (uint32_t)as_fp16(low) | (uint32_t)as_fp16(high) << 16;
-#if defined(__NVCC__) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-#else
-  return (uint32_t)to_bf16(low) | (uint32_t)to_bf16(high) << 16;
-#endif
 }
 
 template <int kType>
@@ -360,24 +328,6 @@ __global__ void __launch_bounds__(kMost)
   const int64_t at = column < n ? column : column - n;
   if (type == kFloat) ((float*)out)[at] = sum;
   else ((uint16_t*)out)[at] = type == kBfloat16 ? to_bf16(sum) : to_fp16(sum);
-}
-
-int64_t processors() {
-  int device = 0, count = 1;
-  if (cudaGetDevice(&device) == cudaSuccess)
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
-// Launches kernel(arguments...), unless there are no blocks. Returns 0 or a cudaError_t.
-template <class... Parameters, class... Arguments>
-int launch(void* stream, int64_t grid, int threads, void (*kernel)(Parameters...), const Arguments&... arguments) {
-  if (grid == 0) return 0;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3((unsigned)grid);
-  config.blockDim = dim3((unsigned)threads);
-  config.stream = (cudaStream_t)stream;
-  return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 // work(type, aligned) with the type of these rows, and whether they are aligned, as constants.

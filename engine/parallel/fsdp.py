@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MemberDescriptorType, ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from engine.outputs import trained_tensors
 from engine.torch_compat import in_backward
 
 
@@ -193,44 +192,13 @@ def look_into_objects(unit: FSDPModule) -> None:
 
     def register(output: Any) -> Any:
         output = theirs(output)
-        if torch.is_grad_enabled() and not any(map(reaches_unit, _trained_tensors(output))):
-            for tensor in _trained_tensors(output, in_objects=True):
+        if torch.is_grad_enabled() and not any(map(reaches_unit, trained_tensors(output))):
+            for tensor in trained_tensors(output, in_objects=True):
                 if tensor.grad_fn is not None:  # else a parameter of some model
                     tensor.register_hook(state._pre_backward)
         return output
 
     vars(state)["_register_pre_backward_hook"] = register
-
-
-def _trained_tensors(output: Any, in_objects: bool = False) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers that require gradients; ``in_objects``: also in sets and in the attributes of
-    objects other than modules."""
-    seen, left = set[int](), [output]
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                yield value
-        elif isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, list | tuple):
-            left += value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            left += (getattr(value, field.name) for field in dataclasses.fields(value))
-        elif in_objects and isinstance(value, set | frozenset):
-            left += value
-        elif in_objects and not isinstance(value, type | ModuleType | torch.nn.Module):
-            left += getattr(value, "__dict__", {}).values()
-            left += (getattr(value, name) for name in _slots(type(value)) if hasattr(value, name))
-
-
-def _slots(kind: type) -> list[str]:
-    """The attributes that objects of a class written in Python have outside their ``__dict__``."""
-    written = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    return [name for names in written for name, value in names.items() if isinstance(value, MemberDescriptorType)]
 
 
 def has_unreduced_gradients(root: FSDPModule) -> bool:

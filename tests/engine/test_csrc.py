@@ -210,6 +210,9 @@ def test_cuda_kernels_move_vectors_and_keep_their_arrays_in_registers(tmp_path):
     for kind in ("f32", "u16", "u8"):
         assert re.search(rf"st\.global\S*\.v4\.{kind}\b", text) and re.search(r"ld\.global\S*\.v4\.", text), kind
     assert ".local" not in text
+    subprocess.run([*command, build.sources() / "cuda" / "dropout.cu"], check=True, timeout=300)
+    text = ptx.read_text()
+    assert re.search(r"st\.global\S*\.v4\.u32", text) and re.search(r"ld\.global\S*\.v4\.u32", text)
 
 
 @pytest.mark.full

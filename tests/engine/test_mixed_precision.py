@@ -1,12 +1,14 @@
 """Casts of the parameters of a plain model, against FSDP's mixed precision on a mesh of one rank."""
 
 import copy
+import functools
 import inspect
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import engine
 from engine import mixed_precision
@@ -53,6 +55,32 @@ class Model(nn.Module):
         return self.blocks[0](self.embed(ids))
 
 
+class Checkpointed(Model):
+    """Modules run again in backward that no policy has chosen: inside a unit, of the root, and a unit."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.last = nn.Linear(16, 16)
+        self.reentrant = reentrant
+        for block in self.blocks:
+            block.up, block.again = nn.Linear(16, 32), nn.Linear(32, 32)
+            block.register_forward_pre_hook(lambda *_: None)
+            block.forward = functools.partial(self._block, block)
+
+    def _again(self, function, x):
+        return checkpoint(function, x, use_reentrant=self.reentrant)
+
+    def _block(self, block, x, gate=None):
+        return x + block.down(torch.tanh(self._again(lambda y: block.again(block.up(block.norm(y))), x)))
+
+    def forward(self, ids, shift):
+        x = self.embed(ids) + shift
+        for block in self.blocks[:2]:
+            x = block(x)
+        x = self._again(self.blocks[2], x)
+        return self.head(self._again(lambda y: torch.tanh(self.last(y)), x))
+
+
 def inputs():
     generator = torch.Generator().manual_seed(5)
     return torch.randint(37, (4, 6), generator=generator), torch.randn(16, generator=generator)
@@ -72,8 +100,8 @@ def gradients(model, calls: int = 2):
     return out.detach(), {n: g if not hasattr(g, "full_tensor") else g.full_tensor() for n, g in found.items()}
 
 
-def sharded_over_itself(dtype):
-    model = Model()
+def sharded_over_itself(dtype, model=None):
+    model = model or Model()
     engine.init_distributed()
     mesh = data_mesh(device_mesh(), 2)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -83,8 +111,8 @@ def sharded_over_itself(dtype):
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=left)
 
 
-def cast(precision, **policy):
-    model = Model()
+def cast(precision, model=None, **policy):
+    model = model or Model()
     engine.init_distributed()
     return engine.shard(model, units=units_of(model), policy=engine.Policy(precision=precision, **policy))
 
@@ -107,6 +135,37 @@ def test_numbers_are_fsdps(precision, policy):
         else:
             assert found[name].dtype == torch.float32 and torch.equal(found[name], gradient), name
     assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_backward_runs_again_sees_the_casts(reentrant):
+    """As FSDP's units stay gathered in backward."""
+    expected, wanted = gradients(sharded_over_itself(torch.bfloat16, Checkpointed(False)))
+    model = cast("bf16", Checkpointed(reentrant))
+    out, found = gradients(model)
+    assert torch.equal(out, expected)
+    for name, gradient in wanted.items():
+        if found[name] is not None:
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=0 if not reentrant else 2e-3, msg=name)
+    assert {name for name, g in found.items() if g is not None} >= {"last.weight", "blocks.0.again.weight"}
+    assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_backward_that_raises_leaves_no_casts():
+    model = cast("bf16")
+    kept = dict(model.named_parameters())
+    out = model(*inputs())
+    handle = model.embed.weight.register_hook(lambda _: 1 / 0)  # at the very end
+    with pytest.raises(ZeroDivisionError):
+        out.float().sum().backward()
+    handle.remove()
+    assert engine.checkpoint.named_tensors(model)["embed.weight"].dtype == torch.float32
+    with pytest.raises(ZeroDivisionError):
+        handle = model.embed.weight.register_hook(lambda _: 1 / 0)
+        model(*inputs()).float().sum().backward()
+    handle.remove()
+    model(*inputs())
+    assert all(kept[name] is p for name, p in model.named_parameters())
 
 
 def test_units_see_only_their_own_casts():
@@ -209,3 +268,32 @@ def test_a_unit_that_yields_is_an_error():
     engine.init_distributed()
     with pytest.raises(ValueError, match="forward of unit Yields yields"):
         engine.shard(model, units=[model[0]], policy=engine.Policy(precision="bf16"))
+
+
+def test_blocks_of_bmtrain_train():
+    """They recompute by themselves."""
+
+    class Tiny(engine.DistributedModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(11, 8)
+            self.blocks = engine.TransformerBlockList([engine.CheckpointBlock(nn.Linear(8, 8)) for _ in range(3)])
+            self.head = nn.Linear(8, 11)
+
+        def forward(self, ids):
+            return self.head(self.blocks(self.embed(ids)))
+
+    engine.init_distributed()
+    model = engine.BMTrainModelWrapper(Tiny(), policy=engine.Policy(precision="bf16"))
+    optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=3e-2)
+    ids, losses = torch.arange(10).view(2, 5), []
+    for _ in range(30):
+        optimizer.zero_grad()
+        out = model(ids)
+        assert out.dtype == torch.bfloat16
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1).float(), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]

@@ -1,0 +1,88 @@
+// What the kernels' files share: launches, and conversions by the processor.
+#pragma once
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "../core/job.h"
+#include "../core/numbers.h"
+
+namespace modelcenter {
+namespace {
+
+// Multiprocessors of the current device.
+inline int64_t processors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess)
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+// Blocks of a launch over so many units, of equal work up to one unit. They are short, as a launch ends with some of
+// them running alone; but of some units, where that leaves enough blocks, because a block may have to compute what is
+// common to its units first.
+inline int64_t blocks(int64_t units) {
+  const int64_t all = processors(), shortest = (units + all * 128 - 1) / (all * 128);
+  const int64_t enough = (units + all * 8 - 1) / (all * 8);
+  const int64_t share = shortest > 4 ? shortest : enough < 4 ? enough : 4;
+  return units ? (units + share - 1) / share : 0;
+}
+
+// Launches kernel(arguments...), unless there are no blocks. Returns 0 or a cudaError_t.
+template <class... Parameters, class... Arguments>
+int launch(void* stream, int64_t grid, int threads, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  if (grid == 0) return 0;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3((unsigned)grid);
+  config.blockDim = dim3((unsigned)threads);
+  config.stream = (cudaStream_t)stream;
+  return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// The processor's own conversions take a tenth of the instructions of those in numbers.h, and differ from them in the
+// bits of NaNs alone.
+__device__ __forceinline__ float of_fp16(uint16_t h) {
+#ifdef __NVCC__
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+#else
+  return from_fp16(h);
+#endif
+}
+
+__device__ __forceinline__ uint16_t as_fp16(float x) {
+#ifdef __NVCC__
+  uint16_t h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+#else
+  return to_fp16(x);
+#endif
+}
+
+// Two numbers of 16 bits in a word, with the bits that numbers.h gives them.
+template <int kType>
+__device__ __forceinline__ uint32_t exact_pair(float low, float high) {
+  const uint32_t a = kType == kBfloat16 ? to_bf16(low) : to_fp16(low);
+  return a | (uint32_t)(kType == kBfloat16 ? to_bf16(high) : to_fp16(high)) << 16;
+}
+
+// The same by the processor.
+template <int kType>
+__device__ __forceinline__ uint32_t pair(float low, float high) {
+#if !defined(__NVCC__)  // as it would be
+  const uint32_t both = exact_pair<kType>(low, high);
+  return (low == low ? both & 0xFFFFu : 0x7FFFu) | (high == high ? both & 0xFFFF0000u : 0x7FFF0000u);
+#elif __CUDA_ARCH__ >= 800
+  uint32_t both;
+  if (kType == kBfloat16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+#else
+  if (kType == kHalf) return (uint32_t)as_fp16(low) | (uint32_t)as_fp16(high) << 16;
+  return exact_pair<kType>(low, high);
+#endif
+}
+
+}  // namespace
+}  // namespace modelcenter

@@ -1,0 +1,187 @@
+// Dropout, which draws its masks again wherever it needs them (core/random.h); with the CPU's bits, as it is compiled
+// like kernels.cu.
+#include "dropout.h"
+
+#include "device.h"
+
+namespace modelcenter {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ float number(const void* base, int type, int64_t i) {
+  if (type == kFloat) return ((const float*)base)[i];
+  const uint16_t h = ((const uint16_t*)base)[i];
+  return type == kBfloat16 ? from_bf16(h) : from_fp16(h);
+}
+
+__device__ __forceinline__ void set_number(void* base, int type, int64_t i, float x) {
+  if (type == kFloat) ((float*)base)[i] = x;
+  else ((uint16_t*)base)[i] = type == kBfloat16 ? to_bf16(x) : to_fp16(x);
+}
+
+// Where dropout is: 16 threads, which draw a counter each, take the blocks of 128 channels of all rows one by one.
+struct Walk {
+  int64_t rows, channels;
+  uint32_t per_row;             // blocks that a row has channels of
+  uint32_t rows_on, blocks_on;  // from one block of these threads to their next
+};
+
+constexpr int kGroups = kThreads / kDropoutLanes;  // of threads that take a block
+
+struct Step {
+  int64_t row;
+  uint32_t block;  // of the row
+
+  __device__ __forceinline__ explicit Step(const Walk& walk) {
+    const uint32_t group = blockIdx.x * kGroups + threadIdx.x / kDropoutLanes;
+    row = group / walk.per_row;
+    block = group % walk.per_row;
+  }
+  __device__ __forceinline__ void next(const Walk& walk) {
+    row += walk.rows_on;
+    block += walk.blocks_on;
+    if (block >= walk.per_row) block -= walk.per_row, row++;
+  }
+};
+
+// The 8 times 16 bits that this thread's counter of a block gives.
+__device__ __forceinline__ void draw(const Draw& d, const Step& at, uint32_t (&words)[4]) {
+  const uint32_t block = (uint32_t)(d.first_channel / kDropoutBlock) + at.block;
+  const int64_t token = d.tokens ? d.tokens[at.row] : d.first_token + at.row;
+  philox(d.key_low, d.key_high, block * kDropoutLanes + threadIdx.x % kDropoutLanes, d.site, (uint64_t)token, words);
+}
+
+// Of the channels that a counter decides neighbours lie 16 apart: neighbouring threads have neighbouring channels.
+__global__ void __launch_bounds__(kThreads) drop(const Draw d, const Walk walk, const void* x, const void* residual,
+                                                 void* out, int type) {
+  const int64_t skipped = d.first_channel % kDropoutBlock;
+  for (Step at(walk); at.row < walk.rows; at.next(walk)) {
+    uint32_t words[4];
+    draw(d, at, words);
+    const int64_t begin = (int64_t)at.block * kDropoutBlock + threadIdx.x % kDropoutLanes - skipped;
+#pragma unroll
+    for (int slot = 0; slot < 8; slot++) {
+      const int64_t channel = begin + slot * kDropoutLanes;
+      if (channel < 0 || channel >= walk.channels) continue;
+      const int64_t i = at.row * walk.channels + channel;
+      const float y = dropped(number(x, type, i), words[slot / 2], slot % 2, d.threshold, d.scale);
+      set_number(out, type, i, residual ? number(residual, type, i) + y : y);
+    }
+  }
+}
+
+template <int kType>
+constexpr int kOf16Bytes = kType == kFloat ? 4 : 8;  // numbers
+
+template <int kType>
+__device__ __forceinline__ void unpack(const uint4& from, float (&x)[kOf16Bytes<kType>]) {
+  const uint32_t words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int k = 0; k < kOf16Bytes<kType>; k++) {
+    if (kType == kFloat) {
+      x[k] = float_of(words[k % 4]);
+    } else {
+      const uint16_t h = (uint16_t)(words[k / 2] >> (k % 2 * 16));
+      x[k] = kType == kBfloat16 ? from_bf16(h) : of_fp16(h);
+    }
+  }
+}
+
+template <int kType>
+__device__ __forceinline__ uint4 pack(const float (&x)[kOf16Bytes<kType>]) {
+  uint32_t words[4];
+  bool number = true;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    if constexpr (kType == kFloat) {
+      words[k] = bits_of(x[k]);
+    } else {
+      words[k] = pair<kType>(x[2 * k], x[2 * k + 1]);
+      number = number && x[2 * k] == x[2 * k] && x[2 * k + 1] == x[2 * k + 1];
+    }
+  }
+  if constexpr (kType != kFloat) {
+    if (!number) {
+#pragma unroll
+      for (int k = 0; k < 4; k++) words[k] = exact_pair<kType>(x[2 * k], x[2 * k + 1]);
+    }
+  }
+  uint4 all;
+  all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
+  return all;
+}
+
+// The same where all rows, and the first channels of their blocks, begin at multiples of 16 bytes: a thread moves so
+// many at a time. What decides over its numbers was drawn by its neighbours, and is exchanged as one bit each.
+template <int kType>
+__global__ void __launch_bounds__(kThreads)
+    drop_vectors(const Draw d, const Walk walk, const void* x, const void* residual, void* out) {
+  constexpr int kNumbers = kOf16Bytes<kType>;
+  constexpr int kParts = 8 / kNumbers;  // of a block, of each of which a thread has 16 bytes
+  constexpr int kSlots = 8 / kParts;    // of 16 channels, that a part has
+  const int64_t skipped = d.first_channel % kDropoutBlock;
+  const int lane = threadIdx.x % kDropoutLanes, half = threadIdx.x % 32 / kDropoutLanes;
+  const int slot = lane * kNumbers / kDropoutLanes;
+  const int shift = half * kDropoutLanes + lane * kNumbers % kDropoutLanes;
+  const uint32_t limit = d.threshold << 16;
+  // Both halves of a warp go on until the first, which is never behind the second, is done.
+  for (Step at(walk); at.row - (half && at.block == 0) < walk.rows; at.next(walk)) {
+    const bool there = at.row < walk.rows;
+    const int64_t begin = (int64_t)at.block * kDropoutBlock - skipped + lane * kNumbers;
+    uint4 found[kParts] = {}, more[kParts] = {};
+    int64_t i[kParts];
+    bool inside[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      const int64_t channel = begin + part * (kDropoutBlock / kParts);
+      inside[part] = there && (uint64_t)channel < (uint64_t)walk.channels;
+      i[part] = (int64_t)((uint64_t)(at.row * walk.channels + channel) / kNumbers);
+      if (!inside[part]) continue;
+      found[part] = ((const uint4*)x)[i[part]];
+      if (residual) more[part] = ((const uint4*)residual)[i[part]];
+    }
+    uint32_t words[4] = {};
+    if (there) draw(d, at, words);
+    uint32_t votes[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+      votes[k] = __ballot_sync(0xFFFFFFFFu, (k % 2 ? words[k / 2] : words[k / 2] << 16) >= limit);
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      uint32_t kept = 0;
+#pragma unroll
+      for (int k = 0; k < kSlots; k++) kept = slot == k ? votes[part * kSlots + k] : kept;
+      kept >>= shift;
+      if (!inside[part]) continue;
+      float y[kNumbers], add[kNumbers];
+      unpack<kType>(found[part], y);
+      unpack<kType>(more[part], add);
+#pragma unroll
+      for (int k = 0; k < kNumbers; k++) {
+        y[k] = kept >> k & 1u ? y[k] * d.scale : 0.0f;
+        if (residual) y[k] = add[k] + y[k];
+      }
+      __stcg((uint4*)out + i[part], pack<kType>(y));
+    }
+  }
+}
+
+}  // namespace
+
+int cuda_dropout(const Draw& draw, const void* x, const void* residual, void* out, int type, int64_t rows,
+                 int64_t channels, void* stream) {
+  const int64_t first = draw.first_channel / kDropoutBlock, last = (draw.first_channel + channels - 1) / kDropoutBlock;
+  Walk walk{rows, channels, (uint32_t)(last - first + 1), 0, 0};
+  const int64_t grid = blocks((rows * walk.per_row + kGroups - 1) / kGroups);
+  walk.rows_on = (uint32_t)(grid * kGroups / walk.per_row);
+  walk.blocks_on = (uint32_t)(grid * kGroups % walk.per_row);
+  const int vector = 16 / size_of(type);
+  if (draw.first_channel % vector || channels % vector || ((uintptr_t)x | (uintptr_t)residual | (uintptr_t)out) % 16)
+    return launch(stream, grid, kThreads, drop, draw, walk, x, residual, out, type);
+  const auto kernel = type == kFloat ? drop_vectors<kFloat>
+                                     : type == kBfloat16 ? drop_vectors<kBfloat16> : drop_vectors<kHalf>;
+  return launch(stream, grid, kThreads, kernel, draw, walk, x, residual, out);
+}
+
+}  // namespace modelcenter

@@ -164,7 +164,10 @@ def test_nobody_imports_what_the_design_forbids():
 # The layers of engine, from the lowest: a module imports those of its own layer and of lower ones, inside functions
 # too. The longest matching prefix decides. What is imported inside a function is there for the time its import takes.
 ENGINE_LAYERS = (
-    ("debug", "lr_scheduler", "memory", "names", "ops", "outputs", "precision", "rendezvous", "tensors", "torch_compat"),
+    (
+        "debug", "lr_scheduler", "memory", "names", "ops", "outputs", "precision", "rendezvous", "tensors",
+        "torch_compat",
+    ),
     ("background", "process_group", "registry", "runtime"),
     ("collectives", "parallel.fsdp", "parallel.functional", "parallel.mesh", "parallel.rng"),
     (

@@ -33,14 +33,17 @@ class _Casts:
     """The parameters of one call of a unit, their casts, and where they stand."""
 
     def __init__(self, unit: nn.Module, dtype: torch.dtype) -> None:
-        self.unit = unit
+        self.unit, self.dtype = unit, dtype
         self.places = _own_parameters(unit, dtype)
-        casts = _casts({id(p): p for _, _, p in self.places}, dtype) if self.places else {}
-        self.casts = [casts[id(p)] for _, _, p in self.places]
+        self._casts: dict[int, torch.Tensor] | None = None  # by the parameters' ids
 
     def show(self) -> None:
-        for (parameters, name, _), cast in zip(self.places, self.casts, strict=True):
-            parameters[name] = cast  # type: ignore[assignment]
+        if not self.places:
+            return
+        if self._casts is None:
+            self._casts = _casts({id(p): p for _, _, p in self.places}, self.dtype)
+        for parameters, name, parameter in self.places:
+            parameters[name] = self._casts[id(parameter)]  # type: ignore[assignment]
 
     def hide(self) -> None:
         for parameters, name, parameter in self.places:
@@ -59,8 +62,13 @@ class _Casts:
 
     def _reached(self, _: torch.Tensor) -> None:
         hide_casts_of(self.unit)
-        self.show_again()
-        run_after_backward(functools.partial(hide_casts_of, self.unit))
+        with torch.enable_grad():  # as in the forward that is computed again
+            self.show_again()
+        run_after_backward(self._end)
+
+    def _end(self) -> None:
+        hide_casts_of(self.unit)
+        self._casts = None  # who keeps a loss would keep these too; another backward makes them anew
 
 
 def hide_casts_of(unit: nn.Module) -> None:

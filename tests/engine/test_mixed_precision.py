@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -166,6 +168,21 @@ def test_a_backward_that_raises_leaves_no_casts():
     handle.remove()
     model(*inputs())
     assert all(kept[name] is p for name, p in model.named_parameters())
+
+
+def test_a_loss_that_is_kept_keeps_no_casts():
+    model = cast("bf16", Checkpointed(False))
+    seen = []
+    model.embed.register_forward_hook(lambda module, *_: seen.append(weakref.ref(module.weight)))
+    ids, shift = inputs()
+    loss = model(ids, shift).float().sum()
+    loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    loss.backward()  # runs modules again, a second time
+    gc.collect()
+    assert len(seen) == 1 and seen[0]() is None and loss.item()
+    for name, gradient in first.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, 2 * gradient, msg=name)
 
 
 def test_units_see_only_their_own_casts():

@@ -34,7 +34,10 @@ FLAGS = [
     "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-Wno-unknown-pragmas", f"-I{HERE / 'cuda_on_cpu'}",
     "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++",
 ]  # fmt: skip
-LOAD = "import sys, torch\nfrom engine.ops import library\nassert library.cpu().loaded\ntorch.ops.load_library({!r})\n"
+LOAD = (
+    "import sys, torch\nfrom engine.ops import library\n"
+    "assert library.cpu().loaded\nassert library.load_cuda({!r}).loaded\n"
+)
 OPERATORS = "(library or compiled_and_reference or denormals or past_the_caches) and not (on_average or values_and)"
 
 

@@ -25,7 +25,7 @@ def test_losses_and_gradients(either, shape, dtype, layout):
 
 def call(logits, targets, count, scale=1.0, smoothing=0.0):
     losses = torch.empty(len(logits))
-    torch.ops.modelcenter.cross_entropy_(logits, losses, targets, count, scale, smoothing, True, 0)
+    library.operator("cross_entropy_")(logits, losses, targets, count, scale, smoothing, True, 0)
     return losses
 
 
@@ -84,5 +84,5 @@ def test_arguments_that_do_not_fit_are_named(compiled):
             call(*wrong)
     with pytest.raises(RuntimeError, match="overlap in memory"):
         memory = torch.zeros(8)
-        torch.ops.modelcenter.cross_entropy_(memory[:6].view(2, 3), memory[4:6], targets, None, 1.0, 0.0, True, 0)
+        library.operator("cross_entropy_")(memory[:6].view(2, 3), memory[4:6], targets, None, 1.0, 0.0, True, 0)
     call(torch.zeros(0, 3), targets[:0], None)

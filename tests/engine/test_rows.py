@@ -280,5 +280,5 @@ def test_rows_are_moved_16_bytes_at_a_time_and_held_in_registers(tmp_path):
     text = (tmp_path / "rows.ptx").read_text()
     assert re.search(r"st\.global\S*\.v4\.u32", text) and re.search(r"ld\.global\S*\.v4\.u32", text)
     assert ".local" not in text
-    for kind in ("bf16x2.f32", "f16.f32"):
+    for kind in ("bf16x2.f32", "f16x2.f32"):
         assert f"cvt.rn.{kind}" in text

@@ -191,14 +191,14 @@ def test_ranks_wait_for_a_long_upload_and_for_rows(tmp_path, monkeypatch):
 
     def impatient(*args):
         resolve_for_model(*args)
-        torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.2))
+        torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
 
     def slow_rows(*args):
-        time.sleep(0.5 * engine.rank())
+        time.sleep(2 * engine.rank())
         return tokenize(*args)
 
     def slow_upload(output, repo_id):
-        time.sleep(0.5)
+        time.sleep(2)
         return SimpleNamespace(address=repo_id)
 
     def train(*args):

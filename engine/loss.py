@@ -359,7 +359,7 @@ def _rows_per_chunk(weight: Tensor, shard: _VocabularyShard | None, fused: bool 
 
 def _rows_of(rows: int, weight: Tensor, shard: _VocabularyShard | None, fused: bool = True) -> int:
     """How many of so many rows are a chunk. On a GPU, where there are few chunks, they are of one size."""
-    most = _rows_per_chunk(weight, shard) if fused else _rows_per_chunk(weight, shard, fused=False)
+    most = _rows_per_chunk(weight, shard, fused)
     if weight.device.type != "cuda" or rows <= most:
         return most
     equal = -(-rows // -(-rows // most))

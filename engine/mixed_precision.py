@@ -166,10 +166,9 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dtypes: list[torch.dtype] = ctx.dtypes
-        if torch.is_grad_enabled():  # with create_graph: the derivatives have some of their own
-            return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
         given = [g for g in grads if g is not None]
-        if given and len(set(dtypes)) == 1 and all(type(g) is torch.Tensor for g in given):
+        plain = given and len(set(dtypes)) == 1 and all(type(g) is torch.Tensor for g in given)
+        if plain and not torch.is_grad_enabled():  # with create_graph the derivatives have some of their own
             wide = iter(_cast_list([g.contiguous() for g in given], dtypes[0], in_one=True))
             return None, *(None if g is None else next(wide) for g in grads)
         return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))

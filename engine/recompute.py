@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,25 +54,24 @@ def wrap_units_(
         cast_to: the dtype in which a unit sees its parameters and inputs; None: they are as they are.
     """
     selective = recompute == "selective"
+    cast: Callable[..., Forward] = _none if cast_to is None else functools.partial(casting, dtype=cast_to)
     for unit in units:
         own = unit.__dict__.get("forward")  # somebody's patch of this one module
         if hasattr(own, _MARK):
             continue
         # A unit is compiled as its class's function, so that units of one class share what was compiled.
         forward: Forward = _ignoring_self(own) if own is not None else type(unit).forward
-        # Recomputing what is compiled works for any unit; only "selective" must be seen by the compiler, which carries
-        # it out itself: the modes that watch operators would turn compilation off.
-        if compile and not selective:
-            forward = _compiled(forward, compile)
-        # What is computed again needs the casts again. In a graph that does it itself they are inputs.
-        if cast_to is not None and not (compile and selective):
-            forward = casting(forward, cast_to, recomputed=recompute in ("full", "selective"))
         if selective:
             _recompute_recurrent_layers(unit)
-        forward = _WRAPPERS[recompute](_noticing_python(forward) if compile and selective else forward)
         if compile and selective:
-            forward = _compiled(forward, compile)
-            forward = forward if cast_to is None else casting(forward, cast_to)
+            # The compiler must see it and carries it out itself, with the casts as inputs of the graph: the modes that
+            # watch operators would turn compilation off.
+            forward = cast(_compiled(_selective(_noticing_python(forward)), compile))
+        else:
+            # Any unit that is compiled can be computed again; for that it needs its casts again.
+            if compile:
+                forward = _compiled(forward, compile)
+            forward = _WRAPPERS[recompute](cast(forward, recomputed=recompute in ("full", "selective")))
         CASTS.set(unit, cast_to is not None)
         # A bound method: copy.deepcopy binds it to the copy.
         unit.forward = types.MethodType(_marked(forward, recompute), unit)
@@ -118,7 +117,7 @@ def _warn_of_python(unit: str) -> None:
     )
 
 
-def _none(forward: Forward) -> Forward:
+def _none(forward: Forward, **_: Any) -> Forward:
     return forward
 
 

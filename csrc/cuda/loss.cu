@@ -8,6 +8,7 @@
 #include <math.h>
 
 #include "../core/numbers.h"
+#include "device.h"
 
 namespace modelcenter {
 namespace {
@@ -208,23 +209,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kType>
-int launch(void* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int classes,
-           const float* count, float scale, float smoothing, bool train, void* stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3((unsigned)(rows < kGrid ? rows : kGrid));
-  config.blockDim = dim3((unsigned)kThreads);
-  config.stream = (cudaStream_t)stream;
-  return (int)cudaLaunchKernelEx(&config, cross_entropy<kType>, (typename Number<kType>::Bits*)x, stride, target, loss,
-                                 rows, classes, count, scale, smoothing, train);
+int run(void* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int classes, const float* count,
+        float scale, float smoothing, bool train, void* stream) {
+  return launch(stream, rows < kGrid ? rows : kGrid, kThreads, cross_entropy<kType>, (typename Number<kType>::Bits*)x,
+                stride, target, loss, rows, classes, count, scale, smoothing, train);
 }
 
 }  // namespace
 
 int cuda_cross_entropy(void* x, int type, int64_t stride, const int64_t* target, float* loss, int64_t rows,
                        int64_t classes, const float* count, float scale, float smoothing, bool train, void* stream) {
-  if (rows == 0) return 0;
-  const auto run = type == kFloat ? launch<kFloat> : type == kBfloat16 ? launch<kBfloat16> : launch<kHalf>;
-  return run(x, stride, target, loss, rows, (int)classes, count, scale, smoothing, train, stream);
+  const auto of_type = type == kFloat ? run<kFloat> : type == kBfloat16 ? run<kBfloat16> : run<kHalf>;
+  return of_type(x, stride, target, loss, rows, (int)classes, count, scale, smoothing, train, stream);
 }
 
 }  // namespace modelcenter

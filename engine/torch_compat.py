@@ -104,6 +104,8 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call ``callback`` at the end of the backward pass that is running."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling the module does more than what its class's ``forward`` does: there are hooks on it or on all
+    modules, or it has been given another ``forward``."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or "forward" in module.__dict__ or torch.nn.modules.module._has_any_global_hook()

@@ -1,12 +1,14 @@
-"""Norms of rows and sums of columns by csrc/cuda/rows.cu against float64: on a GPU, or where it runs on a CPU."""
+"""Norms of rows and sums of columns by the operators against float64: on a CPU, on a GPU, or where csrc/cuda runs on a
+CPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import library
+from engine.ops import dropout, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of one thread, of part of a warp, of several warps and of a block; of groups of them, more than blocks; none.
@@ -19,11 +21,17 @@ Place = Callable[[Tensor, int], Tensor]
 
 def at_odd(x: Tensor, odd: int) -> Tensor:
     """A copy of x that begins at an odd element, or at a multiple of 16 bytes."""
-    room = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype, device=x.device)
+    room = torch.full((x.numel() + 1,), torch.nan if x.is_floating_point() else -1, dtype=x.dtype, device=x.device)
     return room[odd : x.numel() + odd].view(x.shape).copy_(x)
 
 
-def check_norms(rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd) -> None:
+# Whether a norm has a bias, and how many of 65,536 numbers are dropped of what is added first.
+ADDED = tuple((centered, dropped) for centered in (True, False) for dropped in (0, 6554))
+
+
+def check_norms(
+    rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd, added: Any = ADDED
+) -> None:
     generator = torch.Generator().manual_seed(rows * n + odd)
 
     def drawn(*shape: int, mean: float = 0.0) -> Tensor:
@@ -32,31 +40,77 @@ def check_norms(rows: int, n: int, dtype: torch.dtype, device: str, odd: int, pl
 
     x, grad = drawn(rows, n, mean=3.0), drawn(rows, n)
     weight, bias = drawn(n, mean=1.0), drawn(n)
-    stream = library.stream(x.device)
     for centered in (True, False):
-        exact = [t.double().requires_grad_() for t in ((x, weight, bias) if centered else (x, weight))]
-        if centered:
-            wanted = F.layer_norm(exact[0], (n,), *exact[1:], EPS)
-            run = lambda: library.operator("layer_norm_rows")(x, weight, bias, EPS, stream)  # noqa: E731
-            back = library.operator("layer_norm_rows_backward")
-        else:
-            wanted = F.rms_norm(exact[0], (n,), exact[1], EPS)
-            run = lambda: library.operator("rms_norm_rows")(x, weight, EPS, stream)  # noqa: E731
-            back = library.operator("rms_norm_rows_backward")
-        out, stats = run()
-        assert torch.equal(out, run()[0]) and out.shape == x.shape
-        close(out, wanted.detach(), 1 if centered else 2)
-        if not centered:  # rounded before the weight multiplies it
-            ours = F.rms_norm(x.float(), (n,), eps=EPS).to(dtype) * weight
-            assert (out != ours).double().sum() <= 0.01 * out.numel() + 1 or dtype is torch.float32
-        gradients = torch.autograd.grad(wanted, exact, grad.double())
-        found = back(grad, x, weight, stats, True, stream)
-        again = back(grad, x, weight, stats, True, stream)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-        for ours, theirs in zip(found, gradients, strict=True):
+        check_norm(x, weight, bias if centered else None, grad)
+    for centered, dropped in added:
+        branch, extra = drawn(rows, n), drawn(rows, n)
+        tokens = place((torch.arange(rows) * 7 + (1 << 33)).to(device), odd)
+        draw = (tokens if rows % 2 else None, 987654321 << 20, 5, dropped)
+        check_added(x, branch, weight, bias if centered else None, grad, extra, draw)
+
+
+def check_norm(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> None:
+    """A norm alone, and its gradients with and without those of the weight."""
+    n, stream, nothing = x.shape[-1], library.stream(x.device), (None, 0, 0, 0)
+    exact = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
+    norm, back = library.operator("norm"), library.operator("norm_backward")
+    wanted = (
+        F.rms_norm(*exact[:1], (n,), exact[1], EPS) if bias is None else F.layer_norm(exact[0], (n,), *exact[1:], EPS)
+    )
+    run = lambda: norm(x, weight, bias, EPS, None, *nothing, stream)  # noqa: E731
+    total, out, stats = run()
+    assert torch.equal(out, run()[1]) and out.shape == x.shape and not total.numel()
+    close(out, wanted.detach(), 1 if bias is not None else 2)
+    if bias is None:  # rounded before the weight multiplies it
+        ours = F.rms_norm(x.float(), (n,), eps=EPS).to(x.dtype) * weight
+        assert (out != ours).double().sum() <= 0.01 * out.numel() + 1 or x.dtype is torch.float32
+    gradients = torch.autograd.grad(wanted, exact, grad.double())
+    for sums in (True, False):
+        found = [
+            back(grad, None, False, x, weight, stats, bias is not None, sums, *nothing, stream) for _ in range(1 + sums)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+        dx, dbranch, *of_weights = found[0]
+        close(dx, gradients[0])
+        assert not dbranch.numel()
+        if not sums:
+            assert not any(t.numel() for t in of_weights)
+            continue
+        assert bias is not None or not of_weights.pop().numel()
+        for ours, theirs in zip(of_weights, gradients[1:], strict=True):
             close(ours, theirs)
-        dx, *nothing = back(grad, x, weight, stats, False, stream)
-        assert torch.equal(dx, found[0]) and all(t.numel() == 0 for t in nothing)
+
+
+def check_added(
+    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, extra: Tensor, draw: tuple[Any, ...]
+) -> None:
+    """The norm of x + dropout(branch): the sum and the masks bit for bit, the rest as that of the norm alone."""
+    stream, (tokens, key, site, threshold) = library.stream(x.device), draw
+    norm, back, centered = library.operator("norm"), library.operator("norm_backward"), bias is not None
+
+    def drop(t: Tensor) -> Tensor:
+        return dropout(t, threshold / 65536, key=key, site=site, tokens=tokens)
+
+    total, out, stats = norm(x, weight, bias, EPS, branch, *draw, stream)
+    wanted = (x.float() + drop(branch.float())).to(x.dtype)
+    assert torch.equal(total, wanted)
+    _, alone, of_alone = norm(wanted, weight, bias, EPS, None, None, 0, 0, 0, stream)
+    close(out, alone.double())
+    close(stats, of_alone.double())
+    for of_sum in (True, False):
+        dx, dropped, *of_weights = back(grad, extra, of_sum, total, weight, stats, centered, True, *draw, stream)
+        whole = grad.double() if of_sum else grad.double() + extra.double()
+        exact = [t.double().requires_grad_() for t in (total, weight, bias) if t is not None]
+        n = x.shape[-1]
+        of = F.layer_norm(exact[0], (n,), *exact[1:], EPS) if centered else F.rms_norm(exact[0], (n,), exact[1], EPS)
+        gradients = torch.autograd.grad(of, exact, whole)
+        close(dx, gradients[0] + (extra.double() if of_sum else 0))
+        for ours, theirs in zip(of_weights[: len(exact) - 1], gradients[1:], strict=True):
+            close(ours, theirs)
+        if threshold:
+            assert torch.equal(dropped, drop(dx.float()).to(x.dtype))
+        else:
+            assert not dropped.numel()
 
 
 def check_sums(rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd) -> None:
@@ -85,7 +139,9 @@ def close(found: Tensor, wanted: Tensor, roundings: int = 1) -> None:
 def check_all(place: Place = at_odd, device: str = "cpu") -> None:
     for index, (rows, n) in enumerate(NORMS):
         for number, dtype in enumerate(DTYPES):
-            check_norms(rows, n, dtype, device, (index + number) % 2, place)
+            # Long rows are slow where csrc/cuda runs on a CPU.
+            added = ADDED if n < 300 else ADDED[(index + number) % 4 :][:1]
+            check_norms(rows, n, dtype, device, (index + number) % 2, place, added)
     for index, (rows, n) in enumerate(SUMS):
         for number, dtype in enumerate(DTYPES):
             check_sums(rows, n, dtype, device, (index + number) % 2, place)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -108,26 +109,29 @@ def test_bf16_trains(precision: str):
     assert losses[-1] < 0.5 * losses[0], losses
 
 
+@pytest.mark.parametrize("lengths", [(9, 91, 0, 1, 299), (128, 128, 128)], ids=["ragged", "equal"])
 @pytest.mark.parametrize("kind", ["plain", "causal", "window", "grouped"])
-def test_attention_in_16_bits(kind: str, monkeypatch: pytest.MonkeyPatch):
-    """The variable-length kernel, forward and backward, against fp32 on the CPU."""
+def test_attention_in_16_bits(kind: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    """The kernel for sequences of any length, and that for those of one, forward and backward, against fp32 on the
+    CPU."""
     import torch
 
     from modelcenter.layers import packed_attention as attention
     from modelcenter.layers.mask import Mask
     from modelcenter.layers.packing import Packed
 
-    kernel, calls = attention._varlen, []
-    monkeypatch.setattr(attention, "_varlen", lambda *args: calls.append(1) or kernel(*args))
+    name = "_of_equal_lengths" if len(set(lengths)) == 1 and kind != "window" else "_varlen"
+    kernel, calls = getattr(attention, name), []
+    monkeypatch.setattr(attention, name, lambda *args: calls.append(1) or kernel(*args))
     torch.manual_seed(0)
-    ends = torch.tensor([0, 9, 100, 100, 101, 400], dtype=torch.int32)
-    kv_heads = 2 if kind == "grouped" else 4
-    values = [torch.randn(400, heads * 64).bfloat16() for heads in (4, kv_heads, kv_heads, 4)]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    kv_heads, tokens = 2 if kind == "grouped" else 4, sum(lengths)
+    values = [torch.randn(tokens, heads * 64).bfloat16() for heads in (4, kv_heads, kv_heads, 4)]
     mask = Mask(kind != "plain", 33 if kind == "window" else None)
     found = []
     for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
         q, k, v = (x.to(device, dtype).requires_grad_() for x in values[:3])
-        packed = Packed.from_cu_seqlens(ends.to(device), 299, 400)
+        packed = Packed.from_cu_seqlens(ends.to(device), max(lengths), tokens)
         out = attention.packed_attention(q, k, v, packed, 4, kv_heads=kv_heads, mask=mask)
         grads = torch.autograd.grad(out, (q, k, v), values[3].to(device, dtype))
         found.append([x.detach().float().cpu() for x in (out, *grads)])
@@ -200,7 +204,8 @@ def test_attention_with_a_bias_in_16_bits(causal: bool, shared: bool):
         assert (ours - wanted).norm() < 0.03 * wanted.norm()
 
 
-def test_attention_weights_are_dropped_in_16_bits():
+@pytest.mark.parametrize("length", [500, 512])
+def test_attention_weights_are_dropped_in_16_bits(length: int):
     """With values of 1 an output is the sum of what is kept, whose mean is 1; the gradient has the same mask."""
     import torch
 
@@ -208,9 +213,10 @@ def test_attention_weights_are_dropped_in_16_bits():
     from modelcenter.layers.packed_attention import packed_attention
     from modelcenter.layers.packing import Packed
 
-    packed = Packed.from_cu_seqlens(torch.tensor([0, 500, 1000], dtype=torch.int32, device=DEVICE), 500, 1000)
-    q, k = (torch.randn(1000, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    v = torch.ones(1000, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    ends, tokens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=DEVICE), 2 * length
+    packed = Packed.from_cu_seqlens(ends, length, tokens)
+    q, k = (torch.randn(tokens, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.ones(tokens, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     out = packed_attention(q, k, v, packed, 4, AttentionDropout(0.3))
     (grad,) = torch.autograd.grad(out.sum(), v)
     assert abs(out.float().mean().item() - 1) < 0.02 and out.float().std().item() > 0.01

@@ -215,6 +215,13 @@ inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_ch
           (uint32_t)threshold, 65536.0f / (float)(65536 - threshold)};
 }
 
+// The numbers of the rows of x.
+inline void check_tokens(const Tensor& tokens, const Tensor& x, int64_t rows) {
+  MC_CHECK(tokens.scalar_type() == ScalarType::Long && tokens.numel() == rows && tokens.is_contiguous(),
+                  "tokens must be contiguous int64 numbers, one for each row of x");
+  same_device(tokens, x, "tokens");
+}
+
 // Checks the tensors of a dropout, and says what it draws from.
 inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optional<Tensor>& residual,
                           const std::optional<Tensor>& tokens, int64_t first_token, int64_t first_channel, int64_t key,
@@ -233,11 +240,7 @@ inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optiona
   take(out, "out", true);
   if (residual) take(*residual, "residual", false);
   overlaps.check();
-  if (tokens) {
-    MC_CHECK(tokens->scalar_type() == ScalarType::Long && tokens->numel() == x.size(0) &&
-                        tokens->is_contiguous(), "tokens must be contiguous int64 numbers, one for each row of x");
-    same_device(*tokens, x, "tokens");
-  }
+  if (tokens) check_tokens(*tokens, x, x.size(0));
   return draw_of(tokens ? (const int64_t*)tokens->const_data_ptr() : nullptr, first_token, first_channel, key, site,
                  threshold);
 }

@@ -1,7 +1,7 @@
 // The operators' schemas, for all devices, and their CPU side. Stable ABI: one library for torch 2.11 and later.
 #include <math.h>
 
-#include "../core/arguments.h"
+#include "../core/norm_arguments.h"
 #include "arrays.h"
 #include "bind_attention.h"
 #include "bind_bytes.h"
@@ -167,38 +167,28 @@ void gelu(Tensor out, Tensor x, std::optional<Tensor> grad) {
 
 constexpr int64_t kRows = 32;  // that a thread takes at a time; also the unit of the order in which dweight is added up
 
-void rms_norm(Tensor out, Tensor factor, Tensor x, Tensor weight, double eps) {
-  const int64_t n = weight.numel(), rows = n ? x.numel() / n : 0;
-  Arrays arrays(x);
-  const float* from = arrays.take(x, "x", rows * n);
-  const float* w = arrays.take(weight, "weight", n);
-  float* to = arrays.take(out, "out", rows * n, true);
-  float* f = arrays.take(factor, "factor", rows, true);
-  arrays.check();
-  for_chunks(1, [&](size_t) { return rows; }, [&](size_t, int64_t begin, int64_t end) {
-    kernels().rms_norm(from + begin * n, w, to + begin * n, f + begin, end - begin, n, (float)eps);
+void norm(const NormJob& job, const Tensor&, int64_t) {
+  STD_TORCH_CHECK(job.type == kFloat, "x must hold fp32 numbers");
+  for_chunks(1, [&](size_t) { return job.rows; }, [&](size_t, int64_t begin, int64_t end) {
+    kernels().norm(job, begin, end);
   }, kRows);
 }
 
-void rms_norm_backward(Tensor dx, std::optional<Tensor> dweight, Tensor grad, Tensor x, Tensor weight, Tensor factor) {
-  const int64_t n = weight.numel(), rows = n ? x.numel() / n : 0, parts = (rows + kRows - 1) / kRows;
-  Arrays arrays(x);
-  const float* from = arrays.take(x, "x", rows * n);
-  const float* g = arrays.take(grad, "grad", rows * n);
-  const float* w = arrays.take(weight, "weight", n);
-  const float* f = arrays.take(factor, "factor", rows);
-  float* to = arrays.take(dx, "dx", rows * n, true);
-  float* sums = dweight ? arrays.take(*dweight, "dweight", n, true) : nullptr;
-  arrays.check();
-  std::vector<float> part(sums ? (size_t)(parts * n) : 0, 0.0f);
-  for_chunks(1, [&](size_t) { return rows; }, [&](size_t, int64_t begin, int64_t end) {
-    float* own = sums ? part.data() + begin / kRows * n : nullptr;
-    kernels().rms_norm_backward(g + begin * n, from + begin * n, w, f + begin, to + begin * n, own, end - begin, n);
+void norm_backward(const NormBackwardJob& job, const Tensor&, int64_t) {
+  STD_TORCH_CHECK(job.type == kFloat, "x must hold fp32 numbers");
+  const int64_t n = job.n, parts = (job.rows + kRows - 1) / kRows, width = (job.dbias ? 2 : 1) * n;
+  std::vector<float> part(job.dweight ? (size_t)(parts * width) : 0, 0.0f);
+  for_chunks(1, [&](size_t) { return job.rows; }, [&](size_t, int64_t begin, int64_t end) {
+    float* const own = job.dweight ? part.data() + begin / kRows * width : nullptr;
+    kernels().norm_backward(job, own, own ? own + n : nullptr, begin, end);
   }, kRows);
-  if (!sums) return;
-  memset(sums, 0, sizeof(float) * (size_t)n);
-  for (int64_t p = 0; p < parts; p++)
-    for (int64_t i = 0; i < n; i++) sums[i] += part[(size_t)(p * n + i)];
+  float* const sums[2] = {(float*)job.dweight, (float*)job.dbias};
+  for (int which = 0; which < 2; which++) {
+    if (!sums[which]) continue;
+    memset(sums[which], 0, sizeof(float) * (size_t)n);
+    for (int64_t p = 0; p < parts; p++)
+      for (int64_t i = 0; i < n; i++) sums[which][i] += part[(size_t)(p * width + which * n + i)];
+  }
 }
 
 constexpr int64_t kWidened = 8;  // rows of 16-bit logits for which a thread has memory for one in fp32
@@ -263,10 +253,13 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "dropout_(Tensor(a!) out, Tensor x, Tensor? residual, Tensor? tokens, int first_token, int first_channel, "
       "int key, int site, int threshold, int stream) -> ()");
   m.def("gelu_tanh_(Tensor(a!) out, Tensor x, Tensor? grad) -> ()");
-  m.def("rms_norm_(Tensor(a!) out, Tensor(b!) factor, Tensor x, Tensor weight, float eps) -> ()");
   m.def(
-      "rms_norm_backward_(Tensor(a!) dx, Tensor(b!)? dweight, Tensor grad, Tensor x, Tensor weight, Tensor factor) "
-      "-> ()");
+      "norm(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor? branch, Tensor? tokens, int key, int site, "
+      "int threshold, int stream) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "norm_backward(Tensor grad, Tensor? extra, bool extra_of_sum, Tensor sum, Tensor weight, Tensor stats, "
+      "bool centered, bool sums, Tensor? tokens, int key, int site, int threshold, int stream) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, Tensor? count, float scale, float smoothing, "
       "bool train, int stream) -> ()");
@@ -287,14 +280,6 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def("sha256_(Tensor(a!) first, Tensor x, Tensor(b!) second, Tensor y) -> bool");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
   // Of CUDA alone.
-  m.def("layer_norm_rows(Tensor x, Tensor weight, Tensor bias, float eps, int stream) -> (Tensor, Tensor)");
-  m.def(
-      "layer_norm_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor stats, bool sums, int stream) "
-      "-> (Tensor, Tensor, Tensor)");
-  m.def("rms_norm_rows(Tensor x, Tensor weight, float eps, int stream) -> (Tensor, Tensor)");
-  m.def(
-      "rms_norm_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor stats, bool sums, int stream) "
-      "-> (Tensor, Tensor)");
   m.def("column_sums(Tensor x, int stream) -> Tensor");
 }
 
@@ -309,8 +294,8 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
   m.impl("dropout_", TORCH_BOX(&modelcenter::dropout));
   m.impl("gelu_tanh_", TORCH_BOX(&modelcenter::gelu));
-  m.impl("rms_norm_", TORCH_BOX(&modelcenter::rms_norm));
-  m.impl("rms_norm_backward_", TORCH_BOX(&modelcenter::rms_norm_backward));
+  m.impl("norm", TORCH_BOX(&modelcenter::norm_operator<modelcenter::norm>));
+  m.impl("norm_backward", TORCH_BOX(&modelcenter::norm_backward_operator<modelcenter::norm_backward>));
   m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
   m.impl("linear_", TORCH_BOX(&modelcenter::linear_into));

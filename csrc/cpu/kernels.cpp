@@ -278,7 +278,7 @@ namespace modelcenter {
 namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
-                           split_all, merge_all, dropout, gelu, rms_norm, rms_norm_backward, cross_entropy,
+                           split_all, merge_all, dropout, gelu, norm, norm_backward, cross_entropy,
                            product, attention_scratch, attention, attention_backward, transpose, crc32, sha256};
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "../core/job.h"
+#include "../core/norm.h"
 #include "../core/random.h"
 
 namespace modelcenter {
@@ -48,10 +49,10 @@ struct CpuKernels {
                   int64_t end);
   // out = gelu(x) or, where grad is not null, grad times the slope at x.
   void (*gelu)(const float* x, const float* grad, float* out, int64_t n);
-  // Rows of n numbers through an RMSNorm, and back: see norm.h.
-  void (*rms_norm)(const float* x, const float* w, float* out, float* factor, int64_t rows, int64_t n, float eps);
-  void (*rms_norm_backward)(const float* grad, const float* x, const float* w, const float* factor, float* dx,
-                            float* dw, int64_t rows, int64_t n);
+  // Rows [begin, end) through a norm, and back, in fp32. The gradients of weight and bias are added to dweight and
+  // dbias, unless dweight is null.
+  void (*norm)(const NormJob& job, int64_t begin, int64_t end);
+  void (*norm_backward)(const NormBackwardJob& job, float* dweight, float* dbias, int64_t begin, int64_t end);
   // The cross-entropy of rows of n logits, `stride` numbers apart: see loss.h.
   void (*cross_entropy)(float* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int64_t n,
                         float scale, float smoothing, bool train);

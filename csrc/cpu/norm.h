@@ -1,32 +1,90 @@
-// The norm of rows by their root mean square, a part of cpu/kernels.cpp, compiled for each instruction set.
+// Norms of rows, and what is added to these first; a part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
 
+#include "../core/norm.h"
+#include "dropout.h"
 #include "lanes.h"
 
 namespace modelcenter {
 namespace {
 
-// out = x * factor * w for rows of n numbers, with factor = 1 / sqrt(mean(x^2) + eps) of each row.
-void rms_norm(const float* __restrict x, const float* __restrict w, float* __restrict out, float* __restrict factor,
-              int64_t rows, int64_t n, float eps) {
-  for (int64_t row = 0; row < rows; row++, x += n, out += n) {
-    const float mean = row_sum(n, [&](int64_t i) { return x[i] * x[i]; }) / (float)n;
-    const float f = factor[row] = 1.0f / __builtin_sqrtf(mean + eps);
-    for (int64_t i = 0; i < n; i++) out[i] = (x[i] * f) * w[i];
+template <bool kCentered>
+void norm_rows(const NormJob& job, int64_t begin, int64_t end) {
+  const int64_t n = job.n;
+  const float *const __restrict w = (const float*)job.weight, *const __restrict b = (const float*)job.bias;
+  for (int64_t row = begin; row < end; row++) {
+    const float* __restrict x = (const float*)job.x + row * n;
+    float* const __restrict out = (float*)job.out + row * n;
+    if (job.branch) {
+      const float* const __restrict branch = (const float*)job.branch + row * n;
+      float* const __restrict sum = (float*)job.sum + row * n;
+      if (job.draw.threshold) dropout(job.draw, row, branch, x, sum, kFloat, 0, n);
+      else
+        for (int64_t i = 0; i < n; i++) sum[i] = x[i] + branch[i];
+      x = sum;
+    }
+    float mean = 0.0f;
+    if constexpr (kCentered) {
+      mean = job.stats[row] = row_sum(n, [&](int64_t i) { return x[i]; }) / (float)n;
+      const float square = row_sum(n, [&](int64_t i) { return (x[i] - mean) * (x[i] - mean); }) / (float)n;
+      const float rstd = job.stats[job.rows + row] = 1.0f / __builtin_sqrtf(square + job.eps);
+      for (int64_t i = 0; i < n; i++) out[i] = ((x[i] - mean) * rstd) * w[i] + b[i];
+    } else {
+      const float square = row_sum(n, [&](int64_t i) { return x[i] * x[i]; }) / (float)n;
+      const float rstd = job.stats[row] = 1.0f / __builtin_sqrtf(square + job.eps);
+      for (int64_t i = 0; i < n; i++) out[i] = (x[i] * rstd) * w[i];
+    }
   }
 }
 
-// What `grad` of out is of x and, added to dw where that is not null, of w.
-void rms_norm_backward(const float* __restrict grad, const float* __restrict x, const float* __restrict w,
-                       const float* __restrict factor, float* __restrict dx, float* __restrict dw, int64_t rows,
-                       int64_t n) {
-  for (int64_t row = 0; row < rows; row++, grad += n, x += n, dx += n) {
-    const float f = factor[row];
-    const float along = row_sum(n, [&](int64_t i) { return (grad[i] * w[i]) * x[i]; }) * (f * f * f) / (float)n;
-    for (int64_t i = 0; i < n; i++) dx[i] = (grad[i] * w[i]) * f - x[i] * along;
-    if (dw)
-      for (int64_t i = 0; i < n; i++) dw[i] += grad[i] * (x[i] * f);
+void norm(const NormJob& job, int64_t begin, int64_t end) {
+  job.bias ? norm_rows<true>(job, begin, end) : norm_rows<false>(job, begin, end);
+}
+
+enum Extra : int { kNone, kOfOut, kOfSum };
+
+// Adds to dweight and dbias, unless dweight is null.
+template <bool kCentered, Extra kExtra>
+void norm_rows_backward(const NormBackwardJob& job, float* __restrict dweight, float* __restrict dbias, int64_t begin,
+                        int64_t end) {
+  const int64_t n = job.n;
+  const float* const __restrict w = (const float*)job.weight;
+  for (int64_t row = begin; row < end; row++) {
+    const float* const __restrict x = (const float*)job.sum + row * n;
+    const float* const __restrict grad = (const float*)job.grad + row * n;
+    const float* const __restrict extra = kExtra == kNone ? nullptr : (const float*)job.extra + row * n;
+    float* const __restrict dx = (float*)job.dx + row * n;
+    const float mean = kCentered ? job.stats[row] : 0.0f, rstd = job.stats[(kCentered ? job.rows : 0) + row];
+    const auto g = [&](int64_t i) { return kExtra == kOfOut ? grad[i] + extra[i] : grad[i]; };
+    const auto normal = [&](int64_t i) { return kCentered ? (x[i] - mean) * rstd : x[i] * rstd; };
+    const float slope = row_sum(n, [&](int64_t i) { return (g(i) * w[i]) * normal(i); }) / (float)n;
+    float shift = 0.0f;
+    if constexpr (kCentered) shift = row_sum(n, [&](int64_t i) { return g(i) * w[i]; }) / (float)n;
+    for (int64_t i = 0; i < n; i++) {
+      const float along = kCentered ? normal(i) * slope + shift : normal(i) * slope;
+      const float of_norm = rstd * (g(i) * w[i] - along);
+      dx[i] = kExtra == kOfSum ? of_norm + extra[i] : of_norm;
+    }
+    if (dweight)
+      for (int64_t i = 0; i < n; i++) dweight[i] += g(i) * normal(i);
+    if (kCentered && dweight)
+      for (int64_t i = 0; i < n; i++) dbias[i] += g(i);
+    if (job.dbranch) dropout(job.draw, row, dx, nullptr, (float*)job.dbranch + row * n, kFloat, 0, n);
   }
+}
+
+template <bool kCentered>
+void norm_rows_backward(const NormBackwardJob& job, float* dweight, float* dbias, int64_t begin, int64_t end) {
+  const Extra extra = !job.extra ? kNone : job.extra_of_sum ? kOfSum : kOfOut;
+  const auto run = extra == kNone ? norm_rows_backward<kCentered, kNone>
+                   : extra == kOfSum ? norm_rows_backward<kCentered, kOfSum>
+                                     : norm_rows_backward<kCentered, kOfOut>;
+  run(job, dweight, dbias, begin, end);
+}
+
+void norm_backward(const NormBackwardJob& job, float* dweight, float* dbias, int64_t begin, int64_t end) {
+  job.centered ? norm_rows_backward<true>(job, dweight, dbias, begin, end)
+               : norm_rows_backward<false>(job, dweight, dbias, begin, end);
 }
 
 }  // namespace

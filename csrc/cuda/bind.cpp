@@ -10,11 +10,12 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../core/arguments.h"
+#include "../core/norm_arguments.h"
+#include "columns.h"
 #include "dropout.h"
 #include "kernels.h"
 #include "loss.h"
-#include "rows.h"
+#include "norm.h"
 
 namespace modelcenter {
 namespace {
@@ -127,94 +128,32 @@ void cross_entropy(Tensor logits, Tensor loss, Tensor targets, std::optional<Ten
                           call.count, (float)scale, (float)smoothing, train, (void*)stream));
 }
 
-Tensor in_a_row(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+void in_registers(int64_t n) { MC_CHECK(n <= kLongestRow, "weight has ", n, " numbers, expected 1 to ", kLongestRow); }
 
-bool on_16_bytes(std::initializer_list<const void*> all) {
-  return std::all_of(all.begin(), all.end(), [](const void* p) { return (uintptr_t)p % 16 == 0; });
-}
-
-// The rows of x (..., n), which is contiguous, for a weight (n,).
-RowsOf rows_of(const Tensor& x, const Tensor& weight) {
-  const int64_t n = weight.numel();
-  MC_CHECK(n > 0 && n <= kLongestRow, "weight has ", n, " numbers, expected 1 to ", kLongestRow);
-  MC_CHECK(x.dim() > 0 && x.size(x.dim() - 1) == n, "the rows of x are not as long as the weight, ", n);
-  return {type_of(x, "x"), x.numel() / n, n, n % 8 == 0};
-}
-
-std::tuple<Tensor, Tensor> norm(const Tensor& given, const Tensor& given_weight, const Tensor* given_bias, double eps,
-                                int64_t stream) {
-  const Tensor x = in_a_row(given), weight = in_a_row(given_weight);
-  RowsOf of = rows_of(x, weight);
-  const void* const w = take_numbers(weight, "weight", of.n, of.type, x);
-  Tensor bias;
-  if (given_bias) bias = in_a_row(*given_bias);
-  const void* const b = given_bias ? take_numbers(bias, "bias", of.n, of.type, x) : nullptr;
-  const Tensor out = torch::stable::empty_like(x);
-  const Tensor stats = torch::stable::new_empty(x, {(b ? 2 : 1) * of.rows}, ScalarType::Float);
-  const void* const from = x.const_data_ptr();
-  void* const to = out.mutable_data_ptr();
-  of.aligned = of.aligned && on_16_bytes({from, to, w, b});
+void norm(const NormJob& job, const Tensor& x, int64_t stream) {
+  in_registers(job.n);
   const DeviceGuard guard(x.get_device_index());
-  done(cuda_norm(of, from, w, b, to, (float*)stats.mutable_data_ptr(), (float)eps, (void*)stream));
-  return {out, stats};
+  done(cuda_norm(job, (void*)stream));
 }
 
-std::tuple<Tensor, Tensor> layer_norm_rows(Tensor x, Tensor weight, Tensor bias, double eps, int64_t stream) {
-  return norm(x, weight, &bias, eps, stream);
-}
-
-std::tuple<Tensor, Tensor> rms_norm_rows(Tensor x, Tensor weight, double eps, int64_t stream) {
-  return norm(x, weight, nullptr, eps, stream);
-}
-
-// dx, and what `grad` is of the weight and, where there is a dbias, of that; of these nothing unless they are wanted.
-std::tuple<Tensor, Tensor> norm_backward(const Tensor& given_grad, const Tensor& given, const Tensor& given_weight,
-                                         const Tensor& stats, bool sums, Tensor* dbias, int64_t stream) {
-  const Tensor x = in_a_row(given), weight = in_a_row(given_weight), grad = in_a_row(given_grad);
-  RowsOf of = rows_of(x, weight);
-  const void* const w = take_numbers(weight, "weight", of.n, of.type, x);
-  const void* const g = take_numbers(grad, "grad", x.numel(), of.type, x);
-  const void* const saved = take_numbers(stats, "stats", (dbias ? 2 : 1) * of.rows, kFloat, x);
-  const Tensor dx = torch::stable::empty_like(x);
-  const int64_t size = sums ? of.n : 0;
-  const Tensor dweight = torch::stable::new_empty(weight, {size});
-  if (dbias) *dbias = torch::stable::new_empty(weight, {size});
-  const void* const from = x.const_data_ptr();
-  void* const to = dx.mutable_data_ptr();
-  of.aligned = of.aligned && on_16_bytes({from, to, g, w});
+void norm_backward(const NormBackwardJob& job, const Tensor& x, int64_t stream) {
+  in_registers(job.n);
   Tensor room;
-  if (sums) room = torch::stable::new_empty(x, {cuda_norm_room(of, dbias)}, ScalarType::Float);
+  if (job.dweight) room = torch::stable::new_empty(x, {cuda_norm_room(job)}, ScalarType::Float);
   const DeviceGuard guard(x.get_device_index());
-  done(cuda_norm_backward(of, dbias, g, from, w, (const float*)saved, to, sums ? dweight.mutable_data_ptr() : nullptr,
-                          sums && dbias ? dbias->mutable_data_ptr() : nullptr,
-                          sums ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
-  return {dx, dweight};
-}
-
-std::tuple<Tensor, Tensor, Tensor> layer_norm_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor stats,
-                                                            bool sums, int64_t stream) {
-  Tensor dbias;
-  const auto [dx, dweight] = norm_backward(grad, x, weight, stats, sums, &dbias, stream);
-  return {dx, dweight, dbias};
-}
-
-std::tuple<Tensor, Tensor> rms_norm_rows_backward(Tensor grad, Tensor x, Tensor weight, Tensor stats, bool sums,
-                                                  int64_t stream) {
-  return norm_backward(grad, x, weight, stats, sums, nullptr, stream);
+  done(cuda_norm_backward(job, job.dweight ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
 }
 
 Tensor column_sums(Tensor given, int64_t stream) {
   MC_CHECK(given.dim() == 2, "x has ", given.dim(), " dimensions, expected 2");
   const bool as_it_lies = (given.stride(1) == 1 || given.size(1) < 2) && given.stride(0) >= given.size(1);
   const Tensor x = as_it_lies ? given : torch::stable::contiguous(given);
-  RowsOf of{type_of(x, "x"), x.size(0), x.size(1), false};
+  const Columns of{x.const_data_ptr(), type_of(x, "x"), x.size(0), x.size(1), x.stride(0)};
   const Tensor out = torch::stable::new_empty(x, {of.n});
   if (!of.n) return out;
   const Tensor room = torch::stable::new_empty(x, {cuda_column_sums_room(of)}, ScalarType::Float);
-  of.aligned = of.n % 8 == 0 && x.stride(0) * size_of(of.type) % 16 == 0 && on_16_bytes({x.const_data_ptr()});
   const DeviceGuard guard(x.get_device_index());
-  done(cuda_column_sums(of, x.const_data_ptr(), x.stride(0), out.mutable_data_ptr(), (float*)room.mutable_data_ptr(),
-                        (void*)stream));
+  done(cuda_column_sums(of, out.mutable_data_ptr(), (float*)room.mutable_data_ptr(), (void*)stream));
   return out;
 }
 
@@ -274,9 +213,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CUDA, m) {
   m.impl("dropout_", REPORTING(modelcenter::dropout));
   m.impl("cross_entropy_", REPORTING(modelcenter::cross_entropy));
   m.impl("merge_master_", REPORTING(modelcenter::merge_master));
-  m.impl("layer_norm_rows", REPORTING(modelcenter::layer_norm_rows));
-  m.impl("layer_norm_rows_backward", REPORTING(modelcenter::layer_norm_rows_backward));
-  m.impl("rms_norm_rows", REPORTING(modelcenter::rms_norm_rows));
-  m.impl("rms_norm_rows_backward", REPORTING(modelcenter::rms_norm_rows_backward));
+  m.impl("norm", REPORTING(modelcenter::norm_operator<modelcenter::norm>));
+  m.impl("norm_backward", REPORTING(modelcenter::norm_backward_operator<modelcenter::norm_backward>));
   m.impl("column_sums", REPORTING(modelcenter::column_sums));
 }

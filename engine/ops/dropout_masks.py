@@ -156,6 +156,26 @@ def dropout_add(
     return _drop(x, residual, p, training, key, site, tokens, first_channel)
 
 
+def threshold_of(p: float) -> int:
+    """An element is dropped where its 16 bits are below this. Raises ValueError if p is no probability."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p is {p}, expected a probability, 0 <= p <= 1")
+    return round(p * 65536)
+
+
+def check_tokens(x: Tensor, tokens: Tensor | None) -> None:
+    """Raises ValueError unless there is one number for each row of x, or none at all."""
+    if tokens is not None and tokens.numel() * x.shape[-1] != x.numel():
+        raise ValueError(
+            f"tokens has {tokens.numel()} numbers for an x of shape {tuple(x.shape)}: give one for each row"
+        )
+
+
+def numbers_of(x: Tensor, tokens: Tensor | None) -> Tensor | None:
+    """The numbers of the rows of x, as the compiled operators take them."""
+    return None if tokens is None else tokens.to(x.device).reshape(-1).contiguous()
+
+
 def _drop(
     x: Tensor,
     residual: Tensor | None,
@@ -166,15 +186,10 @@ def _drop(
     tokens: Tensor | None,
     first_channel: int,
 ) -> Tensor:
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p is {p}, expected a probability, 0 <= p <= 1")
+    threshold = threshold_of(p)
     if not training or p == 0.0 or x.numel() == 0:
         return x
-    if tokens is not None and tokens.numel() * x.shape[-1] != x.numel():
-        raise ValueError(
-            f"tokens has {tokens.numel()} numbers for an x of shape {tuple(x.shape)}: give one for each row"
-        )
-    threshold = round(p * 65536)
+    check_tokens(x, tokens)
     # On a GPU, a key that is drawn on the host would be a constant of a CUDA graph.
     if threshold == 65536 or hasattr(x, "placements") or (key is None and x.device.type != "cpu"):
         out = F.dropout(x, p)
@@ -222,7 +237,7 @@ def _run(
     # would have FSDP warn.
     rows = x.contiguous() if x.dim() == 2 else x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
     add = None if residual is None else residual.reshape(rows.shape).contiguous()
-    numbers = None if tokens is None else tokens.to(x.device).reshape(-1).contiguous()
+    numbers = numbers_of(x, tokens)
     out = torch.empty_like(rows)
     if x.dtype in _DTYPES and library.serves(x.device):
         library.operator("dropout_")(

@@ -9,7 +9,7 @@ The choice depends on the CPU, on what is built and on the shape, never on a tim
 threads: a run repeats bit for bit.
 
 On a GPU the products are torch's. The gradient of a bias, which is the sum over all rows, takes torch twice the time of
-reading them; the compiled operator (csrc/cuda/rows.cu) adds them up in one pass, in an order that does not change.
+reading them; the compiled operator (csrc/cuda/columns.cu) adds them up in one pass, in an order that does not change.
 """
 
 import functools

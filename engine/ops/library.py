@@ -18,7 +18,7 @@ from engine.ops import build
 from engine.torch_compat import current_stream, in_function_transform
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_OF_ROWS = (torch.float32, torch.bfloat16, torch.float16)  # that csrc/cuda/rows.cu takes
+_OF_ROWS = (torch.float32, torch.bfloat16, torch.float16)  # that csrc/cuda/norm.cu and columns.cu take
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
 # cudaError_t: no function, no image for the device; the driver is older than the runtime, or than the PTX.
 _NO_CODE, _OLD_DRIVER = (98, 209), (35, 222)

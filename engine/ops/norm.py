@@ -1,12 +1,13 @@
-"""Norms of rows.
+"""Norms of rows, and what a Transformer block adds to these before.
 
 Of norms by the root mean square, torch goes over the memory of a row six times on a CPU, and more often in backward.
-The compiled operator (csrc/cpu/norm.h) goes over it once, and back twice. On a GPU those of csrc/cuda/rows.cu read a
-row once for the result, and once for all gradients, where torch reads it again for each of them.
+The compiled operators (csrc/cpu/norm.h, csrc/cuda/norm.cu) read a row once for the result, and once for all gradients.
+They also take what stands around a norm: `norm_before` and `norm_after` add a dropped-out branch on the way, and the
+two gradients that come back to one tensor on the way back.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,72 +15,101 @@ from torch import Tensor
 
 from engine.ops import library
 from engine.ops.autograd import once_differentiable
+from engine.ops.dropout_masks import check_tokens, dropout_add, fresh_key, numbers_of, threshold_of
 
-_LONGEST = 8192  # row that csrc/cuda/rows.cu holds in registers
+_LONGEST = 8192  # row that csrc/cuda/norm.cu holds in registers
 
 
-class _RMSNorm(torch.autograd.Function):
+class Added(NamedTuple):
+    """What is dropped out and added to a tensor.
+
+    Attributes:
+        branch: as that; None: nothing. p, key, site, tokens: as of `engine.ops.dropout`.
+    """
+
+    branch: Tensor | None
+    p: float = 0.0
+    key: int | None = None
+    site: int = 0
+    tokens: Tensor | None = None
+
+
+_NOTHING = Added(None)
+_NOTHING_DROPPED = (None, 0, 0, 0)  # tokens, key, site, threshold
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, branch: Tensor | None, draw: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the sum, its norm, what backward needs of its rows)."""
+    total, out, stats = library.operator("norm")(x, weight, bias, eps, branch, *draw, library.stream(x.device))
+    return x if branch is None else total, out, stats
+
+
+class _Norm(torch.autograd.Function):
+    """form: what comes out, "norm": that alone, "before": the sum and the norm of it, "after": the norm twice."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, *saved = _run(x, weight, eps)
-        ctx.save_for_backward(*saved)
-        return out
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        branch: Tensor | None,
+        eps: float,
+        draw: tuple[Any, ...],
+        form: str,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        total, out, stats = _run(x, weight, bias, eps, branch, draw)
+        ctx.save_for_backward(total, weight, stats, draw[0])
+        ctx.set_materialize_grads(False)
+        ctx.centered, ctx.numbers, ctx.form = bias is not None, draw[1:], form
+        if form == "norm":
+            return out
+        return (total, out) if form == "before" else (out, out.detach())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, factor = ctx.saved_tensors
-        dx, dweight = torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        torch.ops.modelcenter.rms_norm_backward_(dx, dweight, grad.contiguous(), x, weight, factor)
-        return dx, dweight, None
-
-
-def _run(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result, and what backward takes: x, the weight and the factor of each row."""
-    x, weight = x.contiguous(), weight.contiguous()
-    out, factor = torch.empty_like(x), x.new_empty(x.numel() // weight.numel())
-    torch.ops.modelcenter.rms_norm_(out, factor, x, weight, eps)
-    return out, x, weight, factor
-
-
-class _RMSNormRows(torch.autograd.Function):
-    """On a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, stats = library.operator("rms_norm_rows")(x, weight, eps, library.stream(x.device))
-        ctx.save_for_backward(x, weight, stats)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, stats = ctx.saved_tensors
-        need_x, need_weight, _ = ctx.needs_input_grad
-        dx, dweight = library.operator("rms_norm_rows_backward")(
-            grad, x, weight, stats, need_weight, library.stream(x.device)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, stats, tokens = ctx.saved_tensors
+        grad, extra = (*grads, None) if ctx.form == "norm" else grads if ctx.form == "after" else grads[::-1]
+        if grad is None:  # nobody used what comes first
+            if extra is None:
+                return (None,) * 7
+            grad, extra = (extra, None) if ctx.form == "after" else (torch.zeros_like(extra), extra)
+        need_x, need_weight, need_bias, need_branch = ctx.needs_input_grad[:4]
+        dx, dbranch, dweight, dbias = library.operator("norm_backward")(
+            grad, extra, ctx.form == "before", total, weight, stats, ctx.centered, need_weight or need_bias, tokens,
+            *ctx.numbers, library.stream(total.device),
+        )  # fmt: skip
+        return (
+            dx if need_x else None,
+            dweight if need_weight else None,
+            dbias if need_bias else None,
+            (dbranch if ctx.numbers[-1] else dx) if need_branch else None,
+            None,
+            None,
+            None,
         )
-        return dx if need_x else None, dweight if need_weight else None, None
 
 
-class _LayerNormRows(torch.autograd.Function):
-    """On a GPU."""
+def _on_a_gpu(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Whether the compiled operators take these there. The last dimension of x is that of the weight."""
+    return 0 < x.shape[-1] <= _LONGEST and library.plain_cuda(x, weight, *(t for t in others if t is not None))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        out, stats = library.operator("layer_norm_rows")(x, weight, bias, eps, library.stream(x.device))
-        ctx.save_for_backward(x, weight, stats)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, stats = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx, dweight, dbias = library.operator("layer_norm_rows_backward")(
-            grad, x, weight, stats, need_weight or need_bias, library.stream(x.device)
-        )
-        return dx if need_x else None, dweight if need_weight else None, dbias if need_bias else None, None
+def _is_compiled(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """The same on a CPU or a GPU."""
+    if library.plain_fp32(x, weight, *others):
+        return not torch.compiler.is_compiling() and library.serves(x.device)
+    return _on_a_gpu(x, weight, *others)
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    if torch.is_grad_enabled():
+        found: Tensor = _Norm.apply(x, weight, bias, None, eps, _NOTHING_DROPPED, "norm")
+        return found
+    return _run(x, weight, bias, eps, None, _NOTHING_DROPPED)[1]
 
 
 def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -92,16 +122,10 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
     Raises:
         RuntimeError: the last dimensions of x are not of this shape.
     """
-    if weight is not None and bias is not None and _fits(x, weight) and library.plain_cuda(x, weight, bias):
-        if torch.is_grad_enabled():
-            return _LayerNormRows.apply(x, weight, bias, eps)
-        return library.operator("layer_norm_rows")(x, weight, bias, eps, library.stream(x.device))[0]
+    if weight is not None and bias is not None and x.shape[-1:] == weight.shape == bias.shape:
+        if _on_a_gpu(x, weight, bias):  # on a CPU torch is as fast
+            return _norm(x, weight, bias, eps)
     return F.layer_norm(x, shape, weight, bias, eps)
-
-
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a norm over the last dimension is one over rows that a GPU's registers hold."""
-    return x.shape[-1:] == weight.shape and 0 < x.shape[-1] <= _LONGEST
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -117,11 +141,69 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if x.shape[-1:] != weight.shape:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected that of a row of x, {tuple(x.shape[-1:])}")
-    if library.plain_fp32(x, weight) and not torch.compiler.is_compiling() and library.serves(x.device):
-        return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _run(x, weight, eps)[0]
-    if library.plain_cuda(x, weight) and 0 < x.shape[-1] <= _LONGEST:
-        if torch.is_grad_enabled():
-            return _RMSNormRows.apply(x, weight, eps)
-        return library.operator("rms_norm_rows")(x, weight, eps, library.stream(x.device))[0]
+    if _is_compiled(x, weight):
+        return _norm(x, weight, None, eps)
     # Rounded once, from fp32, as of a copy in fp32, which backward would keep.
     return F.rms_norm(x, weight.shape, eps=eps) * weight
+
+
+def norm_before(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, added: Added | None = None
+) -> tuple[Tensor, Tensor]:
+    """x, with what is added to it, and the norm of that: the two that a block with norms before its parts goes on with.
+
+    Args:
+        x: (..., n). weight, bias: (n,); without a bias it is `rms_norm`, with one `layer_norm`.
+
+    Returns:
+        (the sum, or without a branch x, which is to be used in its place; its norm).
+
+    Raises:
+        ValueError: p is not a probability below 1, tokens does not fit x, or the rows of x are not as long as the
+            weight.
+    """
+    return _add_and_norm(x, weight, bias, eps, added, "before")
+
+
+def norm_after(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, added: Added | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm of x and what is added to it, twice: for the next part of a block with norms behind its parts, and for
+    what is added to that. See `norm_before`."""
+    return _add_and_norm(x, weight, bias, eps, added, "after")
+
+
+def _add_and_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, added: Added | None, form: str
+) -> tuple[Tensor, Tensor]:
+    added = added or _NOTHING
+    if _takes(x, weight, bias, added):
+        draw = _draw(x, added)
+        if torch.is_grad_enabled():
+            found: tuple[Tensor, Tensor] = _Norm.apply(x, weight, bias, added.branch, eps, draw, form)
+            return found
+        total, out, _ = _run(x, weight, bias, eps, added.branch, draw)
+        return (total, out) if form == "before" else (out, out)
+    total, (branch, p, key, site, tokens) = x, added
+    if branch is not None:
+        total = dropout_add(branch, x, p, key=key, site=site, tokens=tokens)
+    out = rms_norm(total, weight, eps) if bias is None else layer_norm(total, weight.shape, weight, bias, eps)
+    return (total, out) if form == "before" else (out, out)
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, added: Added) -> bool:
+    """Whether the operator adds and takes the norm. On a GPU a key that is drawn on the host would be a constant of a
+    CUDA graph, and torch drops out."""
+    branch, p, key, *_ = added
+    fits = x.shape[-1:] == weight.shape and (branch is None or branch.shape == x.shape)
+    drops = p == 0.0 or (threshold_of(p) < 1 << 16 and (key is not None or x.is_cpu))
+    return fits and drops and _is_compiled(x, weight, bias, branch)
+
+
+def _draw(x: Tensor, added: Added) -> tuple[Any, ...]:
+    """What the operator draws by."""
+    _, p, key, site, tokens = added
+    if p == 0.0:
+        return _NOTHING_DROPPED
+    check_tokens(x, tokens)
+    return numbers_of(x, tokens), fresh_key() if key is None else key, site, threshold_of(p)

@@ -17,7 +17,7 @@ from torch import nn
 
 from engine import runtime
 from engine.optim.checks import mark_gradients_averaged
-from engine.torch_compat import running_backward, when_backward_ends
+from engine.torch_compat import run_after_backward, running_backward
 
 _left_to_caller: frozenset[torch.Tensor] = frozenset()
 
@@ -54,7 +54,7 @@ class Scalars:
         numbers = [p for p in self._parameters() if p not in _left_to_caller]
         if any(p.requires_grad for p in numbers):
             mark_gradients_averaged(numbers)
-            when_backward_ends(functools.partial(_average, numbers))
+            run_after_backward(functools.partial(_average, numbers))
 
     def _parameters(self) -> list[nn.Parameter]:
         """Each once, as the model has them now."""

@@ -14,6 +14,7 @@ from modelcenter.layers.attention import CrossAttention
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.residual import Branch, post_norm, pre_norm
 
 
 class PostNormBlock(nn.Module):
@@ -45,12 +46,13 @@ class PostNormBlock(nn.Module):
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         cross = self.cross
         own = ctx.with_outputs(None) if cross is not None and cross.sees(ctx) else ctx
-        x = self.attn_norm(self.attn_dropout(self.attn(x, own), own, own.narrow(x)))
+        x, again = post_norm(self.attn_norm, own.narrow(x), Branch(self.attn_dropout, self.attn(x, own), own))
         if cross is not None and cross.sees(ctx):
-            x = self.cross_norm(self.cross_dropout(cross(x, ctx), ctx, ctx.narrow(x)))
+            branch = Branch(self.cross_dropout, cross(x, ctx), ctx)
+            x, again = post_norm(self.cross_norm, ctx.narrow(again), branch)
         elif cross is not None and self.training:
-            x = unused(x, cross, self.cross_norm)
-        return ctx.widen(self.mlp_norm(self.mlp_dropout(self.mlp(x, ctx), ctx, x)))
+            again = unused(again, cross, self.cross_norm)
+        return ctx.widen(post_norm(self.mlp_norm, again, Branch(self.mlp_dropout, self.mlp(x, ctx), ctx))[0])
 
 
 class PreNormBlock(nn.Module):
@@ -88,12 +90,15 @@ class PreNormBlock(nn.Module):
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         cross = self.cross
         own = ctx.with_outputs(None) if cross is not None and cross.sees(ctx) else ctx
-        x = self.attn_dropout(self._scaled(self.attn(self.attn_norm(x), own)), own, own.narrow(x))
+        x, normed = pre_norm(self.attn_norm, x)
+        branch, x = Branch(self.attn_dropout, self._scaled(self.attn(normed, own)), own), own.narrow(x)
         if cross is not None and cross.sees(ctx):
-            x = self.cross_dropout(self._scaled(cross(self.cross_norm(x), ctx)), ctx, ctx.narrow(x))
+            x, normed = pre_norm(self.cross_norm, x, branch)
+            branch, x = Branch(self.cross_dropout, self._scaled(cross(normed, ctx)), ctx), ctx.narrow(x)
         elif cross is not None and self.training:
             x = unused(x, cross, self.cross_norm)
-        return ctx.widen(self.mlp_dropout(self._scaled(self.mlp(self.mlp_norm(x), ctx)), ctx, x))
+        x, normed = pre_norm(self.mlp_norm, x, branch)
+        return ctx.widen(self.mlp_dropout(self._scaled(self.mlp(normed, ctx)), ctx, x))
 
 
 class ParallelBlock(nn.Module):
@@ -112,11 +117,11 @@ class ParallelBlock(nn.Module):
         self.two_norms = mlp_norm
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        normed = self.attn_norm(x)
-        x = ctx.narrow(x)
-        attended = self.attn_dropout(self.attn(normed, ctx), ctx, x)
-        normed = self.mlp_norm(x) if self.two_norms else ctx.narrow(normed)
-        return ctx.widen(self.mlp_dropout(self.mlp(normed, ctx), ctx, attended))
+        x, normed = pre_norm(self.attn_norm, x)
+        x, attended = ctx.narrow(x), self.attn(normed, ctx)
+        x, normed = pre_norm(self.mlp_norm, x) if self.two_norms else (x, ctx.narrow(normed))
+        x = self.attn_dropout(attended, ctx, x)
+        return ctx.widen(self.mlp_dropout(self.mlp(normed, ctx), ctx, x))
 
 
 class _Unused(torch.autograd.Function):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.ops import Draws, attention, dropout, dropout_add, eager, fresh_key
+from engine.ops import Added, Draws, attention, dropout, dropout_add, eager, fresh_key
 from modelcenter.layers.packing import Packed
 
 
@@ -48,6 +48,14 @@ class Dropout(DrawingModule):
         if draws is None:
             return _unkeyed(x, residual, self.p)
         return _keyed(x, residual, self, draws, pooled, first_channel)
+
+    def added(self, x: Tensor, ctx: Packed) -> Added:
+        """dropout(x) as what is added to a residual; x: a row for each token of ctx."""
+        if not self.training or self.p == 0.0:
+            return Added(x)
+        if ctx.draws is None or self.site is None:
+            return Added(x, self.p)
+        return Added(x, self.p, ctx.draws.key, self.site, ctx.draws.of(x.shape[0]))
 
 
 def _unkeyed(x: Tensor, residual: Tensor | None, p: float) -> Tensor:

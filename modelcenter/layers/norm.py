@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops import rms_norm
-from engine.ops.norm import layer_norm
+from engine.ops import layer_norm, rms_norm
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -17,11 +16,18 @@ class LayerNorm(nn.LayerNorm):
     by a half at 4,096 tokens.
     """
 
+    def rule(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
+        """(weight, bias, eps) where it is no more than the operator; else None."""
+        return None if self._widens(x) or self.bias is None else (self.weight, self.bias, self.eps)
+
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cpu or x.dtype not in _SIXTEEN_BITS or not torch.is_grad_enabled():
+        if not self._widens(x):
             return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         weight, bias = self.weight.float(), self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+    def _widens(self, x: Tensor) -> bool:
+        return x.is_cpu and x.dtype in _SIXTEEN_BITS and torch.is_grad_enabled()
 
 
 class RMSNorm(nn.Module):
@@ -32,5 +38,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
+    def rule(self, x: Tensor) -> tuple[Tensor, None, float]:
+        """(weight, no bias, eps) for hidden states x."""
+        return self.weight, None, self.eps
+
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        weight, _, eps = self.rule(x)
+        return rms_norm(x, weight, eps)

@@ -1,14 +1,15 @@
 """Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
 
 On a CPU that the compiled operator is made for (engine.ops.attention) it takes each sequence by itself. On CUDA in 16
-bits without a bias it is torch's variable-length flash attention. Elsewhere, and by segments, it runs by rectangles
-(layers.bucketed_attention).
+bits without a bias it is torch's variable-length flash attention, or where all sequences are equally long the fastest
+kernel that torch has for these. Elsewhere, and by segments, it runs by rectangles (layers.bucketed_attention).
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import attention, eager
@@ -17,6 +18,8 @@ from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, hidden_rectangles
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sequences import Sequences
+
+_PLANNED = 64  # tokens, of which lengths must be multiples for kernels that are planned anew for each shape
 
 
 def packed_attention(
@@ -99,7 +102,10 @@ def _attention(
     mask, dropout = options.mask, options.drop.p
     plain = mask.bias is None and mask.segments is None
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // options.heads, dropout) and q.shape[0] and k.shape[0]:
-        return _varlen(q, k, v, sequences, memory or sequences, options)
+        sides = (q, sequences), (k, memory or sequences)
+        equal = mask.window is None and all(_equally_long(x.shape[0], of) for x, of in sides)
+        attend = _of_equal_lengths if equal else _varlen
+        return attend(q, k, v, sequences, memory or sequences, options)
     return _by_sequence_or_bucket(q, k, v, sequences, memory, options)
 
 
@@ -155,6 +161,27 @@ def _varlen(
         window_size_right=0 if mask.causal else -1,
     )
     return out.flatten(1)
+
+
+def _equally_long(tokens: int, sequences: Sequences) -> bool:
+    """Whether so many tokens are sequences of one length, which is likely to come again: cuDNN takes some 30 ms to plan
+    for a new one. Does not wait for a device."""
+    length = sequences.max_seqlen
+    return length % _PLANNED == 0 and tokens == length * (sequences.cu_seqlens.numel() - 1)
+
+
+def _of_equal_lengths(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences, options: AttentionOptions
+) -> Tensor:
+    """By scaled_dot_product_attention, with what torch prefers on this GPU. On Hopper and Blackwell this is cuDNN,
+    which is far ahead of flash attention 2, the only one for sequences of any length."""
+    heads, kv_heads, scale, mask, drop = options
+    sides = (q, heads, sequences), (k, kv_heads, memory), (v, kv_heads, memory)
+    qs, ks, vs = (x.view(-1, of.max_seqlen, n, x.shape[1] // n).transpose(1, 2) for x, n, of in sides)
+    out = F.scaled_dot_product_attention(
+        qs, ks, vs, dropout_p=drop.p, is_causal=mask.causal, scale=scale, enable_gqa=heads != kv_heads
+    )
+    return out.transpose(1, 2).reshape(q.shape)
 
 
 def _as_many(queries: Tensor, keys: Tensor) -> list[Tensor]:

@@ -22,6 +22,7 @@ from modelcenter.layers.mask import Mask, shared_rectangles
 from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.residual import pre_norm
 from modelcenter.layers.segments import Segments
 from modelcenter.models.decoder import Decoder
 from modelcenter.models.inputs import Batch, given_inputs
@@ -86,9 +87,10 @@ class ScaledBlock(PreNormBlock):
         self.of_attn, self.of_mlp = attn.out.in_features**-0.5, mlp.down.in_features**-0.5
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self.attn_dropout(self.attn(self.attn_norm(x) * self.of_inputs, ctx) * self.of_attn, ctx, ctx.narrow(x))
-        x = x if self.shrink == 1.0 else x / self.shrink
-        x = self.mlp_dropout(self.mlp(self.mlp_norm(x) * self.of_inputs, ctx) * self.of_mlp, ctx, x)
+        x, normed = pre_norm(self.attn_norm, x)
+        x = self.attn_dropout(self.attn(normed * self.of_inputs, ctx) * self.of_attn, ctx, ctx.narrow(x))
+        x, normed = pre_norm(self.mlp_norm, x if self.shrink == 1.0 else x / self.shrink)
+        x = self.mlp_dropout(self.mlp(normed * self.of_inputs, ctx) * self.of_mlp, ctx, x)
         return ctx.widen(x if self.shrink == 1.0 else x / self.shrink)
 
 

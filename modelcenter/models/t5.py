@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.ops import Embedding, rms_norm
+from engine.ops import Embedding
 from engine.ops.autocast import product_dtype
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
@@ -89,8 +89,8 @@ class T5Norm(RMSNorm):
         super().__init__(hidden_size, eps)
         self.fp16_scale = fp16_scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps * carried_scale(x, self.fp16_scale) ** 2)
+    def rule(self, x: Tensor) -> tuple[Tensor, None, float]:
+        return self.weight, None, self.eps * carried_scale(x, self.fp16_scale) ** 2
 
 
 class T5Side(Side):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.ops import norm
 from modelcenter import compare
 from modelcenter.compare import pack_rows, pad_rows
 from modelcenter.layers import dropout
@@ -127,7 +128,8 @@ class ArchitectureTests(ReferenceModels):
 
         monkeypatch.setattr(torch.nn.functional, "dropout", scaled)
         monkeypatch.setattr(dropout, "dropout", scaled)
-        monkeypatch.setattr(dropout, "dropout_add", lambda x, residual, p: residual + scaled(x, p))
+        for module in (dropout, norm):
+            monkeypatch.setattr(module, "dropout_add", lambda x, residual, p, **_: residual + scaled(x, p))
         monkeypatch.setattr(AttentionDropout, "drop", lambda drop, weights, key, numbers: scaled(weights, drop.p))
         dropouts = {name: 0.1 * i for i, name in enumerate(self.no_dropout, 1)}
         theirs = copy.deepcopy(self.reference(task, tmp_path, **dropouts))

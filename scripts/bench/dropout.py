@@ -1,9 +1,11 @@
-"""The cost of dropout on the CPU: the operator that draws its mask from a counter, compared with torch's.
+"""The cost of dropout on the CPU: the operator that draws its mask from a counter, compared with torch's; and of
+dropout, residual and norm as one operator, compared with one after the other, each the fastest that there is.
 
     python scripts/bench/dropout.py [--tokens 8192] [--channels 768] [--rounds 3] [--output result.json]
 
 In each round one process times all contenders in turn and keeps the best of several runs of each. The results are the
-medians over the rounds, in nanoseconds per element. `copy` is x * 1.5, which reads and writes the same bytes.
+medians over the rounds, in nanoseconds per element. `copy` is x * 1.5, which reads and writes the same bytes; a norm is
+measured forward and backward.
 """
 
 import argparse
@@ -23,7 +25,9 @@ PEERS = {
     "dropout_bf16": "torch_bf16",
     "dropout_add_backward": "torch_backward",
 }
-NAMES = ("copy", *PEERS.values(), "dropout_add_bf16", *PEERS)
+# The one operator for a sum and its norm, and what does the same apart.
+APART = {"sum_and_layer_norm": "layer_norm_apart", "sum_and_rms_norm": "rms_norm_apart"}
+NAMES = ("copy", *PEERS.values(), "dropout_add_bf16", *PEERS, *APART, *APART.values())
 
 
 def main() -> None:
@@ -51,6 +55,10 @@ def main() -> None:
     rows = [
         against(ours.replace("_", " "), "torch", ns[ours], ns[theirs], "ns/element") for ours, theirs in PEERS.items()
     ]
+    rows += [
+        against(ours.replace("_", " "), "one after the other", ns[ours], ns[theirs], "ns/element")
+        for ours, theirs in APART.items()
+    ]
     rows.append(fraction("dropout", ns["copy"] / ns["dropout"], "reading and writing as much"))
     finish(args, "dropout", numbers, rows)
 
@@ -65,7 +73,7 @@ def contenders(tokens: int, channels: int) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
-    from engine.ops import dropout, dropout_add
+    from engine.ops import Added, dropout, dropout_add, norm_before, rms_norm
 
     torch.manual_seed(0)
     x, residual = torch.randn(tokens, channels), torch.randn(tokens, channels)
@@ -76,6 +84,20 @@ def contenders(tokens: int, channels: int) -> dict[str, Any]:
 
     def backward(out: torch.Tensor) -> None:
         torch.autograd.grad(out, (leaf, other), x, retain_graph=True)
+
+    weight, bias = (torch.randn(channels).requires_grad_() for _ in range(2))
+
+    def trained(pair: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None) -> None:
+        leaves = [t for t in (leaf, other, weight, bias) if t is not None]
+        torch.autograd.grad(pair, leaves, [x, residual])
+
+    def together(bias: torch.Tensor | None) -> None:
+        trained(norm_before(other, weight, bias, 1e-5, Added(leaf, 0.1, *keyed.values())), bias)
+
+    def apart(bias: torch.Tensor | None) -> None:
+        total = dropout_add(leaf, other, 0.1, **keyed)
+        normed = rms_norm(total, weight, 1e-5) if bias is None else F.layer_norm(total, (channels,), weight, bias)
+        trained((total, normed), bias)
 
     return {
         "copy": lambda: x * 1.5,
@@ -88,6 +110,10 @@ def contenders(tokens: int, channels: int) -> dict[str, Any]:
         "dropout_add_bf16": lambda: dropout_add(half, half_residual, 0.1, **keyed),
         "torch_backward": lambda: backward(theirs),
         "dropout_add_backward": lambda: backward(ours),
+        "sum_and_layer_norm": lambda: together(bias),
+        "layer_norm_apart": lambda: apart(bias),
+        "sum_and_rms_norm": lambda: together(None),
+        "rms_norm_apart": lambda: apart(None),
     }
 
 

@@ -2,9 +2,9 @@
 
 Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with
 fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); dropout of
-activations; and, forward and backward, norms of activations, the gradient of a bias and the loss over a vocabulary.
-Contenders take turns in one process, with four calls of each between two synchronisations: the host
-prepares a call (milliseconds for 2,000 tensors) while the GPU runs the one before, as in training.
+activations; and, forward and backward, norms of activations with and without what is added before, the gradient of a
+bias and the loss over a vocabulary. Contenders take turns in one process, with four calls of each between two
+synchronisations: the host prepares a call (milliseconds for 2,000 tensors) while the GPU runs the one before, as in training.
 
     python scripts/bench/gpu_optimizer.py --output result.json
 """
@@ -48,6 +48,8 @@ def main() -> None:
     numbers["of rows"] = {"ms": {name: round(value, 3) for name, value in ms.items()}}
     for name in ("layer norm", "RMS norm", "gradient of a bias", "cross-entropy"):
         rows.append(against(f"{name}, bf16", "torch", ms[name], ms[f"torch, {name}"], "ms"))
+    name = "sum and layer norm"
+    rows.append(against(f"{name}, bf16", "one after the other", ms[name], ms[f"apart, {name}"], "ms"))
     finish(args, "gpu_optimizer", numbers, rows, limits=limits)
 
 
@@ -119,8 +121,7 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
     import torch
     import torch.nn.functional as F
 
-    from engine.ops import cross_entropy_, linear, rms_norm
-    from engine.ops.norm import layer_norm
+    from engine.ops import Added, cross_entropy_, dropout_add, layer_norm, linear, norm_before, rms_norm
 
     tokens, width, classes = max(1, thousands) * 1024, 1024, 50_304 if device == "cuda" else 320
 
@@ -136,6 +137,16 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
     def trained(out: torch.Tensor) -> None:
         torch.autograd.grad(out, [t for t in (x, weight, bias) if t.requires_grad], grad, allow_unused=True)
 
+    branch, tokens_of = drawn(tokens, width).requires_grad_(), torch.arange(tokens, device=device)
+    keyed = {"key": 1, "site": 2, "tokens": tokens_of}
+
+    def both(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        torch.autograd.grad(pair, [x, branch, weight, bias], [grad, grad])
+
+    def apart() -> None:
+        total = dropout_add(branch, x, 0.1, **keyed)
+        both((total, layer_norm(total, shape, weight, bias, 1e-5)))
+
     def their_loss() -> None:
         asked = logits.detach().requires_grad_()
         F.cross_entropy(asked, targets, reduction="sum").backward()
@@ -147,6 +158,8 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
         "torch, RMS norm": lambda: trained(F.rms_norm(x, shape, eps=1e-5) * weight),
         "gradient of a bias": lambda: trained(linear(x, matrix, bias)),
         "torch, gradient of a bias": lambda: trained(F.linear(x, matrix, bias)),
+        "sum and layer norm": lambda: both(norm_before(x, weight, bias, 1e-5, Added(branch, 0.1, *keyed.values()))),
+        "apart, sum and layer norm": apart,
         # The logits become their gradient: numbers of other sizes, at the same cost.
         "cross-entropy": lambda: cross_entropy_(logits, targets, 1.0),
         "torch, cross-entropy": their_loss,

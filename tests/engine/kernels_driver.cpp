@@ -134,20 +134,47 @@ static void masks() {
         }
 }
 
+static void norms() {
+  const int64_t tokens[] = {5, (int64_t)1 << 40, 0, 9, 77}, rows = 5;
+  for (int64_t n : {1, 63, 64, 1000})
+    for (bool centered : {true, false})
+      for (int added : {0, 1, 2}) {  // nothing, a branch, a branch with dropout
+        const std::string name = std::string(centered ? "layer_norm " : "rms_norm ") + std::to_string(n) + ", " +
+                                 std::to_string(added);
+        const Draw draw{tokens, 0, 0, 0x12345678u, 0x9ABCDEF0u, 3, added == 2 ? 20000u : 0u, 65536.0f / 45536.0f};
+        std::vector<float> x = floats(rows * n), branch = floats(rows * n), w = floats(n), b = floats(n);
+        std::vector<float> sum(x.size()), out(x.size()), stats((size_t)(centered ? 2 * rows : rows));
+        k.norm({kFloat, rows, n, 1e-5f, draw, x.data(), added ? branch.data() : nullptr, w.data(),
+                centered ? b.data() : nullptr, added ? sum.data() : nullptr, out.data(), stats.data()}, 0, rows);
+        if (!added) sum = x;
+        show(name + ", sum", sum);
+        show(name, out);
+        show(name + ", stats", stats);
+        const std::vector<float> grad = floats(rows * n), extra = floats(rows * n);
+        std::vector<float> dx(x.size()), dbranch(x.size()), dw((size_t)n), db((size_t)n);
+        NormBackwardJob job{kFloat, rows, n, centered, draw, grad.data(), nullptr, false, sum.data(), w.data(),
+                            stats.data(), dx.data(), added == 2 ? dbranch.data() : nullptr, nullptr, nullptr};
+        for (int more : {0, 1, 2}) {  // nothing, more of the gradient of out, that of the sum
+          job.extra = more ? extra.data() : nullptr, job.extra_of_sum = more == 2;
+          k.norm_backward(job, dw.data(), centered ? db.data() : nullptr, 0, rows);
+          show(name + ", dx " + std::to_string(more), dx);
+          show(name + ", dbranch " + std::to_string(more), dbranch);
+        }
+        k.norm_backward(job, nullptr, nullptr, 0, rows);
+        show(name + ", dw", dw);
+        show(name + ", db", db);
+      }
+}
+
 static void rows_of_numbers() {
   for (int64_t n : {1, 63, 64, 1000}) {
     const int64_t rows = 5;
     const std::string size = " " + std::to_string(n);
-    std::vector<float> x = floats(rows * n), grad = floats(rows * n), w = floats(n), out(x.size()), factor(5), dw(w);
+    std::vector<float> x = floats(rows * n), grad = floats(rows * n), w = floats(n), out(x.size());
     k.gelu(x.data(), nullptr, out.data(), rows * n);
     show("gelu" + size, out);
     k.gelu(x.data(), grad.data(), out.data(), rows * n);
     show("gelu's slope" + size, out);
-    k.rms_norm(x.data(), w.data(), out.data(), factor.data(), rows, n, 1e-5f);
-    show("rms_norm" + size, out);
-    k.rms_norm_backward(grad.data(), x.data(), w.data(), factor.data(), out.data(), dw.data(), rows, n);
-    show("rms_norm dx" + size, out);
-    show("rms_norm dw" + size, dw);
     const int64_t target[] = {0, n - 1, n / 2, n / 3, 0};
     for (bool train : {false, true}) {
       std::vector<float> loss(5);
@@ -165,6 +192,7 @@ int main() {
   updates_in_8_bits();
   conversions();
   masks();
+  norms();
   rows_of_numbers();
   products();
   attention();

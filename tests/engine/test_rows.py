@@ -1,5 +1,5 @@
-"""Norms and linear layers by way of the operators of csrc/cuda/rows.cu, which torch stands for here: what autograd,
-recomputation and the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators themselves."""
+"""Norms and linear layers by way of the CUDA operators, which torch stands for here: what autograd, recomputation and
+the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators themselves."""
 
 import re
 import subprocess
@@ -11,8 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.ops import build, gemm, library, linear, rms_norm
-from engine.ops.norm import layer_norm
+from engine.ops import (
+    Added,
+    build,
+    dropout,
+    dropout_add,
+    gemm,
+    layer_norm,
+    library,
+    linear,
+    norm_after,
+    norm_before,
+    rms_norm,
+)  # fmt: skip
 from engine.recompute import wrap_units_
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.norm import LayerNorm, RMSNorm
@@ -20,29 +31,29 @@ from modelcenter.layers.norm import LayerNorm, RMSNorm
 EPS = 1e-5
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    mean = x.double().mean(-1) if bias is not None else x.new_zeros(x.shape[:-1])
-    rstd = ((x.double() - mean.unsqueeze(-1)).square().mean(-1) + eps).rsqrt()
-    out = (x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1) * weight + (0 if bias is None else bias)
-    return out.to(x.dtype), torch.stack([mean, rstd]).to(x.dtype) if bias is not None else rstd.to(x.dtype)
+def _norm(x, weight, bias, eps, branch, tokens, key, site, threshold, stream):
+    out = x if branch is None else x + dropout(branch, threshold / 65536, key=key, site=site, tokens=tokens)
+    mean = out.mean(-1) if bias is not None else x.new_zeros(x.shape[:-1])
+    rstd = ((out - mean.unsqueeze(-1)).square().mean(-1) + eps).rsqrt()
+    normed = (out - mean.unsqueeze(-1)) * rstd.unsqueeze(-1) * weight + (0 if bias is None else bias)
+    return x.new_empty(0) if branch is None else out, normed, torch.stack([mean, rstd])
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, stats: Tensor, centered: bool, sums: bool) -> list[Tensor]:
-    mean, rstd = stats if centered else (torch.zeros_like(stats), stats)
+def _norm_backward(
+    grad, extra, extra_of_sum, x, weight, stats, centered, sums, tokens, key, site, threshold, stream
+):  # fmt: skip
+    mean, rstd = stats
     normal = (x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    grad = grad if extra is None or extra_of_sum else grad + extra
     g = grad * weight
     dx = g - normal * (g * normal).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centered else 0)
+    dx = dx * rstd.unsqueeze(-1) + (extra if extra_of_sum and extra is not None else 0)
+    dbranch = dropout(dx, threshold / 65536, key=key, site=site, tokens=tokens) if threshold else x.new_empty(0)
     found = [t.reshape(-1, x.shape[-1]).sum(0) if sums else x.new_empty(0) for t in (grad * normal, grad)]
-    return [dx * rstd.unsqueeze(-1), *found[: 1 + centered]]
+    return dx, dbranch, found[0], found[1] if centered else x.new_empty(0)
 
 
-OPERATORS = {
-    "layer_norm_rows": lambda x, w, b, eps, stream: _norm(x, w, b, eps),
-    "layer_norm_rows_backward": lambda g, x, w, s, sums, stream: _norm_backward(g, x, w, s, True, sums),
-    "rms_norm_rows": lambda x, w, eps, stream: _norm(x, w, None, eps),
-    "rms_norm_rows_backward": lambda g, x, w, s, sums, stream: _norm_backward(g, x, w, s, False, sums),
-    "column_sums": lambda x, stream: x.sum(0),
-}
+OPERATORS = {"norm": _norm, "norm_backward": _norm_backward, "column_sums": lambda x, stream: x.sum(0)}
 
 
 @pytest.fixture
@@ -110,19 +121,41 @@ def test_norms_have_torchs_gradients(called, shape, trained):
     tensors = drawn(shape, (6,), (6,))
     ours = gradients(lambda x, w, b: layer_norm(x, (6,), w, b, EPS), tensors, trained)
     same(ours, gradients(lambda x, w, b: F.layer_norm(x, (6,), w, b, EPS), tensors, trained))
-    assert called == ["layer_norm_rows", "layer_norm_rows_backward"]
+    assert called == ["norm", "norm_backward"]
     called.clear()
     if trained[0] or trained[1]:
         ours = gradients(lambda x, w: rms_norm(x, w, EPS), tensors[:2], trained[:2])
         same(ours, gradients(lambda x, w: F.rms_norm(x, (6,), w, EPS), tensors[:2], trained[:2]))
-        assert called == ["rms_norm_rows", "rms_norm_rows_backward"]
+        assert called == ["norm", "norm_backward"]
+
+
+@pytest.mark.parametrize("form", [norm_before, norm_after])
+@pytest.mark.parametrize("centered", [True, False])
+def test_norms_of_sums_have_torchs_gradients(called, form, centered):
+    tensors, tokens = drawn((5, 6), (5, 6), (6,), (6,)), torch.arange(5) * 9
+
+    def ours(x, branch, weight, bias):
+        return torch.cat(form(x, weight, bias if centered else None, EPS, Added(branch, 0.3, 77, 5, tokens)))
+
+    def wanted(x, branch, weight, bias):
+        total = dropout_add(branch, x, 0.3, key=77, site=5, tokens=tokens)
+        out = F.layer_norm(total, (6,), weight, bias, EPS) if centered else F.rms_norm(total, (6,), weight, EPS)
+        return torch.cat((total if form is norm_before else out, out))
+
+    same(gradients(ours, tensors, (True,) * 4), gradients(wanted, tensors, (True,) * 4))
+    assert called == ["norm", "norm_backward"]
+    # A key that the host draws would be a constant of a CUDA graph: dropout is torch's.
+    called.clear()
+    x, branch, weight, bias = (t.to("meta") for t in tensors)
+    form(x, weight, bias if centered else None, EPS, Added(branch, 0.3))
+    assert called == ["norm"]
+    form(x, weight, bias if centered else None, EPS, Added(branch, 0.3, 77, 5, tokens))
+    assert called == ["norm"] * 2
 
 
 def test_frozen_weights_cost_no_sums(called, monkeypatch):
     asked = []
-    for name in ("layer_norm_rows_backward", "rms_norm_rows_backward"):
-        operator = OPERATORS[name]
-        monkeypatch.setitem(OPERATORS, name, lambda *args, run=operator: asked.append(args[4]) or run(*args))
+    monkeypatch.setitem(OPERATORS, "norm_backward", lambda *args: asked.append(args[7]) or _norm_backward(*args))
     x, weight, bias = drawn((5, 6), (6,), (6,))
     for trained in ((True, False, False), (True, False, True), (False, True, False)):
         gradients(lambda x, w, b: layer_norm(x, (6,), w, b, EPS), (x, weight, bias), trained)
@@ -137,13 +170,13 @@ def test_without_gradients_no_autograd_function_runs(called):
         found = [layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)]
         wanted = [F.layer_norm(x, (6,), weight, bias, EPS), F.rms_norm(x, (6,), weight, EPS), x * weight + bias]
     same(found, wanted)
-    assert called == ["layer_norm_rows", "rms_norm_rows"]
+    assert called == ["norm", "norm"]
 
 
 def test_a_second_derivative_raises(called):
     x, weight, bias = (t.requires_grad_() for t in drawn((5, 6), (6,), (6,)))
     for out in (layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)):
-        with pytest.raises(RuntimeError, match="(LayerNormRows|RMSNormRows|LinearWithSums) has no second derivative"):
+        with pytest.raises(RuntimeError, match="(Norm|LinearWithSums) has no second derivative"):
             torch.autograd.grad(out.square().sum(), x, create_graph=True)
 
 
@@ -153,7 +186,7 @@ def test_what_is_left_to_torch(called):
     layer_norm(x, (6,), None, None, EPS)
     layer_norm(x, (3, 6), *drawn((3, 6), (3, 6)), EPS)
     layer_norm(x, (6,), weight.float().double(), bias, EPS)
-    assert called.pop() == "layer_norm_rows" and not called
+    assert called.pop() == "norm" and not called
     long = torch.ones(2, 8193, dtype=torch.float64)
     layer_norm(long, (8193,), long[0], long[0], EPS), rms_norm(long, long[0], EPS)
     weights = [t.requires_grad_() for t in drawn((7, 6), (7,))]
@@ -275,9 +308,11 @@ def test_the_operators_are_declared(compiled):
 def test_rows_are_moved_16_bytes_at_a_time_and_held_in_registers(tmp_path):
     if (nvcc := build.nvcc()) is None:
         pytest.skip("nvcc is not here, so the CUDA operators cannot be compiled")
-    command = [nvcc, *build._CUDA, "-arch=compute_90", "-ptx", "-o", tmp_path / "rows.ptx"]
-    subprocess.run([*command, build.sources() / "cuda" / "rows.cu"], check=True, timeout=300)
-    text = (tmp_path / "rows.ptx").read_text()
+    text = ""
+    for name in ("norm", "columns"):
+        command = [nvcc, *build._CUDA, "-arch=compute_90", "-ptx", "-o", tmp_path / f"{name}.ptx"]
+        subprocess.run([*command, build.sources() / "cuda" / f"{name}.cu"], check=True, timeout=300)
+        text += (tmp_path / f"{name}.ptx").read_text()
     assert re.search(r"st\.global\S*\.v4\.u32", text) and re.search(r"ld\.global\S*\.v4\.u32", text)
     assert ".local" not in text
     for kind in ("bf16x2.f32", "f16x2.f32"):

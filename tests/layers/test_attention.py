@@ -271,8 +271,52 @@ def test_flash_attention_across_where_one_side_has_a_dummy_sequence(side, monkey
     assert [x.tolist() for x in calls[0]] == wanted and {x.dtype for x in calls[0]} == {torch.int32}
 
 
-def test_a_gpu_attends_without_cudnn(monkeypatch):
-    """Which torch prefers to kernels that have a gradient for the bias."""
+@pytest.mark.parametrize("kind", ["plain", "causal", "grouped", "cross"])
+def test_sequences_of_one_length_on_a_gpu(kind, monkeypatch):
+    """One rectangle, in which torch chooses the kernel: the numbers of the CPU's way, and the call of a GPU's."""
+    lengths = (64, 128) if kind == "cross" else (64, 64)
+    both = [Packed.from_cu_seqlens(torch.tensor([0, n, 2 * n, 3 * n], dtype=torch.int32), n, 3 * n) for n in lengths]
+    kv_heads, mask, memory = 2 if kind == "grouped" else 4, Mask(kind == "causal"), both[1].sequences
+    more = {"kv_heads": kv_heads, "mask": mask, "scale": 0.7, "memory": memory if kind == "cross" else None}
+    inputs = [torch.randn(x.num_tokens, n * 8).requires_grad_() for x, n in zip(both, (4, kv_heads), strict=True)]
+    inputs.append(torch.randn_like(inputs[1]).requires_grad_())
+    wanted, calls = packed_attention(*inputs, both[0], 4, **more), []
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(packed_attention_module, "_has_flash", lambda *_: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(k) or sdpa(*a, **k))
+    ours, grad = packed_attention(*inputs, both[0], 4, **more), torch.randn_like(wanted)
+    torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
+    for pair in zip(*(torch.autograd.grad(x, inputs, grad) for x in (ours, wanted)), strict=True):
+        torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
+    call = calls[0]
+    assert (call["is_causal"], call["enable_gqa"]) == (kind == "causal", kind == "grouped")
+    packed_attention(*inputs, both[0], 4, AttentionDropout(0.3), **more)
+    assert [call["dropout_p"] for call in calls] == [0.0, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("ends", "longest", "mask", "way"),
+    [
+        ((0, 64, 128), 64, Mask(), "equal"),
+        ((0, 64), 64, Mask(True), "equal"),
+        ((0, 64, 128), 64, Mask(True, 5), "any"),  # a window
+        ((0, 64, 64), 64, Mask(), "any"),  # an empty sequence
+        ((0, 64, 127), 64, Mask(), "any"),
+        ((0, 64, 128), 128, Mask(), "any"),  # nobody has the longest length
+        ((0, 65, 130), 65, Mask(), "any"),  # a length that will not come again soon
+    ],
+)
+def test_which_sequences_on_a_gpu_are_a_rectangle(ends, longest, mask, way, monkeypatch):
+    packed = Packed.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32).to("meta"), longest, ends[-1])
+    monkeypatch.setattr(packed_attention_module, "_has_flash", lambda *_: True)
+    for name in ("_of_equal_lengths", "_varlen"):
+        monkeypatch.setattr(packed_attention_module, name, lambda q, *_, name=name: name)
+    q, k, v = (torch.empty(ends[-1], 32, device="meta") for _ in range(3))
+    assert packed_attention(q, k, v, packed, 4, mask=mask) == {"equal": "_of_equal_lengths", "any": "_varlen"}[way]
+
+
+def test_a_gpu_attends_without_cudnn_beside_a_bias(monkeypatch):
+    """cuDNN's kernel, which torch prefers there, has no gradient for it."""
     packed, allowed = Packed.from_cu_seqlens(torch.tensor([0, 3, 8], dtype=torch.int32), None, 8), []
     sdpa = F.scaled_dot_product_attention
 

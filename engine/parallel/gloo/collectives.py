@@ -29,7 +29,7 @@ from engine.parallel.gloo.block_sparse import BlockSparseParts, has_gathered_emb
 from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
 from engine.parallel.gloo.shared_memory import Message, SharedMemory, share_memory
-from engine.torch_compat import in_backward, when_backward_ends
+from engine.torch_compat import in_backward, run_after_backward
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 # So that no message of the user's own between two ranks is taken for one of these.
@@ -186,7 +186,7 @@ class _PendingSum:
         called before the next and at the end of a backward."""
         self._open = parts, whole, output, divisor
         if in_backward():
-            when_backward_ends(self.finish)
+            run_after_backward(self.finish)
 
     def finish(self) -> None:
         """Wait for the parts that are under way, and add them up."""

@@ -1,0 +1,306 @@
+// Norms of rows, with what is added to these first. A row is read once; what is summed over rows is summed by each thread
+// over the rows of its block, and then over the blocks by a second kernel. The norms are tested against float64, not bit
+// for bit; the sums and the masks have the CPU's bits.
+#include "norm.h"
+
+#include <math.h>
+
+#include "dropout.h"
+#include "row.h"
+
+namespace modelcenter {
+namespace {
+
+constexpr int kForwardThreads = 128;   // of a block with several short rows
+constexpr int kBackwardThreads = 512;  // of such a block in backward, where each block writes sums
+constexpr int kMostAtOnce = 2;         // rows that forward loads before it waits for one, where there is no branch
+static_assert(kLongestRow == (int64_t)kMost * kPer, "a block holds the longest row");
+
+// Threads of a block work on rows in groups of as many warps as a row needs.
+struct Group {
+  int threads, number, thread;
+  __device__ explicit Group(int threads)
+      : threads(threads), number((int)threadIdx.x / threads), thread((int)threadIdx.x % threads) {}
+};
+
+// The sums over a group's threads, the same for all of them. `room` is not that of the call before, which may be read.
+template <int kSums>
+__device__ __forceinline__ void add_up_group(float (&sum)[kSums], float (&room)[kMost / kWarp][kSums],
+                                             const Group& group) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes; lanes /= 2)
+#pragma unroll
+    for (int i = 0; i < kSums; i++) sum[i] += __shfl_xor_sync(0xFFFFFFFFu, sum[i], lanes);
+  if (group.threads == kWarp) return;
+  const int warp = (int)threadIdx.x / kWarp, first = warp - group.thread / kWarp;
+  if (threadIdx.x % kWarp == 0)
+#pragma unroll
+    for (int i = 0; i < kSums; i++) room[warp][i] = sum[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSums; i++) sum[i] = 0.0f;
+  for (int w = 0; w < group.threads / kWarp; w++)
+#pragma unroll
+    for (int i = 0; i < kSums; i++) sum[i] += room[first + w][i];
+}
+
+// Which of the 8 neighbours of a row that this thread has a dropout keeps, a bit each. All threads of a warp call it, for
+// one row.
+__device__ __forceinline__ uint32_t kept(const Draw& d, int64_t row, int thread) {
+  const uint64_t token = (uint64_t)(d.tokens ? d.tokens[row] : d.first_token + row);
+  uint32_t words[4], bits = 0;
+  // Blocks of 128 channels belong to 16 threads, and are drawn by 16 counters. That of a thread decides over numbers of
+  // all of them, which exchange a bit each.
+  philox(d.key_low, d.key_high, (uint32_t)thread, d.site, token, words);
+  const uint32_t limit = d.threshold << 16;
+  const int lane = thread % kDropoutLanes;
+#pragma unroll
+  for (int slot = 0; slot < kPer; slot++) {
+    const uint32_t word = slot % 2 ? words[slot / 2] : words[slot / 2] << 16;
+    const uint32_t votes = __ballot_sync(0xFFFFFFFFu, word >= limit);
+    bits = slot == lane / 2 ? votes : bits;
+  }
+  return bits >> (thread % kWarp - lane + lane % 2 * kPer) & 0xFFu;
+}
+
+// x += a row's numbers.
+template <int kType, bool kAligned>
+__device__ __forceinline__ void add(const void* row, const Place<kAligned>& at, float (&x)[kPer]) {
+  float more[kPer];
+  unpack<kType>(load<kType>(row, at), more);
+#pragma unroll
+  for (int k = 0; k < kPer; k++) x[k] += more[k];
+}
+
+// kAdds: whether there is a branch, of aligned rows.
+template <int kType, bool kCentered, bool kAligned, bool kAdds>
+__global__ void __launch_bounds__(kMost) norm(const NormJob job, int threads, float inverse) {
+  constexpr int kAtOnce = kAdds ? 1 : kMostAtOnce;
+  __shared__ float room[2][kMost / kWarp][kAtOnce];
+  constexpr int64_t kSize = kType == kFloat ? 4 : 2;
+  const int64_t rows = job.rows;
+  const int n = (int)job.n;
+  const Group group(threads);
+  const Place<kAligned> at(n, group.thread, threads);
+  const Packed<kType> w = load<kType>(job.weight, at);
+  Packed<kType> b = {};
+  if (kCentered) b = load<kType>(job.bias, at);
+  const int64_t of_block = (int64_t)((int)blockDim.x / threads) * kAtOnce;
+  int round = 0;
+  for (int64_t begin = blockIdx.x * of_block; begin < rows; begin += gridDim.x * of_block, round ^= 1) {
+    const int64_t first = begin + group.number * kAtOnce;
+    Packed<kType> packed[kAtOnce], branch[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      packed[i] = branch[i] = {};
+      if (first + i >= rows) continue;
+      packed[i] = load<kType>((const char*)job.x + (first + i) * n * kSize, at);
+      if (kAdds) branch[i] = load<kType>((const char*)job.branch + (first + i) * n * kSize, at);
+    }
+    float v[kAtOnce][kPer], mean[kAtOnce] = {}, square[kAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      unpack<kType>(packed[i], v[i]);
+      if (!kAdds || first + i >= rows) continue;
+      const uint32_t bits = job.draw.threshold ? kept(job.draw, first + i, group.thread) : 0xFFu;
+      float added[kPer];
+      unpack<kType>(branch[i], added);
+#pragma unroll
+      for (int k = 0; k < kPer; k++) v[i][k] += bits >> k & 1u ? added[k] * job.draw.scale : 0.0f;
+      const Packed<kType> sum = pack<kType>(v[i]);
+      store<kType>((char*)job.sum + (first + i) * n * kSize, at, sum);
+      unpack<kType>(sum, v[i]);
+    }
+    if (kCentered) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+        for (int k = 0; k < kPer; k++) mean[i] += v[i][k];
+      add_up_group(mean, room[0], group);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        mean[i] *= inverse;
+#pragma unroll
+        for (int k = 0; k < kPer; k++) v[i][k] = k < at.count ? v[i][k] - mean[i] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+      for (int k = 0; k < kPer; k++) square[i] = fmaf(v[i][k], v[i][k], square[i]);
+    add_up_group(square, room[kCentered ? 1 : round], group);
+    float scale[kPer], shift[kPer];
+    unpack<kType>(w, scale);
+    unpack<kType>(b, shift);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      if (first + i >= rows) continue;
+      const float rstd = rsqrtf(fmaf(square[i], inverse, job.eps));
+      float y[kPer];
+#pragma unroll
+      for (int k = 0; k < kPer; k++) y[k] = v[i][k] * rstd;
+      if (!kCentered) unpack<kType>(pack<kType>(y), y);
+#pragma unroll
+      for (int k = 0; k < kPer; k++) y[k] = kCentered ? fmaf(y[k], scale[k], shift[k]) : y[k] * scale[k];
+      store<kType>((char*)job.out + (first + i) * n * kSize, at, pack<kType>(y));
+      if (group.thread) continue;
+      if (kCentered) job.stats[first + i] = mean[i];
+      job.stats[(kCentered ? rows : 0) + first + i] = rstd;
+    }
+  }
+}
+
+// kAdds: whether there is more of a gradient, or, of aligned rows, a dropout. sums: of each block those over its rows for
+// the weight and, if centered, the bias; null where they are not wanted.
+template <int kType, bool kCentered, bool kAligned, bool kAdds>
+__global__ void __launch_bounds__(kMost)
+    norm_backward(const NormBackwardJob job, float* sums, int threads, float inverse) {
+  constexpr int kSums = kCentered ? 2 : 1;
+  // Where registers would be short, the weight is read again for each row.
+  constexpr bool kKeepsWeight = !kAdds && (kAligned || kType == kFloat);
+  __shared__ float room[2][kMost / kWarp][kSums];
+  __shared__ float of_groups[kPer][kBackwardThreads];
+  constexpr int64_t kSize = kType == kFloat ? 4 : 2;
+  const int64_t rows = job.rows;
+  const int n = (int)job.n;
+  const Group group(threads);
+  const Place<kAligned> at(n, group.thread, threads);
+  const int groups = (int)blockDim.x / threads;
+  Packed<kType> packed_weight = {};
+  if (kKeepsWeight) packed_weight = load<kType>(job.weight, at);
+  float total[kSums][kPer] = {};
+  int64_t row = rows * blockIdx.x / gridDim.x;
+  int left = (int)(rows * (blockIdx.x + 1) / gridDim.x - row), round = 0;
+  for (row += group.number; left > 0; row += groups, left -= groups, round ^= 1) {
+    const int64_t place = row * n * kSize;
+    const bool here = group.number < left;
+    Packed<kType> packed_x = {}, packed_grad = {};
+    float mean = 0.0f, rstd = 0.0f;
+    if (here) {
+      packed_x = load<kType>((const char*)job.sum + place, at);
+      packed_grad = load<kType>((const char*)job.grad + place, at);
+      if (kCentered) mean = job.stats[row];
+      rstd = job.stats[(kCentered ? rows : 0) + row];
+    }
+    float normal[kPer], g[kPer], w[kPer], along[kSums] = {};  // the means of g along the normalized row, and of g
+    unpack<kType>(packed_x, normal);
+    unpack<kType>(packed_grad, g);
+    if (kAdds && here && job.extra && !job.extra_of_sum) add<kType>((const char*)job.extra + place, at, g);
+    unpack<kType>(kKeepsWeight ? packed_weight : load<kType>(job.weight, at), w);
+#pragma unroll
+    for (int k = 0; k < kPer; k++) {
+      normal[k] = (normal[k] - mean) * rstd;
+      total[0][k] = fmaf(g[k], normal[k], total[0][k]);
+      if (kCentered) total[kSums - 1][k] += g[k];
+      g[k] *= w[k];  // zero behind the end of a row, as the weight is
+      along[0] = fmaf(g[k], normal[k], along[0]);
+      if (kCentered) along[kSums - 1] += g[k];
+    }
+    add_up_group(along, room[round], group);
+    if (!here) continue;
+    const float slope = along[0] * inverse, shift = kCentered ? along[kSums - 1] * inverse : 0.0f;
+#pragma unroll
+    for (int k = 0; k < kPer; k++) g[k] = rstd * (g[k] - fmaf(normal[k], slope, shift));
+    if (kAdds && job.extra && job.extra_of_sum) add<kType>((const char*)job.extra + place, at, g);
+    const Packed<kType> dx = pack<kType>(g);
+    store<kType>((char*)job.dx + row * n * kSize, at, dx);
+    if (!kAdds || !kAligned || !job.dbranch) continue;
+    const uint32_t bits = kept(job.draw, row, group.thread);
+    unpack<kType>(dx, g);
+#pragma unroll
+    for (int k = 0; k < kPer; k++) g[k] = bits >> k & 1u ? g[k] * job.draw.scale : 0.0f;
+    store<kType>((char*)job.dbranch + row * n * kSize, at, pack<kType>(g));
+  }
+  if (!sums) return;
+#pragma unroll
+  for (int i = 0; i < kSums; i++) {
+    if (groups > 1) {
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < kPer; k++) of_groups[k][threadIdx.x] = total[i][k];
+      __syncthreads();
+      if (group.number == 0)
+        for (int other = 1; other < groups; other++)
+#pragma unroll
+          for (int k = 0; k < kPer; k++) total[i][k] += of_groups[k][other * threads + group.thread];
+    }
+    if (group.number == 0)
+      store<kFloat>(sums + ((int64_t)blockIdx.x * kSums + i) * n, at, pack<kFloat>(total[i]));
+  }
+}
+
+// Threads for a row of n numbers: whole warps.
+int threads_of(int64_t n) { return (int)((n + kWarp * kPer - 1) / (kWarp * kPer)) * kWarp; }
+
+int groups_of(int threads, int at_most) { return threads < at_most ? at_most / threads : 1; }
+
+// Blocks of norm_backward: as many as run at a time, unless there are fewer rows.
+int64_t backward_blocks(const NormBackwardJob& job) {
+  const int threads = threads_of(job.n), groups = groups_of(threads, kBackwardThreads);
+  const int64_t wanted = (job.rows + groups - 1) / groups, most = processors() * (kMost / (threads * groups));
+  return wanted < most ? wanted : most;
+}
+
+}  // namespace
+
+// Rows that are not aligned are dropped out by themselves.
+int cuda_norm(const NormJob& given, void* stream) {
+  NormJob job = given;
+  const bool aligned = on_16_bytes(job.n, {job.x, job.branch, job.weight, job.bias, job.sum, job.out});
+  if (job.branch && !aligned) {
+    const int error = cuda_dropout(job.draw, job.branch, job.x, job.sum, job.type, job.rows, job.n, stream);
+    if (error) return error;
+    job.x = job.sum, job.branch = nullptr;
+  }
+  const int threads = threads_of(job.n), groups = groups_of(threads, kForwardThreads);
+  const int64_t of_block = groups * (job.branch ? 1 : kMostAtOnce);
+  const int64_t wanted = (job.rows + of_block - 1) / of_block, most = (int64_t)1 << 30;
+  return with_constants(job.type, aligned, [&](auto type, auto is_aligned) {
+    constexpr int kType = type.value;
+    constexpr bool kAligned = is_aligned.value;
+    const auto kernel = job.branch ? job.bias ? norm<kType, true, true, true> : norm<kType, false, true, true>
+                        : job.bias ? norm<kType, true, kAligned, false>
+                                   : norm<kType, false, kAligned, false>;
+    return launch(stream, wanted < most ? wanted : most, threads * groups, kernel, job, threads, 1.0f / (float)job.n);
+  });
+}
+
+int64_t cuda_norm_room(const NormBackwardJob& job) { return backward_blocks(job) * job.n * (job.centered ? 2 : 1); }
+
+// Rows that are not aligned are dropped out by themselves; and for what is added to those of fp32, registers would be
+// short.
+int cuda_norm_backward(const NormBackwardJob& given, float* room, void* stream) {
+  NormBackwardJob job = given;
+  const bool aligned = on_16_bytes(job.n, {job.grad, job.extra, job.sum, job.weight, job.dx, job.dbranch});
+  const bool drops = job.dbranch && !aligned, adds = job.extra && !aligned && job.type == kFloat;
+  const auto dropout = [&](const Draw& draw, const void* x, const void* residual, void* out) {
+    return cuda_dropout(draw, x, residual, out, job.type, job.rows, job.n, stream);
+  };
+  const Draw nothing{nullptr, 0, 0, 0, 0, 0, 0, 1.0f};
+  int error = 0;
+  if (adds && !job.extra_of_sum) {
+    error = dropout(nothing, job.grad, job.extra, job.dx);
+    job.grad = job.dx;  // a thread reads numbers before it writes the same ones
+  }
+  if (adds) job.extra = nullptr;
+  if (drops) job.dbranch = nullptr;
+  const int threads = threads_of(job.n), groups = groups_of(threads, kBackwardThreads);
+  const int64_t blocks = backward_blocks(job), width = job.n * (job.centered ? 2 : 1);
+  const bool more = job.extra || job.dbranch;
+  if (!error) error = with_constants(job.type, aligned, [&](auto type, auto is_aligned) {
+    constexpr int kType = type.value;
+    constexpr bool kAligned = is_aligned.value, kMore = kAligned || kType != kFloat;
+    const auto kernel = more ? job.centered ? norm_backward<kType, true, kAligned, kMore>
+                                            : norm_backward<kType, false, kAligned, kMore>
+                        : job.centered ? norm_backward<kType, true, kAligned, false>
+                                       : norm_backward<kType, false, kAligned, false>;
+    return launch(stream, blocks, threads * groups, kernel, job, job.dweight ? room : nullptr, threads,
+                  1.0f / (float)job.n);
+  });
+  if (!error && adds && job.extra_of_sum) error = dropout(nothing, job.dx, given.extra, job.dx);
+  if (!error && drops) error = dropout(job.draw, job.dx, nullptr, given.dbranch);
+  if (error || !job.dweight) return error;
+  return add_up(room, blocks, width, job.dweight, job.dbias, job.n, job.type, stream);
+}
+
+}  // namespace modelcenter

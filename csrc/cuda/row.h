@@ -1,0 +1,153 @@
+// What kernels over the rows of a matrix share: how a thread holds 8 numbers of a row in registers, so that a row is read
+// once; and the sums over blocks of what each has summed over its rows.
+#pragma once
+#include <initializer_list>
+#include <type_traits>
+
+#include "device.h"
+
+namespace modelcenter {
+namespace {
+
+constexpr int kPer = 8;  // numbers of a thread
+constexpr int kWarp = 32;
+constexpr int kMost = 1024;  // threads of a block
+
+// 8 numbers as they lie in memory.
+template <int kType>
+struct Packed {
+  uint32_t word[kType == kFloat ? 8 : 4];
+};
+
+// Which numbers of a row of n are a thread's, one of `threads`: 8 neighbours, which it moves 16 bytes at a time. Where
+// rows are not aligned it moves single numbers, beside those of the next thread.
+template <bool kAligned>
+struct Place {
+  int first, step, count;
+  __device__ Place(int n, int thread, int threads) : first(kAligned ? thread * kPer : thread), step(threads), count(0) {
+    if (first < n) count = kAligned ? kPer : (n - first + threads - 1) / threads;
+  }
+};
+
+template <int kType, bool kAligned>
+__device__ __forceinline__ Packed<kType> load(const void* row, const Place<kAligned>& at) {
+  constexpr int kWords = kType == kFloat ? 8 : 4;
+  Packed<kType> found = {};
+  if constexpr (kAligned) {
+    if (at.count == 0) return found;
+    const uint4* const from = (const uint4*)row + at.first / kPer * (kWords / 4);
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 four = from[i / 4];
+      found.word[i] = four.x, found.word[i + 1] = four.y, found.word[i + 2] = four.z, found.word[i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPer; k++) {
+      if (k >= at.count) continue;
+      const int column = at.first + k * at.step;
+      if (kType == kFloat) found.word[k % kWords] = ((const uint32_t*)row)[column];
+      else found.word[k / 2] |= (uint32_t)((const uint16_t*)row)[column] << (k % 2 * 16);
+    }
+  }
+  return found;
+}
+
+template <int kType, bool kAligned>
+__device__ __forceinline__ void store(void* row, const Place<kAligned>& at, const Packed<kType>& x) {
+  constexpr int kWords = kType == kFloat ? 8 : 4;
+  if constexpr (kAligned) {
+    if (at.count == 0) return;
+    uint4* const to = (uint4*)row + at.first / kPer * (kWords / 4);
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint4 four;
+      four.x = x.word[i], four.y = x.word[i + 1], four.z = x.word[i + 2], four.w = x.word[i + 3];
+      to[i / 4] = four;
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPer; k++) {
+      if (k >= at.count) continue;
+      const int column = at.first + k * at.step;
+      if (kType == kFloat) ((uint32_t*)row)[column] = x.word[k % kWords];
+      else ((uint16_t*)row)[column] = (uint16_t)(x.word[k / 2] >> (k % 2 * 16));
+    }
+  }
+}
+
+template <int kType>
+__device__ __forceinline__ void unpack(const Packed<kType>& from, float (&x)[kPer]) {
+#pragma unroll
+  for (int k = 0; k < kPer; k++) {
+    const uint32_t word = from.word[kType == kFloat ? k : k / 2];
+    if (kType == kFloat) x[k] = float_of(word);
+    else if (kType == kHalf) x[k] = of_fp16((uint16_t)(k % 2 ? word >> 16 : word));
+    else x[k] = float_of(k % 2 ? word & 0xFFFF0000u : word << 16);
+  }
+}
+
+template <int kType>
+__device__ __forceinline__ Packed<kType> pack(const float (&x)[kPer]) {
+  Packed<kType> to;
+  if (kType == kFloat) {
+#pragma unroll
+    for (int k = 0; k < kPer; k++) to.word[k % (kType == kFloat ? 8 : 4)] = bits_of(x[k]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kPer; k += 2) to.word[k / 2] = pair<kType>(x[k], x[k + 1]);
+  }
+  return to;
+}
+
+constexpr int kColumns = 32;  // that a block of the second kernel sums
+
+// The sums of the columns of sums (count, width): the first n into `first`, those behind into `second`.
+__global__ void __launch_bounds__(kMost)
+    add_up_blocks(const float* sums, int64_t count, int64_t width, void* first, void* second, int64_t n, int type) {
+  __shared__ float of_rows[kMost / kColumns][kColumns];
+  const int lane = (int)threadIdx.x % kColumns, start = (int)threadIdx.x / kColumns;
+  const int64_t column = (int64_t)blockIdx.x * kColumns + lane;
+  float sum = 0.0f;
+  if (column < width) {
+#pragma unroll 4
+    for (int64_t row = start; row < count; row += kMost / kColumns) sum += sums[row * width + column];
+  }
+  of_rows[start][lane] = sum;
+  __syncthreads();
+  if (start || column >= width) return;
+#pragma unroll 8
+  for (int row = 1; row < kMost / kColumns; row++) sum += of_rows[row][lane];
+  void* const out = column < n ? first : second;
+  const int64_t at = column < n ? column : column - n;
+  if (type == kFloat) ((float*)out)[at] = sum;
+  else ((uint16_t*)out)[at] = type == kBfloat16 ? to_bf16(sum) : to_fp16(sum);
+}
+
+// Launches it.
+inline int add_up(const float* sums, int64_t count, int64_t width, void* first, void* second, int64_t n, int type,
+                  void* stream) {
+  return launch(stream, (width + kColumns - 1) / kColumns, kMost, add_up_blocks, sums, count, width, first, second, n,
+                type);
+}
+
+// Whether rows of n numbers can be moved 16 bytes at a time, where they begin at these places.
+inline bool on_16_bytes(int64_t n, std::initializer_list<const void*> all) {
+  bool fits = n % kPer == 0;
+  for (const void* p : all) fits = fits && (uintptr_t)p % 16 == 0;
+  return fits;
+}
+
+// work(type, aligned) with these as constants.
+template <class Work>
+int with_constants(int type, bool aligned, const Work& work) {
+  const auto with_type = [&](auto is_aligned) {
+    if (type == kFloat) return work(std::integral_constant<int, kFloat>(), is_aligned);
+    if (type == kBfloat16) return work(std::integral_constant<int, kBfloat16>(), is_aligned);
+    return work(std::integral_constant<int, kHalf>(), is_aligned);
+  };
+  return aligned ? with_type(std::true_type()) : with_type(std::false_type());
+}
+
+}  // namespace
+}  // namespace modelcenter

@@ -4,7 +4,8 @@ Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 te
 fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); dropout of
 activations; and, forward and backward, norms of activations with and without what is added before, the gradient of a
 bias and the loss over a vocabulary. Contenders take turns in one process, with four calls of each between two
-synchronisations: the host prepares a call (milliseconds for 2,000 tensors) while the GPU runs the one before, as in training.
+synchronisations: the host prepares a call (milliseconds for 2,000 tensors) while the GPU runs the one before, as in
+training.
 
     python scripts/bench/gpu_optimizer.py --output result.json
 """
@@ -138,7 +139,7 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
         torch.autograd.grad(out, [t for t in (x, weight, bias) if t.requires_grad], grad, allow_unused=True)
 
     branch, tokens_of = drawn(tokens, width).requires_grad_(), torch.arange(tokens, device=device)
-    keyed = {"key": 1, "site": 2, "tokens": tokens_of}
+    keyed: dict[str, Any] = {"key": 1, "site": 2, "tokens": tokens_of}
 
     def both(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
         torch.autograd.grad(pair, [x, branch, weight, bias], [grad, grad])

@@ -14,6 +14,7 @@ reading them; the compiled operator (csrc/cuda/columns.cu) adds them up in one p
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,66 @@ class _LinearWithSums(torch.autograd.Function):
         return dx, dweight, library.operator("column_sums")(grad, library.stream(grad.device))
 
 
-def _sums_pay(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+class _Linears(torch.autograd.Function):
+    """Several linear layers of one x, on a CPU or a GPU: what they give back for it is added as it is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        layers = [(w, b) for w, b in zip(parameters[::2], parameters[1::2], strict=True) if w is not None]
+        need_x, *needed = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if any(needed[::2]) else None, *(w if need_x else None for w, _ in layers))
+        forward = _product_nt if onednn_linear()[0] and x.is_cpu else F.linear
+        return tuple(forward(x, w, b) for w, b in layers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        _, *needed = ctx.needs_input_grad
+        dx: Tensor | None = None
+        found: list[Tensor | None] = []
+        for grad, weight, need_weight, need_bias in zip(grads, weights, needed[::2], needed[1::2], strict=True):
+            dweight = dbias = None
+            if grad is not None:
+                if weight is not None:
+                    dx = matmul(grad, weight, add_to=dx)
+                if need_weight:
+                    dweight, dbias = _product(grad.t(), x, sums=need_bias and not _sums_pay(grad))
+                if need_bias and dbias is None:
+                    dbias = _sum_of_rows(grad)
+            found += [dweight, dbias]
+        return dx, *found
+
+
+def _sums_pay(grad: Tensor) -> bool:
+    """Whether the compiled sum of its rows, on a GPU, takes less time than torch's."""
+    return grad.numel() >= _PAYING and library.plain_cuda(grad)
+
+
+def _sum_of_rows(grad: Tensor) -> Tensor:
+    if not _sums_pay(grad):
+        return grad.sum(0)
+    total: Tensor = library.operator("column_sums")(grad, library.stream(grad.device))
+    return total
+
+
+def _joins(x: Tensor, *parameters: Tensor) -> bool:
+    """Whether the operators of this project are in use for these."""
+    if library.plain_fp32(x, *parameters):
+        return not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()) and library.serves(x.device)
+    return library.plain_cuda(x, *parameters)
+
+
+def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+    """`linear` of x (rows, in) and the (weight, bias) of each of several layers."""
+    if x.dim() == 2 and torch.is_grad_enabled() and _joins(x, *(t for layer in layers for t in layer if t is not None)):
+        found: tuple[Tensor, ...] = _Linears.apply(x, *(t for layer in layers for t in layer))
+        return found
+    return tuple(linear(x, weight, bias) for weight, bias in layers)
+
+
+def _function_pays(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     """Whether the compiled gradient of the bias is worth an autograd function in Python: for a few numbers torch's is
     as fast on a GPU, and the host is what a step waits for."""
     many = x.numel() * weight.shape[0] >= _PAYING * x.shape[-1] > 0
@@ -173,7 +233,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) @ weight (out, in).T + bias (out,)."""
     if torch.compiler.is_compiling():  # the compiler has its own ways with it
         return F.linear(x, weight, bias)
-    if bias is not None and bias.requires_grad and _sums_pay(x, weight, bias):
+    if bias is not None and bias.requires_grad and _function_pays(x, weight, bias):
         return _LinearWithSums.apply(x, weight, bias)
     if not (onednn_linear()[0] and library.plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout, DrawingModule
-from modelcenter.layers.linear import Linear, first_output
+from modelcenter.layers.linear import Linear, each, first_output
 from modelcenter.layers.mask import NO_MASK, Mask
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packed_attention import packed_attention
@@ -82,7 +82,7 @@ class SelfAttention(MultiHeadAttention):
 
     def project(self, x: Tensor, ctx: Packed) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads * head_dim), k and v (T, kv_heads * head_dim); rotated."""
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = each(x, self.q, self.k, self.v)
         if self.norms:
             q = self.q_norm(q.unflatten(1, (-1, self.head_dim))).flatten(1)
             k = self.k_norm(k.unflatten(1, (-1, self.head_dim))).flatten(1)
@@ -141,7 +141,7 @@ class CrossAttention(MultiHeadAttention):
             return self.out(ctx.scaled(ctx.narrow(ctx.cache.attend(self, q, heads, NO_MASK, self.scale))))
         assert ctx.memory is not None
         states, memory = ctx.memory
-        k, v = self.k(states), self.v(states)
+        k, v = each(states, self.k, self.v)
         if ctx.cache is not None:
             ctx.cache.remember(self, k, v, heads, memory)
         mixed = packed_attention(q, k, v, ctx, heads, self.weights_dropout(ctx), memory=memory, scale=self.scale)

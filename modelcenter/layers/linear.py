@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from engine.ops import linear
+from engine.ops import has_hooks, linear, linears
 
 
 class Linear(nn.Linear):
@@ -12,6 +13,18 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """layer(x) of several layers, by one operator where they are no more than that."""
+    plain = [
+        layer
+        for layer in layers
+        if isinstance(layer, Linear) and type(layer).forward is Linear.forward and not has_hooks(layer)
+    ]
+    if torch.compiler.is_compiling() or len(plain) < len(layers):
+        return tuple(layer(x) for layer in layers)
+    return linears(x, [(layer.weight, layer.bias) for layer in plain])
 
 
 def inner(layer: nn.Module) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.ops import gelu_tanh
 from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.linear import Linear, first_output
+from modelcenter.layers.linear import Linear, each, first_output
 from modelcenter.layers.packing import Packed
 
 # Hugging Face's names. "gelu_new" and its synonyms are the tanh approximation.
@@ -53,5 +53,6 @@ class GatedMLP(nn.Module):
         self.down = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = self.activation(self.gate(x)) * ctx.scaled(self.up(x))
+        gate, x = each(x, self.gate, self.up)
+        x = self.activation(gate) * ctx.scaled(x)
         return self.down(self.dropout(x, ctx, first_channel=first_output(self.up)))

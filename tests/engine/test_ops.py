@@ -82,6 +82,69 @@ def test_linear_takes_gradients_of_sums(onednn):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def three_layers(trained=(True,) * 7):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 6), (7, 6), (7,), (9, 6), None, (4, 6), (4,))
+    drawn = [None if shape is None else torch.randn(shape, generator=generator) for shape in shapes]
+    return [t if t is None else t.requires_grad_(need) for t, need in zip(drawn, trained, strict=True)]
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (0, 2), (1,)])
+@pytest.mark.parametrize(
+    "trained",
+    [(True,) * 7, (False,) + (True,) * 6, (True,) + (False,) * 6, (True, False, True, True, True, False, True)],
+)
+def test_layers_of_one_input(onednn, compiled, trained, used):
+    """Results, and gradients where they are wanted; some of the results may go unused."""
+    x, *parameters = three_layers(trained)
+    pairs = list(zip(parameters[::2], parameters[1::2], strict=True))
+    leaves = [t for t in (x, *parameters) if t is not None and t.requires_grad]
+    found = []
+    for run in (ops.linears, lambda x, pairs: [F.linear(x, *pair) for pair in pairs]):
+        out = run(x, pairs)
+        total = sum((out[i] * (i + 1)).sin().sum() for i in used)
+        found.append([*out, *torch.autograd.grad(total, leaves, allow_unused=True)])
+    assert type(ops.linears(x, pairs)[0].grad_fn).__name__ == "_LinearsBackward"
+    for ours, wanted in zip(*found, strict=True):
+        assert (ours is None) == (wanted is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_one_input_add_into_its_gradient(onednn, compiled, monkeypatch):
+    """Each product but the first is added where the one before is; and only what is needed is kept."""
+    x, *parameters = three_layers()
+    pairs, added, kept = list(zip(parameters[::2], parameters[1::2], strict=True)), [], []
+    product = gemm._product
+    monkeypatch.setattr(
+        gemm, "_product", lambda a, b, to=None, **k: added.append(to is not None) or product(a, b, to, **k)
+    )
+    sum(y.sum() for y in ops.linears(x, pairs)).backward()
+    assert [a for a, weight in zip(added, [False, True] * 3, strict=True) if not weight] == [False, True, True]
+    for trained, wanted in (((True,) + (False,) * 6, [1, 3, 5]), ((False,) + (True,) * 6, [0])):
+        tensors, kept[:] = three_layers(trained), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            ops.linears(tensors[0], list(zip(tensors[1::2], tensors[2::2], strict=True)))
+        assert [
+            any(t is k or torch.equal(t, k) for k in kept if t is not None and t.shape == k.shape) for t in tensors
+        ] == [i in wanted for i in range(7)]
+
+
+def test_which_layers_of_one_input_are_torchs(onednn, compiled):
+    x, *parameters = three_layers()
+    pairs = list(zip(parameters[::2], parameters[1::2], strict=True))
+
+    def joined(x, pairs):
+        return any("Linears" in type(y.grad_fn).__name__ for y in ops.linears(x, pairs))
+
+    assert joined(x, pairs) and not joined(x[None], pairs) and not joined(x[:0], pairs)
+    assert not joined(x.double(), [(w.double(), b) for w, b in pairs[1:2]])
+    with torch.autocast("cpu"):
+        assert not joined(x, pairs)
+    with torch.no_grad():
+        assert not joined(x, pairs)
+
+
 def test_a_second_derivative_is_refused_and_not_wrong(onednn):
     x, w = torch.randn(3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     for function in (torch.square, torch.sum):  # also where the gradient that comes in is a constant

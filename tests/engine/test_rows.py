@@ -20,12 +20,13 @@ from engine.ops import (
     layer_norm,
     library,
     linear,
+    linears,
     norm_after,
     norm_before,
     rms_norm,
 )  # fmt: skip
 from engine.recompute import wrap_units_
-from modelcenter.layers.linear import Linear
+from modelcenter.layers.linear import Linear, each
 from modelcenter.layers.norm import LayerNorm, RMSNorm
 
 EPS = 1e-5
@@ -95,6 +96,22 @@ def test_a_linear_layer_has_torchs_gradients(called, shape, trained):
     tensors = drawn(shape, (7, 6), (7,))
     same(gradients(linear, tensors, trained), gradients(F.linear, tensors, trained))
     assert called == ["column_sums"] * trained[2]
+
+
+@pytest.mark.parametrize(
+    "trained", [(True,) * 6, (False, True, True, False, True, True), (True, False, True) + (False,) * 3]
+)
+def test_linear_layers_of_one_input_have_torchs_gradients(called, trained):
+    tensors = drawn((5, 6), (7, 6), (7,), (4, 6), (4,), (3, 6))
+
+    def ours(x, a, a_bias, b, b_bias, c):
+        return torch.cat(linears(x, [(a, a_bias), (b, b_bias), (c, None)]), 1)
+
+    def torchs(x, a, a_bias, b, b_bias, c):
+        return torch.cat([F.linear(x, a, a_bias), F.linear(x, b, b_bias), F.linear(x, c)], 1)
+
+    same(gradients(ours, tensors, trained), gradients(torchs, tensors, trained))
+    assert called == ["column_sums"] * (trained[2] + trained[4])
 
 
 @pytest.mark.parametrize("part", [lambda y: y.sum(), lambda y: y.t().contiguous(), lambda y: y[:, 2:5]])
@@ -224,11 +241,12 @@ def test_recomputation(called, recompute):
     class Unit(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = Linear(6, 8), Linear(8, 6)
+            self.first, self.gate, self.second = Linear(6, 8), Linear(6, 8), Linear(8, 6)
             self.norm, self.other = LayerNorm(6), RMSNorm(6, EPS)
 
         def forward(self, x):
-            return x + self.second(F.gelu(self.first(self.norm(x)))) + self.other(x)
+            first, gate = each(self.norm(x).flatten(0, 1), self.first, self.gate)
+            return x + self.second(F.gelu(first) * gate).view_as(x) + self.other(x)
 
     torch.manual_seed(0)
     found, products = [], []
@@ -240,13 +258,13 @@ def test_recomputation(called, recompute):
         x.requires_grad_()
         with _Count() as count:
             unit(x).square().sum().backward()
-        products.append(sum(name.startswith("addmm") for name in count.names))
+        products.append(sum(name.startswith("addmm.") for name in count.names))
         found.append([x.grad, *(p.grad.clone() for p in unit.parameters())])
-        assert called.count("column_sums") == 2
+        assert called.count("column_sums") == 3
         called.clear()
         unit.__dict__.pop("forward", None)
     same(*found)
-    assert products == [2, 4 if recompute == "full" else 2]
+    assert products == [3, 6 if recompute == "full" else 3]
 
 
 # -- which tensors go there --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 import engine
 import modelcenter as mc
-from engine.ops import attention, dropout_masks
+from engine.ops import attention, dropout_masks, norm
 from modelcenter.compare import make_rows, pack_rows, pad_rows
 from modelcenter.models.bert import Bert
 from modelcenter.testing import randomize_
@@ -93,17 +93,23 @@ def noted_masks():
     """The masks that dropouts draw inside: of hidden states (rows, channels), of attention with more dimensions.
 
     The compiled attention, which makes no masks, is left out."""
-    drawn, run, serves = [], dropout_masks._run, attention.serves
+    drawn, run, normed, serves = [], dropout_masks._run, norm._run, attention.serves
 
     def note_run(x, residual, *rest):
         drawn.append(run(torch.ones_like(x), None, *rest) != 0)
         return run(x, residual, *rest)
 
-    dropout_masks._run, attention.serves = note_run, lambda *_: False
+    def note_normed(x, weight, bias, eps, branch, draw):
+        tokens, key, site, threshold = draw
+        if threshold:
+            drawn.append(run(torch.ones_like(x), None, tokens, threshold, key, site, 0) != 0)
+        return normed(x, weight, bias, eps, branch, draw)
+
+    dropout_masks._run, norm._run, attention.serves = note_run, note_normed, lambda *_: False
     try:
         yield drawn
     finally:
-        dropout_masks._run, attention.serves = run, serves
+        dropout_masks._run, norm._run, attention.serves = run, normed, serves
 
 
 def same(found, expected, tolerance=2e-5):

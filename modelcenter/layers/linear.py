@@ -16,13 +16,15 @@ class Linear(nn.Linear):
 
 
 def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """layer(x) of several layers, by one operator where they are no more than that."""
+    """layer(x) of several layers, in training by one operator where they are no more than that."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return tuple(layer(x) for layer in layers)
     plain = [
         layer
         for layer in layers
         if isinstance(layer, Linear) and type(layer).forward is Linear.forward and not has_hooks(layer)
     ]
-    if torch.compiler.is_compiling() or len(plain) < len(layers):
+    if len(plain) < len(layers):
         return tuple(layer(x) for layer in layers)
     return linears(x, [(layer.weight, layer.bias) for layer in plain])
 

@@ -14,6 +14,8 @@ from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.norm import LayerNorm, RMSNorm
 from modelcenter.layers.packing import Packed
 
+_FEW = 1 << 14  # numbers, over which a pass takes less time than to prepare one in Python
+
 
 class Branch(NamedTuple):
     """What a part of a block adds to the hidden states: dropout(x). x: (T, hidden_size), of the tokens of ctx."""
@@ -48,8 +50,10 @@ def _sum(x: Tensor, branch: Branch | None) -> Tensor:
 def _rule(
     norm: nn.Module, x: Tensor, branch: Branch | None
 ) -> tuple[Tensor, Tensor | None, float, Added | None] | None:
-    """What the operators take; None where the modules are to be called: they have hooks, torch.compile follows them, or
-    the norm has a way of its own."""
+    """What the operators take; None where the modules are to be called: they have hooks, torch.compile follows them,
+    the norm has a way of its own, or a token is generated, for which nothing is gained."""
+    if x.numel() < _FEW and not torch.is_grad_enabled():
+        return None
     if torch.compiler.is_compiling() or not isinstance(norm, (LayerNorm, RMSNorm)) or has_hooks(norm):
         return None
     rule = norm.rule(x)

@@ -139,7 +139,9 @@ def close(found: Tensor, wanted: Tensor, roundings: int = 1) -> None:
 def check_all(place: Place = at_odd, device: str = "cpu") -> None:
     for index, (rows, n) in enumerate(NORMS):
         for number, dtype in enumerate(DTYPES):
-            # Long rows are slow where csrc/cuda runs on a CPU.
+            # Long rows are slow where csrc/cuda runs on a CPU: the longest are of one dtype each.
+            if n > 2000 and number != index % len(DTYPES):
+                continue
             added = ADDED if n < 300 else ADDED[(index + number) % 4 :][:1]
             check_norms(rows, n, dtype, device, (index + number) % 2, place, added)
     for index, (rows, n) in enumerate(SUMS):

@@ -69,7 +69,8 @@ def test_families_have_the_gradients_of_the_cpu(name: str, task: str):
         loss = mc.training.accumulate(model, [batch])
         found.append({"loss": loss.cpu(), **{n: p.grad.cpu() for n, p in model.named_parameters()}})
     for part, wanted in found[0].items():
-        torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=1e-5, msg=lambda m, n=part: f"{n}: {m}")
+        atol = 2e-5 * max(1.0, wanted.abs().max().item())  # in fp32 those of a CPM-1 are off by as much on a CPU
+        torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])

@@ -175,3 +175,14 @@ def test_a_second_derivative_raises(compiled):
     out = norm_after(x, weight, bias, EPS, Added(branch))[0]
     with pytest.raises(RuntimeError, match="Norm has no second derivative"):
         torch.autograd.grad(out.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("p", [None, 0.2])
+def test_without_gradients_it_is_the_same(either, form, p):
+    (x, branch, weight, bias), tokens, _ = problem()
+    added = Added(None) if p is None else Added(branch, p, KEY, SITE, tokens)
+    wanted = FORMS[form](x, weight, bias, EPS, added)
+    with torch.no_grad():
+        found = FORMS[form](x, weight, bias, EPS, added)
+    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(found, wanted, strict=True) if a is not x)

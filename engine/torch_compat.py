@@ -14,9 +14,12 @@ import datetime
 import importlib
 import sys
 from collections.abc import Callable
+from typing import TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+
+_Kind = TypeVar("_Kind", bound=torch.nn.Module)
 
 
 def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -104,8 +107,10 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling the module does more than what its class's ``forward`` does: there are hooks on it or on all
-    modules, or it has been given another ``forward``."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or "forward" in module.__dict__ or torch.nn.modules.module._has_any_global_hook()
+def is_just(module: torch.nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
+    """Whether calling the module does what the ``forward`` of ``kind`` does, and no more: there are no hooks on it or
+    on all modules, and neither it nor its class has been given another ``forward``."""
+    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in module.__dict__:
+        return False
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not (hooks or torch.nn.modules.module._has_any_global_hook())

@@ -13,10 +13,10 @@ from engine.ops.dropout_masks import Draws, draws_of, dropout, dropout_add, drop
 from engine.ops.embeddings import Embedding, embedding
 from engine.ops.gemm import linear, linears, matmul, matmul_nt, onednn_linear
 from engine.ops.norm import Added, layer_norm, norm_after, norm_before, rms_norm
-from engine.torch_compat import has_hooks
+from engine.torch_compat import is_just
 
 __all__ = [
     "Added", "Draws", "Embedding", "cross_entropy_", "draws_of", "dropout", "dropout_add", "dropout_key",
-    "dropout_rows", "eager", "embedding", "fresh_key", "gelu_tanh", "has_hooks", "layer_norm", "leave_to_eager",
+    "dropout_rows", "eager", "embedding", "fresh_key", "gelu_tanh", "is_just", "layer_norm", "leave_to_eager",
     "linear", "linears", "matmul", "matmul_nt", "norm_after", "norm_before", "onednn_linear", "rms_norm",
 ]  # fmt: skip

@@ -33,7 +33,6 @@ def _run(x: Tensor, grad: Tensor | None) -> Tensor:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), elementwise (Hendrycks and Gimpel 2016)."""
-    ours = library.plain_fp32(x) and not torch.compiler.is_compiling() and library.serves(x.device)
-    if not ours or library.cpu().isa == "plain":
+    if not library.takes_fp32(x) or library.cpu().isa == "plain":
         return F.gelu(x, approximate="tanh")
     return _Gelu.apply(x) if torch.is_grad_enabled() else _run(x, None)

@@ -37,12 +37,7 @@ class Dropped(NamedTuple):
 
 def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the compiled operator takes these tensors, and is fast on this CPU."""
-    return (
-        library.plain_fp32(q, k, v, bias)
-        and not torch.compiler.is_compiling()
-        and library.serves(q.device)
-        and library.cpu().isa != "plain"
-    )
+    return library.takes_fp32(q, k, v, bias) and library.cpu().isa != "plain"
 
 
 NOTHING_DROPPED = Dropped()

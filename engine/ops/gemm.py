@@ -139,6 +139,11 @@ class _Linear(torch.autograd.Function):
         return dx, *_product(grad.t(), x, sums=need_bias)
 
 
+def _column_sums(grad: Tensor) -> Tensor:
+    total: Tensor = library.operator("column_sums")(grad, library.stream(grad.device))
+    return total
+
+
 class _LinearWithSums(torch.autograd.Function):
     """On a GPU: torch's products, which selective recomputation knows, with the compiled gradient of the bias."""
 
@@ -160,7 +165,7 @@ class _LinearWithSums(torch.autograd.Function):
         dweight = None if x is None else torch.mm(grad.t(), x)
         if dx is not None and len(shape) != 1:
             dx = dx.view(*shape, -1)
-        return dx, dweight, library.operator("column_sums")(grad, library.stream(grad.device))
+        return dx, dweight, _column_sums(grad)
 
 
 class _Linears(torch.autograd.Function):
@@ -187,10 +192,13 @@ class _Linears(torch.autograd.Function):
             if grad is not None:
                 if weight is not None:
                     dx = matmul(grad, weight, add_to=dx)
+                of_rows = need_bias and _sums_pay(grad)
                 if need_weight:
-                    dweight, dbias = _product(grad.t(), x, sums=need_bias and not _sums_pay(grad))
-                if need_bias and dbias is None:
-                    dbias = _sum_of_rows(grad)
+                    dweight, dbias = _product(grad.t(), x, sums=need_bias and not of_rows)
+                if of_rows:
+                    dbias = _column_sums(grad)
+                elif need_bias and not need_weight:
+                    dbias = grad.sum(0)
             found += [dweight, dbias]
         return dx, *found
 
@@ -200,18 +208,10 @@ def _sums_pay(grad: Tensor) -> bool:
     return grad.numel() >= _PAYING and library.plain_cuda(grad)
 
 
-def _sum_of_rows(grad: Tensor) -> Tensor:
-    if not _sums_pay(grad):
-        return grad.sum(0)
-    total: Tensor = library.operator("column_sums")(grad, library.stream(grad.device))
-    return total
-
-
 def _joins(x: Tensor, *parameters: Tensor) -> bool:
     """Whether the operators of this project are in use for these."""
-    if library.plain_fp32(x, *parameters):
-        return not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()) and library.serves(x.device)
-    return library.plain_cuda(x, *parameters)
+    on_cpu = library.takes_fp32(x, *parameters) and not torch.is_autocast_enabled("cpu")
+    return on_cpu or library.plain_cuda(x, *parameters)
 
 
 def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ import torch
 from engine.ops import build
 from engine.torch_compat import current_stream, in_function_transform
 
+_CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OF_ROWS = (torch.float32, torch.bfloat16, torch.float16)  # that csrc/cuda/norm.cu and columns.cu take
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
@@ -117,6 +118,11 @@ def plain_fp32(*tensors: torch.Tensor | None) -> bool:
         if type(t) not in _PLAIN or t.dtype is not torch.float32 or not t.is_cpu or not t.numel():
             return False
     return not in_function_transform()
+
+
+def takes_fp32(*tensors: torch.Tensor | None) -> bool:
+    """Whether the compiled operators of a CPU take these: `plain_fp32` ones, and not in what torch.compile takes."""
+    return plain_fp32(*tensors) and not torch.compiler.is_compiling() and serves(_CPU)
 
 
 def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:

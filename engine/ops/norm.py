@@ -100,9 +100,7 @@ def _on_a_gpu(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
 
 def _is_compiled(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     """The same on a CPU or a GPU."""
-    if library.plain_fp32(x, weight, *others):
-        return not torch.compiler.is_compiling() and library.serves(x.device)
-    return _on_a_gpu(x, weight, *others)
+    return library.takes_fp32(x, weight, *others) or _on_a_gpu(x, weight, *others)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

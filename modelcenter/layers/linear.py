@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.ops import has_hooks, linear, linears
+from engine.ops import is_just, linear, linears
 
 
 class Linear(nn.Linear):
@@ -19,11 +19,7 @@ def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """layer(x) of several layers, in training by one operator where they are no more than that."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return tuple(layer(x) for layer in layers)
-    plain = [
-        layer
-        for layer in layers
-        if isinstance(layer, Linear) and type(layer).forward is Linear.forward and not has_hooks(layer)
-    ]
+    plain = [layer for layer in layers if is_just(layer, Linear)]
     if len(plain) < len(layers):
         return tuple(layer(x) for layer in layers)
     return linears(x, [(layer.weight, layer.bias) for layer in plain])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.ops import Added, has_hooks, norm_after, norm_before
+from engine.ops import Added, is_just, norm_after, norm_before
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.norm import LayerNorm, RMSNorm
 from modelcenter.layers.packing import Packed
@@ -50,13 +50,15 @@ def _sum(x: Tensor, branch: Branch | None) -> Tensor:
 def _rule(
     norm: nn.Module, x: Tensor, branch: Branch | None
 ) -> tuple[Tensor, Tensor | None, float, Added | None] | None:
-    """What the operators take; None where the modules are to be called: they have hooks, torch.compile follows them,
-    the norm has a way of its own, or a token is generated, for which nothing is gained."""
-    if x.numel() < _FEW and not torch.is_grad_enabled():
+    """What the operators take; None where the modules are to be called: they have hooks or a way of their own,
+    torch.compile follows them, or a token is generated, for which nothing is gained."""
+    if torch.compiler.is_compiling() or (x.numel() < _FEW and not torch.is_grad_enabled()):
         return None
-    if torch.compiler.is_compiling() or not isinstance(norm, (LayerNorm, RMSNorm)) or has_hooks(norm):
+    if not (is_just(norm, LayerNorm) or is_just(norm, RMSNorm)) or not (
+        branch is None or is_just(branch.drop, Dropout)
+    ):
         return None
     rule = norm.rule(x)
-    if rule is None or branch is None:
-        return None if rule is None else (*rule, None)
-    return None if has_hooks(branch.drop) else (*rule, branch.drop.added(branch.x, branch.ctx))
+    if rule is None:
+        return None
+    return *rule, None if branch is None else branch.drop.added(branch.x, branch.ctx)

@@ -92,7 +92,7 @@ def contenders(tokens: int, channels: int) -> dict[str, Any]:
         torch.autograd.grad(pair, leaves, [x, residual])
 
     def together(bias: torch.Tensor | None) -> None:
-        trained(norm_before(other, weight, bias, 1e-5, Added(leaf, 0.1, *keyed.values())), bias)
+        trained(norm_before(other, weight, bias, 1e-5, Added(leaf, 0.1, **keyed)), bias)
 
     def apart(bias: torch.Tensor | None) -> None:
         total = dropout_add(leaf, other, 0.1, **keyed)

@@ -159,7 +159,7 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
         "torch, RMS norm": lambda: trained(F.rms_norm(x, shape, eps=1e-5) * weight),
         "gradient of a bias": lambda: trained(linear(x, matrix, bias)),
         "torch, gradient of a bias": lambda: trained(F.linear(x, matrix, bias)),
-        "sum and layer norm": lambda: both(norm_before(x, weight, bias, 1e-5, Added(branch, 0.1, *keyed.values()))),
+        "sum and layer norm": lambda: both(norm_before(x, weight, bias, 1e-5, Added(branch, 0.1, **keyed))),
         "apart, sum and layer norm": apart,
         # The logits become their gradient: numbers of other sizes, at the same cost.
         "cross-entropy": lambda: cross_entropy_(logits, targets, 1.0),

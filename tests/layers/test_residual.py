@@ -88,11 +88,21 @@ def other_forward(norm, drop):
     norm.forward = norm.forward
 
 
+def other_norm(norm, drop):
+    norm.__class__ = type("Other", (LayerNorm,), {"forward": lambda self, x: 2 * LayerNorm.forward(self, x)})
+
+
+def other_dropout(norm, drop):
+    drop.__class__ = type("Other", (type(drop),), {"forward": lambda self, x, ctx, residual: residual + 2 * x})
+
+
 def no_bias(norm, drop):
     norm.bias = None
 
 
-@pytest.mark.parametrize("change", [hook_forward, hook_backward, hook_before, other_forward, no_bias])
+@pytest.mark.parametrize(
+    "change", [hook_forward, hook_backward, hook_before, other_forward, other_norm, other_dropout, no_bias]
+)
 def test_who_looks_between_has_the_modules_called(change):
     norm, module = LayerNorm(WIDTH, EPS), block("post", 0.1)
     branch = residual.Branch(module.attn_dropout, torch.randn(16, WIDTH), batch(True))

@@ -20,7 +20,8 @@ from engine.ops import cross_entropy_, library, linear, matmul, matmul_nt
 from engine.ops.autocast import as_factors, product_dtype
 from engine.ops.autograd import once_differentiable
 from engine.ops.cross_entropy import losses_
-from engine.ops.table_memory import table_memory
+from engine.ops.embeddings import head_gives_gradient
+from engine.ops.table_memory import is_plain_table, table_memory
 from engine.parallel import functional
 from engine.parallel.mesh import device_mesh
 from engine.tensors import local_box
@@ -189,6 +190,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wanted = ctx.needs_input_grad[:3]
         train = any(wanted)
+        ctx.table = weight if wanted[1] and is_plain_table(weight) else None
         ctx.recompute = train and hidden.dtype == torch.float16
         total, *grads = _losses_and_gradients(
             hidden, weight, bias, targets, count, smoothing, shard, _NONE if ctx.recompute else wanted
@@ -201,6 +203,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.table is not None:
+            head_gives_gradient(ctx.table, ctx)
         if ctx.recompute:
             hidden, weight, bias, targets = ctx.saved_tensors
             scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
@@ -297,7 +301,7 @@ class _LinearLogProbs(torch.autograd.Function):
             else:
                 t, hit = _within(t - shard.first, logits.shape[1])
                 sums[chunk], found[chunk], _ = _reduce_over_vocabulary(logits, t, hit, shard)
-        ctx.shard = shard
+        ctx.shard, ctx.table = shard, weight if ctx.needs_input_grad[1] and is_plain_table(weight) else None
         ctx.save_for_backward(hidden, weight, bias, targets, sums)
         return (found - sums).squeeze(1)
 
@@ -305,6 +309,8 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums = ctx.saved_tensors
+        if ctx.table is not None:
+            head_gives_gradient(ctx.table, ctx)
         shard = ctx.shard
         rows, classes = _rows_of(hidden.shape[0], weight, shard, fused=False), weight.shape[0]
         several = hidden.shape[0] > rows

@@ -55,6 +55,15 @@ def run_after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def can_go_backward(node: torch.autograd.function.FunctionCtx) -> bool:
+    """Whether a node of the graph has its tensors still: not after a backward pass that does not retain the graph."""
+    try:
+        _ = node.saved_tensors  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    return True
+
+
 def in_function_transform() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vmap``) or a forward-mode derivative is being taken, which
     autograd functions do not know."""

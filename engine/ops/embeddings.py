@@ -1,31 +1,87 @@
 """Tables of embeddings whose gradients cost what the looked-up rows do, and are right in 16 bits on a CPU too."""
 
+import weakref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.ops.table_memory import TableMemory, table_memory
+from engine.torch_compat import can_go_backward, run_after_backward, running_backward
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class _HeadGradient:
+    """The gradient of a whole table that a head has given autograd in this backward pass, and what look-ups add to it.
+
+    A look-up's gradient is zero but for some rows: as a tensor of its own it costs to fill it and to go over the table
+    once more to add it. The rows are added instead where autograd has the sum of all gradients of the table.
+    """
+
+    def __init__(self, node: Any):
+        self._pass, self._node = running_backward(), weakref.ref(node)
+        self._rows: list[tuple[Tensor, Tensor]] = []
+        self._hook: Any = None
+
+    def takes(self, table: Tensor, rows: Tensor, sums: Tensor) -> bool:
+        """Take rows (n,), none twice, and what is added to them (n, width), in a look-up's backward; False: the look-up
+        is to give its gradient itself, as this is another pass, or somebody's hook is to see the sum before."""
+        if running_backward() != self._pass:
+            return False
+        if self._hook is None:
+            if table._backward_hooks:
+                return False
+            self._hook = table.register_hook(self._add)
+            run_after_backward(self._end)
+        self._rows.append((rows, sums))
+        return True
+
+    def _add(self, grad: Tensor) -> Tensor | None:
+        if running_backward() != self._pass:  # another thread's, or this one has failed
+            return None
+        node = self._node()
+        if node is not None and can_go_backward(node):  # it has kept its gradient, to give it once more
+            grad = grad.clone()
+        for rows, sums in self._rows:
+            grad.index_add_(0, rows, sums)
+        return grad
+
+    def _end(self) -> None:
+        self._hook.remove()
+        self._rows.clear()
+
+
+# Tables that a head is too -> what the head has last given for them.
+_heads = WeakTensorKeyDictionary()
+
+
+def head_gives_gradient(table: Tensor, node: Any) -> None:
+    """Say, in the backward of a head whose autograd node this is, that it returns the gradient of a plain table."""
+    _heads[table] = _HeadGradient(node)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int, memory: TableMemory | None) -> Tensor:
         ctx.save_for_backward(ids)
+        ctx.table = table if table.is_leaf else None
         ctx.shape, ctx.padding, ctx.memory = table.shape, padding, memory
         return F.embedding(ids, table)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         (ids,), memory = ctx.saved_tensors, ctx.memory
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         rows, at = ids.unique(return_inverse=True)
         sums = torch.ops.aten.embedding_dense_backward(wide, at, len(rows), -1, False).to(grad.dtype)
         if ctx.padding >= 0:
             sums[rows == ctx.padding] = 0.0
+        head = None if ctx.table is None else _heads.get(ctx.table)
+        if head is not None and head.takes(ctx.table, rows.long(), sums):
+            return None, None, None, None
         whole = grad.new_empty(ctx.shape) if memory is None else memory.gradients.take(ctx.shape, grad.dtype)
         return None, whole.zero_().index_copy_(0, rows.long(), sums), None, None
 
@@ -45,7 +101,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     if weight.is_cpu and weight.requires_grad and torch.is_grad_enabled():
         memory = table_memory(weight)
         plain = type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-        if memory is not None or (plain and weight.dtype in _SIXTEEN_BITS):
+        if memory is not None or (plain and (weight.dtype in _SIXTEEN_BITS or weight in _heads)):
             padding = -1 if padding_idx is None else padding_idx % len(weight)
             return _Lookup.apply(ids, weight, padding, memory)
     return F.embedding(ids, weight, padding_idx)

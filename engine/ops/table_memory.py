@@ -74,23 +74,28 @@ class TableMemory:
     """What is kept for one table.
 
     Attributes:
-        gradients: of its size; up to three at a time: that of the microbatches before, to which autograd adds that of a
-            head which is the same table, to which it adds that of the look-ups.
+        gradients: of its size; up to two at a time: that of the microbatches before, to which autograd adds that of the
+            next one.
         logits: of a chunk of rows.
     """
 
     def __init__(self) -> None:
-        self.gradients, self.logits = KeptMemory(3), KeptMemory(1)
+        self.gradients, self.logits = KeptMemory(2), KeptMemory(1)
 
 
 _memories = WeakTensorKeyDictionary()
 
 
+def is_plain_table(table: Tensor) -> bool:
+    """Whether it is a parameter itself, nothing computed or split from one, on a CPU, and used as the program says."""
+    if type(table) is not nn.Parameter or not table.is_cpu:
+        return False
+    return not (torch.compiler.is_compiling() or in_function_transform())
+
+
 def table_memory(table: Tensor) -> TableMemory | None:
-    """That of a parameter; None unless it is a large one, ordinary and on a CPU."""
-    if type(table) is not nn.Parameter or table.nbytes < LARGE or not (table.is_cpu and table.is_contiguous()):
-        return None
-    if torch.compiler.is_compiling() or in_function_transform():
+    """That of a plain table; None unless it is a large one."""
+    if table.nbytes < LARGE or not is_plain_table(table) or not table.is_contiguous():
         return None
     memory: TableMemory = _memories.setdefault(table, TableMemory())
     return memory

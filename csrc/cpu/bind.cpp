@@ -13,16 +13,19 @@ namespace {
 
 constexpr int64_t kStreamed = 1 << 23;  // parameters in one call from which on their state cannot stay in a cache
 
-// Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region.
-template <class Sizes, class Body>
+// Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region; kBackwards:
+// each thread begins with the last of its own.
+template <bool kBackwards = false, class Sizes, class Body>
 void for_chunks(size_t count, const Sizes& size, const Body& body, int64_t chunk = kChunk) {
   std::vector<int64_t> first(count + 1, 0);
   for (size_t i = 0; i < count; i++) first[i + 1] = first[i] + (size(i) + chunk - 1) / chunk;
   torch::stable::parallel_for(0, first[count], 2, [&](int64_t begin, int64_t end) {
     FlushDenormals flush;
-    size_t t = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
-    for (int64_t c = begin; c < end; c++) {
+    size_t t = std::upper_bound(first.begin(), first.end(), kBackwards ? end - 1 : begin) - first.begin() - 1;
+    for (int64_t k = begin; k < end; k++) {
+      const int64_t c = kBackwards ? begin + end - 1 - k : k;
       while (first[t + 1] <= c) t++;
+      while (first[t] > c) t--;
       const int64_t from = (c - first[t]) * chunk;
       body(t, from, std::min(from + chunk, (int64_t)size(t)));
     }
@@ -64,8 +67,9 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
     }, kChunk / kQuantBlock);
     return;
   }
+  // Backwards, as a norm that went over the gradients before has left the last in the caches, and a forward comes next.
   const auto update = kernels().update[rule];
-  for_chunks(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
+  for_chunks<true>(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
     update(call.slabs[i], call.types, scalars[i], scale, salts[i], begin, end);
   });
 }
@@ -87,8 +91,8 @@ void grad_norm_sq(Tensors g, Tensor out, int64_t) {
   std::vector<double> sums((size_t)first[g.size()], 0.0);
   for_chunks(g.size(), [&](size_t i) { return sizes[i]; }, [&](size_t i, int64_t begin, int64_t end) {
     const char* from = data[i] + begin * size_of(types[i]);
-    sums[(size_t)(first[i] + begin / kChunk)] = kernels().squares(from, types[i], end - begin);
-  });
+    kernels().squares(from, types[i], end - begin, &sums[(size_t)(first[i] + begin / kChunk)]);
+  }, kSquared * kChunk);
   double total = 0.0;
   for (double sum : sums) total += sum;
   *(double*)out.mutable_data_ptr() = total;

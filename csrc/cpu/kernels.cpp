@@ -229,20 +229,43 @@ void update8(const Slab& slab, const Types& types, const Scalars& s, float scale
   }
 }
 
-double squares(const void* x, int type, int64_t n) {
-  alignas(64) float scratch[kBlock];
-  double lanes[16] = {};
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t count = n - i < kBlock ? n - i : kBlock;
-    const float* g = floats(x, type, i, scratch, count);
-    int64_t k = 0;
-    for (; k + 16 <= count; k += 16)
-      for (int lane = 0; lane < 16; lane++) lanes[lane] += (double)g[k + lane] * (double)g[k + lane];
-    for (; k < count; k++) lanes[k % 16] += (double)g[k] * (double)g[k];
+// Adds the squares of n numbers, a multiple of kSums but for the last of a chunk, to its sums.
+constexpr int64_t kSums = 16;
+
+MC_INLINE void add_squares(const float* __restrict g, int64_t n, double* __restrict sums) {
+  double now[kSums];
+  for (int64_t lane = 0; lane < kSums; lane++) now[lane] = sums[lane];
+  int64_t k = 0;
+  for (; k + kSums <= n; k += kSums)
+    for (int64_t lane = 0; lane < kSums; lane++) now[lane] += (double)g[k + lane] * (double)g[k + lane];
+  for (; k < n; k++) now[k % kSums] += (double)g[k] * (double)g[k];
+  for (int64_t lane = 0; lane < kSums; lane++) sums[lane] = now[lane];
+}
+
+// Of kTogether chunks of n numbers at once, a few numbers of each in turn: a core reads several places of memory a third
+// faster than one after the other.
+template <int64_t kTogether>
+void squares_of(const void* x, int type, int64_t first, int64_t n, double* total) {
+  constexpr int64_t kTurn = 64;
+  alignas(64) float scratch[kTurn];
+  alignas(64) double sums[kTogether][kSums] = {};
+  for (int64_t i = 0; i < n; i += kTurn) {
+    const int64_t count = n - i < kTurn ? n - i : kTurn;
+    for (int64_t c = 0; c < kTogether; c++)
+      add_squares(floats(x, type, first + c * n + i, scratch, count), count, sums[c]);
   }
-  for (int width = 8; width; width /= 2)
-    for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-  return lanes[0];
+  for (int64_t c = 0; c < kTogether; c++) {
+    for (int64_t width = kSums / 2; width; width /= 2)
+      for (int64_t lane = 0; lane < width; lane++) sums[c][lane] += sums[c][lane + width];
+    total[c] = sums[c][0];
+  }
+}
+
+void squares(const void* x, int type, int64_t n, double* total) {
+  int64_t i = 0;
+  for (; i + kSquared * kChunk <= n; i += kSquared * kChunk, total += kSquared)
+    squares_of<kSquared>(x, type, i, kChunk, total);
+  for (; i < n; i += kChunk) squares_of<1>(x, type, i, n - i < kChunk ? n - i : kChunk, total++);
 }
 
 void cast(void* out, int out_type, const void* in, int in_type, float scale, int64_t n) {

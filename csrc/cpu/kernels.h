@@ -33,14 +33,16 @@ struct Attention {
   Draw draw;
 };
 
+constexpr int64_t kSquared = 4;  // chunks whose squares are added up at the same time
+
 struct CpuKernels {
   const char* name;
   // Steps elements [begin, end) of a slab; gradients are multiplied by `scale` first.
   void (*update[3])(const Slab&, const Types&, const Scalars&, float scale, uint32_t salt, int64_t begin, int64_t end);
   // AdamW with moments in 8 bits; begin and end count blocks.
   void (*update8)(const Slab&, const Types&, const Scalars&, float scale, uint32_t salt, int64_t begin, int64_t end);
-  // The sum of squares of n numbers, in double, in an order that depends on n alone.
-  double (*squares)(const void* x, int type, int64_t n);
+  // The sum of squares of each chunk of n numbers, in double, in an order that depends on the chunk's size alone.
+  void (*squares)(const void* x, int type, int64_t n, double* total);
   void (*cast)(void* out, int out_type, const void* in, int in_type, float scale, int64_t n);
   void (*split)(const float* x, uint16_t* high, int16_t* low, int64_t n);
   void (*merge)(const uint16_t* high, const int16_t* low, float* x, int64_t n);

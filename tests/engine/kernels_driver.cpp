@@ -89,7 +89,8 @@ static void conversions() {
     for (int64_t n : {1, 16, 511, 512, 1537}) {
       const Bytes x = numbers(n, from, true), ordinary = numbers(n, from);
       const std::string name = std::string(kTypes[from]) + " " + std::to_string(n);
-      const double sum = k.squares(ordinary.data(), from, n);
+      double sum;
+      k.squares(ordinary.data(), from, n, &sum);
       show("squares " + name, "f64", &sum, 1, 8);
       for (int to : {kFloat, kBfloat16, kHalf})
         for (float scale : {1.0f, 0.3f}) {
@@ -98,6 +99,13 @@ static void conversions() {
           show("cast " + name + " to " + kTypes[to] + (scale == 1.0f ? "" : ", scaled"), out, to);
         }
     }
+  for (int type : {kFloat, kBfloat16, kHalf}) {
+    const int64_t n = (kSquared + 1) * kChunk + 17;
+    const Bytes x = numbers(n, type);
+    std::vector<double> sums((size_t)kSquared + 2);
+    k.squares(x.data(), type, n, sums.data());
+    show(std::string("squares of chunks of ") + kTypes[type], "f64", sums.data(), (int64_t)sums.size(), 8);
+  }
   Bytes every(2 << 16);  // every number of 16 bits
   for (int i = 0; i < 1 << 16; i++) every[(size_t)(2 * i)] = (unsigned char)i, every[(size_t)(2 * i + 1)] = (unsigned char)(i >> 8);
   for (int from : {kBfloat16, kHalf}) {

@@ -183,7 +183,7 @@ def test_the_norm(either, dtype):
 
 def test_the_norm_does_not_depend_on_threads(compiled):
     torch.manual_seed(0)
-    g = [torch.randn(n) for n in (100_000, 3, 70_001)]
+    g = [torch.randn(n) for n in (300_000, 3, 70_001)]
     out = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
     threads = torch.get_num_threads()
     for total, count in zip(out, (1, 3), strict=True):
@@ -191,6 +191,28 @@ def test_the_norm_does_not_depend_on_threads(compiled):
         fused.grad_norm_sq(g, total)
     torch.set_num_threads(threads)
     assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_the_norm_is_the_sum_of_its_chunks(dtype, compiled):
+    """Which are read four at a time: it adds up as before, and on all CPUs."""
+    torch.manual_seed(0)
+    g = torch.randn(5 * 16384 + 17).to(dtype)
+    whole, part = (torch.zeros((), dtype=torch.float64) for _ in range(2))
+    fused.grad_norm_sq([g], whole)
+    total = torch.zeros((), dtype=torch.float64)
+    for chunk in g.split(16384):
+        fused.grad_norm_sq([chunk], part)
+        total += part
+    assert torch.equal(whole, total)
+    lanes = g[:16384].double().square().view(-1, 16)
+    sums = lanes[0].clone()
+    for row in lanes[1:]:
+        sums += row
+    for width in (8, 4, 2, 1):
+        sums = sums[:width] + sums[width : 2 * width]
+    fused.grad_norm_sq([g[:16384]], part)
+    assert torch.equal(part, sums[0])
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])

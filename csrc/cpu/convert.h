@@ -11,6 +11,27 @@
 namespace modelcenter {
 namespace {
 
+// A CPU foresees what comes within a page of an array, and waits where the next one begins: so memory is asked for before
+// it is read, where an array is gone through kAhead bytes before.
+constexpr int64_t kAhead = 1024;
+MC_INLINE void ask_for(const void* p, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char*)p + line);
+}
+template <class Number>
+MC_INLINE void ask_ahead(const Number* p, int64_t n) {
+  ask_for((const char*)p + kAhead, n * (int64_t)sizeof(Number));
+}
+
+constexpr int64_t kStrip = 64;
+
+// body(first, one behind the last) for strips of n numbers.
+template <class Body>
+MC_INLINE void in_strips(int64_t n, const Body& body) {
+  int64_t i = 0;
+  for (; i + kStrip <= n; i += kStrip) body(i, i + kStrip);
+  if (i < n) body(i, n);
+}
+
 // Numbers that are worked on together: their fp32 values stay in the first cache.
 constexpr int64_t kBlock = 512;
 template <class F>

@@ -78,24 +78,6 @@ MC_INLINE void store(uint16_t& to, float x) { to = to_bf16(x); }
 
 // Steps in one pass over memory, without the scratch, through which numbers pass more slowly than through memory.
 
-// A CPU foresees what comes within a page of an array; a step, which goes through up to five, waits at the beginning of
-// each. What is kAhead bytes further on is asked for, which takes a fifth to a sixth off.
-constexpr int64_t kStrip = 64, kAhead = 1024;
-
-template <class Number>
-MC_INLINE void ask_ahead(const Number* p) {
-  for (int64_t line = 0; line < kStrip * (int64_t)sizeof(Number); line += 64)
-    __builtin_prefetch((const char*)p + kAhead + line);
-}
-
-// body(first, one behind the last) for strips of n numbers.
-template <class Body>
-MC_INLINE void in_strips(int64_t n, const Body& body) {
-  int64_t i = 0;
-  for (; i + kStrip <= n; i += kStrip) body(i, i + kStrip);
-  if (i < n) body(i, n);
-}
-
 // Elements [begin, end) in fp32.
 template <class Formula>
 MC_INLINE void plain(const Slab& slab, const Scalars s, float scale, int64_t begin, int64_t end) {
@@ -104,8 +86,8 @@ MC_INLINE void plain(const Slab& slab, const Scalars s, float scale, int64_t beg
   float* __restrict m = (float*)slab.m + begin;
   float* __restrict v = (float*)slab.v + begin;
   in_strips(end - begin, [=](int64_t from, int64_t to) {
-    ask_ahead(g + from), ask_ahead(w + from), ask_ahead(m + from);
-    if (Formula::kMoments == 2) ask_ahead(v + from);
+    ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);
+    if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
     for (int64_t k = from; k < to; k++) {
       float none = 0.0f;
       Formula::update(s, g[k] * scale, w[k], m[k], Formula::kMoments == 2 ? v[k] : none);
@@ -123,9 +105,9 @@ MC_INLINE void one_pass(const Slab& slab, const Scalars s, float scale, int64_t 
   Moment* __restrict m = (Moment*)slab.m + i;
   Moment* __restrict v = (Moment*)slab.v + i;
   in_strips(n, [=](int64_t from, int64_t to) {
-    ask_ahead(g + from), ask_ahead(p + from), ask_ahead(m + from);
-    if (Formula::kMoments == 2) ask_ahead(v + from);
-    if (!kRandomly) ask_ahead(low + from);
+    ask_ahead(g + from, kStrip), ask_ahead(p + from, kStrip), ask_ahead(m + from, kStrip);
+    if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
+    if (!kRandomly) ask_ahead(low + from, kStrip);
     for (int64_t k = from; k < to; k++) {
       float w = kRandomly ? from_bf16(p[k]) : merge(p[k], low[k]), first = load(m[k]), second = 0.0f;
       if (Formula::kMoments == 2) second = load(v[k]);
@@ -149,8 +131,8 @@ MC_INLINE void masters(const Slab& slab, const Scalars s, float scale, int64_t i
   Moment* __restrict m = (Moment*)slab.m + i;
   Moment* __restrict v = (Moment*)slab.v + i;
   in_strips(n, [=](int64_t from, int64_t to) {
-    ask_ahead(g + from), ask_ahead(w + from), ask_ahead(m + from);
-    if (Formula::kMoments == 2) ask_ahead(v + from);
+    ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);
+    if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
     for (int64_t k = from; k < to; k++) {
       float value = w[k], first = load(m[k]), second = 0.0f;
       if (Formula::kMoments == 2) second = load(v[k]);
@@ -299,8 +281,11 @@ void squares_of(const void* x, int type, int64_t first, int64_t n, double* total
   alignas(64) double sums[kTogether][kSums] = {};
   for (int64_t i = 0; i < n; i += kTurn) {
     const int64_t count = n - i < kTurn ? n - i : kTurn;
-    for (int64_t c = 0; c < kTogether; c++)
-      add_squares(floats(x, type, first + c * n + i, scratch, count), count, sums[c]);
+    for (int64_t c = 0; c < kTogether; c++) {
+      const int64_t at = first + c * n + i;
+      ask_ahead(place(x, type, at), kTurn * size_of(type));
+      add_squares(floats(x, type, at, scratch, count), count, sums[c]);
+    }
   }
   for (int64_t c = 0; c < kTogether; c++) {
     for (int64_t width = kSums / 2; width; width /= 2)

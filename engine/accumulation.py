@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,6 +179,17 @@ def _padded(microbatches: Sequence[Any], needed: int, empty: Callable[[], Any] |
         yield empty()
 
 
+class _Share(NamedTuple):
+    """A rank's share of the global batch, as it tells the others: whole numbers, and as many on every rank."""
+
+    failed: int  # whether ``counts`` raised
+    microbatches: int
+    has_empty: int
+    terms: int  # a hash of their names
+    unsure: int
+    items: tuple[int, ...]  # of each term
+
+
 def _agree_on_counts(
     microbatches: list[Any],
     counts: Callable[[Any], Mapping[str, int]],
@@ -187,56 +198,78 @@ def _agree_on_counts(
 ) -> tuple[int, int, bool, dict[str, int]]:
     """(most microbatches of a rank, fewest, whether any is unsure, {term: items in the global batch}), with one
     collective."""
-    size = runtime.world_size()
     own: dict[str, int] = {}
     failure: Exception | None = None
     try:
-        for microbatch in microbatches:
-            for term, n in _checked(counts(microbatch)).items():
-                own[term] = own.get(term, 0) + int(n)
-        if not microbatches and empty is not None:
-            own = {term: 0 for term in _checked(counts(empty()))}
-        if len(own) > _MAX_TERMS:
-            raise ValueError(f"counts returns {len(own)} loss terms, at most {_MAX_TERMS} are supported")
+        own = _count(microbatches, counts, empty)
     except Exception as error:  # told to the other ranks below, then raised
-        if size == 1:
+        if runtime.world_size() == 1:
             raise
         failure = error
     terms = sorted(own)
-    if size == 1:
+    if runtime.world_size() == 1:
         if not microbatches:
             raise ValueError("accumulate was given no microbatches")
         return len(microbatches), len(microbatches), False, _Totals({term: max(1, own[term]) for term in terms})
-    row = [int(failure is not None), len(microbatches), int(empty is not None), zlib.crc32("\n".join(terms).encode())]
-    row += [own[term] for term in terms] + [0] * (_MAX_TERMS - len(terms)) + [int(unsure)]
-    table = torch.empty(size, len(row), dtype=torch.int64, device=runtime.message_device())
-    all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
-    rows = table.tolist()
+    names, items = zlib.crc32("\n".join(terms).encode()), tuple(own[term] for term in terms)
+    shares = _gather(_Share(failure is not None, len(microbatches), empty is not None, names, unsure, items))
     if failure is not None:
         raise failure
-    if failed := [rank for rank, other in enumerate(rows) if other[0]]:
+    _check_shares(shares, terms)
+    together, pipes = runtime.model_ranks(), len(shares) // runtime.current().pp_size
+    sums = {term: sum(share.items[i] for share in shares[:pipes:together]) for i, term in enumerate(terms)}
+    numbers = [share.microbatches for share in shares]
+    totals = _Totals({term: max(1, n) for term, n in sums.items()})
+    return max(numbers), min(numbers), any(share.unsure for share in shares), totals
+
+
+def _count(
+    microbatches: list[Any], counts: Callable[[Any], Mapping[str, int]], empty: Callable[[], Any] | None
+) -> dict[str, int]:
+    """{term: items in this rank's microbatches}; where it has none, the terms are those of an empty one."""
+    own: dict[str, int] = {}
+    for microbatch in microbatches:
+        for term, n in _checked(counts(microbatch)).items():
+            own[term] = own.get(term, 0) + int(n)
+    if not microbatches and empty is not None:
+        own = {term: 0 for term in _checked(counts(empty()))}
+    if len(own) > _MAX_TERMS:
+        raise ValueError(f"counts returns {len(own)} loss terms, at most {_MAX_TERMS} are supported")
+    return own
+
+
+def _gather(share: _Share) -> list[_Share]:
+    """The shares of all ranks. Collective."""
+    *facts, items = share
+    row = [*map(int, facts), *items, *[0] * (_MAX_TERMS - len(items))]
+    table = torch.empty(runtime.world_size(), len(row), dtype=torch.int64, device=runtime.message_device())
+    all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
+    return [_Share._make([*row[: len(facts)], tuple(row[len(facts) :])]) for row in table.tolist()]
+
+
+def _check_shares(shares: Sequence[_Share], terms: Sequence[str]) -> None:
+    """That the shares make one global batch. terms: of this rank."""
+    if failed := [rank for rank, share in enumerate(shares) if share.failed]:
         raise RuntimeError(f"counts raised on rank {failed[0]}: its own error says why")
-    numbers = [other[1] for other in rows]
-    if max(numbers) == 0:
+    numbers = [share.microbatches for share in shares]
+    most = max(numbers)
+    if most == 0:
         raise ValueError("accumulate was given no microbatches on any rank")
-    if short := [rank for rank, other in enumerate(rows) if other[1] < max(numbers) and not other[2]]:
+    if short := [rank for rank, share in enumerate(shares) if share.microbatches < most and not share.has_empty]:
         raise ValueError(
-            f"rank {short[0]} has {numbers[short[0]]} microbatches but rank {numbers.index(max(numbers))} has "
-            f"{max(numbers)}: pass empty= so that ranks with fewer can take part"
+            f"rank {short[0]} has {numbers[short[0]]} microbatches but rank {numbers.index(most)} has {most}: pass "
+            "empty= so that ranks with fewer can take part"
         )
-    if different := [rank for rank, other in enumerate(rows) if other[3] != rows[0][3]]:
+    if different := [rank for rank, share in enumerate(shares) if share.terms != shares[0].terms]:
         raise ValueError(f"ranks count different loss terms: rank {different[0]} and rank 0. This rank has {terms}")
-    together, pipes = runtime.model_ranks(), size // runtime.current().pp_size
-    for rank in range(size):
+    together, pipes = runtime.model_ranks(), len(shares) // runtime.current().pp_size
+    for rank, share in enumerate(shares):
         first = rank % pipes // together * together
-        if rows[rank][:-1] != rows[first][:-1]:
+        if share._replace(unsure=0) != shares[first]._replace(unsure=0):
             raise ValueError(
                 f"ranks {first} and {rank} compute one batch together (pp_size, tp_size, cp_size) but were given other "
                 "microbatches: split the data by engine.data_rank() and engine.data_size()"
             )
-    sums = {term: sum(row[4 + i] for row in rows[:pipes:together]) for i, term in enumerate(terms)}
-    totals = _Totals({term: max(1, n) for term, n in sums.items()})
-    return max(numbers), min(numbers), any(row[-1] for row in rows), totals
 
 
 class _Totals(dict[str, int]):

@@ -62,6 +62,15 @@ class _Writer(dcp.FileSystemWriter):
     """Leaves the directory out of the metadata: checkpoints move, and of a path that Python 3.13 has pickled its
     module is not found by others."""
 
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            # On a full disk torch also fails to end the file, and says only that: "unexpected pos 704 vs 598".
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
     def storage_meta(self) -> StorageMeta | None:
         told = super().storage_meta()
         return told and replace(told, checkpoint_id=None)

@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 
 from engine.ops import library, reference
-from engine.ops.reference import StepArguments
+from engine.ops.reference import Mode, StepArguments
 
 Tensors = Sequence[Tensor]
 
-MODES = {"plain": 0, "master": 1, "remainder": 2, "random": 3}
+_MODES = {mode.name.lower(): mode.value for mode in Mode}
+_WITH_AUX = (Mode.MASTER, Mode.REMAINDER)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -272,9 +273,9 @@ def _call(operator: str, check: Callable[[], None], *arguments: object) -> None:
 
 
 def _mode(mode: str) -> int:
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
-    return MODES[mode]
+    if mode not in _MODES:
+        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(_MODES)}")
+    return _MODES[mode]
 
 
 def _check(a: StepArguments) -> None:
@@ -287,7 +288,7 @@ def _check(a: StepArguments) -> None:
             _floats(name, tensors, device)
         if len({t.dtype for t in tensors}) > 1:
             raise ValueError(f"{name} holds several dtypes: call once for each")
-    wanted = {0: (torch.float32,), 1: _FLOATS}.get(a.mode, (torch.bfloat16,))
+    wanted = {Mode.PLAIN: (torch.float32,), Mode.MASTER: _FLOATS}.get(Mode(a.mode), (torch.bfloat16,))
     _dtypes("p", a.p, wanted)
     _dtypes("m", a.m, (torch.float32, torch.bfloat16) if a.scales is None else (torch.uint8,))
     if a.scales is not None:
@@ -296,8 +297,8 @@ def _check(a: StepArguments) -> None:
         _floats("v", a.v, device)
     if a.v is not None:
         _dtypes("v", a.v, (a.m[0].dtype,))
-    if a.mode in (1, 2):
-        _dtypes("aux", a.aux, (torch.float32 if a.mode == 1 else torch.int16,))
+    if a.mode in _WITH_AUX:
+        _dtypes("aux", a.aux, (torch.float32 if a.mode == Mode.MASTER else torch.int16,))
     for name, tensors in _lists(a).items():
         _pairs(tensors, a.p, name, "p")
     for one in a.step:
@@ -314,18 +315,18 @@ def _lists(a: StepArguments) -> dict[str, Tensors]:
     lists = {"p": a.p, "g": a.g, "m": a.m}
     if a.v is not None:
         lists["v"] = a.v
-    if a.mode in (1, 2):
+    if a.mode in _WITH_AUX:
         lists["aux"] = a.aux
     return lists
 
 
 def _check_lengths(a: StepArguments) -> None:
-    if a.mode not in (1, 2) and len(a.aux):
+    if a.mode not in _WITH_AUX and len(a.aux):
         raise ValueError(f"aux has {len(a.aux)} tensors, this mode takes none")
     for name, tensors in {**_lists(a), "step": a.step}.items():
         if len(tensors) != len(a.p):
             raise ValueError(f"the lists differ in length: {name} has {len(tensors)} tensors, p has {len(a.p)}")
-    if len(a.places) != (4 * len(a.p) if a.mode == 3 or a.scales else 0):
+    if len(a.places) != (4 * len(a.p) if a.mode == Mode.RANDOM or a.scales else 0):
         raise ValueError(f"places has {len(a.places)} numbers, expected 4 for each parameter in mode random, else none")
     if any(inner < 1 and tensor.numel() for inner, tensor in zip(a.places[1::4], a.p, strict=False)):
         raise ValueError(f"places has an inner size below 1: {list(a.places[1::4])}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,18 @@ _TOP = 1.875
 _FIRST, _SECOND = (127 - 15) << 3, (127 - 31) << 3
 
 
+class Mode(IntEnum):
+    """How a parameter is kept, see `engine.ops.fused`; the numbers are the kernels'."""
+
+    PLAIN = 0
+    MASTER = 1
+    REMAINDER = 2
+    RANDOM = 3
+
+
 class StepArguments(NamedTuple):
     """What the steps of all optimizers share, see `engine.ops.fused`. v: None for optimizers with one moment. mode: a
-    number of `fused.MODES`. scales: of m, of v, and the widths, of moments in 8 bits."""
+    number of `Mode`. scales: of m, of v, and the widths, of moments in 8 bits."""
 
     p: Sequence[Tensor]
     g: Sequence[Tensor]
@@ -96,46 +106,61 @@ def step(update: Update, a: StepArguments) -> None:
         return
     for i, target in enumerate(a.p):
         a.step[i].add_(1.0)
-        count = int(a.step[i].item())
+        if not target.numel():
+            continue
         gradient = a.g[i].float()
         if a.gscale is not None:
             gradient = gradient * a.gscale
-        if a.mode == 1:
-            before = a.aux[i]
-        elif a.mode == 2:
-            before = merged(target, a.aux[i])
-        else:
-            before = target.float()
-        if a.scales is None:
-            first, second = a.m[i].float(), a.v[i].float() if a.v else None
-        else:
-            assert a.v is not None
-            first, second = (
-                from_codes(a.m[i], a.scales[0][i], a.scales[2][i], _FIRST),
-                from_codes(a.v[i], a.scales[1][i], a.scales[2][i], _SECOND),
-            )
-        after = update(count, gradient, before, first, second)
-        if a.scales is not None and target.numel():
-            assert a.v is not None and second is not None
-            key, *place = a.places[4 * i : 4 * i + 4]
-            bits = random_bits(places_of(target.numel(), *place, device=target.device), key, a.step[i])
-            into_codes(first, a.m[i], a.scales[0][i], a.scales[2][i], None)
-            into_codes(second, a.v[i], a.scales[1][i], a.scales[2][i], bits)
-        elif a.scales is None:
-            a.m[i].copy_(first)
-            if a.v is not None and second is not None:
-                a.v[i].copy_(second)
-        if a.mode == 1:
+        first, second = _moments(a, i)
+        after = update(int(a.step[i].item()), gradient, _master(a, i), first, second)
+        _keep_moments(a, i, first, second)
+        _keep_parameter(a, i, after)
+
+
+def _master(a: StepArguments, i: int) -> Tensor:
+    """The parameter in fp32."""
+    if a.mode == Mode.MASTER:
+        return a.aux[i]
+    return merged(a.p[i], a.aux[i]) if a.mode == Mode.REMAINDER else a.p[i].float()
+
+
+def _keep_parameter(a: StepArguments, i: int, after: Tensor) -> None:
+    target = a.p[i]
+    if a.mode == Mode.REMAINDER:
+        split_into(after, target, a.aux[i])
+    elif a.mode == Mode.RANDOM:
+        target.copy_(at_random(after.reshape(-1), _random_bits(a, i)).view(target.shape))
+    else:
+        if a.mode == Mode.MASTER:
             a.aux[i].copy_(after)
-        if a.mode == 2:
-            split_into(after, target, a.aux[i])
-        elif a.mode == 3:
-            key, *place = a.places[4 * i : 4 * i + 4]
-            where = places_of(target.numel(), *place, device=target.device)
-            bits = random_bits(where, key, a.step[i])
-            target.copy_(at_random(after.reshape(-1), bits).view(target.shape))
-        else:
-            target.copy_(after)
+        target.copy_(after)
+
+
+def _moments(a: StepArguments, i: int) -> tuple[Tensor, Tensor | None]:
+    """The moments in fp32; where they are that, themselves."""
+    if a.scales is None:
+        return a.m[i].float(), a.v[i].float() if a.v else None
+    assert a.v is not None
+    firsts, seconds, widths = a.scales
+    return from_codes(a.m[i], firsts[i], widths[i], _FIRST), from_codes(a.v[i], seconds[i], widths[i], _SECOND)
+
+
+def _keep_moments(a: StepArguments, i: int, first: Tensor, second: Tensor | None) -> None:
+    if a.scales is None:
+        a.m[i].copy_(first)
+        if a.v is not None and second is not None:
+            a.v[i].copy_(second)
+        return
+    assert a.v is not None and second is not None
+    firsts, seconds, widths = a.scales
+    into_codes(first, a.m[i], firsts[i], widths[i], None)
+    into_codes(second, a.v[i], seconds[i], widths[i], _random_bits(a, i))
+
+
+def _random_bits(a: StepArguments, i: int) -> Tensor:
+    """For each number of the parameter, by its place and the step."""
+    key, *place = a.places[4 * i : 4 * i + 4]
+    return random_bits(places_of(a.p[i].numel(), *place, device=a.p[i].device), key, a.step[i])
 
 
 def at_random(values: Tensor, bits: Tensor) -> Tensor:

@@ -111,12 +111,7 @@ def lay_over_ranks(
     if wraps or cast_to is not None:
         wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile, cast_to)
     if stays_plain:
-        if cast_to is not None:
-            wrap_units_([model], "none", False, cast_to)
-            for method in methods:
-                setattr(model, method, types.MethodType(casting(_function_of(model, method), cast_to), model))
-        if settings.device is not None and not any(t.is_meta for t in _tensors(model)):
-            model.to(settings.device)
+        _finish_plain(model, methods, cast_to)
         note_parameters(model)
         return model
     for parameter in model.parameters():
@@ -145,6 +140,17 @@ def _check_whole(model: nn.Module, chosen: set[nn.Module], wraps: bool, stays_pl
     if not stays_plain:
         check_units(unit_parameters(model, chosen))
         check_shards(model)
+
+
+def _finish_plain(model: nn.Module, methods: Sequence[str], cast_to: torch.dtype | None) -> None:
+    """What is left for a model in one process: the root's own parameters, seen in 16 bits, and the device."""
+    if cast_to is not None:
+        wrap_units_([model], "none", False, cast_to)
+        for method in methods:
+            setattr(model, method, types.MethodType(casting(_function_of(model, method), cast_to), model))
+    device = runtime.current().device
+    if device is not None and not any(t.is_meta for t in _tensors(model)):
+        model.to(device)
 
 
 def _cut_into_stages(model: nn.Module, lists: list[nn.ModuleList], over_stages: bool) -> None:

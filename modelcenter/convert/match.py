@@ -97,13 +97,16 @@ def _is_foreign(arch: ArchMap, part: str, key: str, declared: tuple[str, ...] | 
     return any(belongs_to_part(arch, other, key) for other in declared)
 
 
+UNKNOWN_ADVICE = "strict=False tolerates them, `modelcenter convert --ignore GLOB` leaves them out"
+
+
 def unknown_message(arch: ArchMap, layout: Layout, match: Match, where: Mapping[str, str]) -> str:
     """The error about unknown tensors: each with the nearest known name. `where`: name -> file."""
     known = {**{name: "" for name in layout.written.values()}, **layout.shapes}
     lines = [f"  {name!r} in {where[name]}.{nearest(to_key(arch, name), known, 1)}" for name in match.unknown[:10]]
     more = f"\n  and {len(match.unknown) - 10} more" if len(match.unknown) > 10 else ""
     return (
-        f"unexpected tensors, unknown to {arch.model_type} (strict=False tolerates them):\n" + "\n".join(lines) + more
+        f"unexpected tensors, unknown to {arch.model_type} ({UNKNOWN_ADVICE}):\n" + "\n".join(lines) + more
     ) + _hint(arch, layout, match.unknown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -12,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -148,27 +149,17 @@ def _lock(path: Path) -> Iterator[bool]:
 
     Yields whether this process got it without waiting; never if there are no locks.
     """
-    try:
-        import fcntl
-    except ImportError:
-        yield False
-        return
-    try:
-        file = _open_lock(path)
-    except OSError as error:
-        log.debug("no file lock at %s: %s", path, error)
-        yield False
-        return
-    with file:
-        is_first = False
+    is_first = False
+    with ExitStack() as stack:
         try:
+            file = stack.enter_context(_open_lock(path))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_first = True
             except BlockingIOError:
                 fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            log.debug("no file locks on %s", path)
+        except OSError as error:
+            log.debug("no file lock at %s: %s", path, error)
         yield is_first
 
 

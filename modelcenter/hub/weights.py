@@ -10,7 +10,7 @@ import torch
 import engine
 from modelcenter.convert.contents import OTHER_HEADS, native_prefix
 from modelcenter.convert.layout import Layout
-from modelcenter.convert.match import match_names, shape_errors, to_key, unknown_message
+from modelcenter.convert.match import UNKNOWN_ADVICE, match_names, shape_errors, to_key, unknown_message
 from modelcenter.convert.rules import ArchMap, template_regex
 from modelcenter.convert.stream import ReadBuffer, Target, fill_targets, read_into, run_in_threads
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
@@ -235,7 +235,7 @@ class DistributedWeights:
 
     def check(self, strict: bool, ignore_mismatched_sizes: bool, head_requested: bool) -> None:
         if self.unknown and strict:
-            raise ValueError(f"{self._origin}: unexpected tensors (strict=False tolerates them): {self.unknown[:10]}")
+            raise ValueError(f"{self._origin}: unexpected tensors ({UNKNOWN_ADVICE}): {self.unknown[:10]}")
         self._check_missing(head_requested)
         self._check_shapes(ignore_mismatched_sizes)
         stored = self._source.tensors

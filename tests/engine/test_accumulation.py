@@ -80,6 +80,12 @@ def counting_fails():
     engine.accumulate(model, [toys.microbatch(0)], toys.loss_of(model), counts)
 
 
+def too_many_terms_on_one():
+    terms = [f"term {i}" for i in range(1 + 16 * (engine.rank() == 1))]
+    model = engine.shard(toys.build())
+    engine.accumulate(model, [0], toys.loss_of(model), lambda _: dict.fromkeys(terms, 1))
+
+
 def different_terms():
     model = engine.shard(toys.build())
     term = f"term{engine.rank()}"
@@ -94,6 +100,9 @@ def constant_loss():
 def test_errors_reach_every_rank(two):
     with pytest.raises(RuntimeError, match="KeyError: 'labels'") as error:
         two.run(counting_fails)
+    assert "counts raised on rank 1" in str(error.value)
+    with pytest.raises(RuntimeError, match="ValueError: counts returns 17 loss terms, at most 16") as error:
+        two.run(too_many_terms_on_one)
     assert "counts raised on rank 1" in str(error.value)
     with pytest.raises(RuntimeError, match="ValueError: ranks count different loss terms: rank 1 and rank 0"):
         two.run(different_terms)

@@ -7,6 +7,8 @@ import functools
 import json
 import os
 import pickle
+import re
+import resource
 import shutil
 import stat
 from pathlib import Path
@@ -333,6 +335,28 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(two, saved):
     two.run(save, saved, 3, 1, {}, 4)  # replaces it
     check_manifest(saved, hashes=True)
     assert (load(saved, 3, 1, {})[0]["mean"] == 4).all()
+
+
+def save_beyond_the_room(path):
+    """No file may hold the tensors."""
+    engine.init_distributed()
+    model = engine.shard(torch.nn.Linear(300, 300))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # a file that grows beyond it is an OSError
+    try:
+        return said(save_model, path, model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_without_room_for_the_tensors_is_named(ranks, two, tmp_path):
+    """Of what fails inside torch.save, torch reports a position in the file."""
+    place = tmp_path / "c"
+    told = two.run(save_beyond_the_room, place) if ranks == 2 else [save_beyond_the_room(place)]
+    for text in told:
+        assert re.search(r"File too large: '.*/\.c\.partial-\w+/model'", text), text
+    assert not list(tmp_path.iterdir())
 
 
 def said(call, *args):

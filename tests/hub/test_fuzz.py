@@ -320,6 +320,16 @@ def test_a_full_disk(what, to, good, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_full_disk_names_the_copy_that_did_not_fit(good, tmp_path, monkeypatch):
+    def full(source, target, **_):
+        raise OSError(28, "No space left on device", str(source), None, str(target))
+
+    monkeypatch.setattr("shutil.copyfile", full)  # as shutil's own does
+    with pytest.raises(ValueError, match=r"No space left on device \(.*/\.out\.converting.*\); nothing was changed"):
+        convert(good / "hub", tmp_path / "out", "hf", workers=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_in_a_worker(good, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -251,10 +251,8 @@ def _check(arch: ArchMap, whole: CheckpointContents, side: int, shapes: Mapping[
     layout = whole.layout
     expected = layout.shapes if side == HUB else layout.native_shapes
     if whole.unknown:
-        text = unknown_message(
-            arch, layout, Match(unknown=whole.unknown), dict.fromkeys(whole.unknown, "the checkpoint")
-        )
-        raise ValueError(text.replace("strict=False tolerates them", "--ignore GLOB leaves them out"))
+        where = dict.fromkeys(whole.unknown, "the checkpoint")
+        raise ValueError(unknown_message(arch, layout, Match(unknown=whole.unknown), where))
     missing = missing_keys(whole, side)
     if missing:
         shown = [f"  {layout.written[n] if side == HUB else n!r} of shape {expected[n]}" for n in missing[:20]]

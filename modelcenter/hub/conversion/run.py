@@ -188,7 +188,8 @@ class _Run:
         except ChildProcessError:
             raise
         except OSError as error:
-            why = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+            place = error.filename2 or error.filename  # of a copy that does not fit, its source comes first
+            why = f"{error.strerror or error}" + (f" ({place})" if place else "")
             raise ValueError(f"converting to {self.target} failed: {why}; nothing was changed there") from error
         self.result.seconds = round(time.perf_counter() - began, 3)
         self.result.peak_bytes = max(self.peaks, default=0)

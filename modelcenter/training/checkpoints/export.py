@@ -4,7 +4,7 @@ import dataclasses
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,19 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
             f"export {shlex.quote(str(path))} ADAPTER --keep_adapter` writes the adapter alone, of which "
             + how_to_merge(run["flags"], run["task"], "ADAPTER")
         )
+    model = _trained_model(path, run)
+    has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(path) if has_tokenizer else None
+    if keep:
+        save_adapter(model, target, tokenizer)
+        return f"{target}: the adapter of {path}"
+    merge_lora(model)
+    model.save_pretrained(target, tokenizer=tokenizer, **options)
+    return f"{target}: the model of {path} with its adapter merged"
+
+
+def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
+    """The model of a checkpoint with its updates beside the weights; of weights in 4 bits, these are left as drawn."""
     kind = TASKS[run["task"]].flags()
     known = {field.name for field in dataclasses.fields(kind)}  # another version may have had others
     known.discard("quantize")  # only the adapter is read
@@ -93,18 +106,11 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
         model.adapter.revision = cfg.revision
     if (path / GENERATION_FILE).is_file():
         model.generation_config = read_json(path / GENERATION_FILE)
-    if quantize is None:
+    if run["flags"].get("quantize") is None:
         load_model(path, model)
     else:
         _load_adapter(path, model)
-    has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(path) if has_tokenizer else None
-    if keep:
-        save_adapter(model, target, tokenizer)
-        return f"{target}: the adapter of {path}"
-    merge_lora(model)
-    model.save_pretrained(target, tokenizer=tokenizer, **options)
-    return f"{target}: the model of {path} with its adapter merged"
+    return model
 
 
 def _load_adapter(path: Path, model: Model) -> None:

@@ -117,7 +117,7 @@ def _status(summary: Path) -> str | None:
 
 
 def free_space(path: Path) -> str:
-    """What is free on the disk of a folder, in words: torch does not tell that a disk was too small for a file."""
+    """What is free on the disk of a folder, in words."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:  # such as a folder that is gone

@@ -58,7 +58,7 @@ def run_after_backward(call: Callable[[], None]) -> None:
 def can_go_backward(node: torch.autograd.function.FunctionCtx) -> bool:
     """Whether a node of the graph has its tensors still: not after a backward pass that does not retain the graph."""
     try:
-        _ = node.saved_tensors  # type: ignore[attr-defined]
+        _ = node._raw_saved_tensors  # type: ignore[attr-defined]  # as they are: to look at them may compute them again
     except RuntimeError:
         return False
     return True

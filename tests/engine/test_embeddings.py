@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.loss import linear_cross_entropy, linear_log_probs
 from engine.ops import Embedding, embedding, embeddings
@@ -104,9 +105,10 @@ def test_a_head_that_is_the_table(head, padding, additions):
     assert model.weight.grad.data_ptr() == additions[-1], "copied"
 
 
-def test_a_graph_that_is_kept_gives_its_gradient_twice(additions):
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_graph_that_is_kept_gives_its_gradient_twice(recomputed, additions):
     model = trained()
-    total = model()
+    total = checkpoint(model, use_reentrant=False) if recomputed else model()
     total.backward(retain_graph=True)
     first = model.weight.grad.clone()
     total.backward()

@@ -114,6 +114,14 @@ def test_samples_and_several_texts(folder):
     assert shown != alone
 
 
+def test_no_two_answers_of_an_object_are_drawn_alike(folder):
+    """At such a temperature each token is as likely as any other."""
+    model, encoder = load(folder)
+    one = {"input": "a", "<ans>": {"a": "", "b": "", "c": ""}}
+    [[filled]] = fill(model, encoder, [one], max_new_tokens=8, do_sample=True, temperature=1e6, seed=2)
+    assert len(set(filled["<ans>"].values())) == 3
+
+
 def test_what_a_row_lacks_is_not_written(folder):
     """The last row alone has a token <mask_1>, and one that is unknown."""
     model, encoder = load(folder)

@@ -1,5 +1,6 @@
 """Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
 
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -97,8 +98,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     """tokenizer.save_pretrained, with an OSError where a file cannot be written.
 
-    The tokenizers library, which writes tokenizer.json, raises an Exception that only its text tells from others.
+    The tokenizers library, which writes tokenizer.json, raises an Exception that only its text tells from others. A
+    tokenizer in Python is copied first: CpmAntTokenizer loses its spaces and ends of lines as it writes them.
     """
+    if not getattr(tokenizer, "is_fast", True):
+        tokenizer = copy.deepcopy(tokenizer)
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:

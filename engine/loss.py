@@ -7,7 +7,7 @@ by the count is below the smallest number unless the loss scale, which backward 
 logits are computed again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,9 +50,25 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float, *, lab
     return total / _at_least_one(count)
 
 
+@dataclass
+class ExtendedVocabulary:
+    """A vocabulary that goes on with words of the batch: the `weight` of the functions below, which has no bias then.
+
+    words: (vocab_size, hidden_size), a weight as these functions take it. more: (n, hidden_size), of the classes from
+    vocab_size on; whole, and the same, on each rank that has a part of the words.
+    """
+
+    words: Tensor
+    more: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.words.shape[0] + self.more.shape[0], self.words.shape[1]))
+
+
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | ExtendedVocabulary,
     bias: Tensor | None,
     targets: Tensor,
     count: Tensor | float,
@@ -81,7 +97,9 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, _at_least_one(count), label_smoothing, shard)
 
 
-def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None, targets: Tensor
+) -> Tensor:
     """log_softmax(hidden @ weight.T + bias) at the target of each row, without ever holding all logits.
 
     For losses that are no sum over rows, such as of preferences. As their gradient is not known in forward, chunks of
@@ -100,8 +118,10 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
     return _LinearLogProbs.apply(hidden, weight, bias, targets, shard)
 
 
-def vocabulary_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def vocabulary_logits(hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None) -> Tensor:
     """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
+    if isinstance(weight, ExtendedVocabulary):
+        return torch.cat([vocabulary_logits(hidden, part, None) for part in (weight.words, weight.more)], -1)
     weight, bias, shard = _local_vocabulary(hidden, weight, bias)
     if shard is not None:
         hidden = functional.copy_to(hidden, shard.group)
@@ -143,9 +163,18 @@ class _VocabularyShard:
 
 
 def _local_vocabulary(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
+    hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, _VocabularyShard | None]:
     """(this rank's rows of weight, of bias, which they are), in the graph; plain tensors are whole: (..., None)."""
+    if isinstance(weight, ExtendedVocabulary):
+        assert bias is None
+        words, _, shard = _local_vocabulary(hidden, weight.words, None)
+        more = weight.more
+        if shard is not None:  # they are behind those of the last rank, and their gradient is there
+            more = functional.copy_to(more, shard.group)
+            more = more if shard.group.rank() == shard.group.size() - 1 else more[:0]
+            shard = replace(shard, vocab=weight.shape[0])
+        return torch.cat((words, more)), None, shard
     if weight.is_meta and not hidden.is_meta:  # torch's product of the two is whatever was in memory
         raise ValueError(
             "the weight of the vocabulary is on the meta device: a head that is tied to a table needs it after the "

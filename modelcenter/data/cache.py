@@ -23,6 +23,13 @@ import numpy as np
 log = logging.getLogger(__name__)
 _VERSION = 2  # part of every key: raise it when the files change
 _CHUNK = 16384
+# What a Python tokenizer is made with and no token depends on: where it comes from, and what is said again or done to
+# rows. Saving one adds some of these.
+_OF_NO_TOKEN = {
+    "name_or_path", "is_local", "local_files_only", "backend", "auto_map", "tokenizer_file", "vocab_file",
+    "tokenizer_class", "processor_class", "model_specific_special_tokens", "chat_template", "model_max_length",
+    "padding_side", "truncation_side",
+}  # fmt: skip
 
 
 def cached(
@@ -119,7 +126,12 @@ def tokenizer_state(tokenizer: Any) -> str:
         if tokenizer.backend_tokenizer.encode_special_tokens:  # split_special_tokens; no part of to_str()
             state["encode_special_tokens"] = True
         return json.dumps(state, sort_keys=True)
-    return json.dumps([sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, str(tokenizer.init_kwargs)])
+    model = getattr(tokenizer, "sp_model", None)  # of sentencepiece, with scores that the vocabulary does not have
+    scores = None if model is None else hashlib.sha256(model.serialized_model_proto()).hexdigest()
+    made_with = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _OF_NO_TOKEN}
+    added = {number: repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    state = [sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, scores, made_with, added]
+    return json.dumps(state, sort_keys=True, default=str)
 
 
 def special_tokens(tokenizer: Any) -> str:

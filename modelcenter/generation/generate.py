@@ -90,7 +90,7 @@ def generate(
         streamer: is given the prompt and then each new token by `put(tensor)`, and `end()`; one row, no beams.
         seed: of the draws; None: torch's generator decides.
         token_inputs: what else the model's forward takes of the prompts' tokens, (batch, seq) each; a new token has
-            that of the last. other_inputs: what it takes in each forward; not with pp_size > 1.
+            that of the last. other_inputs: what it takes in each forward.
         more: token_inputs by their names, as a tokenizer returns them:
             generate(**tokenizer(texts, padding=True, return_tensors="pt")).
         banned: (batch, vocabulary) bool, True at tokens that a row does not get.

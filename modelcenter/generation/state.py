@@ -76,13 +76,11 @@ class State:
         if self.pipeline is not None:
             checksum = torch.tensor(zlib.crc32(repr(settings).encode()))
             given = {"input_ids": input_ids, "attention_mask": mask, "banned": banned, "settings": checksum}
-            self.pipeline.check_same([given, token_inputs])
+            self.pipeline.check_same([given, token_inputs, other_inputs])
         self.other_inputs, self.banned = dict(other_inputs or {}), banned
         self.last_inputs: dict[str, Tensor] = {}  # (rows, 1) token_inputs of the prompts' last tokens, for new ones
         batch = self._packed_prompts(input_ids, mask, max(lengths), token_inputs or {})
-        if self.pipeline is not None and self.other_inputs:  # CPM-Bee's make more logits than stages expect
-            names = ", ".join(self.other_inputs)
-            raise ValueError(f"{names}: a pipeline takes no inputs but those of tokens; load the model with pp_size=1")
+        self.classes: int | None = None  # of the logits, where a pipeline's other stages have been told
         self.tokens, self.written = input_ids, right_aligned(input_ids, mask.bool())
         if self.is_encoder_decoder:
             if (start := settings.tokens.start) is None:
@@ -139,7 +137,10 @@ class State:
         # The stages have the same logits to choose from, so they choose the same tokens and sort their caches alike.
         out = self.pipeline.forward(call)
         self.pipeline.flush()
-        size = len(self.cache.lengths), self.model.config.vocab_size
+        if self.classes is None:  # not always vocab_size: other_inputs may extend the vocabulary
+            own = 0 if out is None else out.logits.shape[-1]
+            self.classes = int(self.pipeline.from_last(self.tokens.new_tensor(own)))
+        size = len(self.cache.lengths), self.classes
         logits = self.tokens.new_empty(size, dtype=torch.float32) if out is None else out.logits[:, -1].float()
         return self.pipeline.from_last(logits)
 

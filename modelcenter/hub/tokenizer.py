@@ -1,5 +1,6 @@
 """Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
 
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         if cpm_class is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return cpm_class.from_pretrained(source, **kwargs)
+        if (config := _config_that_transformers_lacks(directory, source, kwargs)) is not None:
+            kwargs.setdefault("config", config)
         return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), directory, source, kwargs)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
         for path in held:
@@ -97,8 +100,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     """tokenizer.save_pretrained, with an OSError where a file cannot be written.
 
-    The tokenizers library, which writes tokenizer.json, raises an Exception that only its text tells from others.
+    The tokenizers library, which writes tokenizer.json, raises an Exception that only its text tells from others. A
+    tokenizer in Python is copied first: CpmAntTokenizer loses its spaces and ends of lines as it writes them.
     """
+    if not getattr(tokenizer, "is_fast", True):
+        tokenizer = copy.deepcopy(tokenizer)
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:
@@ -126,6 +132,19 @@ def _lacks_packages(directory: Path | None, source: str, kwargs: Mapping[str, An
         f"{models[0]} is read by the packages sentencepiece and protobuf, of which {' and '.join(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'modelcenter[sentencepiece]'"
     )
+
+
+def _config_that_transformers_lacks(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
+    """What the config of a family that only we have says of its tokenizer, as transformers' config: it would warn of a
+    model that it cannot use. None: it is to read the config itself. Arguments: as of _cpm_class."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    path = None if kwargs["trust_remote_code"] else _find_file(CONFIG_FILE, directory, source, kwargs)
+    fields = {} if path is None else read_json(path)
+    kind = str(fields.get("model_type"))
+    if kind not in ARCHITECTURES or kind in CONFIG_MAPPING:
+        return None
+    return PreTrainedConfig(**{name: fields[name] for name in ("tokenizer_class", "auto_map") if name in fields})
 
 
 def _with_eos(tokenizer: Any, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:

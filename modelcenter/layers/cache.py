@@ -82,11 +82,13 @@ class KVCache:
 
     Attributes:
         lengths: tokens of each sequence so far, on the host.
+        remembers: whether an earlier forward left keys of an encoder's tokens.
     """
 
     def __init__(self, capacity: int = 0, max_tokens: int | None = None):
         """`capacity`: tokens per sequence to reserve room for; it grows as needed, up to `max_tokens` if given."""
         self.lengths: list[int] = []
+        self.remembers = False
         self._capacity, self._max_tokens = capacity, max_tokens
         # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' segments, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
@@ -102,7 +104,7 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """One with which the same texts can go on in another way. The layers are still the model's, not copies."""
         other = KVCache(self._capacity, self._max_tokens)
-        other.lengths = list(self.lengths)
+        other.lengths, other.remembers = list(self.lengths), self.remembers
         other._own = {memo.get(id(layer), layer): [x.clone() for x in kept] for layer, kept in self._own.items()}
         other._memory = {memo.get(id(layer), layer): kept for layer, kept in self._memory.items()}
         return other
@@ -139,17 +141,13 @@ class KVCache:
     def end(self) -> None:
         """The forward is through: its tokens are part of the past."""
         assert self._step is not None
+        self.remembers = bool(self._memory)  # only now: a rank of a pipeline may have had several parts of it to run
         self.lengths = [a + b for a, b in zip(self._step.past, self._step.new, strict=True)]
         self._step = None
 
     def has(self, layer: nn.Module | None) -> bool:
         """Whether it holds keys of a layer; None: segments."""
         return layer in self._own or (layer is not None and layer in self._memory)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it holds keys of an encoder's tokens."""
-        return bool(self._memory)
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, ctx: Packed) -> bool:
         """Add k, v (T, kv_heads * head_dim) of the current batch; whether there was a past to attend to."""

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from engine.loss import ExtendedVocabulary
 from engine.ops import Embedding
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.norm import RMSNorm
@@ -106,12 +106,9 @@ class CPMBee(CPM):
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "base" or batch.get("ext_table_ids") is None:
             return super().end(x, ctx, batch)
-        table, ids, number = self.embed.weight, batch["ext_table_ids"], batch["ext_table_sub"]
-        if isinstance(table, DTensor):
-            raise ValueError("ext_table_ids: not under tensor parallelism, which splits the vocabulary; use tp_size=1")
-        more = self.sub_rotary(nn.functional.embedding(ids, table), number)
-        counts = self.counts(batch)["loss"]
-        out = self.head(x, ctx, batch, counts, torch.cat((table, more)), self.wants_logits(batch))
+        more = self.sub_rotary(self.embed(batch["ext_table_ids"]), batch["ext_table_sub"])
+        table, counts = ExtendedVocabulary(self.embed.weight, more), self.counts(batch)["loss"]
+        out = self.head(x, ctx, batch, counts, table, self.wants_logits(batch))
         return self.ordered(out)
 
     def looked_up_tables(self) -> list[nn.Embedding]:
@@ -220,8 +217,7 @@ class CPMBee(CPM):
             labels: as input_ids, shifted here (CPM-Live's targets are shifted already).
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field; ext_table_ids under tensor
-                parallelism.
+            ValueError: inputs that do not fit together or the model, naming the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, input_id_sub=input_id_sub, length=length,

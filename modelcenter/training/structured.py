@@ -20,7 +20,7 @@ from modelcenter.data.structured import (
     structured_batch,
 )
 from modelcenter.models.base import Model
-from modelcenter.training.inference.text_generation import max_over_ranks, new_tokens
+from modelcenter.training.inference.text_generation import max_over_ranks, new_tokens, with_turn_seed
 
 
 @dataclass
@@ -117,7 +117,8 @@ def fill(
         unfinished = [i for i, state in enumerate(states) if turn < len(state.row.answers)]
         # A rank with nothing left repeats one, as others still write.
         batch = [states[i] for i in unfinished] or states[:1]
-        answers = _write(model, encoder, batch, turn, table, num_return_sequences=copies, **search)
+        drawn = with_turn_seed(search, turn)  # with one seed for all, the answers of an object would be alike
+        answers = _write(model, encoder, batch, turn, table, num_return_sequences=copies, **drawn)
         if not turn:
             states = [state for state in states for _ in range(several)]
             unfinished = list(range(len(states)))

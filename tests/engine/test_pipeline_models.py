@@ -196,6 +196,11 @@ def written(name, sizes, how, several):
     mask[1, :3] = 0
     if how.get("part"):  # of each prompt is context
         how = {"context": (torch.arange(7) < 5).long().expand(3, 7)}
+    if how.get("more_words"):  # of which some are in the prompts, and nothing but these are written
+        extended = {"ext_table_ids": torch.tensor([3, 40, 41, 42]), "ext_table_sub": torch.tensor([1, 2, 3, 4])}
+        ids[:, -2:] = torch.tensor([131, 134])
+        how = {**how, "other_inputs": extended, "banned": (torch.arange(135) < 131).expand(3, 135)}
+        del how["more_words"]
     how = {"max_new_tokens": 6, "pad_token_id": 3, "eos_token_id": [9], **how}
     rank = engine.data_rank() if sizes else 0
     if several:
@@ -215,6 +220,7 @@ def written(name, sizes, how, several):
         ("tiny/gpt2", INTERLEAVED, {"do_sample": True, "seed": 3, "top_k": 20}),
         ("tiny/t5", INTERLEAVED, {"num_beams": 3}),
         ("tiny/cpmant", INTERLEAVED, {"part": True}),
+        ("tiny/cpmbee", PP, {"more_words": True, "num_beams": 3}),
     ]
     + [
         pytest.param(name, sizes, how, marks=pytest.mark.full)

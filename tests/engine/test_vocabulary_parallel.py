@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import engine
-from engine.loss import linear_cross_entropy, vocabulary_logits
+from engine.loss import ExtendedVocabulary, linear_cross_entropy, linear_log_probs, vocabulary_logits
 from engine.parallel import tensor
 
 
@@ -51,6 +51,39 @@ def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows):
         torch.testing.assert_close(got, logits.detach(), rtol=1e-5, atol=1e-5)
         for mine, parameter in zip(grads, (hidden, weight, bias), strict=True):
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def extended_vocabulary_loss(vocab, rows):
+    engine.init_distributed(tp_size=engine.world_size())
+    hidden, weight, _, targets = vocabulary_problem(vocab + 2, rows)
+    table = nn.Linear(6, vocab, bias=False)
+    with torch.no_grad():
+        table.weight.copy_(weight[:vocab])
+    tensor.parallelize(table, engine.parallel.mesh.device_mesh()["tp"], {"weight": "vocab"})
+    hidden.requires_grad_()
+    more = weight[vocab:].requires_grad_()
+    words = ExtendedVocabulary(table.weight, more)
+    logits = vocabulary_logits(hidden, words, None)
+    loss = linear_cross_entropy(hidden, words, None, targets, 4, label_smoothing=0.1)
+    loss = loss + linear_log_probs(hidden, words, None, targets.clamp(min=0)).sum() + logits.square().sum()
+    loss.backward()
+    return loss.item(), logits.detach(), hidden.grad, torch.cat((toys.whole(table.weight.grad), more.grad))
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(11, 7), (5, 7), (3, 7), (5, 0)])  # as above: rank 3 has words, or none
+def test_a_split_vocabulary_goes_on_with_words_that_are_not_split(four, vocab, rows):
+    hidden, weight, _, targets = vocabulary_problem(vocab + 2, rows)
+    hidden.requires_grad_(), weight.requires_grad_()
+    logits = hidden @ weight.T
+    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1) / 4
+    log_probs = logits.log_softmax(-1).gather(1, targets.clamp(min=0)[:, None])
+    loss = loss + log_probs.sum() + logits.square().sum()
+    loss.backward()
+    assert rows == 0 or (targets >= vocab).any()
+    for got, *found in four.run(extended_vocabulary_loss, vocab, rows):
+        assert got == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        for mine, expected in zip(found, (logits.detach(), hidden.grad, weight.grad), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 def vocabulary_gradients_in_fp16(count, scale):

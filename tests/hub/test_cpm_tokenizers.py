@@ -66,6 +66,24 @@ def test_a_vocabulary_beside_a_model(kind, model_with, tmp_path):
     assert pickle.loads(pickle.dumps(again))(TEXT)["input_ids"] == ids  # for processes that tokenize
 
 
+@pytest.mark.parametrize("kind", sorted(PLAIN))
+def test_saving_a_tokenizer_leaves_it_as_it_is(kind, model_with, tmp_path):
+    """A run saves it with every checkpoint, and a stream is tokenised in between."""
+    tokenizer = mc.AutoTokenizer.from_pretrained(model_with(kind))
+    ids = tokenizer(TEXT)["input_ids"]
+    mc.from_pretrained(tmp_path / kind).save_pretrained(tmp_path / "saved", tokenizer=tokenizer)
+    assert tokenizer(TEXT)["input_ids"] == ids
+
+
+def test_nothing_is_said_of_a_model_that_transformers_lacks(model_with, tmp_path, capfd):
+    path = model_with("cpm3")
+    tokenizer = mc.AutoTokenizer.from_pretrained(path)
+    mc.from_pretrained(path).save_pretrained(tmp_path / "saved", tokenizer=tokenizer)
+    again = mc.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert type(again) is type(tokenizer) and again(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
+    assert "model of type" not in capfd.readouterr().err
+
+
 def test_transformers_loads_what_we_save(model_with, tmp_path, monkeypatch):
     from transformers import AutoTokenizer, dynamic_module_utils
 

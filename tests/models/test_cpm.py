@@ -222,10 +222,8 @@ def shared(folder, kind, sizes):
         engine.init_distributed(**sizes)
     model = mc.from_pretrained(folder, policy=None if engine.is_initialized() else False)
     batch = batched(kind, marked(kind), "packed")
-    if "tp_size" in sizes:
-        batch = {k: v for k, v in batch.items() if not k.startswith("ext_")}
     batch["labels"] = batch["input_ids"].clone()
-    if kind == "cpmbee" and "tp_size" not in sizes:
+    if kind == "cpmbee":
         batch["labels"][:, 2] = 133  # the last of the vocabulary that goes on
     out = model(**batch)
     engine.accumulate(

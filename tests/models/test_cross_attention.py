@@ -55,7 +55,7 @@ each = pytest.mark.parametrize("family", ALL)
 def reference(family, folder, **fields):
     cls = getattr(transformers, family)
     sizes = GPT2 if family.startswith("GPT2") else SIZES
-    config = cls.config_class(**sizes, **{"is_decoder": True, "add_cross_attention": True} | fields)
+    config = cls.config_class(**{**sizes, "is_decoder": True, "add_cross_attention": True, **fields})
     theirs = randomize_(cls(config), 3)
     theirs.tie_weights()
     theirs.eval().save_pretrained(folder)
@@ -303,6 +303,24 @@ def test_ranks_train_as_one(family, tmp_path):
             for found, norms in pool.run(trained, tmp_path, shared):
                 assert found == pytest.approx(loss, rel=1e-5), shared
                 assert norms == pytest.approx({name: grads[name] for name in norms}, rel=1e-4, abs=1e-6), shared
+
+
+def written(folder, sizes):
+    if sizes:
+        engine.init_distributed(**sizes)
+    model = mc.from_pretrained(folder, policy=None if sizes else False)
+    batch = batch_of()
+    seen = {name: value for name, value in batch.items() if name.startswith("encoder_")}
+    return model.generate(batch["input_ids"], batch["attention_mask"], 6, num_beams=2, eos_token_id=[], **seen)
+
+
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_pipeline_writes_as_one(chunks, tmp_path):
+    """Also where a rank has two parts of the model, which attend to the encoder one after the other."""
+    reference("GPT2LMHeadModel", tmp_path, n_layer=4)
+    expected = written(tmp_path, {})
+    for found in engine.testing.run(written, 2, tmp_path, {"pp_size": 2, "pp_chunks": chunks}):
+        assert torch.equal(found, expected)
 
 
 def with_dropout(folder):

@@ -11,6 +11,7 @@ import torch
 from toydata import command, write_jsonl
 
 import modelcenter as mc
+from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.readers import read_file
 from modelcenter.data.structured import StructuredEncoder, structured_batch
@@ -113,6 +114,14 @@ def test_samples_and_several_texts(folder):
     assert shown != alone
 
 
+def test_no_two_answers_of_an_object_are_drawn_alike(folder):
+    """At such a temperature each token is as likely as any other."""
+    model, encoder = load(folder)
+    one = {"input": "a", "<ans>": {"a": "", "b": "", "c": ""}}
+    [[filled]] = fill(model, encoder, [one], max_new_tokens=8, do_sample=True, temperature=1e6, seed=2)
+    assert len(set(filled["<ans>"].values())) == 3
+
+
 def test_what_a_row_lacks_is_not_written(folder):
     """The last row alone has a token <mask_1>, and one that is unknown."""
     model, encoder = load(folder)
@@ -168,6 +177,28 @@ def test_a_run_and_its_use(folder, tmp_path, capsys):
     with torch.no_grad():
         loss = model(**structured_batch([encoder.encode(row) for row in (ordered, ROWS[1])], len(WORDS))).loss.item()
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("split", ["tp", pytest.param("pp", marks=pytest.mark.full)])
+def test_ranks_that_share_the_model_train_and_write_as_one(folder, tmp_path, split):
+    """With rows that extend the vocabulary, whose words the ranks have parts of, or the last one."""
+    values = {"model": str(folder / "start"), "train_data": [str(folder / "data")], "max_length": 64, "log_every": 1}
+    values |= {"max_steps": 2, "lr": 1e-2, "eval_samples": 2, "eval_max_new_tokens": 6, "trackers": "no"}
+
+    def run(name, **more):
+        cli(["finetune", "lm", *command(values | {"output_dir": str(tmp_path / name)} | more)])
+
+    def left(name, kind):
+        return [json.loads(line) for line in (tmp_path / name / f"{kind}.jsonl").read_text("utf-8").splitlines()]
+
+    run("one", batch_size=2)
+    parts = {"batch_size": 1, "gradient_accumulation_steps": 2} if split == "pp" else {"batch_size": 2}
+    on_ranks(lambda: run("two", **{split: 2}, **parts), 2, timeout=90)
+    for row, expected in zip(left("two", "metrics"), left("one", "metrics"), strict=True):
+        (name,) = {"loss", "eval_loss"} & row.keys()
+        assert row[name] == pytest.approx(expected[name], rel=1e-4)
+    texts = [[row["completion"] for row in left(name, "samples")] for name in ("one", "two")]
+    assert texts[0] == texts[1] and len(set(texts[0])) == 2
 
 
 def test_mistakes(folder, tmp_path, capsys):

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from engine.loss import IGNORE_INDEX, linear_cross_entropy, linear_log_probs, vocabulary_logits
+from engine.loss import (
+    IGNORE_INDEX,
+    ExtendedVocabulary,
+    linear_cross_entropy,
+    linear_log_probs,
+    vocabulary_logits,
+)
 from modelcenter.layers.heads.labels import (
     Batch,
     Smoothing,
@@ -17,6 +23,8 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
+
+Table = Tensor | ExtendedVocabulary
 
 
 class VocabularyHead(Smoothing, nn.Module):
@@ -67,7 +75,7 @@ class VocabularyHead(Smoothing, nn.Module):
         return ctx.last_tokens() if want_logits is True else None
 
     def forward(
-        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool | str
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Table, want_logits: bool | str
     ) -> dict[str, Tensor]:
         """Loss where there are labels, logits where wanted, of last tokens only with `logits_to_keep`.
 
@@ -123,13 +131,13 @@ class NextTokenHead(VocabularyHead):
         return super().reads(ctx, batch, want_logits and not batch.get("output_log_probs"))
 
     def forward(
-        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Tensor, want_logits: bool | str
+        self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Table, want_logits: bool | str
     ) -> dict[str, Tensor]:
         if batch.get("output_log_probs"):
             return {"log_probs": self.log_probs(x, ctx, batch, table)}
         return super().forward(x, ctx, batch, count, table, want_logits)
 
-    def log_probs(self, x: Tensor, ctx: Packed, batch: Batch, table: Tensor) -> Tensor:
+    def log_probs(self, x: Tensor, ctx: Packed, batch: Batch, table: Table) -> Tensor:
         """(n,) fp32: the log-probability of all labels of each sequence.
 
         Raises:

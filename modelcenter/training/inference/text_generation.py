@@ -19,8 +19,8 @@ from modelcenter.training.metrics import gather_lists
 Prompt = Sequence[int] | np.ndarray  # its tokens
 
 _DEFAULT_NEW_TOKENS = 128
-# Between the seeds of batches, and between those of the groups of a batch: multiples of the two do not meet.
-_BATCH_STRIDE, _GROUP_STRIDE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+# Between the seeds of batches, and between those of the turns of a batch: multiples of the two do not meet.
+_BATCH_STRIDE, _TURN_STRIDE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def new_tokens(model: Model, given: int | None, prompt_length: int) -> int:
@@ -50,6 +50,11 @@ def with_batch_seed(search: Mapping[str, Any], number: int, stride: int = _BATCH
     if search.get("seed") is None:
         return dict(search)
     return {**search, "seed": (search["seed"] + number * stride) % 2**63}
+
+
+def with_turn_seed(search: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Arguments of model.generate for one of the turns in which a batch is written. number: 0 or more, each once."""
+    return with_batch_seed(search, number, _TURN_STRIDE)
 
 
 def complete(
@@ -90,7 +95,7 @@ def complete_ids(
     completions: list[list[list[int]]] = [[] for _ in prompts]
     for turn in range(max_over_ranks(len(turns))):
         limit, rows = turns[min(turn, len(turns) - 1)]  # a rank without groups left repeats one: others still write
-        group_search = with_batch_seed(search, rows[0], _GROUP_STRIDE) | {"max_new_tokens": limit}
+        group_search = with_turn_seed(search, rows[0]) | {"max_new_tokens": limit}
         group_search["context"] = None if context is None else [context[i] for i in rows]
         texts = _generate(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **group_search)
         for i, of_prompt in zip(rows, texts, strict=True):

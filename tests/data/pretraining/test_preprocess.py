@@ -11,13 +11,14 @@ import pytest
 from token_toys import write_tokens
 from toydata import make_rows, make_tokenizer, write_jsonl
 
-from modelcenter import cli
+from modelcenter import AutoTokenizer, cli
 from modelcenter.data.cache import tokenizer_state
 from modelcenter.data.pretraining import preprocess as module
 from modelcenter.data.pretraining.preprocess import preprocess
 from modelcenter.data.streams import FileRows
-from modelcenter.data.token_files import open_tokens
+from modelcenter.data.token_files import check_tokenizer, open_tokens
 from modelcenter.data.tokenization.documents import DocumentEncoder
+from modelcenter.hub.tokenization_cpm import CPMBeeTokenizer
 from modelcenter.preprocess import main
 
 TEXTS = [row["text"] for row in make_rows(30)]
@@ -64,6 +65,22 @@ def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path
     for one in (encode, pickle.loads(pickle.dumps(encode))):
         assert one([text])[0].tolist() == expected
     assert tokenizer_state(tokenizer) != whole
+
+
+def test_a_python_tokenizer_is_known_wherever_it_was_saved(data, tmp_path):
+    """What `preprocess` made with the published one is for the model of a run, too."""
+    words = tmp_path / "vocab.txt"
+    words.write_text("\n".join(["<unk>", "<mask>", "</n>", "</_>", "<s>", "</s>", *"abcdefgh"]) + "\n")
+    tokenizer = CPMBeeTokenizer(str(words))
+    file = preprocess(FileRows([data]), tokenizer, tmp_path / "tokens")
+    for name in ("one", "two"):
+        tokenizer.save_pretrained(tmp_path / name)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        check_tokenizer(file, tokenizer)
+    tokenizer.add_tokens(["fine"])
+    for other in (tokenizer, CPMBeeTokenizer(str(words), unk_token="<mask>")):
+        with pytest.raises(ValueError, match="was made with"):
+            check_tokenizer(file, other)
 
 
 def test_workers_change_nothing(data, tmp_path, monkeypatch):

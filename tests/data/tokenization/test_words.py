@@ -57,7 +57,7 @@ def test_same_tokens_as_transformers(kind):
 class Slow:
     """A tokenizer of the old kind: no backend, one text at a time."""
 
-    is_fast, unk_token_id, init_kwargs = False, 3, {}
+    is_fast, unk_token_id, init_kwargs, added_tokens_decoder = False, 3, {}, {}
 
     def get_vocab(self):
         return {"a": 9}

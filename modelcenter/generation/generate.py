@@ -4,8 +4,9 @@ import difflib
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -138,7 +139,7 @@ def generate(
     if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
         raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
-    with _evaluating(model):
+    with _evaluating(model), _uncompiled():
         state = State(model, input_ids, attention_mask, settings, token_inputs, other_inputs, banned)
         if streamer is not None:
             streamer.put(state.tokens.cpu())
@@ -192,6 +193,14 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """What torch.compile was given runs as it is written: it compiles anew as a cache grows, for minutes, to no gain in
+    steps of few tokens, and inductor takes attention over a cache of T5 for another."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _inputs_of_tokens(model: Any, more: Mapping[str, Any]) -> dict[str, Any]:

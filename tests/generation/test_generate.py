@@ -305,6 +305,21 @@ def test_streaming(pair):
         ours.generate(ids, None, 6, num_beams=2, streamer=object())
 
 
+def test_compiled_units_write_as_they_are_written():
+    """What a cache holds grows with each token: the compiler would take minutes, and inductor fails with T5's bias."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    backend = CompileCounterWithBackend("eager")
+    torch._dynamo.register_backend(backend, "generation_test_counter")
+    ids, mask = prompts("left")
+    policies = (engine.Policy(), engine.Policy(compile="generation_test_counter"))
+    plain, compiled = (mc.from_config("tiny/t5", "seq2seq-lm", vocab_size=VOCAB, policy=policy) for policy in policies)
+    assert torch.equal(plain.generate(ids, mask, 6), compiled.generate(ids, mask, 6))
+    assert backend.frame_count == 0
+    compiled(ids, mask, labels=ids)
+    assert backend.frame_count > 0
+
+
 @pytest.mark.parametrize(
     "more, message",
     [

@@ -84,6 +84,11 @@ class TrainerProtocol(nn.Module):
 
     @generation_config.setter
     def generation_config(self, values: Mapping[str, Any]) -> None:
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"generation_config: got {type(values).__name__}, expected a mapping, such as its to_diff_dict(); "
+                "`generate` uses its special tokens and takes other settings as arguments"
+            )
         writes = self.task in ("causal-lm", "seq2seq-lm")
         self._generation_config = GenerationSettings(values, self.config.special_tokens(), writes)
 

@@ -159,6 +159,8 @@ def test_the_hugging_face_trainer_predicts_with_generate(length, smoothing, tmp_
         found.append((predicted.tolist(), metrics["test_loss"]))
     assert found[0] == (found[1][0], pytest.approx(found[1][1], abs=1e-5))
     assert ours.generation_config == {}
+    with pytest.raises(ValueError, match="generation_config: got GenerationConfig, expected a mapping"):
+        ours.generation_config = transformers.GenerationConfig(num_beams=2)
 
 
 def test_units_recompute_until_told_otherwise():

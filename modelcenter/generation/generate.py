@@ -4,8 +4,10 @@ import difflib
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -23,16 +25,17 @@ _INSTEAD = {
     "position_ids": "a prompt is counted from its first token, wherever its padding stands",
     "length": "attention_mask says which are tokens",
     "decoder_input_ids": "a decoder begins with the checkpoint's decoder_start_token_id",
-    "max_length": "max_new_tokens says how many tokens come beside the prompt",
     "generation_config": "its settings are arguments here",
     "inputs": "the prompts are input_ids",
     "logits_processor": "`banned` are tokens that a row does not get",
     "bad_words_ids": "`banned` are tokens that a row does not get",
     "suppress_tokens": "`banned` are tokens that a row does not get",
 }
+# What transformers' Seq2SeqTrainer gives beside the prompts, and generate does without, there and here.
+_PASSED_OVER = {"labels", "synced_gpus"}
 # Inputs of forward that `generate` works out itself, or that are not of a prompt's tokens.
 _NOT_OF_TOKENS = {
-    "labels", "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
+    "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
     "start_positions", "end_positions", "length",
 }  # fmt: skip
 # Settings of a checkpoint's files that change a greedy text, with the values at which they do not.
@@ -49,8 +52,9 @@ def generate(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    max_new_tokens: int = 20,
+    max_new_tokens: int | None = None,
     *,
+    max_length: int | None = None,
     num_beams: int = 1,
     do_sample: bool = False,
     temperature: float = 1.0,
@@ -77,7 +81,8 @@ def generate(
     Args:
         input_ids: (batch, seq). attention_mask: (batch, seq), 0 at padding, which may stand on either side; None: at
             the padding token, unless that ends sequences, too.
-        max_new_tokens: tokens to add at most.
+        max_new_tokens: tokens to add at most; None: as max_length says, or 20.
+        max_length: of the result, with the columns of the prompts, or with the token that a decoder begins with.
         num_beams: sequences that beam search keeps for each row; 1: none. early_stopping: end a row's search when
             num_beams have ended, whatever might still come; "never": only when no longer one could be better.
             length_penalty: exponent of the length that divides a sequence's score; above 0 favours long ones.
@@ -92,7 +97,7 @@ def generate(
         token_inputs: what else the model's forward takes of the prompts' tokens, (batch, seq) each; a new token has
             that of the last. other_inputs: what it takes in each forward.
         more: token_inputs by their names, as a tokenizer returns them:
-            generate(**tokenizer(texts, padding=True, return_tensors="pt")).
+            generate(**tokenizer(texts, padding=True, return_tensors="pt")). Labels have no effect.
         banned: (batch, vocabulary) bool, True at tokens that a row does not get.
 
     Returns:
@@ -107,12 +112,13 @@ def generate(
             leaves no room in the position table, or other rows on another rank of the pipeline.
     """
     _check_call(model, input_ids)
+    more = {name: value for name, value in more.items() if name not in _PASSED_OVER}
     token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
     checkpoint = {**model.config.special_tokens(), **model.generation_config}
     encodes = bool(getattr(model, "is_encoder_decoder", False))
     settings = Settings(
         tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=_new_tokens(max_new_tokens, max_length, 1 if encodes else input_ids.shape[1]),
         num_beams=num_beams,
         do_sample=do_sample,
         temperature=temperature,
@@ -133,7 +139,7 @@ def generate(
     if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
         raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
-    with _evaluating(model):
+    with _evaluating(model), _uncompiled():
         state = State(model, input_ids, attention_mask, settings, token_inputs, other_inputs, banned)
         if streamer is not None:
             streamer.put(state.tokens.cpu())
@@ -157,6 +163,18 @@ def _check_call(model: Any, input_ids: Any) -> None:
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
 
 
+def _new_tokens(max_new_tokens: int | None, max_length: int | None, length: int) -> int:
+    """The number of tokens to add at most to the first `length`.
+
+    Raises ValueError: max_length is no number, or leaves room for none.
+    """
+    if max_new_tokens is not None or max_length is None:
+        return 20 if max_new_tokens is None else max_new_tokens
+    if not isinstance(max_length, Integral) or max_length <= length:
+        raise ValueError(f"max_length: got {max_length!r}, expected more than the {length} tokens to begin with")
+    return max_length - length
+
+
 def _generator(model: Any, settings: Settings, device: torch.device) -> torch.Generator:
     """What samples are drawn from; the same on all stages of a pipeline."""
     seed = int(torch.randint(2**62, ())) if settings.seed is None else settings.seed
@@ -175,6 +193,14 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """What torch.compile was given runs as it is written: it compiles anew as a cache grows, for minutes, to no gain in
+    steps of few tokens, and inductor takes attention over a cache of T5 for another."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _inputs_of_tokens(model: Any, more: Mapping[str, Any]) -> dict[str, Any]:

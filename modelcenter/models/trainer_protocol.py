@@ -16,7 +16,11 @@ class GenerationSettings(dict[str, Any]):
     Without such a file attributes are the tokens that the model's config had, and the first one that is set brings
     these along: a file takes the place of all that transformers reads from config.json. A model that writes no text
     gets none by it.
+
+    Seq2SeqTrainer asks for transformers' defaults, and how long to make texts by padding; the file gets none of it.
     """
+
+    _from_model_config = False
 
     def __init__(self, values: Mapping[str, Any], tokens: Mapping[str, Any], writes: bool):
         super().__init__(values)
@@ -33,6 +37,18 @@ class GenerationSettings(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if self or self._writes:
             self.update({**(self or self._tokens), name: value})
+
+    @property
+    def max_length(self) -> int:
+        return self.get("max_length") or 20  # transformers' default
+
+    @staticmethod
+    def _get_default_generation_params() -> dict[str, Any]:
+        return {}
+
+    def update(self, *values: Any, defaults_only: bool = False, **more: Any) -> None:
+        if not defaults_only:
+            super().update(*values, **more)
 
 
 class TrainerProtocol(nn.Module):
@@ -68,6 +84,11 @@ class TrainerProtocol(nn.Module):
 
     @generation_config.setter
     def generation_config(self, values: Mapping[str, Any]) -> None:
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"generation_config: got {type(values).__name__}, expected a mapping, such as its to_diff_dict(); "
+                "`generate` uses its special tokens and takes other settings as arguments"
+            )
         writes = self.task in ("causal-lm", "seq2seq-lm")
         self._generation_config = GenerationSettings(values, self.config.special_tokens(), writes)
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader, Dataset
 
 import modelcenter as mc
+from modelcenter.testing import randomize_
 
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "dropout": 0.0}
 
@@ -133,6 +134,33 @@ def test_the_hugging_face_trainer_gets_the_losses_of_its_own_model(case, tmp_pat
         found.append([step["loss"], step["grad_norm"], after])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert repr(ours).startswith(type(ours).__name__ + "(")
+
+
+@pytest.mark.parametrize(("length", "smoothing"), [(12, 0.0), (24, 0.1)])
+def test_the_hugging_face_trainer_predicts_with_generate(length, smoothing, tmp_path):
+    """The texts and losses of transformers' own model, and no setting of theirs in the files."""
+    import transformers
+
+    sizes = {**SIZES, "num_decoder_layers": 1, "vocab_size": 60}
+    ours = randomize_(mc.from_config("tiny/t5", "seq2seq-lm", eos_token_id=3, **sizes))
+    ours.save_pretrained(tmp_path)
+    rows = [{name: value.tolist() for name, value in row.items()} for row in texts()]
+    found = []
+    for model in (ours, transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)):
+        arguments = transformers.Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], per_device_eval_batch_size=3,
+            disable_tqdm=True, label_names=["labels"], predict_with_generate=True, generation_num_beams=2,
+            generation_max_length=length, label_smoothing_factor=smoothing,
+        )  # fmt: skip
+        words = tokenizer()
+        collator = transformers.DataCollatorForSeq2Seq(words, model)
+        trainer = transformers.Seq2SeqTrainer(model, arguments, collator, processing_class=words)
+        predicted, _, metrics = trainer.predict(rows)
+        found.append((predicted.tolist(), metrics["test_loss"]))
+    assert found[0] == (found[1][0], pytest.approx(found[1][1], abs=1e-5))
+    assert ours.generation_config == {}
+    with pytest.raises(ValueError, match="generation_config: got GenerationConfig, expected a mapping"):
+        ours.generation_config = transformers.GenerationConfig(num_beams=2)
 
 
 def test_units_recompute_until_told_otherwise():

@@ -77,9 +77,11 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         if cpm_class is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return cpm_class.from_pretrained(source, **kwargs)
-        if (config := _config_that_transformers_lacks(directory, source, kwargs)) is not None:
+        config_file = _find_file(CONFIG_FILE, directory, source, kwargs)
+        fields = {} if config_file is None else read_json(config_file)
+        if not kwargs["trust_remote_code"] and (config := _config_that_transformers_lacks(fields)) is not None:
             kwargs.setdefault("config", config)
-        return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), directory, source, kwargs)
+        return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
         for path in held:
             if path.suffix == ".json":
@@ -134,26 +136,21 @@ def _lacks_packages(directory: Path | None, source: str, kwargs: Mapping[str, An
     )
 
 
-def _config_that_transformers_lacks(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
+def _config_that_transformers_lacks(fields: Mapping[str, Any]) -> Any:
     """What the config of a family that only we have says of its tokenizer, as transformers' config: it would warn of a
-    model that it cannot use. None: it is to read the config itself. Arguments: as of _cpm_class."""
+    model that it cannot use. None: it is to read the config itself."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    path = None if kwargs["trust_remote_code"] else _find_file(CONFIG_FILE, directory, source, kwargs)
-    fields = {} if path is None else read_json(path)
     kind = str(fields.get("model_type"))
     if kind not in ARCHITECTURES or kind in CONFIG_MAPPING:
         return None
     return PreTrainedConfig(**{name: fields[name] for name in ("tokenizer_class", "auto_map") if name in fields})
 
 
-def _with_eos(tokenizer: Any, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
+def _with_eos(tokenizer: Any, fields: Mapping[str, Any]) -> Any:
     """The tokenizer; beside an encoder and a decoder that were made apart, what begins and separates texts (BERT's
-    tokenizers name no more) begins and ends those that are written, too. Arguments: as of _cpm_class."""
-    if tokenizer.eos_token is not None or tokenizer.sep_token is None:
-        return tokenizer
-    config = _find_file(CONFIG_FILE, directory, source, kwargs)
-    if config is not None and model_type_of(read_json(config)) == "encoder-decoder":
+    tokenizers name no more) begins and ends those that are written, too. fields: of the config beside it."""
+    if tokenizer.eos_token is None and tokenizer.sep_token is not None and model_type_of(fields) == "encoder-decoder":
         tokenizer.eos_token = tokenizer.sep_token
         tokenizer.bos_token = tokenizer.bos_token or tokenizer.cls_token
     return tokenizer

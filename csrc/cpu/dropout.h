@@ -158,8 +158,8 @@ void dropout(const Draw& d, int64_t i, const void* x, const void* residual, void
     const int64_t skipped = channel % kDropoutBlock;
     next = at + kDropoutBlock - skipped < end ? at + kDropoutBlock - skipped : end;
     const int64_t n = next - at;
-    ask_for(place(x, type, at) + kAhead, n * size_of(type));
-    if (residual) ask_for(place(residual, type, at) + kAhead, n * size_of(type));
+    ask_ahead(place(x, type, at), n * size_of(type));
+    if (residual) ask_ahead(place(residual, type, at), n * size_of(type));
     draw(d, token, (uint32_t)(channel / kDropoutBlock), words);
     const float* source = floats(x, type, at, scratch_x, n);
     const float* add = residual ? floats(residual, type, at, scratch_r, n) : nullptr;

@@ -88,10 +88,7 @@ MC_INLINE void plain(const Slab& slab, const Scalars s, float scale, int64_t beg
   in_strips(end - begin, [=](int64_t from, int64_t to) {
     ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);
     if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
-    for (int64_t k = from; k < to; k++) {
-      float none = 0.0f;
-      Formula::update(s, g[k] * scale, w[k], m[k], Formula::kMoments == 2 ? v[k] : none);
-    }
+    formula<Formula>(s, scale, g + from, w + from, m + from, v + from, to - from);
   });
 }
 
@@ -276,14 +273,13 @@ MC_INLINE void add_squares(const float* __restrict g, int64_t n, double* __restr
 // faster than one after the other.
 template <int64_t kTogether>
 void squares_of(const void* x, int type, int64_t first, int64_t n, double* total) {
-  constexpr int64_t kTurn = 64;
-  alignas(64) float scratch[kTurn];
+  alignas(64) float scratch[kStrip];
   alignas(64) double sums[kTogether][kSums] = {};
-  for (int64_t i = 0; i < n; i += kTurn) {
-    const int64_t count = n - i < kTurn ? n - i : kTurn;
+  for (int64_t i = 0; i < n; i += kStrip) {
+    const int64_t count = n - i < kStrip ? n - i : kStrip;
     for (int64_t c = 0; c < kTogether; c++) {
       const int64_t at = first + c * n + i;
-      ask_ahead(place(x, type, at), kTurn * size_of(type));
+      ask_ahead(place(x, type, at), kStrip * size_of(type));
       add_squares(floats(x, type, at, scratch, count), count, sums[c]);
     }
   }

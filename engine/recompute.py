@@ -39,6 +39,7 @@ _KEPT = (
     "aten._scaled_dot_product_attention_math",
     "aten._flash_attention_forward",
     "torch_attn._varlen_attn",
+    "engine.attention",
 )
 
 
@@ -111,8 +112,8 @@ def _noticing_python(forward: Forward) -> Forward:
 def _warn_of_python(unit: str) -> None:
     warnings.warn(
         f"compile with recompute='selective': torch.compile leaves {unit} to Python in training, as a part of it "
-        "cannot be in its graph (dropout with the masks of a step and attention of packed rows on a CPU cannot). Give "
-        "recompute='full', which compiles the rest, or leave out compile",
+        "cannot be in its graph (attention of packed rows with a bias or segments on a GPU, in 16 bits on a CPU, or by "
+        "several ranks that share the tokens). Give recompute='full', which compiles the rest, or leave out compile",
         stacklevel=2,
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.ops import library
 from engine.ops.autograd import once_differentiable
+from engine.ops.compilation import host_number
 
 
 class Heads(NamedTuple):
@@ -22,64 +23,92 @@ class Heads(NamedTuple):
     causal: bool = False
     window: int | None = None
 
+    def numbers(self) -> tuple[int, int, float, bool, int]:
+        """As the compiled operator takes them."""
+        return self.heads, self.kv_heads, self.scale, self.causal, self.window or 0
+
 
 class Dropped(NamedTuple):
     """Which weights are dropped, each with probability p: query i of head h draws as channel j, for the key at place j,
     of token tokens[i] + (first_head + h) 2^20 (engine.ops.dropout_masks). tokens: (T,) int64, None: 0, 1, 2, ...
+    key, site: as there.
     """
 
     p: float = 0.0
-    key: int = 0
-    site: int = 0
+    key: int | Tensor = 0
+    site: int | Tensor = 0
     tokens: Tensor | None = None
     first_head: int = 0
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the compiled operator takes these tensors, and is fast on this CPU."""
+    if torch.compiler.is_compiling():
+        return library.loaded_isa not in ("", "plain") and library.plain_fp32(q, k, v, bias)
     return library.takes_fp32(q, k, v, bias) and library.cpu().isa != "plain"
 
 
 NOTHING_DROPPED = Dropped()
 
+_INPUTS = 7  # of the compiled operator: q, k, v, cu_queries, cu_keys, bias, tokens
 
-class _Attention(torch.autograd.Function):
+
+def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """(attention, the sums of its rows for backward), outside autograd.
+
+    arguments: as of `Attention`; contiguous.
+    """
+    inputs, (key, site, *numbers) = arguments[: _INPUTS - 1], arguments[_INPUTS - 1 :]
+    out, sums = torch.empty_like(q), q.new_empty(q.shape[0], numbers[0], 2)
+    torch.ops.modelcenter.attention_(out, sums, q, *inputs, *numbers[:5], key, site, *numbers[5:])
+    return out, sums
+
+
+def run_backward(
+    grad: Tensor, need_bias: bool, out: Tensor, sums: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, and of the bias where it is needed."""
+    inputs, (key, site, *numbers) = arguments[:_INPUTS], arguments[_INPUTS:]
+    q, k, v, _, _, bias, _ = inputs
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dbias = torch.empty_like(bias) if need_bias else None
+    torch.ops.modelcenter.attention_backward_(
+        dq, dk, dv, dbias, grad.contiguous(), out, sums, *inputs, *numbers[:5], key, site, *numbers[5:]
+    )
+    return dq, dk, dv, dbias
+
+
+class Attention(torch.autograd.Function):
+    """key, site: numbers, or in a compiled graph tensors."""
+
     @staticmethod
     def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        bias: Tensor | None,
         cu_queries: Tensor,
         cu_keys: Tensor,
-        heads: Heads,
-        dropped: Dropped,
+        bias: Tensor | None,
+        tokens: Tensor | None,
+        key: int | Tensor,
+        site: int | Tensor,
+        *numbers: Any,
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        out, sums = torch.empty_like(q), q.new_empty(q.shape[0], heads.heads, 2)
-        tokens = None if dropped.tokens is None else dropped.tokens.contiguous()
+        ctx.settings = key, site, *numbers
         inputs = q, k, v, cu_queries, cu_keys, bias, tokens
-        ctx.settings = (
-            heads.heads, heads.kv_heads, heads.scale, heads.causal, heads.window or 0, dropped.key, dropped.site,
-            dropped.first_head, round(dropped.p * 65536),
-        )  # fmt: skip
-        torch.ops.modelcenter.attention_(out, sums, *inputs, *ctx.settings)
+        call = torch.ops.engine.attention_part if isinstance(key, Tensor) else run
+        out, sums = call(*inputs, *ctx.settings)
         ctx.save_for_backward(out, sums, *inputs)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, sums, *inputs = ctx.saved_tensors
-        q, k, v, _, _, bias, _ = inputs
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dbias = torch.empty_like(bias) if ctx.needs_input_grad[3] else None
-        torch.ops.modelcenter.attention_backward_(
-            dq, dk, dv, dbias, grad.contiguous(), out, sums, *inputs, *ctx.settings
-        )
-        return dq, dk, dv, dbias, None, None, None, None
+        need_bias = ctx.needs_input_grad[5]
+        call = torch.ops.engine.attention_backward_part if isinstance(ctx.settings[0], Tensor) else run_backward
+        dq, dk, dv, dbias = call(grad, need_bias, *ctx.saved_tensors, *ctx.settings)
+        return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 10
 
 
 def attention(
@@ -103,6 +132,12 @@ def attention(
         (T, heads * head_dim); zeros where a sequence has no keys.
     """
     offsets = [cu.int().contiguous() for cu in (cu_queries, cu_keys)]
-    if round(dropped.p * 65536) == 65536:  # so near to 1 that 16 bits keep none
-        return F.dropout(_Attention.apply(q, k, v, bias, *offsets, heads, NOTHING_DROPPED), 1.0)
-    return _Attention.apply(q, k, v, bias, *offsets, heads, dropped)
+    p, key, site, tokens, first_head = dropped
+    threshold = round(p * 65536)
+    if threshold == 65536:  # so near to 1 that 16 bits keep none
+        return F.dropout(attention(q, k, v, cu_queries, cu_keys, heads, bias), 1.0)
+    inputs = [x if x is None else x.contiguous() for x in (q, k, v, *offsets, bias, tokens)]
+    numbers = *heads.numbers(), first_head, threshold
+    if torch.compiler.is_compiling():
+        return torch.ops.engine.attention(*inputs, host_number(key), host_number(site), *numbers)
+    return Attention.apply(*inputs, key, site, *numbers)

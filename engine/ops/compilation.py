@@ -1,10 +1,13 @@
-"""Functions that torch.compile leaves out of its graphs."""
+"""What torch.compile takes into its graphs in another form, and what it leaves out of them."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from engine.ops import library
 
 _EAGER: dict[str, Callable[..., Any]] = {}
 
@@ -30,8 +33,22 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
+_ZERO = torch.zeros((), dtype=torch.int64, device="cpu")  # made in a graph it would be a kernel of its own
+
+
+def host_number(number: int | Tensor) -> Tensor:
+    """() int64 on the host, as the operators of `engine.ops.graphs` take what is not to be a constant of a graph."""
+    if isinstance(number, Tensor):
+        return number
+    return _ZERO if number == 0 else torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
 @functools.cache
 def leave_to_eager() -> None:
     """Tell torch.compile about the functions marked `eager`; not at import, as it loads the compiler."""
+    # Which operators are in use: known before the first graph, which would be made twice.
+    library.serves(torch.device("cpu"))
+    if torch.cuda.is_available():
+        library.serves(torch.device("cuda", torch.cuda.current_device()))
     for key, function in _EAGER.items():
         _EAGER[key] = torch.compiler.disable(function)

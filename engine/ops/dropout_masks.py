@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import library
-from engine.ops.compilation import eager
+from engine.ops.compilation import host_number
 from engine.ops.philox import random_bits, scale_of
 
 _MASK64 = (1 << 64) - 1
@@ -65,13 +65,18 @@ class Draws:
         tokens: (T,) int64, the number of each token of this rank, that of its sequence plus its place in it.
         parts: other ways to cut the tokens, found by how many there are (a part of them under sequence parallelism).
         every: the numbers of all tokens of the batch, where several ranks share them; None: `tokens`.
+        graph_key: the key, () int64 on the host, for a compiled graph, of which a number would be a constant.
     """
 
     key: int
     sequences: Tensor
     tokens: Tensor
-    parts: dict[int, Tensor] = field(default_factory=dict)
+    parts: tuple[Tensor, ...] = ()
     every: Tensor | None = None
+    graph_key: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graph_key = host_number(self.key)
 
     @property
     def whole(self) -> Tensor:
@@ -80,11 +85,10 @@ class Draws:
 
     def of(self, count: int) -> Tensor:
         """The numbers of the tokens of an activation that has so many."""
-        if count == self.tokens.numel():
-            return self.tokens
-        if count not in self.parts:
-            raise ValueError(f"dropout of {count} tokens, but the batch has {self.tokens.numel()} on this rank")
-        return self.parts[count]
+        for tokens in (self.tokens, *self.parts):
+            if tokens.numel() == count:
+                return tokens
+        raise ValueError(f"dropout of {count} tokens, but the batch has {self.tokens.numel()} on this rank")
 
 
 def draws_of(cu_seqlens: Tensor, tokens: int) -> Draws | None:
@@ -111,7 +115,16 @@ def draws_of(cu_seqlens: Tensor, tokens: int) -> Draws | None:
 
 def fresh_key() -> int:
     """A key from torch's generator."""
-    return int(torch.randint(2**62, (), dtype=torch.int64))
+    return int(_fresh())
+
+
+def drawn_key() -> int | Tensor:
+    """The same; in what is being compiled as a tensor, which the graph draws."""
+    return _fresh() if torch.compiler.is_compiling() else fresh_key()
+
+
+def _fresh() -> Tensor:
+    return torch.randint(2**62, (), dtype=torch.int64, device="cpu")
 
 
 def dropout(
@@ -119,8 +132,8 @@ def dropout(
     p: float,
     training: bool = True,
     *,
-    key: int | None = None,
-    site: int = 0,
+    key: int | Tensor | None = None,
+    site: int | Tensor = 0,
     tokens: Tensor | None = None,
     first_channel: int = 0,
 ) -> Tensor:
@@ -128,7 +141,8 @@ def dropout(
 
     Args:
         x: (..., channels), of any floating dtype. key: of (seed, step); None: one from torch's generator.
-        site: a number below 2^32 of the place in the model. tokens: int64, one for each row of x; None: 0, 1, 2, ...
+        site: a number below 2^32 of the place in the model. Both may be tensors () int64 on the host, which are no
+            constants of a compiled graph. tokens: int64, one for each row of x; None: 0, 1, 2, ...
         first_channel: that of x[..., 0], where x is a part of the channels.
 
     Raises:
@@ -143,8 +157,8 @@ def dropout_add(
     p: float,
     training: bool = True,
     *,
-    key: int | None = None,
-    site: int = 0,
+    key: int | Tensor | None = None,
+    site: int | Tensor = 0,
     tokens: Tensor | None = None,
     first_channel: int = 0,
 ) -> Tensor:
@@ -181,8 +195,8 @@ def _drop(
     residual: Tensor | None,
     p: float,
     training: bool,
-    key: int | None,
-    site: int,
+    key: int | Tensor | None,
+    site: int | Tensor,
     tokens: Tensor | None,
     first_channel: int,
 ) -> Tensor:
@@ -194,15 +208,30 @@ def _drop(
     if threshold == 65536 or hasattr(x, "placements") or (key is None and x.device.type != "cpu"):
         out = F.dropout(x, p)
         return out if residual is None else residual + out
-    return _eager_drop(x, residual, threshold, key, site, tokens, first_channel)
+    key = drawn_key() if key is None else key
+    if torch.compiler.is_compiling():
+        key, site = host_number(key), host_number(site)
+        return torch.ops.engine.dropout(x, residual, tokens, threshold, key, site, first_channel)
+    return Dropout.apply(x, residual, tokens, threshold, int(key), int(site), first_channel)
 
 
-class _Dropout(torch.autograd.Function):
+class Dropout(torch.autograd.Function):
+    """key, site: numbers, or in a compiled graph tensors."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, tokens: Tensor | None, *numbers: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        tokens: Tensor | None,
+        threshold: int,
+        key: int | Tensor,
+        site: int | Tensor,
+        first_channel: int,
+    ) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.numbers = numbers
-        return _run(x, residual, tokens, *numbers)
+        ctx.settings = threshold, key, site, first_channel
+        return _run(x, residual, tokens, *ctx.settings)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -211,28 +240,22 @@ class _Dropout(torch.autograd.Function):
         x = None
         if need_x:
             # Dropout is linear: its derivative is a dropout, which has derivatives of its own.
-            again = _Dropout.apply if torch.is_grad_enabled() else _run
-            x = again(grad, None, tokens, *ctx.numbers)
+            again = Dropout.apply if torch.is_grad_enabled() else _run
+            x = again(grad, None, tokens, *ctx.settings)
         return x, grad if need_residual else None, None, None, None, None, None
 
 
-def _apply(
-    x: Tensor,
-    residual: Tensor | None,
-    threshold: int,
-    key: int | None,
-    site: int,
-    tokens: Tensor | None,
-    first_channel: int,
-) -> Tensor:
-    if key is None:
-        key = fresh_key()
-    return _Dropout.apply(x, residual, tokens, threshold, key, site, first_channel)
+def _run(x: Tensor, residual: Tensor | None, tokens: Tensor | None, *settings: Any) -> Tensor:
+    _, key, *_ = settings
+    call = torch.ops.engine.dropout_part if isinstance(key, Tensor) else run
+    out: Tensor = call(x, residual, tokens, *settings)
+    return out
 
 
-def _run(
+def run(
     x: Tensor, residual: Tensor | None, tokens: Tensor | None, threshold: int, key: int, site: int, first_channel: int
 ) -> Tensor:
+    """The dropout outside autograd. residual: of the shape and dtype of x."""
     # Rows as they come are the usual case, and the host's time is a step's on a GPU; a view of them as a unit's output
     # would have FSDP warn.
     rows = x.contiguous() if x.dim() == 2 else x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
@@ -307,6 +330,3 @@ def _splitmix(x: int) -> int:
 
 def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
-
-
-_eager_drop = eager(_apply, "engine.ops.dropout_masks.drop")

@@ -34,9 +34,16 @@ class Status:
     isa: str = ""
 
 
+#: Instruction set of the CPU library, and the kinds of devices on which operators are in use, once that is known: for
+#: what torch.compile takes, which cannot ask. A graph that was made before is made anew.
+loaded_isa = ""
+in_use: tuple[str, ...] = ()
+
+
 @functools.cache
 def cpu() -> Status:
     """The CPU library, loaded if it can be. MODELCENTER_FUSED=0 leaves it out."""
+    global loaded_isa
     if os.environ.get("MODELCENTER_FUSED") == "0":
         return Status(False, "MODELCENTER_FUSED=0")
     path = build.find("cpu")
@@ -48,7 +55,8 @@ def cpu() -> Status:
     except (OSError, RuntimeError, AttributeError) as error:
         return Status(False, f"{path} does not load on torch {torch.__version__}: {str(error).splitlines()[0]}")
     isa.restype = ctypes.c_char_p
-    return Status(True, f"{path} ({isa().decode()})", isa().decode())
+    loaded_isa = isa().decode()
+    return Status(True, f"{path} ({loaded_isa})", loaded_isa)
 
 
 @functools.cache
@@ -100,9 +108,12 @@ def on(device: torch.device) -> Status:
 @functools.cache
 def serves(device: torch.device) -> bool:
     """Whether the compiled operators take tensors on this device. Says once, in one line, where they do not."""
+    global in_use
     if device.type not in ("cpu", "cuda"):
         return False
     status = on(device)
+    if status.loaded and device.type not in in_use:
+        in_use = *in_use, device.type
     if not status.loaded and os.environ.get("MODELCENTER_FUSED") != "0" and os.environ.get("LOCAL_RANK", "0") == "0":
         name = device.type.upper()
         warnings.warn(f"the fused {name} operators are not in use, torch's are: {status.what}", stacklevel=2)
@@ -117,12 +128,12 @@ def plain_fp32(*tensors: torch.Tensor | None) -> bool:
             continue
         if type(t) not in _PLAIN or t.dtype is not torch.float32 or not t.is_cpu or not t.numel():
             return False
-    return not in_function_transform()
+    return torch.compiler.is_compiling() or not in_function_transform()
 
 
 def takes_fp32(*tensors: torch.Tensor | None) -> bool:
     """Whether the compiled operators of a CPU take these: `plain_fp32` ones, and not in what torch.compile takes."""
-    return plain_fp32(*tensors) and not torch.compiler.is_compiling() and serves(_CPU)
+    return not torch.compiler.is_compiling() and plain_fp32(*tensors) and serves(_CPU)
 
 
 def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -131,13 +142,18 @@ def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
     autocast, which has dtypes of its own for norms and products."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
+    return same_rows(x, *others) and not in_function_transform() and serves(x.device)
+
+
+def same_rows(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether these are ordinary CUDA tensors of one dtype that the operators of rows take, not under autocast."""
     dtype = x.dtype
-    if type(x) not in _PLAIN or dtype not in _OF_ROWS:
+    if type(x) not in _PLAIN or dtype not in _OF_ROWS or torch.is_autocast_enabled("cuda"):
         return False
     for t in others:
         if type(t) not in _PLAIN or t.dtype is not dtype or not t.is_cuda:
             return False
-    return not (torch.is_autocast_enabled("cuda") or in_function_transform()) and serves(x.device)
+    return True
 
 
 def _no_failure() -> bytes | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.ops import library
 from engine.ops.autograd import once_differentiable
-from engine.ops.dropout_masks import check_tokens, dropout_add, fresh_key, numbers_of, threshold_of
+from engine.ops.compilation import host_number
+from engine.ops.dropout_masks import check_tokens, drawn_key, dropout_add, numbers_of, threshold_of
 
 _LONGEST = 8192  # row that csrc/cuda/norm.cu holds in registers
 
@@ -29,8 +30,8 @@ class Added(NamedTuple):
 
     branch: Tensor | None
     p: float = 0.0
-    key: int | None = None
-    site: int = 0
+    key: int | Tensor | None = None
+    site: int | Tensor = 0
     tokens: Tensor | None = None
 
 
@@ -42,11 +43,24 @@ def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, branch: Tensor | None, draw: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum, its norm, what backward needs of its rows)."""
-    total, out, stats = library.operator("norm")(x, weight, bias, eps, branch, *draw, library.stream(x.device))
+    call = torch.ops.engine.norm_part if isinstance(draw[1], Tensor) else run
+    total, out, stats = call(x, weight, bias, eps, branch, *draw)
     return x if branch is None else total, out, stats
 
 
-class _Norm(torch.autograd.Function):
+def run(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`_run`; without a branch the sum has no elements."""
+    found: tuple[Tensor, Tensor, Tensor] = library.operator("norm")(x, *arguments, library.stream(x.device))
+    return found
+
+
+def run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of x, branch, weight and bias."""
+    found: tuple[Tensor | None, ...] = library.operator("norm_backward")(grad, *arguments, library.stream(grad.device))
+    return found
+
+
+class Norm(torch.autograd.Function):
     """form: what comes out, "norm": that alone, "before": the sum and the norm of it, "after": the norm twice."""
 
     @staticmethod
@@ -78,9 +92,10 @@ class _Norm(torch.autograd.Function):
                 return (None,) * 7
             grad, extra = (extra, None) if ctx.form == "after" else (torch.zeros_like(extra), extra)
         need_x, need_weight, need_bias, need_branch = ctx.needs_input_grad[:4]
-        dx, dbranch, dweight, dbias = library.operator("norm_backward")(
+        call = torch.ops.engine.norm_backward_part if isinstance(ctx.numbers[0], Tensor) else run_backward
+        dx, dbranch, dweight, dbias = call(
             grad, extra, ctx.form == "before", total, weight, stats, ctx.centered, need_weight or need_bias, tokens,
-            *ctx.numbers, library.stream(total.device),
+            *ctx.numbers,
         )  # fmt: skip
         return (
             dx if need_x else None,
@@ -105,7 +120,7 @@ def _is_compiled(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     if torch.is_grad_enabled():
-        found: Tensor = _Norm.apply(x, weight, bias, None, eps, _NOTHING_DROPPED, "norm")
+        found: Tensor = Norm.apply(x, weight, bias, None, eps, _NOTHING_DROPPED, "norm")
         return found
     return _run(x, weight, bias, eps, None, _NOTHING_DROPPED)[1]
 
@@ -177,8 +192,11 @@ def _add_and_norm(
     added = added or _NOTHING
     if _takes(x, weight, bias, added):
         draw = _draw(x, added)
+        if torch.compiler.is_compiling():
+            draw = draw[0], host_number(draw[1]), host_number(draw[2]), draw[3]
+            return torch.ops.engine.add_and_norm(x, weight, bias, eps, added.branch, *draw, form)
         if torch.is_grad_enabled():
-            found: tuple[Tensor, Tensor] = _Norm.apply(x, weight, bias, added.branch, eps, draw, form)
+            found: tuple[Tensor, Tensor] = Norm.apply(x, weight, bias, added.branch, eps, draw, form)
             return found
         total, out, _ = _run(x, weight, bias, eps, added.branch, draw)
         return (total, out) if form == "before" else (out, out)
@@ -195,6 +213,11 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, added: Added) -> bool
     branch, p, key, *_ = added
     fits = x.shape[-1:] == weight.shape and (branch is None or branch.shape == x.shape)
     drops = p == 0.0 or (threshold_of(p) < 1 << 16 and (key is not None or x.is_cpu))
+    if torch.compiler.is_compiling():
+        others = [t for t in (weight, bias, branch) if t is not None]
+        if x.device.type not in library.in_use or not fits or not drops:
+            return False
+        return library.plain_fp32(x, *others) if x.is_cpu else x.shape[-1] <= _LONGEST and library.same_rows(x, *others)
     return fits and drops and _is_compiled(x, weight, bias, branch)
 
 
@@ -204,4 +227,4 @@ def _draw(x: Tensor, added: Added) -> tuple[Any, ...]:
     if p == 0.0:
         return _NOTHING_DROPPED
     check_tokens(x, tokens)
-    return numbers_of(x, tokens), fresh_key() if key is None else key, site, threshold_of(p)
+    return numbers_of(x, tokens), drawn_key() if key is None else key, site, threshold_of(p)

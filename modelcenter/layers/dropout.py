@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.ops import Added, Draws, attention, dropout, dropout_add, eager, fresh_key
+from engine.ops import Added, Draws, attention, drawn_key, dropout, dropout_add, fresh_key, host_number
 from modelcenter.layers.packing import Packed
 
 
@@ -16,9 +16,19 @@ class DrawingModule(nn.Module):
 
     Attributes:
         site: a number of the module, made of its name (`name_sites`), so that no two modules draw the same.
+        graph_site: the same as a tensor on the host, for a compiled graph, which layers share.
     """
 
-    site: int | None = None
+    _site: int | None = None
+    graph_site: Tensor | None = None
+
+    @property
+    def site(self) -> int | None:
+        return self._site
+
+    @site.setter
+    def site(self, site: int) -> None:
+        self._site, self.graph_site = site, host_number(site)
 
 
 class Dropout(DrawingModule):
@@ -45,37 +55,29 @@ class Dropout(DrawingModule):
         if not self.training or self.p == 0.0:
             return x if residual is None else residual + x
         draws = None if ctx is None else ctx.draws
-        if draws is None:
-            return _unkeyed(x, residual, self.p)
-        return _keyed(x, residual, self, draws, pooled, first_channel)
+        if draws is None or self.graph_site is None:  # of `site` a graph would have the value
+            return dropout(x, self.p) if residual is None else dropout_add(x, residual, self.p)
+        key, site = _drawn_by(draws, self)
+        tokens = draws.sequences if pooled else draws.of(x.shape[0])
+        if residual is None:
+            return dropout(x, self.p, key=key, site=site, tokens=tokens, first_channel=first_channel)
+        return dropout_add(x, residual, self.p, key=key, site=site, tokens=tokens, first_channel=first_channel)
 
     def added(self, x: Tensor, ctx: Packed) -> Added:
         """dropout(x) as what is added to a residual; x: a row for each token of ctx."""
         if not self.training or self.p == 0.0:
             return Added(x)
-        if ctx.draws is None or self.site is None:
+        if ctx.draws is None or self.graph_site is None:  # of `site` a graph would have the value
             return Added(x, self.p)
-        return Added(x, self.p, ctx.draws.key, self.site, ctx.draws.of(x.shape[0]))
+        return Added(x, self.p, *_drawn_by(ctx.draws, self), ctx.draws.of(x.shape[0]))
 
 
-def _unkeyed(x: Tensor, residual: Tensor | None, p: float) -> Tensor:
-    return dropout(x, p) if residual is None else dropout_add(x, residual, p)
-
-
-def _draw(
-    x: Tensor, residual: Tensor | None, module: Dropout, draws: Draws, pooled: bool, first_channel: int
-) -> Tensor:
-    p, site = module.p, module.site
-    if site is None:
-        return _unkeyed(x, residual, p)
-    tokens = draws.sequences if pooled else draws.of(x.shape[0])
-    if residual is None:
-        return dropout(x, p, key=draws.key, site=site, tokens=tokens, first_channel=first_channel)
-    return dropout_add(x, residual, p, key=draws.key, site=site, tokens=tokens, first_channel=first_channel)
-
-
-# The key changes at each step, the site with each layer: they must not be constants of a compiled graph.
-_keyed = eager(_draw, "modelcenter.layers.dropout.keyed")
+def _drawn_by(draws: Draws | None, module: DrawingModule | None) -> tuple[int | Tensor, int | Tensor]:
+    """Key and site: numbers, or in what is being compiled tensors, which are no constants of the graph."""
+    if torch.compiler.is_compiling():
+        key = drawn_key() if draws is None else draws.graph_key
+        return key, 0 if module is None or module.graph_site is None else module.graph_site
+    return drawn_key() if draws is None else draws.key, 0 if module is None else module.site or 0
 
 
 def name_sites(model: nn.Module) -> None:
@@ -143,7 +145,7 @@ class AttentionDropout:
         """The same for the compiled operator."""
         if not self.p:
             return attention.NOTHING_DROPPED
-        return attention.Dropped(self.p, self.key, self.site, self.queries, self.first_head)
+        return attention.Dropped(self.p, *_drawn_by(self.draws, self.layer), self.queries, self.first_head)
 
     def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
         """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""

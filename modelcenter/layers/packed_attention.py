@@ -118,7 +118,6 @@ def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, dropout:
     return sized and torch.cuda.get_device_properties(device).major >= 8
 
 
-@eager
 def _by_sequence_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
@@ -126,10 +125,16 @@ def _by_sequence_or_bucket(
     offsets = sequences.cu_seqlens, sequences.cu_seqlens if memory is None else memory.cu_seqlens
     alike = mask.segments is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
     if alike and attention.serves(q, k, v, mask.bias):
-        if memory is not None:
-            sequences.paired_lengths(memory)
         shape = attention.Heads(heads, kv_heads, scale, mask.causal, mask.window)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
+    return _by_bucket(q, k, v, sequences, memory, options)
+
+
+@eager
+def _by_bucket(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
+) -> Tensor:
+    mask = options.mask
     pairs = sequences.bucket_pairs(memory)
     if q.device.type == "cpu" or not pairs:
         return bucketed_attention(q, k, v, pairs, options)

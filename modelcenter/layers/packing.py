@@ -174,7 +174,7 @@ class Packed:
             all_tokens = torch.nn.functional.pad(draws.tokens, (0, dummy))
             mine = split.local(all_tokens)
             part = split.of_units(mine)
-            draws = replace(draws, tokens=mine, parts={part.numel(): part}, every=all_tokens)
+            draws = replace(draws, tokens=mine, parts=(part,), every=all_tokens)
         return replace(
             self,
             sequences=Sequences(cu, max(s.max_seqlen, dummy), lengths, dummy),
@@ -192,8 +192,18 @@ class Packed:
             return self
         draws = self.draws
         if draws is not None and tokens is not None:
-            draws = replace(draws, parts=draws.parts | {tokens.numel(): draws.tokens.index_select(0, tokens)})
+            draws = replace(draws, parts=(*draws.parts, draws.tokens.index_select(0, tokens)))
         return replace(self, output_tokens=tokens, draws=draws)
+
+    def attend_to(self, states: Tensor, sequences: Sequences) -> None:
+        """Let cross-attention read the states of an encoder, `memory`. Where the host knows no lengths it does not ask.
+
+        Raises:
+            ValueError: a sequence of the batch has tokens and the encoder's one has none.
+        """
+        if self.sequences.lengths is not None and sequences.lengths is not None:
+            self.sequences.paired_lengths(sequences)
+        self.memory = states, sequences
 
     def narrow(self, x: Tensor) -> Tensor:
         """(T, ...) -> (m, ...), the rows of the tokens whose states are used."""

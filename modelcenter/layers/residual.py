@@ -50,9 +50,9 @@ def _sum(x: Tensor, branch: Branch | None) -> Tensor:
 def _rule(
     norm: nn.Module, x: Tensor, branch: Branch | None
 ) -> tuple[Tensor, Tensor | None, float, Added | None] | None:
-    """What the operators take; None where the modules are to be called: they have hooks or a way of their own,
-    torch.compile follows them, or a token is generated, for which nothing is gained."""
-    if torch.compiler.is_compiling() or (x.numel() < _FEW and not torch.is_grad_enabled()):
+    """What the operators take; None where the modules are to be called: they have hooks or a way of their own, or a
+    token is generated, for which nothing is gained."""
+    if not torch.is_grad_enabled() and x.numel() < _FEW:
         return None
     if not (is_just(norm, LayerNorm) or is_just(norm, RMSNorm)) or not (
         branch is None or is_just(branch.drop, Dropout)

@@ -3,7 +3,7 @@
     x, memory = self.begin(batch)              # the encoder's tokens
     y, ctx = self.begin_decoder(batch)         # the decoder's
     x = each unit of self.encoder.layers
-    ctx.memory = (x, memory.sequences)
+    ctx.attend_to(x, memory.sequences)
     y = each unit of self.decoder.layers
     return self.end(y, ctx, batch)
 
@@ -162,7 +162,7 @@ class EncoderDecoder(DecoderInputs):
             self.set_attention_bias(ctx, self.decoder)
             if memory is not None:
                 seen, split = self.bridge_states(encoded[-1]), self.token_split
-                ctx.memory = (seen if split is None else split.to_units(seen), memory.sequences)
+                ctx.attend_to(seen if split is None else split.to_units(seen), memory.sequences)
             units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
             decoded = self.run_units(units, decoded, ctx, all_states)
         if cache is not None and (stage is None or stage.leaves):

@@ -170,13 +170,12 @@ def test_a_row_without_memory_is_refused(packed):
             packed.sequences.bucket_pairs(nothing)
 
 
-@pytest.mark.parametrize("path", ["compiled", "buckets"])
-def test_one_row_without_memory_is_refused(monkeypatch, path):
-    choose(monkeypatch, path)
+def test_one_row_without_memory_is_refused():
     rows = Packed.from_cu_seqlens(torch.tensor([0, 2, 5], dtype=torch.int32), None, 5)
     memory = Packed.from_cu_seqlens(torch.tensor([0, 4, 4], dtype=torch.int32), None, 4).sequences
     with pytest.raises(ValueError, match="no token for the encoder"):
-        packed_attention(torch.randn(5, 8), torch.randn(4, 8), torch.randn(4, 8), rows, 2, memory=memory)
+        rows.attend_to(torch.randn(4, 8), memory)
+    assert rows.memory is None
 
 
 def test_dropout_backward_is_the_derivative_of_its_forward(packed):

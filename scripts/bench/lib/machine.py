@@ -11,37 +11,10 @@ from typing import Any
 
 SEEN: list[dict[str, float]] = []  # limits measured in this run, one entry per round
 
-# fp32, in the shapes of a 768-wide layer and of a large square product, by torch's own call and by engine.ops.linear,
-# which chooses between its library and oneDNN. The limit is the best of all.
-WORK = """
-import json, time, torch
-from engine.ops import linear
-torch.manual_seed(0)
-
-def best(call, seconds=0.6):
-    call()
-    ends, least = time.perf_counter() + seconds, float("inf")
-    while time.perf_counter() < ends:
-        began = time.perf_counter()
-        call()
-        least = min(least, time.perf_counter() - began)
-    return least
-
-rate = 0
-with torch.no_grad():
-    for rows, inner, columns in ((2048, 768, 3072), (2048, 2048, 2048)):
-        x, w = torch.randn(rows, inner), torch.randn(columns, inner)
-        for call in (lambda: torch.mm(x, w.t()), lambda: linear(x, w)):
-            rate = max(rate, 2 * rows * inner * columns / best(call) / 1e9)
-    source, target = torch.ones(64 * 2**20), torch.ones(64 * 2**20)
-    copied = 2 * source.nbytes / best(lambda: target.copy_(source)) / 1e9
-print(json.dumps({"gemm_gflops": rate, "copy_gb_per_s": copied}))
-"""
-
 
 def measure(child: Callable[..., dict[str, Any]], threads: int) -> dict[str, float]:
     """GFLOP/s of fp32 matrix products, and GB/s of a copy, counting bytes read and written."""
-    found = child(["-c", WORK], threads)
+    found = child(["-m", "scripts.bench.lib.rates"], threads)
     SEEN.append({key: found[key] for key in ("gemm_gflops", "copy_gb_per_s")})
     return SEEN[-1]
 

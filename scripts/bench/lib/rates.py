@@ -1,0 +1,63 @@
+"""How fast this process multiplies fp32 matrices and copies memory. As a script: the machine's limits, as JSON."""
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.ops import linear
+
+SHAPES = ((2048, 768, 3072), (2048, 2048, 2048))  # of a 768-wide layer, and a large square product
+COPIED = 64 * 2**20  # numbers
+
+
+class Products(NamedTuple):
+    """Products of matrices, and the GFLOP of all of them."""
+
+    call: Callable[[], Any]
+    gflop: float
+
+    def for_seconds(self, seconds: float) -> "Products":
+        """As many of them as take so long."""
+        times = max(1, round(seconds / best(self.call, seconds)))
+        return Products(lambda: [self.call() for _ in range(times)], times * self.gflop)
+
+
+def best(call: Callable[[], Any], seconds: float = 0.6) -> float:
+    """The shortest time of a call, in seconds."""
+    call()
+    ends, least = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < ends:
+        began = time.perf_counter()
+        call()
+        least = min(least, time.perf_counter() - began)
+    return least
+
+
+def fastest_products() -> Products:
+    """One product in the shape and by the call that has the highest rate: torch's own call, or engine.ops.linear, which
+    chooses between its library and oneDNN."""
+    torch.manual_seed(0)
+    found: list[tuple[float, Products]] = []
+    for rows, inner, columns in SHAPES:
+        x, w = torch.randn(rows, inner), torch.randn(columns, inner)
+        for call in (partial(torch.mm, x, w.t()), partial(linear, x, w)):
+            product = Products(call, 2 * rows * inner * columns / 1e9)
+            found.append((product.gflop / best(product.call), product))
+    return max(found, key=lambda entry: entry[0])[1]
+
+
+def main() -> None:
+    with torch.no_grad():
+        product = fastest_products()
+        rate = product.gflop / best(product.call)
+        source, target = torch.ones(COPIED), torch.ones(COPIED)
+        copied = 2 * source.nbytes / best(lambda: target.copy_(source)) / 1e9
+    print(json.dumps({"gemm_gflops": rate, "copy_gb_per_s": copied}))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,10 +73,11 @@ class Draws:
     tokens: Tensor
     parts: tuple[Tensor, ...] = ()
     every: Tensor | None = None
-    graph_key: Tensor = field(init=False)
+    graph_key: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.graph_key = host_number(self.key)
+        if self.graph_key is None:  # else fully_shard copies the batch for a unit
+            self.graph_key = host_number(self.key)
 
     @property
     def whole(self) -> Tensor:

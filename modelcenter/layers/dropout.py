@@ -75,7 +75,7 @@ class Dropout(DrawingModule):
 def _drawn_by(draws: Draws | None, module: DrawingModule | None) -> tuple[int | Tensor, int | Tensor]:
     """Key and site: numbers, or in what is being compiled tensors, which are no constants of the graph."""
     if torch.compiler.is_compiling():
-        key = drawn_key() if draws is None else draws.graph_key
+        key = drawn_key() if draws is None or draws.graph_key is None else draws.graph_key
         return key, 0 if module is None or module.graph_site is None else module.graph_site
     return drawn_key() if draws is None else draws.key, 0 if module is None else module.site or 0
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 
+from engine.ops import dropout_key, dropout_rows
 from modelcenter.layers.packing import Packed
 
 
@@ -93,3 +95,13 @@ def test_a_mask_that_is_no_mask(mask, message):
 def test_offsets_that_are_no_offsets(ends):
     with pytest.raises(ValueError, match="cu_seqlens"):
         Packed.from_cu_seqlens(torch.tensor(ends), None, 5)
+
+
+def test_a_unit_in_16_bits_gets_a_copy_of_its_batch():
+    """fully_shard casts what a unit gets, and makes each dataclass in it anew, with all of its fields."""
+    with dropout_key(1, 2), dropout_rows(torch.tensor([4, 7])):
+        packed = Packed.from_cu_seqlens(torch.tensor([0, 2, 5]), None, 5).with_draws()
+    for batch in (packed, packed.with_outputs(torch.tensor([1, 4]))):
+        found, given = _apply_to_tensors(lambda x: x.clone(), batch).draws, batch.draws
+        assert (found.key, found.graph_key.item()) == (given.key, given.key) and found.graph_key.is_cpu
+        assert torch.equal(found.of(5), given.tokens) and len(found.parts) == len(given.parts)

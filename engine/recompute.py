@@ -39,7 +39,7 @@ _KEPT = (
     "aten._scaled_dot_product_attention_math",
     "aten._flash_attention_forward",
     "torch_attn._varlen_attn",
-    "engine.attention",
+    "modelcenter_graph.attention_part",
 )
 
 

@@ -97,7 +97,7 @@ class Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = key, site, *numbers
         inputs = q, k, v, cu_queries, cu_keys, bias, tokens
-        call = torch.ops.engine.attention_part if isinstance(key, Tensor) else run
+        call = torch.ops.modelcenter_graph.attention_part if isinstance(key, Tensor) else run
         out, sums = call(*inputs, *ctx.settings)
         ctx.save_for_backward(out, sums, *inputs)
         return out
@@ -106,7 +106,9 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_bias = ctx.needs_input_grad[5]
-        call = torch.ops.engine.attention_backward_part if isinstance(ctx.settings[0], Tensor) else run_backward
+        call = (
+            torch.ops.modelcenter_graph.attention_backward_part if isinstance(ctx.settings[0], Tensor) else run_backward
+        )
         dq, dk, dv, dbias = call(grad, need_bias, *ctx.saved_tensors, *ctx.settings)
         return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 10
 
@@ -139,5 +141,5 @@ def attention(
     inputs = [x if x is None else x.contiguous() for x in (q, k, v, *offsets, bias, tokens)]
     numbers = *heads.numbers(), first_head, threshold
     if torch.compiler.is_compiling():
-        return torch.ops.engine.attention(*inputs, host_number(key), host_number(site), *numbers)
+        return torch.ops.modelcenter_graph.attention(*inputs, host_number(key), host_number(site), *numbers)
     return Attention.apply(*inputs, key, site, *numbers)

@@ -212,7 +212,7 @@ def _drop(
     key = drawn_key() if key is None else key
     if torch.compiler.is_compiling():
         key, site = host_number(key), host_number(site)
-        return torch.ops.engine.dropout(x, residual, tokens, threshold, key, site, first_channel)
+        return torch.ops.modelcenter_graph.dropout(x, residual, tokens, threshold, key, site, first_channel)
     return Dropout.apply(x, residual, tokens, threshold, int(key), int(site), first_channel)
 
 
@@ -248,7 +248,7 @@ class Dropout(torch.autograd.Function):
 
 def _run(x: Tensor, residual: Tensor | None, tokens: Tensor | None, *settings: Any) -> Tensor:
     _, key, *_ = settings
-    call = torch.ops.engine.dropout_part if isinstance(key, Tensor) else run
+    call = torch.ops.modelcenter_graph.dropout_part if isinstance(key, Tensor) else run
     out: Tensor = call(x, residual, tokens, *settings)
     return out
 

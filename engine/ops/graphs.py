@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.ops import attention, dropout_masks, norm
 
-_LIBRARY = torch.library.Library("engine", "DEF")
+_LIBRARY = torch.library.Library("modelcenter_graph", "DEF")
 _DRAWN = "Tensor? tokens, Tensor key, Tensor site, SymInt threshold"  # of norms
 
 
@@ -41,7 +41,7 @@ def _part(schema: str, run: Callable[..., Any], like: Callable[..., Any], key: i
 
     name = _define(schema)
     _LIBRARY.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"engine::{name}", like, lib=_LIBRARY)
+    torch.library.register_fake(f"modelcenter_graph::{name}", like, lib=_LIBRARY)
 
 
 def _like(x: Tensor, there: object = True) -> Tensor:

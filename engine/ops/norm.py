@@ -43,7 +43,7 @@ def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, branch: Tensor | None, draw: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum, its norm, what backward needs of its rows)."""
-    call = torch.ops.engine.norm_part if isinstance(draw[1], Tensor) else run
+    call = torch.ops.modelcenter_graph.norm_part if isinstance(draw[1], Tensor) else run
     total, out, stats = call(x, weight, bias, eps, branch, *draw)
     return x if branch is None else total, out, stats
 
@@ -92,7 +92,7 @@ class Norm(torch.autograd.Function):
                 return (None,) * 7
             grad, extra = (extra, None) if ctx.form == "after" else (torch.zeros_like(extra), extra)
         need_x, need_weight, need_bias, need_branch = ctx.needs_input_grad[:4]
-        call = torch.ops.engine.norm_backward_part if isinstance(ctx.numbers[0], Tensor) else run_backward
+        call = torch.ops.modelcenter_graph.norm_backward_part if isinstance(ctx.numbers[0], Tensor) else run_backward
         dx, dbranch, dweight, dbias = call(
             grad, extra, ctx.form == "before", total, weight, stats, ctx.centered, need_weight or need_bias, tokens,
             *ctx.numbers,
@@ -194,7 +194,7 @@ def _add_and_norm(
         draw = _draw(x, added)
         if torch.compiler.is_compiling():
             draw = draw[0], host_number(draw[1]), host_number(draw[2]), draw[3]
-            return torch.ops.engine.add_and_norm(x, weight, bias, eps, added.branch, *draw, form)
+            return torch.ops.modelcenter_graph.add_and_norm(x, weight, bias, eps, added.branch, *draw, form)
         if torch.is_grad_enabled():
             found: tuple[Tensor, Tensor] = Norm.apply(x, weight, bias, added.branch, eps, draw, form)
             return found

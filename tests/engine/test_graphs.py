@@ -9,6 +9,7 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import modelcenter as mc
@@ -108,7 +109,7 @@ def test_an_operator_in_a_graph_is_that_of_eager_mode(name):
         found, wanted = compiled(given), function(given)
     assert same(found, wanted) if isinstance(found, tuple) else torch.equal(found, wanted)
     called = {str(node.target) for graph in backend.graphs for node in graph.graph.nodes}
-    assert any(target.startswith("engine.") for target in called)
+    assert any(target.startswith("modelcenter_graph.") for target in called)
 
 
 def test_only_what_needs_a_gradient_has_one():
@@ -126,7 +127,7 @@ def test_only_what_needs_a_gradient_has_one():
 def test_what_the_parts_return_is_declared():
     t = tensors()
     drawn = t["tokens"], KEY, SITE, 9000
-    ops, nothing = torch.ops.engine, (None, KEY, SITE, 0)
+    ops, nothing = torch.ops.modelcenter_graph, (None, KEY, SITE, 0)
     total, out, stats = ops.norm_part(t["x"], t["weight"], t["bias"], 1e-5, t["y"], *drawn)
     inputs = t["x"], t["y"][:, :8].contiguous(), t["y"][:, 8:].contiguous(), t["cu"], t["cu"]
     masks, numbers = (t["tokens"], KEY, SITE), (2, 1, 0.3, True, 0, 0, 9000)
@@ -205,6 +206,30 @@ def test_a_unit_is_one_graph_with_the_losses_of_eager_mode(name, recompute, keye
     assert not counters["graph_break"]
     # Of one length and of any; for a last layer that computes only what is read again; of encoder and decoder.
     assert counters["stats"]["unique_graphs"] <= 6
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_selective_recomputation_keeps_attention():
+    """As on a GPU. In eager mode the CPU's operator, which writes into tensors, runs again."""
+    path, task, fields = MODELS["gpt2"]
+    model = randomize_(mc.from_config(path, task, policy=False, num_layers=2, **fields)).train()
+    engine.shard(model, policy=engine.Policy(compile="aot_eager", recompute="selective"))
+    with dropout_key(1, 2), dropout_rows(torch.arange(len(LENGTHS))):
+        loss = model(**pack_rows(task, rows_for(task, model.config, lengths=LENGTHS))).loss
+    with Seen() as seen:
+        loss.backward()
+    called = [name.removeprefix("modelcenter_graph.") for name in seen.names]
+    assert called.count("attention_backward_part.default") == 2 and called.count("norm_part.default") > 1
+    assert "attention_part.default" not in called
 
 
 @pytest.mark.full

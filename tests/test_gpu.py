@@ -110,6 +110,37 @@ def test_bf16_trains(precision: str):
     assert losses[-1] < 0.5 * losses[0], losses
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "precision"), [("tiny/bert", "masked-lm", "bf16"), ("tiny/gpt2", "causal-lm", "fp32")]
+)
+def test_compiled_units_have_the_losses_of_eager_mode(name: str, task: str, precision: str):
+    """With keyed dropout of hidden states, whose operators are in the graph. That of attention weights is torch's."""
+    import torch
+
+    import engine
+    import modelcenter as mc
+    from engine.ops import dropout_key, dropout_rows
+    from modelcenter.testing import randomize_
+
+    wide = {"dropout": 0.1, "attention_dropout": 0.0, "hidden_size": 64, "num_heads": 2}
+    found = {}
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = randomize_(mc.from_config(name, task=task, policy=False, **wide)).to(DEVICE).train()
+        engine.shard(model, policy=engine.Policy(precision=precision, compile=compiled))
+        batch = batch_of(model, "packed", DEVICE)
+        losses = []
+        for step in range(3):
+            with dropout_key(1, step), dropout_rows(torch.arange(6)):
+                losses.append(model(**batch).loss)
+        sum(losses).backward()
+        found[compiled] = [torch.stack(losses).detach(), *(p.grad for p in model.parameters())]
+    assert len(set(found[True][0].tolist())) == 3
+    rough = {"rtol": 0.05, "atol": 0.02} if precision == "bf16" else {"rtol": 1e-3, "atol": 1e-4}
+    for a, b in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(a, b, **rough)
+
+
 @pytest.mark.parametrize("lengths", [(9, 91, 0, 1, 299), (128, 128, 128)], ids=["ragged", "equal"])
 @pytest.mark.parametrize("kind", ["plain", "causal", "window", "grouped"])
 def test_attention_in_16_bits(kind: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):

@@ -89,8 +89,10 @@ def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | N
     out = a.new_empty((a.shape[0], b.shape[0])) if room is None else room
     for first in range(0, b.shape[0], _COLUMNS):
         part = slice(first, first + _COLUMNS)
-        torch.mm(a, b[part].t(), out=out[:, part])
-    return out if bias is None else out.add_(bias)  # addmm would copy the bias into each row first
+        product = torch.mm(a, b[part].t(), out=out[:, part])
+        if bias is not None:  # while it is in the caches; addmm would copy the bias into each row first
+            product.add_(bias[part])
+    return out
 
 
 def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None, room: Tensor | None = None) -> Tensor:

@@ -118,6 +118,15 @@ def _is_compiled(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     return library.takes_fp32(x, weight, *others) or _on_a_gpu(x, weight, *others)
 
 
+def _goes_into_a_graph(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """The same in what is being compiled."""
+    if x.device.type not in library.in_use:
+        return False
+    if x.is_cpu:
+        return library.plain_fp32(x, weight, *others)
+    return x.shape[-1] <= _LONGEST and library.same_rows(x, weight, *(t for t in others if t is not None))
+
+
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     if torch.is_grad_enabled():
         found: Tensor = Norm.apply(x, weight, bias, None, eps, _NOTHING_DROPPED, "norm")
@@ -213,12 +222,8 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, added: Added) -> bool
     branch, p, key, *_ = added
     fits = x.shape[-1:] == weight.shape and (branch is None or branch.shape == x.shape)
     drops = p == 0.0 or (threshold_of(p) < 1 << 16 and (key is not None or x.is_cpu))
-    if torch.compiler.is_compiling():
-        others = [t for t in (weight, bias, branch) if t is not None]
-        if x.device.type not in library.in_use or not fits or not drops:
-            return False
-        return library.plain_fp32(x, *others) if x.is_cpu else x.shape[-1] <= _LONGEST and library.same_rows(x, *others)
-    return fits and drops and _is_compiled(x, weight, bias, branch)
+    known = _goes_into_a_graph if torch.compiler.is_compiling() else _is_compiled
+    return fits and drops and known(x, weight, bias, branch)
 
 
 def _draw(x: Tensor, added: Added) -> tuple[Any, ...]:

@@ -1,11 +1,15 @@
-"""A map over several workers, in order and with bounded memory."""
+"""A map over several workers, in order and with bounded memory, and processes that can be such workers."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -32,3 +36,63 @@ def ordered_map(
     finally:
         for future in running:
             future.cancel()
+
+
+@contextmanager
+def in_processes(function: Callable[[A], B], count: int) -> Iterator[Callable[[A], B]]:
+    """The function as `count` threads may call it at a time, each call in another of as many processes.
+
+    Each process has a pipe of its own, so that one which is killed is an error at once. Those of ProcessPoolExecutor
+    share their pipes: there, one that is killed while it writes to them leaves this process waiting for ever.
+
+    Raises:
+        ValueError: when it is called: a process that has ended.
+    """
+    # Spawned, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    workers: list[tuple[Any, Any]] = []
+    idle: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
+
+    def call(item: A) -> B:
+        process, pipe = worker = idle.get()
+        try:
+            pipe.send(item)
+            result, error = pipe.recv()
+        except (EOFError, OSError):
+            process.join()
+            raise ValueError(
+                f"--workers: one of the {count} processes ended with exit code {process.exitcode}"
+                + (" (killed, perhaps for want of memory: give fewer)" if process.exitcode == -9 else "")
+            ) from None
+        finally:
+            idle.put(worker)
+        if error is not None:
+            raise error
+        return result
+
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            with theirs:
+                process = context.Process(target=_serve, args=(function, theirs), daemon=True)
+                process.start()
+            workers.append((process, ours))
+            idle.put(workers[-1])
+        yield call
+    finally:
+        for process, pipe in workers:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _serve(function: Callable[[A], B], pipe: Any) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the other process, which says what is to be said, has ended
+        while True:
+            item = pipe.recv()
+            try:
+                result, error = function(item), None
+            except Exception as raised:
+                result, error = None, raised
+            pipe.send((result, error))

@@ -36,13 +36,19 @@ class Source:
     _read: Callable[[str], Table]
     unsplit: str | None = None  # a file or pattern that was named together with folders with splits
 
+    def has(self, split: str) -> bool:
+        """Whether there is such a split, by its name here or by another usual one."""
+        # The Hub's slices, such as train[:1000], are the Hub library's to read.
+        return self._canonical(split).split("[", 1)[0] in self.splits
+
+    def _canonical(self, split: str) -> str:
+        return split if split in self.splits else SPLITS.get(split.lower(), split)
+
     def read(self, split: str) -> Table:
         """Read one split. Raises ValueError if there is no such split, or for what `read_file` raises."""
-        canonical = split if split in self.splits else SPLITS.get(split.lower(), split)
-        base = canonical.split("[", 1)[0]  # the Hub's slices, such as train[:1000], are the Hub library's to read
-        if base not in self.splits:
+        if not self.has(split):
             raise ValueError(f"{self.name} has no split {split!r}; its splits: {', '.join(self.splits)}")
-        return self._read(canonical)
+        return self._read(self._canonical(split))
 
 
 def find(data: str | Sequence[str], config: str | None = None) -> Source:

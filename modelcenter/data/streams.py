@@ -15,6 +15,8 @@ from modelcenter.data.readers.compression import suffix_of
 from modelcenter.data.readers.row_streams import ROW_READERS, START, Cursor, Row, Unit
 from modelcenter.data.sources import find_paths, hub_error, hub_library
 
+_NUMBERED_ROWS = (".parquet", ".csv", ".tsv")  # of which cursors count rows, without the header, and not lines
+
 
 class RowSource(Protocol):
     """Rows in a fixed order."""
@@ -65,7 +67,7 @@ class FileRows:
 
     def where(self, cursor: Cursor) -> str:
         path = self.paths[cursor.file]
-        return f"{path}, {'row' if suffix_of(path) in ('.parquet', '.csv') else 'line'} {cursor.row + 1}"
+        return f"{path}, {'row' if suffix_of(path) in _NUMBERED_ROWS else 'line'} {cursor.row + 1}"
 
     def fingerprint(self) -> dict[str, Any]:
         """Size, and hash of the ends, of each file: all of it would take as long as a pass over the data."""

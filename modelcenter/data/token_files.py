@@ -16,12 +16,15 @@ bounds: document i is the sequences bounds[i] to bounds[i + 1] (int64).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import struct
+from contextlib import suppress
+from glob import escape
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -202,24 +205,26 @@ class TokenWriter:
     about: more fields of about.json.
 
     Raises:
-        ValueError: the folder exists already; a token that is not below vocab_size.
+        ValueError: the folder exists already, or another process is writing it; a token that is not below vocab_size.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], vocab_size: int, eos: int | None = None, about: dict[str, Any] | None = None
     ):
         self.path = Path(expanduser(path))
-        if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
-            raise ValueError(f"{self.path}: is there already; remove it, or name another folder")
+        self._check_absent()
         self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
         self.vocab_size, self.eos, self._extra = vocab_size, eos, dict(about or {})
         self.documents = self.tokens = 0
 
     def __enter__(self) -> TokenWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned()
         self._work = self.path.parent / f".{self.path.name}-{secrets.token_hex(8)}"
         self._work.mkdir()  # with the rights of any folder, unlike mkdtemp's
         self._files = {name: (self._work / name).open("wb") for name in ("tokens.bin", "offsets.bin")}
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._files["tokens.bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         self._hashes = {name: hashlib.sha256() for name in self._files}
         self._put("offsets.bin", np.zeros(1, "<i8"))
         return self
@@ -246,13 +251,31 @@ class TokenWriter:
                 for file in self._files.values():
                     file.flush()
                     os.fsync(file.fileno())
-                    file.close()
                 if kind is None:
                     self._write_about()
+                for file in self._files.values():  # last, as the lock ends with it
+                    file.close()
             if kind is None:
+                self._check_absent()
                 self._work.rename(self.path)  # over an empty folder, too
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
+
+    def _check_absent(self) -> None:
+        if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+            raise ValueError(f"{self.path}: is there already; remove it, or name another folder")
+
+    def _remove_abandoned(self) -> None:
+        """Remove what killed processes were writing to this path. Raises ValueError where one is writing still."""
+        for tokens in self.path.parent.glob(f".{escape(self.path.name)}-{'[0-9a-f]' * 16}/tokens.bin"):
+            try:
+                with tokens.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(tokens.parent, ignore_errors=True)
+            except BlockingIOError:
+                raise ValueError(f"{self.path}: another process is writing it; name another folder") from None
+            except OSError:  # no locks, or another user's: nobody knows whether it is abandoned
+                continue
 
     def _write_about(self) -> None:
         about = {

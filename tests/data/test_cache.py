@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import resource
 import shutil
 import stat
 import threading
@@ -132,6 +133,17 @@ def test_an_entry_and_a_lock_that_may_not_be_read(folder, monkeypatch, caplog):
     assert "cannot be read (Permission denied): tokenising without it" in caplog.text
     assert "damaged" not in caplog.text and "not written" not in caplog.text
     assert cached(["x"], lambda: {})["ids"].tolist() == list(range(10))
+
+
+def test_a_full_disk_is_named(folder, caplog):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        assert len(cached(["x"], lambda: {"ids": np.arange(1 << 16)})["ids"]) == 1 << 16
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "was not written: [Errno 27] File too large" in caplog.text
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
 
 
 def test_a_lock_of_another_user(folder, monkeypatch):

@@ -142,6 +142,10 @@ def test_places_and_fingerprint(folder):
     source = FileRows([folder / "a.jsonl", folder / "e.parquet"])
     assert source.where(Cursor(0, 2)).endswith("a.jsonl, line 3")
     assert source.where(Cursor(1, 2)).endswith("e.parquet, row 3")
+    (folder / "t.tsv").write_text("text\tlabel\na\t\n\tb\n")
+    told = []
+    everything(Texts(FileRows([folder / "t.tsv"]), "text", told.append))
+    assert told[0].startswith(f"{folder / 't.tsv'}, row 2: ")  # a header is a line, but no row
     before = source.fingerprint()
     text = (folder / "a.jsonl").read_text(encoding="utf-8")
     (folder / "a.jsonl").write_text(text[:-2], encoding="utf-8")

@@ -54,6 +54,25 @@ def test_an_error_leaves_nothing(tmp_path):
         write_tokens(tmp_path / "a", DOCUMENTS)
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    left = tmp_path / ".a[b]-0123456789abcdef"
+    left.mkdir()
+    (left / "tokens.bin").write_bytes(b"abc")
+    with TokenWriter(tmp_path / "a[b]", 9) as writer:
+        assert not left.exists()
+        writer.add(np.array([5]), np.array([1]))
+        with pytest.raises(ValueError, match="another process is writing it"), TokenWriter(tmp_path / "a[b]", 9):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a[b]"]
+
+
+def test_a_folder_that_is_there_meanwhile(tmp_path):
+    with pytest.raises(ValueError, match="a: is there already; remove it"), TokenWriter(tmp_path / "a", 9):
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "mine").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no file that is always full")
 @pytest.mark.parametrize("count", [3, 100_000])  # found out at the end, or as soon as the buffer is full
 def test_a_full_disk_is_said_with_the_folder(tmp_path, count):

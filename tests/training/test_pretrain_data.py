@@ -176,6 +176,23 @@ def test_parts_with_weights(folder):
         rows_of(folder, "lm", train_data=[f"{first}@1", more])
 
 
+def test_a_part_that_is_found_by_itself_only(folder, monkeypatch):
+    """A folder of save_to_disk, or a data set of the Hub, beside other parts, with its validation split."""
+    datasets = pytest.importorskip("datasets")
+    splits = {"train": make_texts(12, 6), "validation": make_texts(5, 7)}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": t}) for name, t in splits.items()})
+    saved.save_to_disk(str(folder / "saved"))
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *name: list(splits))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: saved[split])
+    for name in (str(folder / "saved"), "owner/set"):
+        parts = [f"{name}@1", f"{folder / 'data' / 'train.jsonl'}@3"]
+        mixed, held_out = rows_of(folder, "lm", train_data=parts)
+        only, expected = rows_of(folder, "lm", train_data=name)
+        assert len(mixed.parts[0]) == len(only) and len(held_out) == len(expected)
+        _, train = rows_of(folder, "lm", train_data=parts, eval_split="train")
+        assert len(train) == len(mixed)
+
+
 def test_documents_of_txt_files(folder):
     texts = make_texts(6, 3)
     (folder / "a.txt").write_text("\n\n".join(text.replace(" . ", " .\n") for text in texts) + "\n")

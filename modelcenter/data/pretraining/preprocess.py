@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
-
 from modelcenter.data.cache import tokenizer_state
-from modelcenter.data.parallel import ordered_map
+from modelcenter.data.parallel import in_processes, ordered_map
 from modelcenter.data.readers.parsed import columns_of
 from modelcenter.data.schemas.columns import find_columns
 from modelcenter.data.streams import RowSource, Texts
@@ -64,20 +61,10 @@ def preprocess(
     }
     documents = _Documents(source, text_column)
     encode = DocumentEncoder.of(tokenizer, end)
-    pool: Any = nullcontext()
-    if workers:
-        # Spawned, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        try:
-            pool = ProcessPoolExecutor(workers, context, _start_worker, (encode,))
-        except OSError as error:
-            raise ValueError(
-                f"--workers: got {workers}, but this system gives processes no locks to share ({error.strerror}; on "
-                "Linux they are files in /dev/shm). Leave it out: the tokenizer has threads"
-            ) from error
     writer = TokenWriter(path, vocab_size, end, about)
-    with writer, pool as executor:
-        function = encode if executor is None else _in_worker
+    processes = in_processes(encode, workers) if workers else nullcontext(encode)
+    threads = ThreadPoolExecutor(workers) if workers else nullcontext()
+    with writer, processes as function, threads as executor:
         for ids, lengths in ordered_map(function, _pieces(documents, limit), executor, 2 * workers):
             writer.add(ids, lengths)
             if progress is not None:
@@ -129,17 +116,3 @@ def _pieces(texts: Iterable[str], limit: int | None) -> Iterator[list[str]]:
             piece, size = [], 0
     if piece:
         yield piece
-
-
-_worker: DocumentEncoder | None = None
-
-
-def _start_worker(encode: DocumentEncoder) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker = encode
-
-
-def _in_worker(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    assert _worker is not None
-    return _worker(texts)

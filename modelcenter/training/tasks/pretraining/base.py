@@ -203,14 +203,21 @@ def _eval_parts_reader(cfg: PretrainConfig) -> Callable[[], list[Part]] | None:
     if cfg.eval_data is not None:
         config = cfg.data_config if cfg.eval_data == cfg.train_data else None
         return partial(read_parts, cfg.eval_data, config, cfg.document, lambda s: cfg.eval_split or evaluation_split(s))
-    texts = [spec for spec in (parse_weight(spec)[0] for spec in cfg.train_data or []) if not is_tokens(spec)]
-    if not texts:
-        return None
-    source = sources.find(texts, cfg.data_config)
+    # What has a weight is a data set by itself: one of the Hub or of save_to_disk is not found together with others.
+    parsed = [parse_weight(spec) for spec in cfg.train_data or [] if not is_tokens(parse_weight(spec)[0])]
+    bare = [path for path, weight in parsed if weight is None]
+    groups = [[path] for path, weight in parsed if weight is not None] + ([bare] if bare else [])
     split = cfg.eval_split or "validation"
-    if cfg.eval_split is None and (split not in source.splits or cfg.train_split == split):
+    found = [(specs, sources.find(specs, cfg.data_config)) for specs in groups]
+    having = [specs for specs, source in found if source.has(split) and (cfg.eval_split or cfg.train_split != split)]
+    if not having and (cfg.eval_split is None or not groups):
         return None
-    return partial(read_parts, texts, cfg.data_config, cfg.document, lambda s: split)
+
+    def read() -> list[Part]:
+        parts = [read_parts(specs, cfg.data_config, cfg.document, lambda s: split) for specs in having or groups]
+        return [part for of_specs in parts for part in of_specs]
+
+    return read
 
 
 def _tables(parts: Sequence[Part]) -> list[Table]:

@@ -221,10 +221,12 @@ class TokenWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         self._work = self.path.parent / f".{self.path.name}-{secrets.token_hex(8)}"
-        self._work.mkdir()  # with the rights of any folder, unlike mkdtemp's
-        self._files = {name: (self._work / name).open("wb") for name in ("tokens.bin", "offsets.bin")}
+        begun = self._work.with_name(self._work.name + "-begun")  # to be found by others once it is locked
+        begun.mkdir()  # with the rights of any folder, unlike mkdtemp's
+        self._files = {name: (begun / name).open("wb") for name in ("tokens.bin", "offsets.bin")}
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._files["tokens.bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        begun.rename(self._work)
         self._hashes = {name: hashlib.sha256() for name in self._files}
         self._put("offsets.bin", np.zeros(1, "<i8"))
         return self

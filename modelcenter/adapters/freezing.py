@@ -44,7 +44,7 @@ def freeze(model: Model, patterns: str | Sequence[str]) -> list[str]:
     names: dict[str, list[str]] = {clean_name(name): [] for name, _ in model.named_parameters()}
     for key in layout.shapes:
         for native in layout.natives(key):
-            names[native].append(layout.written[key])
+            names[native] += [layout.written[key], layout.in_model(key)]
     frozen: dict[str, None] = {}
     given = [patterns] if isinstance(patterns, str) else patterns
     for pattern in given:

@@ -102,7 +102,8 @@ def merge_adapter(
         )
     tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
     merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
-    known = trained_on in (None, str(base)) or _repo(trained_on) == files.repo
+    here = files.directory.resolve() if files.directory is not None and files.repo is None else None
+    known = trained_on in (None, str(base)) or _repo(trained_on) == files.repo or Path(trained_on).resolve() == here
     note = "" if known else f" (which was trained on {trained_on})"
     return f"{target}: {base} with the adapter {adapter}{note} merged"
 

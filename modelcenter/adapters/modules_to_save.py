@@ -36,14 +36,6 @@ def choose_parameters(model: Model, names: str | Collection[str] | None, fresh: 
     else:
         given = [names] if isinstance(names, str) else names
         chosen = [parameter for name in given for parameter in _parameters_of(layout, name)]
-    for name in chosen:
-        shared = model.is_head(name) and model.task in VOCABULARY_TASKS
-        tied = name == "embed.weight" and getattr(model.config, "tie_embeddings", False)
-        if shared or (tied and model.task in VOCABULARY_TASKS):
-            raise ValueError(
-                f"modules_to_save: {name} takes part in the vocabulary's matrix, of which peft would make a second "
-                f"copy in transformers' model; leave it out for the task {model.task!r}"
-            )
     check_modules(layout, chosen)
     return list(dict.fromkeys(chosen))
 
@@ -65,8 +57,9 @@ def _parameters_of(layout: Layout, module: str) -> list[str]:
 def _by_hub_name(layout: Layout, module: str) -> list[str]:
     """Our parameters in a module of transformers' model, named wholly or by its end."""
     chosen = []
-    for key, written in layout.written.items():
-        if key in layout.shapes and re.fullmatch(rf"(.*\.)?{re.escape(module)}\.(.*\.)?[^.]+", written):
+    for key in layout.shapes:
+        names = (layout.written[key], layout.in_model(key))
+        if any(re.fullmatch(rf"(.*\.)?{re.escape(module)}\.(.*\.)?[^.]+", name) for name in names):
             chosen += layout.natives(key)
     return chosen
 
@@ -77,10 +70,10 @@ def saved_modules(layout: Layout, trained: Collection[str]) -> dict[str, str]:
     for key in layout.shapes:
         natives = layout.natives(key)
         if set(natives).intersection(trained):
-            written = layout.written[key]
+            name = layout.in_model(key)
             # Outside the base model a head is one module, whatever it is made of.
-            inside = written != key or layout.native_parts[natives[0]] in ("", CROSS_ATTENTION)
-            modules[key] = written.rpartition(".")[0] if inside else written.split(".")[0]
+            inside = layout.written[key] != key or layout.native_parts[natives[0]] in ("", CROSS_ATTENTION)
+            modules[key] = name.rpartition(".")[0] if inside else name.split(".")[0]
     return modules
 
 
@@ -94,7 +87,7 @@ def check_modules(layout: Layout, chosen: Collection[str], tied: Collection[str]
     for key, module in modules.items():
         missing = [name for name in layout.natives(key) if name not in chosen]
         for other in layout.shapes:
-            if other not in modules and layout.written[other].startswith(f"{module}."):
+            if other not in modules and layout.in_model(other).startswith(f"{module}."):
                 missing += layout.natives(other)
         if missing:
             raise ValueError(f"modules_to_save: transformers' {module} also holds {', '.join(missing)}; add it")
@@ -124,5 +117,5 @@ def gather_modules(
         for name in layout.natives(key):
             full = whole_tensor(model, held, name)
             natives[name] = torch.empty(layout.native_shapes[name]) if full is None else full.detach().cpu()
-        tensors[prefix + layout.written[key]] = export_tensor(layout, key, natives).contiguous()
+        tensors[prefix + layout.in_model(key)] = export_tensor(layout, key, natives).contiguous()
     return tensors, list(dict.fromkeys(modules.values()))

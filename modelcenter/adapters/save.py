@@ -173,7 +173,7 @@ def _update_of(model: Model, name: str, held: Mapping[str, torch.Tensor]) -> Low
 
 def module_names(layout: Layout) -> list[str]:
     """All modules of transformers' model that hold a tensor of the layout."""
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in layout.written.values()))
+    return list(dict.fromkeys(layout.in_model(key).rpartition(".")[0] for key in layout.written))
 
 
 def short_names(chosen: Collection[str], everything: Iterable[str]) -> list[str]:

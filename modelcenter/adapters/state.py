@@ -92,7 +92,8 @@ def embedding_width(model: Model) -> int:
 def check_free(model: Model, what: str) -> None:
     """Raise ValueError if an adapter can no longer be put into the model."""
     if model.adapter is not None:
-        raise ValueError(f"{what}: the model has an adapter already ({model.adapter.kind}); merge it first")
+        remedy = "merge it first" if model.adapter.kind == "lora" else "it takes no other; load the model without it"
+        raise ValueError(f"{what}: the model has an adapter already ({model.adapter.kind}); {remedy}")
     if is_sharded(model) or model.pipeline is not None:
         raise ValueError(
             f"{what}: the model is sharded already, and an adapter goes in before: pass it to from_pretrained as "

@@ -29,7 +29,7 @@ PARTS = {
         (
             Tied("embed_out.weight", to="embed_in.weight", when=tied),
             Tied("lm_head.weight", to="embed_in.weight", when=tied),
-            Rename("embed_out.weight", "weight", aliases=("lm_head.weight",), when=untied),
+            Rename("embed_out.weight", "weight", aliases=("lm_head.weight",), in_model="lm_head.weight", when=untied),
         )
     ),
     "score": Part((Rename("score.*", "*"),)),

@@ -18,6 +18,7 @@ class Layout:
         written: key -> the name in a file that we write (ties that are written included).
         key_parts: key -> part it belongs to, "" for the body. native_parts: native name -> the same.
         ties: key -> the rule by which it is a tied name of another.
+        renamed: key -> the name in transformers' model, where that is not the one in its files.
         aliases: key under which a file may hold a tensor -> its key here.
         optional: keys that a file may lack.
         pads: native name -> boxes that are zero.
@@ -31,6 +32,7 @@ class Layout:
     key_parts: dict[str, str] = field(default_factory=dict)
     native_parts: dict[str, str] = field(default_factory=dict)
     ties: dict[str, Tied] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)
     pads: dict[str, list[Box]] = field(default_factory=dict)
@@ -42,6 +44,10 @@ class Layout:
     def natives(self, key: str) -> list[str]:
         """The parameters that a hub tensor fills."""
         return list(dict.fromkeys(piece.names[NATIVE] for piece in self.pieces[key]))
+
+    def in_model(self, key: str) -> str:
+        """The name of a hub tensor in transformers' model, by which peft knows it."""
+        return self.renamed.get(key, self.written[key])
 
 
 def compile_layout(arch: ArchMap, task: str, config: Config, native_shapes: Mapping[str, Sequence[int]]) -> Layout:
@@ -95,6 +101,9 @@ def _apply_rules(layout: Layout, rules: Sequence[Rule], part: str, place: str, p
                 if rule.aliases:
                     (key,) = expansion.shapes
                     layout.aliases.update({fill(alias, match.groupdict()): key for alias in rule.aliases})
+                if rule.in_model is not None:
+                    (key,) = expansion.shapes
+                    layout.renamed[key] = prefix + fill(rule.in_model, match.groupdict())
 
 
 def _claim(layout: Layout, rule: Rule, names: Sequence[str], part: str) -> None:

@@ -92,11 +92,13 @@ class Rule:
     Attributes:
         when: condition on the config; the rule does not exist where it is false.
         aliases: other names under which files hold the hub tensor; read, never written.
+        in_model: what transformers' model calls the tensor, where that is not its name in files; among the aliases.
         optional: the file may lack the tensor; the parameter is then initialised and listed.
     """
 
     when: Callable[[Config], bool] | None = None
     aliases: tuple[str, ...] = ()
+    in_model: str | None = None
     optional: bool = False
 
     def hub_templates(self) -> tuple[str, ...]:

@@ -110,6 +110,8 @@ def local_directory(name: str) -> Path | None:
         if (path / ADAPTER_CONFIG_FILE).is_file():
             raise ValueError(f"{path} is {describe_adapter(path / ADAPTER_CONFIG_FILE)}")
         inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
+        if inner is None and (adapter := path / "adapter" / ADAPTER_CONFIG_FILE).is_file():  # of a run in 4 bits
+            raise ValueError(f"{adapter.parent} is {describe_adapter(adapter)}")
         hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
         raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
     if path.is_file() and own_preset(name) is None:

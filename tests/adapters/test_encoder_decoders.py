@@ -258,7 +258,7 @@ def test_a_prompt_before_embeddings_narrower_than_the_model(tmp_path):
     [
         ("mt5", "seq2seq-lm", Lora(modules_to_save=["shared"]), "shared.weight is encoder.embed_tokens.weight, too"),
         ("encoder-decoder", "seq2seq-lm", Lora(modules_to_save=["decoder.embed"]), "is decoder.cls.predictions.dec"),
-        ("encoder-decoder", "seq2seq-lm", Lora(modules_to_save=["head"]), "head.* takes part in the vocabulary's"),
+        ("encoder-decoder", "seq2seq-lm", Lora(modules_to_save=["head"]), "decoder.bias, too, and peft would"),
         ("gpt2", "causal-lm", Lora(modules_to_save=["layers.0.attn.q"]), "h.0.attn.c_attn also holds layers.0.attn.k"),
         (
             "t5",

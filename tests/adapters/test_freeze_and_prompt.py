@@ -38,6 +38,7 @@ def trained(model) -> set[str]:
         ("bert", "embed", "bert.embeddings.word_embeddings"),
         ("bert", "layers.0", "bert.encoder.layer.0"),
         ("bert", "layers.*.mlp.up.bias", "bert.encoder.layer.*.intermediate.dense.bias"),
+        ("gpt_neox", "head", "lm_head"),
         ("t5", "embed", "shared"),
         ("t5", "decoder.layers.*.cross", "decoder.block.*.layer.1.EncDecAttention"),
         ("umt5", "encoder.layers.1", "encoder.block.1"),
@@ -45,7 +46,7 @@ def trained(model) -> set[str]:
     ],
 )
 def test_freeze_by_either_name(family, ours, theirs):
-    task = "masked-lm" if family == "bert" else "seq2seq-lm"
+    task = {"bert": "masked-lm", "gpt_neox": "causal-lm"}.get(family, "seq2seq-lm")
     models = [mc.from_config(f"tiny/{family}", task) for _ in range(2)]
     names = [freeze(models[0], [ours]), freeze(models[1], [theirs])]
     assert names[0] == names[1]
@@ -231,6 +232,8 @@ def test_models_that_take_no_prompt(tmp_path):
         load_prompt(tmp_path / "adapter", mc.from_config("tiny/gpt2", "causal-lm", hidden_size=64, num_heads=4))
     with pytest.raises(ValueError, match="merge: the model has a prompt"):
         merge_lora(model)
+    with pytest.raises(ValueError, match=r"already \(prompt\); it takes no other"):  # nor is it merged first
+        add_lora(model)
 
 
 # -- 4 bits ----------------------------------------------------------------------------------------------------------

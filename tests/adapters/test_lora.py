@@ -125,6 +125,17 @@ def test_variants_and_parts_of_fused_tensors(family, task, options, tmp_path):
     same(logits(merge_lora(again), task, family), logits(model, task, family))
 
 
+@pytest.mark.parametrize("family, names", [("gpt_neox", "lm_head"), ("llama", ["head", "embed"]), ("cpmant", "head")])
+def test_a_vocabulary_matrix_of_its_own_is_trained_whole(family, names, tmp_path):
+    """GPT-NeoX's is called `embed_out` in files, and `lm_head` in the model that peft takes its modules from."""
+    base = save_base(tmp_path / "base", family, "causal-lm")
+    model = adapted(base, "causal-lm", modules_to_save=names)
+    save_adapter(model, tmp_path / "adapter")
+    expected = logits(model, "causal-lm", family)
+    same(logits(peft_model(base, family, "causal-lm", tmp_path / "adapter"), "causal-lm", family), expected)
+    same(logits(load_lora(tmp_path / "adapter", mc.from_pretrained(base)), "causal-lm", family), expected, 1e-6)
+
+
 def test_an_adapter_may_lie_beside_its_model(tmp_path, caplog):
     """Saved into the directory of the base model, it replaces nothing of that; again, its own files alone."""
     base = save_base(tmp_path / "base", "bert", "masked-lm")
@@ -210,7 +221,8 @@ def test_errors(tmp_path):
         ({"targets": []}, "lora_targets: got none; name layers"),
         ({"modules_to_save": ["haed"]}, "modules_to_save: 'haed' is no module"),
         ({"modules_to_save": "haed"}, "modules_to_save: 'haed' is no module"),
-        ({"modules_to_save": ["head"]}, "modules_to_save: head.* takes part in the vocabulary's matrix"),
+        ({"modules_to_save": ["head"]}, "modules_to_save: .*cls.predictions.decoder.bias, too, and peft would train"),
+        ({"modules_to_save": ["embed"]}, "modules_to_save: .*cls.predictions.decoder.weight, too, and peft would"),
     ):
         with pytest.raises(ValueError, match=message):
             add_lora(model, **options)

@@ -77,6 +77,22 @@ def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch, 
         assert torch.allclose(tensor, weights(folder, "two")[name], atol=1e-4), name
 
 
+def test_other_updates_begin_with_the_merged_model(folder):
+    """What the error says to do, done."""
+    from modelcenter import cli
+
+    main(command(values_of(folder, "old", **LORA, max_steps=1)))
+    other = LORA | {"lora_rank": 2}
+    with pytest.raises(ValueError, match="lora_rank: got 2, but .* begin anew") as told:
+        main(command(values_of(folder, "new", **other, resume=str(folder / "old"))))
+    words = shlex.split(str(told.value).partition("`modelcenter ")[2].partition("`")[0])
+    with pytest.raises(SystemExit) as done:
+        cli.run([word.replace("DST", str(folder / "merged")) for word in words])
+    assert not done.value.code
+    main(command(values_of(folder, "new", **other, model=str(folder / "merged"), max_steps=1)))
+    assert (folder / "new" / "adapter").is_dir()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_lora_run_on_a_pipeline(folder, dora):
@@ -234,7 +250,7 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     for words in (["export", run, out, "--step", "last"], ["compare", last]):
         with pytest.raises(ValueError, match=r"ADAPTER --keep_adapter`.*`modelcenter export .*base --adapter ADAPTER"):
             cli.run(words)
-    for words in (["compare", run], ["convert", run, out, "--to", "hf"]):
+    for words in (["compare", run], ["convert", run, out, "--to", "hf"], ["info", run]):
         with pytest.raises(ValueError, match=r"`modelcenter export .*base --adapter .*run/adapter --output DST`"):
             cli.run(words)
     (folder / "run" / "adapter" / "note.txt").write_text("kept")

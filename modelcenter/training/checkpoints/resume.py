@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import expanduser
@@ -83,10 +84,10 @@ class Continuation:
 
     def _check_state_fits(self, now: dict[str, Any], changed: dict[str, Any]) -> None:
         """Raise ValueError where the state in the checkpoint is of no use, even if --resume named it."""
-        remedy = (
-            f"Give the same; or begin anew with its weights: --model {self.checkpoint} and another --output_dir, "
-            "without --resume"
-        )
+        weights = f"--model {self.checkpoint}"
+        if self.flags.get("lora_rank") is not None:  # no model as it is
+            weights = f"`modelcenter export {shlex.quote(str(self.checkpoint))} DST`, then --model DST"
+        remedy = f"Give the same; or begin anew with its weights: {weights} and another --output_dir, without --resume"
         for name, before in changed.items():
             if name in _PARAMETER_FLAGS:
                 raise ValueError(

@@ -20,9 +20,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from engine.mixed_precision import Forward, casting, is_cast
 from engine.ops import leave_to_eager
 from engine.registry import CASTS
-from engine.torch_compat import run_scripts_as_written
+from engine.torch_compat import compile_often, run_scripts_as_written
 
 _MARK = "recompute"  # attribute of such a forward: the way in which it computes activations again
+
+# Of the units of one class, in all models of a process. A model's take up to a dozen: in training and in evaluation, of
+# one length and of any, all tokens or those that are read again, with an input that has a gradient and without. Of
+# torch's 8, an evaluation after training or a second model had none left, and ran in Python.
+_GRAPHS = 64
 
 # Outputs that "selective" keeps: products with weights, and attention as one operator. Batched products are left out:
 # inside an attention that is written out, their output is the scores, larger than all else together.
@@ -93,7 +98,7 @@ def _ignoring_self(bound: Forward) -> Forward:
 
 def _compiled(forward: Forward, backend: bool | str) -> Forward:
     leave_to_eager()
-    return torch.compile(forward, backend=backend) if isinstance(backend, str) else torch.compile(forward)
+    return compile_often(forward, _GRAPHS, **{"backend": backend} if isinstance(backend, str) else {})
 
 
 def _noticing_python(forward: Forward) -> Forward:
@@ -112,8 +117,9 @@ def _noticing_python(forward: Forward) -> Forward:
 def _warn_of_python(unit: str) -> None:
     warnings.warn(
         f"compile with recompute='selective': torch.compile leaves {unit} to Python in training, as a part of it "
-        "cannot be in its graph (attention of packed rows with a bias or segments on a GPU, in 16 bits on a CPU, or by "
-        "several ranks that share the tokens). Give recompute='full', which compiles the rest, or leave out compile",
+        "cannot be in its graph (layers split by tensor parallelism; attention of packed rows with a bias or segments "
+        "on a GPU, in 16 bits on a CPU, or by several ranks that share the tokens). Give recompute='full', which "
+        "compiles the rest, or leave out compile",
         stacklevel=2,
     )
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,19 @@ def run_scripts_as_written() -> None:
     set_mode = getattr(torch._C, "_jit_set_profiling_mode", None)  # gone when TorchScript, which is deprecated, goes
     if set_mode is not None and not torch.compiler.is_compiling():
         set_mode(False)  # of all threads; torch.jit.optimized_execution is of one
+
+
+def compile_often(function: Callable[..., Any], most: int, **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` that makes up to ``most`` graphs of a function, or more if the user has said so, before it
+    leaves the function to Python."""
+    limits = torch._dynamo.config
+    most = max(most, limits.recompile_limit)
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # torch 2.13; its settings are of a thread
+        options["recompile_limit"] = most
+    else:
+        limits.recompile_limit = most
+    compiled: Callable[..., Any] = torch.compile(**options)(function)
+    return compiled
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -54,6 +54,12 @@ def pytest_collection_finish() -> None:
     """What the imports of all files made stays; the collector need not go through it again and again."""
     gc.collect()
     gc.freeze()
+    # Before anything is compiled: after it, on a CUDA build without a GPU, autograd would take the pretended device for
+    # one and start a thread for it with the first backward pass, and forked ranks could take none.
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()
 
 
 def pytest_unconfigure() -> None:

@@ -206,3 +206,15 @@ def assert_same(found: dict, expected: dict, tolerance: float = 1e-5) -> None:
             torch.testing.assert_close(mine[name], theirs[name], msg=lambda m, n=name: f"{n}: {m}", **close)
     for name, value in expected["params"].items():
         torch.testing.assert_close(found["params"][name], value, msg=lambda m, n=name: f"{n}: {m}", **close)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.__name__] = self.counts.get(func.__name__, 0) + 1
+        return func(*args, **kwargs or {})

@@ -6,7 +6,7 @@ Dropout (`engine.ops.dropout_masks`): torch's `bernoulli_` draws one number at a
 matrix product beside it. Here 16 bits of a counter-based generator decide an element.
 """
 
-from engine.ops import graphs as graphs
+from engine.ops import graphs as graphs  # for its operators, which others call by their names
 from engine.ops.activation import gelu_tanh
 from engine.ops.compilation import eager, host_number, leave_to_eager
 from engine.ops.cross_entropy import cross_entropy_

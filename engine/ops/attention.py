@@ -50,7 +50,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
 
 NOTHING_DROPPED = Dropped()
 
-_INPUTS = 7  # of the compiled operator: q, k, v, cu_queries, cu_keys, bias, tokens
+_KEY = 5  # its place among the numbers of the compiled operator, behind those of `Heads`
 
 
 def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,9 @@ def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
     arguments: as of `Attention`; contiguous.
     """
-    inputs, (key, site, *numbers) = arguments[: _INPUTS - 1], arguments[_INPUTS - 1 :]
-    out, sums = torch.empty_like(q), q.new_empty(q.shape[0], numbers[0], 2)
-    torch.ops.modelcenter.attention_(out, sums, q, *inputs, *numbers[:5], key, site, *numbers[5:])
+    heads = arguments[6]
+    out, sums = torch.empty_like(q), q.new_empty(q.shape[0], heads, 2)
+    torch.ops.modelcenter.attention_(out, sums, q, *arguments)
     return out, sums
 
 
@@ -68,18 +68,15 @@ def run_backward(
     grad: Tensor, need_bias: bool, out: Tensor, sums: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v, and of the bias where it is needed."""
-    inputs, (key, site, *numbers) = arguments[:_INPUTS], arguments[_INPUTS:]
-    q, k, v, _, _, bias, _ = inputs
+    q, k, v, _, _, bias, *_ = arguments
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbias = torch.empty_like(bias) if need_bias else None
-    torch.ops.modelcenter.attention_backward_(
-        dq, dk, dv, dbias, grad.contiguous(), out, sums, *inputs, *numbers[:5], key, site, *numbers[5:]
-    )
+    torch.ops.modelcenter.attention_backward_(dq, dk, dv, dbias, grad.contiguous(), out, sums, *arguments)
     return dq, dk, dv, dbias
 
 
 class Attention(torch.autograd.Function):
-    """key, site: numbers, or in a compiled graph tensors."""
+    """numbers: of `Heads`, key, site, first_head, threshold; key and site are tensors in a compiled graph."""
 
     @staticmethod
     def forward(
@@ -91,14 +88,12 @@ class Attention(torch.autograd.Function):
         cu_keys: Tensor,
         bias: Tensor | None,
         tokens: Tensor | None,
-        key: int | Tensor,
-        site: int | Tensor,
         *numbers: Any,
     ) -> Tensor:
-        ctx.settings = key, site, *numbers
+        ctx.numbers = numbers
         inputs = q, k, v, cu_queries, cu_keys, bias, tokens
-        call = torch.ops.modelcenter_graph.attention_part if isinstance(key, Tensor) else run
-        out, sums = call(*inputs, *ctx.settings)
+        call = torch.ops.modelcenter_graph.attention_part if isinstance(numbers[_KEY], Tensor) else run
+        out, sums = call(*inputs, *numbers)
         ctx.save_for_backward(out, sums, *inputs)
         return out
 
@@ -106,10 +101,9 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_bias = ctx.needs_input_grad[5]
-        call = (
-            torch.ops.modelcenter_graph.attention_backward_part if isinstance(ctx.settings[0], Tensor) else run_backward
-        )
-        dq, dk, dv, dbias = call(grad, need_bias, *ctx.saved_tensors, *ctx.settings)
+        in_graph = isinstance(ctx.numbers[_KEY], Tensor)
+        call = torch.ops.modelcenter_graph.attention_backward_part if in_graph else run_backward
+        dq, dk, dv, dbias = call(grad, need_bias, *ctx.saved_tensors, *ctx.numbers)
         return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 10
 
 
@@ -139,7 +133,7 @@ def attention(
     if threshold == 65536:  # so near to 1 that 16 bits keep none
         return F.dropout(attention(q, k, v, cu_queries, cu_keys, heads, bias), 1.0)
     inputs = [x if x is None else x.contiguous() for x in (q, k, v, *offsets, bias, tokens)]
-    numbers = *heads.numbers(), first_head, threshold
     if torch.compiler.is_compiling():
-        return torch.ops.modelcenter_graph.attention(*inputs, host_number(key), host_number(site), *numbers)
-    return Attention.apply(*inputs, key, site, *numbers)
+        key, site = host_number(key), host_number(site)
+        return torch.ops.modelcenter_graph.attention(*inputs, *heads.numbers(), key, site, first_head, threshold)
+    return Attention.apply(*inputs, *heads.numbers(), key, site, first_head, threshold)

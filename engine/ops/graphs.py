@@ -95,7 +95,7 @@ _part(
 
 
 def _attention_like(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    heads = others[8]
+    heads = others[6]
     return _like(q), q.new_empty(q.shape[0], heads, 2)
 
 
@@ -112,16 +112,16 @@ def _attention_backward_like(
 
 
 _ATTENTION = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, Tensor key, "
-    "Tensor site, SymInt heads, SymInt kv_heads, float scale, bool causal, SymInt window, SymInt first_head, "
+    "Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, SymInt heads, "
+    "SymInt kv_heads, float scale, bool causal, SymInt window, Tensor key, Tensor site, SymInt first_head, "
     "SymInt threshold"
 )
 _operator(f"attention({_ATTENTION}) -> Tensor", attention.Attention.apply)
-_part(f"attention_part({_ATTENTION}) -> (Tensor, Tensor)", attention.run, _attention_like, key=7)
+_part(f"attention_part({_ATTENTION}) -> (Tensor, Tensor)", attention.run, _attention_like, key=12)
 _part(
     f"attention_backward_part(Tensor grad, bool need_bias, Tensor out, Tensor sums, {_ATTENTION})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_like,
-    key=11,
+    key=16,
 )

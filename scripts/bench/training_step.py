@@ -98,7 +98,7 @@ def measure(family: str, width: int, dropout: float, rounds: int, compiled: bool
     packed, padded = pack_rows(task, rows), pad_rows(task, rows)
     packed["row_ids"] = torch.arange(len(rows))
     with torch.no_grad():
-        products = rates.fastest_products().for_seconds(PRODUCTS)
+        products = rates.fastest_products()[1].for_seconds(PRODUCTS)
     contenders = {
         "modelcenter": steps.engine_step(ours, packed),
         "transformers": steps.torch_step(theirs, lambda: theirs(**padded).loss),

@@ -3,13 +3,13 @@
 import copy
 from types import SimpleNamespace
 
+import engine_toys as toys
 import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import modelcenter as mc
@@ -130,8 +130,8 @@ def test_what_the_parts_return_is_declared():
     ops, nothing = torch.ops.modelcenter_graph, (None, KEY, SITE, 0)
     total, out, stats = ops.norm_part(t["x"], t["weight"], t["bias"], 1e-5, t["y"], *drawn)
     inputs = t["x"], t["y"][:, :8].contiguous(), t["y"][:, 8:].contiguous(), t["cu"], t["cu"]
-    masks, numbers = (t["tokens"], KEY, SITE), (2, 1, 0.3, True, 0, 0, 9000)
-    mixed, sums = ops.attention_part(*inputs, t["table"], *masks, *numbers)
+    numbers = 2, 1, 0.3, True, 0, KEY, SITE, 0, 9000
+    mixed, sums = ops.attention_part(*inputs, t["table"], t["tokens"], *numbers)
     calls = [
         (ops.dropout_part, (t["x"], t["y"], t["tokens"], 9000, KEY, SITE, 3)),
         (ops.dropout_part, (t["x"], None, None, 9000, KEY, SITE, 0)),
@@ -141,9 +141,9 @@ def test_what_the_parts_return_is_declared():
             (ops.norm_backward_part, (out, extra, True, total, t["weight"], stats, True, sums_of, *draw))
             for extra, sums_of, draw in ((None, True, drawn), (total, False, nothing))
         ),
-        (ops.attention_part, (*inputs, None, None, KEY, SITE, *numbers)),
+        (ops.attention_part, (*inputs, None, None, *numbers)),
         *(
-            (ops.attention_backward_part, (mixed, need_bias, mixed, sums, *inputs, t["table"], *masks, *numbers))
+            (ops.attention_backward_part, (mixed, need_bias, mixed, sums, *inputs, t["table"], t["tokens"], *numbers))
             for need_bias in (True, False)
         ),
     ]
@@ -208,16 +208,6 @@ def test_a_unit_is_one_graph_with_the_losses_of_eager_mode(name, recompute, keye
     assert counters["stats"]["unique_graphs"] <= 6
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **kwargs or {})
-
-
 def test_selective_recomputation_keeps_attention():
     """As on a GPU. In eager mode the CPU's operator, which writes into tensors, runs again."""
     path, task, fields = MODELS["gpt2"]
@@ -225,11 +215,10 @@ def test_selective_recomputation_keeps_attention():
     engine.shard(model, policy=engine.Policy(compile="aot_eager", recompute="selective"))
     with dropout_key(1, 2), dropout_rows(torch.arange(len(LENGTHS))):
         loss = model(**pack_rows(task, rows_for(task, model.config, lengths=LENGTHS))).loss
-    with Seen() as seen:
+    with toys.Operators() as seen:
         loss.backward()
-    called = [name.removeprefix("modelcenter_graph.") for name in seen.names]
-    assert called.count("attention_backward_part.default") == 2 and called.count("norm_part.default") > 1
-    assert "attention_part.default" not in called
+    assert seen.counts["attention_backward_part.default"] == 2 and seen.counts["norm_part.default"] > 1
+    assert "attention_part.default" not in seen.counts
 
 
 @pytest.mark.full

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch._dynamo  # before the ranks are forked: they all need it
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine import recompute as recompute_module
@@ -125,20 +124,10 @@ def test_our_models_units(dropout, switches):
     assert bool(counters["graph_break"]) == (library.loaded_isa in ("", "plain"))
 
 
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.__name__] = self.counts.get(func.__name__, 0) + 1
-        return func(*args, **kwargs or {})
-
-
 def backward_operators(recompute):
     model = engine.shard(toys.build(), policy=engine.Policy(recompute=recompute))
     loss = toys.loss_of(model)(toys.microbatch(0), {"tokens": 4})
-    with Operators() as seen:
+    with toys.Operators() as seen:
         loss.backward()
     return seen.counts
 
@@ -160,7 +149,7 @@ def test_products_of_the_compiled_operator_are_kept(compiled, monkeypatch):
         unit = Linear(8, 8)
         wrap_units_([unit], recompute, False)
         out = unit(torch.randn(40, 8, requires_grad=True)).sin()
-        with Operators() as seen:
+        with toys.Operators() as seen:
             out.sum().backward()
         counts[recompute] = seen.counts.get("linear.default", 0)
     assert counts == {"full": 1, "selective": 0}

@@ -63,7 +63,7 @@ class Lora:
     saved: AdapterFile | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
             raise ValueError(f"lora_rank: got {self.rank!r}, expected a whole number of at least 1")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"lora_dropout: got {self.dropout!r}, expected a number from 0 to below 1")
@@ -237,7 +237,8 @@ def merge_lora(model: Model) -> Model:
     Sums are made in fp32 and rounded once to the dtype of the weight: exact within fp32 rounding for fp32 weights; for
     16-bit weights an update smaller than half a unit in the last place of a weight is lost there, so load the base with
     dtype="float32" to keep it. A plain model is an ordinary model afterwards; a sharded one, or a stage of a pipeline,
-    keeps the adapter's layers, which then add nothing, and saves as an ordinary one.
+    keeps the adapter's layers, which then add nothing, and saves as an ordinary one. Another adapter names no base, as
+    no checkpoint has these weights: to have it name one, save the merged model and load that first.
 
     Raises:
         ValueError: the model has no LoRA, one that was merged, or one with values that are not finite.
@@ -264,6 +265,7 @@ def merge_lora(model: Model) -> Model:
             setattr(model.get_submodule(parent), own, layer.base_layer)
         model.__dict__.pop("peft_config", None)
         uninstall(model)
+        model.holds_merged = True
         return model
     for layer in lora_layers(model).values():
         local_tensor(layer.lora_B[ADAPTER_NAME].weight).zero_()

@@ -34,7 +34,7 @@ class AdapterState:
     Attributes:
         kind: "lora" or "prompt".
         layout: of the base model's parameters.
-        base: the checkpoint they came from. revision: its commit on the Hub, None of a directory.
+        base: the checkpoint that has them; None: there is none. revision: its commit on the Hub, None of a directory.
         trained: parameters of the base model that are trained and saved whole.
         required: requires_grad of every parameter before.
         ranks, scales: {linear layer: rank, factor of its update}.
@@ -104,7 +104,8 @@ def check_free(model: Model, what: str) -> None:
 def make_state(model: Model, kind: str, layout: Layout, trained: list[str], **more: Any) -> AdapterState:
     """The record of an adapter that is about to be put into a model; `more`: its other fields."""
     required = {clean_name(name): p.requires_grad for name, p in model.named_parameters()}
-    return AdapterState(kind, layout, _base_name(model), model.base_revision, trained, required, **more)
+    base, revision = (None, None) if model.holds_merged else (_base_name(model), model.base_revision)
+    return AdapterState(kind, layout, base, revision, trained, required, **more)
 
 
 def _base_name(model: Model) -> str | None:

@@ -17,12 +17,15 @@ bounds: document i is the sequences bounds[i] to bounds[i + 1] (int64).
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import socket
 import struct
+import time
 from contextlib import suppress
 from glob import escape
 from os.path import expanduser
@@ -37,6 +40,7 @@ from modelcenter.data.cache import mapped, tokenizer_state
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+_ABANDONED = 3600  # seconds without a write after which another machine's folder is taken for a killed process's
 _SAMPLE = 1000  # documents whose ends are looked at
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -220,7 +224,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self._work = self.path.parent / f".{self.path.name}-{secrets.token_hex(8)}"
+        self._work = self.path.parent / f".{self.path.name}-{_this_machine()}{secrets.token_hex(4)}"
         begun = self._work.with_name(self._work.name + "-begun")  # to be found by others once it is locked
         begun.mkdir()  # with the rights of any folder, unlike mkdtemp's
         self._files = {name: (begun / name).open("wb") for name in ("tokens.bin", "offsets.bin")}
@@ -270,10 +274,13 @@ class TokenWriter:
     def _remove_abandoned(self) -> None:
         """Remove what killed processes were writing to this path. Raises ValueError where one is writing still."""
         for tokens in self.path.parent.glob(f".{escape(self.path.name)}-{'[0-9a-f]' * 16}/tokens.bin"):
+            work = tokens.parent
             try:
                 with tokens.open("r+b") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(tokens.parent, ignore_errors=True)
+                    # On some network file systems the lock of another machine does not show here.
+                    if work.name[-16:-8] == _this_machine() or time.time() - tokens.stat().st_mtime > _ABANDONED:
+                        shutil.rmtree(work, ignore_errors=True)
             except BlockingIOError:
                 raise ValueError(f"{self.path}: another process is writing it; name another folder") from None
             except OSError:  # no locks, or another user's: nobody knows whether it is abandoned
@@ -295,6 +302,16 @@ class TokenWriter:
         with naming_full_disk(self.path):
             self._files[name].write(raw)
         self._hashes[name].update(raw)
+
+
+@functools.cache
+def _this_machine() -> str:
+    """8 digits that tell one running kernel, whose locks hold among its processes on any file system, from others."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        name = socket.gethostname()
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _sha256(path: Path) -> str:

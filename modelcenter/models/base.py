@@ -51,6 +51,8 @@ class Model(TrainerProtocol, ModelInputs):
     head: Any
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
+    # An adapter was merged into the weights, which since are not those of `base_name`.
+    holds_merged: bool = False
     # The parameters that modelcenter.adapters.freeze froze: Lora leaves their layers as they are.
     frozen: frozenset[str] = frozenset()
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).

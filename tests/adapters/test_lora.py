@@ -216,6 +216,7 @@ def test_errors(tmp_path):
     model = mc.from_pretrained(base)
     for options, message in (
         ({"rank": 0}, "lora_rank: got 0"),
+        ({"rank": True}, "lora_rank: got True"),
         ({"dropout": 1.0}, "lora_dropout: got 1.0"),
         ({"alpha": -1}, "lora_alpha: got -1"),
         ({"targets": []}, "lora_targets: got none; name layers"),
@@ -270,6 +271,17 @@ def test_a_bf16_base_keeps_an_fp32_adapter_and_merges_with_one_rounding(tmp_path
     expected = (layer.base_layer.weight.float() + delta).bfloat16()
     merge_lora(model)
     assert torch.equal(model.layers[0].attn.q.weight, expected)
+
+
+def test_an_adapter_on_merged_weights_does_not_name_the_base_without_them(tmp_path):
+    base = save_base(tmp_path / "base", "bert", "masked-lm")
+    model = merge_lora(stir_(add_lora(mc.from_pretrained(base), 2)))
+    model.save_pretrained(tmp_path / "merged")
+    again = mc.from_pretrained(tmp_path / "merged")
+    for name, plain, expected in ("second", model, None), ("third", again, "merged"):
+        save_adapter(stir_(add_lora(plain, 2)), tmp_path / name)
+        named = json.loads((tmp_path / name / "adapter_config.json").read_text())["base_model_name_or_path"]
+        assert named == (expected and str(tmp_path / expected))
 
 
 @pytest.mark.parametrize("family, heads", [("bert", "num_heads"), ("llama", "num_kv_heads")])

@@ -1,6 +1,8 @@
 """Token files: what is written is read, complete or absent; Megatron's pairs, written here byte by byte."""
 
 import json
+import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -55,11 +57,19 @@ def test_an_error_leaves_nothing(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
-    left = tmp_path / ".a[b]-0123456789abcdef"
-    left.mkdir()
-    (left / "tokens.bin").write_bytes(b"abc")
+    with TokenWriter(tmp_path / "a[b]", 9):
+        (mine,) = tmp_path.iterdir()
+    here, other = mine.name[-16:-8], "0" * 8
+    left = [tmp_path / f".a[b]-{of}{i:08}" for i, of in enumerate((here, other, other))]
+    for folder in left:
+        folder.mkdir()
+        (folder / "tokens.bin").write_bytes(b"abc")
+    os.utime(left[2] / "tokens.bin", (0, 0))  # written to long ago
+    shutil.rmtree(tmp_path / "a[b]")
     with TokenWriter(tmp_path / "a[b]", 9) as writer:
-        assert not left.exists()
+        # Another machine may still be writing the second, as its locks may not show on this one.
+        assert [folder.exists() for folder in left] == [False, True, False]
+        shutil.rmtree(left[1])
         writer.add(np.array([5]), np.array([1]))
         with pytest.raises(ValueError, match="another process is writing it"), TokenWriter(tmp_path / "a[b]", 9):
             pass

@@ -339,6 +339,10 @@ def test_wrong_data(folder):
     write_jsonl(data, [{"text": "a film"}, {"text": 3}])
     with pytest.raises(ValueError, match=r"x.jsonl, line 2: column 'text' holds 3, expected a text"):
         pretrain(folder, "lm", train_data=str(data))
+    write_jsonl(folder / "y.jsonl", [{"body": "a film"}])
+    write_jsonl(data, [{"text": "a film"}])
+    with pytest.raises(ValueError, match=r"y.jsonl has no column 'text', it has 'body'. It is that of .*x.jsonl, "):
+        pretrain(folder, "lm", train_data=[f"{data}@1", f"{folder / 'y.jsonl'}@1"])
     write_jsonl(data, [{"text": ""}, {"text": " "}])
     with pytest.raises(ValueError, match="column 'text' holds no text"):
         pretrain(folder, "lm", train_data=str(data))

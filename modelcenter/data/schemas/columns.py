@@ -81,8 +81,8 @@ def check_columns(table: Table, given: Mapping[str, str | None], *, shared: bool
         if name not in table.columns:
             near = difflib.get_close_matches(name, table.columns, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if table.like is not None:  # the column was found or given for the training data
-                hint = f". It is that of {table.like}, whose columns the evaluation data must have: rename one"
+            if table.like is not None:  # the column was found or given for that
+                hint = f". It is that of {table.like}, whose columns this data must have too: rename one"
             raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {quoted_names(table)}{hint}")
     twice = next((n for n in named.values() if list(named.values()).count(n) > 1), None)
     if twice is not None and not shared:

@@ -4,7 +4,7 @@ import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -228,7 +228,7 @@ def _text_column(tables: Sequence[Table], given: str | None) -> str | None:
     """The column of the text in all tables; None: there is no table, and none was given."""
     column = given
     for table in tables:
-        column = text_column(table, column)
+        column = text_column(table if table is tables[0] else replace(table, like=tables[0].name), column)
     return column
 
 

@@ -25,6 +25,7 @@ from engine.parallel.fsdp import drop_pass, reducing_unused, reshard
 from engine.parallel.pipeline.execution import Reached, pipeline_of
 from engine.parallel.scalars import left_to_caller
 from engine.parallel.shard import sharded_roots
+from engine.parallel.unused import ORDERS_DIFFER
 from engine.registry import LEAVES_UNUSED, stages_of, zero_level
 from engine.torch_compat import all_gather_flat
 
@@ -164,11 +165,7 @@ def _sum(total: torch.Tensor, flag: bool, order: int) -> tuple[torch.Tensor, boo
         dist.all_reduce(numbers)
     ranks, flags, orders, squares = map(int, numbers.tolist())
     if ranks * squares != orders * orders:
-        raise RuntimeError(
-            "the gradients of this step are wrong: ranks reached the model's units in different orders in backward, so "
-            "gradients of one unit were added to those of another. Leave modules on whose outputs only some losses "
-            "depend out of units= of engine.shard"
-        )
+        raise RuntimeError(ORDERS_DIFFER)
     return total, flags > 0
 
 
@@ -243,7 +240,7 @@ def _gather(share: _Share) -> list[_Share]:
     *facts, items = share
     row = [*map(int, facts), *items, *[0] * (_MAX_TERMS - len(items))]
     table = torch.empty(runtime.world_size(), len(row), dtype=torch.int64, device=runtime.message_device())
-    all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
+    all_gather_flat(table, torch.tensor(row, dtype=torch.int64, device=table.device))
     return [_Share._make([*row[: len(facts)], tuple(row[len(facts) :])]) for row in table.tolist()]
 
 
@@ -386,7 +383,7 @@ class _Uses:
         if self.counted:
             self._noted.add(parameter)
 
-    def note_unused(self) -> None:
+    def note_unused(self, shard: torch.Tensor) -> None:
         self.left = True
 
     def note_reduced(self, number: int) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from engine import runtime
+from engine.tensors import as_bytes
 from engine.torch_compat import all_gather_flat, reduce_scatter_flat
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
@@ -90,8 +91,7 @@ def _gathered(x: torch.Tensor, comm: dist.ProcessGroup | None) -> torch.Tensor:
     if _size(comm) == 1:
         out[0] = x
     elif x.numel():
-        wire = torch.uint8 if x.dtype == torch.bool else x.dtype
-        all_gather_flat(out.view(wire).view(-1), x.detach().contiguous().view(wire).view(-1), comm)
+        all_gather_flat(out, x.contiguous(), comm)
     return out
 
 
@@ -138,7 +138,7 @@ class _Broadcast(torch.autograd.Function):
         ctx.root, ctx.comm = root, comm
         out = src.detach().clone(memory_format=torch.contiguous_format)
         if _size(comm) > 1:
-            dist.broadcast(out, group_src=root, group=comm)
+            dist.broadcast(as_bytes(out), group_src=root, group=comm)
         return out
 
     @staticmethod

@@ -67,6 +67,25 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return with_local(tensor, local_tensor(tensor).detach())
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, flat: what goes from rank to rank as it is may have any dtype. Collectives
+    know only some: none has 16-bit integers, and gloo neither bools nor 8-bit floats."""
+    # One element is contiguous whatever its stride is; that of a new dimension is 1.
+    return tensor.detach().view(-1).unsqueeze(-1).view(torch.uint8).view(-1)
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor of any dtype, which each rank gets, without a gradient; any other tensor as it is.
+    Collective."""
+    if not is_shard(tensor):
+        return tensor
+    # In a dimension of their own, so that the bytes are cut as the tensor is.
+    local = local_tensor(tensor).detach().unsqueeze(-1).view(torch.uint8)
+    shard: Any = as_shard(local, (*tensor.shape, tensor.itemsize), tensor.device_mesh, tensor.placements)
+    whole: torch.Tensor = shard.full_tensor()
+    return whole.view(tensor.dtype).squeeze(-1)
+
+
 def as_shard(
     local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Tensor:

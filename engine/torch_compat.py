@@ -20,14 +20,16 @@ from typing import Any, TypeGuard, TypeVar
 import torch
 import torch.distributed as dist
 
+from engine.tensors import as_bytes
+
 _Kind = TypeVar("_Kind", bound=torch.nn.Module)
 
 
 def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``output`` (ranks * n) with the ``tensor`` (n) of every rank."""
+    """Fill ``output`` (ranks * n) with the ``tensor`` (n) of every rank, of any dtype; both are contiguous."""
     # torch 2.13 renamed it and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, tensor, group=group)
+    gather(as_bytes(output), as_bytes(tensor), group=group)
 
 
 def reduce_scatter_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

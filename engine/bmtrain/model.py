@@ -17,6 +17,7 @@ from engine.parallel.checks import check_ranks
 from engine.parallel.shard import find_units, lay_over_ranks, sharded_roots
 from engine.precision import Policy
 from engine.shards import is_sharded, materialize
+from engine.tensors import as_bytes
 
 
 def init_parameters(model: nn.Module, policy: Policy | None = None, forward_methods: Iterable[str] = ()) -> None:
@@ -109,7 +110,7 @@ def _broadcast_values(model: nn.Module, skipped: set[int]) -> None:
 def broadcast_(tensor: torch.Tensor) -> None:
     """Rank 0's values on every rank; ``tensor`` is contiguous and on this rank's device. Collective."""
     if runtime.world_size() > 1 and tensor.numel():
-        dist.broadcast(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, src=0)
+        dist.broadcast(as_bytes(tensor), src=0)
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.tensors import local_tensor, part_of, placements_of, shard_of, with_local
+from engine.tensors import local_tensor, part_of, placements_of, shard_of, whole_of, with_local
 
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
 
@@ -185,11 +185,11 @@ def placed_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A state, whole or in shards, as this rank's shard of it, placed as the parameter is. Collective where it is in
     shards of another layout."""
     if not isinstance(parameter, DTensor):
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        return whole_of(value)
     mesh, placements = parameter.device_mesh, parameter.placements
     if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
         return value
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole_of(value)
     if whole.shape == parameter.shape:  # it stays on its device, which of an offloaded state is not the mesh's
         return with_local(parameter, part_of(whole, mesh, placements))
     return shard_of(whole, mesh, placements)
@@ -202,8 +202,7 @@ def whole_states(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    return whole_of(value).cpu() if isinstance(value, torch.Tensor) else value
 
 
 def with_placed_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -16,15 +16,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from engine import runtime
 from engine.optim.checks import before_each_step, mark_sharded
 from engine.parallel.checks import check_hooks
 from engine.parallel.fsdp import (
+    always_reduce_unused,
+    around_backward,
     backward_was_left,
-    before_backward,
     clear_shards_too,
     drop_pass,
     gathered_parameters,
     has_unreduced_gradients,
+    is_watched,
     look_into_objects,
     make_root,
     record_of_a_shard,
@@ -33,6 +36,7 @@ from engine.parallel.fsdp import (
 )
 from engine.parallel.gloo.collectives import GlooCollectives
 from engine.parallel.scalars import Scalars
+from engine.parallel.unused import Unused
 from engine.torch_compat import in_backward
 
 # Models whose last forward has left parameters gathered: a step would not reach them, and the next forward uses them.
@@ -54,6 +58,7 @@ class ForwardHooks:
         self._record: Any = None  # FSDP's of one parameter
         self._dtype: torch.dtype | None = None
         self._scalars: Scalars | None = None
+        self._unused: Unused | None = None
 
     def watch(self) -> None:
         """Register the hooks on the model and on its units."""
@@ -63,11 +68,16 @@ class ForwardHooks:
         model.register_forward_hook(self.leave, always_call=True)
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
-                before_backward(unit, self._before_backward)
+                around_backward(unit, self._before_backward, self._in_backward)
                 look_into_objects(unit)
                 clear_shards_too(unit)
                 if unit is not model:
                     unit.register_forward_pre_hook(self._enter_unit, prepend=True)
+        settings = runtime.current()
+        # Stages of a pipeline have different parameters; the ranks of a tensor-parallel group use the same ones.
+        if settings.pp_size == 1 and runtime.world_size() > settings.tp_size:
+            self._unused = Unused(model)
+            always_reduce_unused(model, self._unused)
         mark_sharded(model, gathered_parameters)
         _reshard_at_steps()
 
@@ -107,6 +117,10 @@ class ForwardHooks:
         _refuse_create_graph()
         if self._scalars is not None:
             self._scalars.average_later()
+
+    def _in_backward(self) -> None:
+        if self._unused is not None and not is_watched():
+            self._unused.agree_later()
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method``, counted as a call of the model, so that a forward inside it does not free what it still uses."""

@@ -31,8 +31,8 @@ class Uses(Protocol):
     def note(self, shard: torch.Tensor) -> None:
         """This parameter got a gradient."""
 
-    def note_unused(self) -> None:
-        """A parameter got none, and zeros were reduced for it."""
+    def note_unused(self, shard: torch.Tensor) -> None:
+        """A parameter got none, and zeros are about to be reduced for it."""
 
     def note_reduced(self, number: int) -> None:
         """The gradients of the group of this number were reduced."""
@@ -56,15 +56,30 @@ def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[tor
     microbatches, it takes one parameter's gradient for another's. Yields the shards of all parameters that FSDP has.
     """
     groups = [group for root in roots for group in _groups_inside(root)]
-    for number, group in enumerate(groups):
-        vars(group)["post_backward"] = functools.partial(_post_backward_with_zeros, group, number, {}, uses)
+    outside = [group.post_backward for group in groups]
+    _reduce_unused(groups, uses)
     _watching.append(uses)
     try:
         yield {p.sharded_param for group in groups for p in group.fsdp_params}
     finally:
         _watching.remove(uses)
-        for group in groups:
-            vars(group).pop("post_backward", None)
+        for group, post_backward in zip(groups, outside, strict=True):
+            vars(group)["post_backward"] = post_backward
+
+
+def always_reduce_unused(root: torch.nn.Module, uses: Uses) -> None:
+    """The same in every backward that is not inside ``reducing_unused``."""
+    _reduce_unused(_groups_inside(root), uses)
+
+
+def _reduce_unused(groups: Iterable[Any], uses: Uses) -> None:
+    for number, group in enumerate(groups):
+        vars(group)["post_backward"] = functools.partial(_post_backward_with_zeros, group, number, {}, uses)
+
+
+def is_watched() -> bool:
+    """Whether a backward now would be inside ``reducing_unused``."""
+    return bool(_watching)
 
 
 def _post_backward_with_zeros(group: Any, number: int, before: dict[Any, Any], uses: Uses, *_: Any) -> None:
@@ -88,7 +103,7 @@ def _post_backward_with_zeros(group: Any, number: int, before: dict[Any, Any], u
                 continue
             if whole.grad is None and reached:
                 whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)  # torch 2.15 wants sums in another there
-                uses.note_unused()
+                uses.note_unused(p.sharded_param)
             if added_up and _sums_are_apart(p):
                 p.to_accumulated_grad_if_needed()  # FSDP reduces one dtype, and sums have that of the reduction
         if any(p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in gathered):
@@ -150,9 +165,14 @@ def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     return [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
 
 
+def all_shards(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The shards of all parameters, also while gathered ones are shown in their place."""
+    return (record.sharded_param for record in _records(model))
+
+
 def trained_shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The shards that the optimizer updates, also while gathered parameters are shown in their place."""
-    return [record.sharded_param for record in _records(model) if record.sharded_param.requires_grad]
+    """Those that the optimizer updates."""
+    return [shard for shard in all_shards(model) if shard.requires_grad]
 
 
 def record_of_a_shard(model: torch.nn.Module) -> Any:
@@ -165,22 +185,25 @@ def make_root(model: FSDPModule) -> None:
     model._get_fsdp_state()._lazy_init()
 
 
-def before_backward(unit: FSDPModule, check: Callable[[], None]) -> None:
-    """Call ``check`` whenever a backward pass reaches ``unit``, before FSDP does anything for it."""
+def around_backward(unit: FSDPModule, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` whenever a backward pass reaches ``unit``, before FSDP does anything for it, and ``after`` when
+    it has gathered the parameters."""
     state, groups = unit._get_fsdp_state(), _groups(unit)
     theirs = state._pre_backward
 
     def pre_backward(gradient: torch.Tensor) -> torch.Tensor:
-        check()
+        before()
         for group in groups:
             _init_dtypes_of_unfrozen(group)
-        return theirs(gradient)
+        gradient = theirs(gradient)
+        after()
+        return gradient
 
     vars(state)["_pre_backward"] = pre_backward
 
 
 def look_into_objects(unit: FSDPModule) -> None:
-    """Let a backward reach ``unit``, whose ``before_backward`` is set, also through tensors in objects that it returns:
+    """Let a backward reach ``unit``, whose ``around_backward`` is set, also through tensors in objects that it returns:
     FSDP finds those in lists, tuples, dicts and dataclasses, and of a unit that it does not see in backward it neither
     gathers parameters nor reduces gradients. Where it finds one there is no search, as for a cache beside the logits.
     """

@@ -460,7 +460,7 @@ def half_reduction():
     with Collectives() as made:
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     weight = model[0]._parameters["weight"]
-    return made.of("reduce"), weight.dtype, weight.grad.dtype
+    return made.of("reduce_scatter"), weight.dtype, weight.grad.dtype
 
 
 def test_gradients_of_16_bit_parameters_are_reduced_in_fp32(two):

@@ -14,10 +14,12 @@ from torch import nn
 
 import engine as bmt
 import engine.bmtrain.store as store
+from engine.tensors import whole_of
 
 
 class Tied(nn.Module):
-    """A tied weight, a persistent buffer and one that is not, a 16-bit parameter, and one smaller than the ranks."""
+    """A tied weight, a persistent buffer and one that is not, a 16-bit parameter, one smaller than the ranks, and one
+    of a dtype that collectives do not know."""
 
     def __init__(self):
         super().__init__()
@@ -26,6 +28,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
         self.mixed = nn.ModuleList([nn.Linear(4, 4, dtype=torch.bfloat16)])
         self.scale = nn.Parameter(torch.tensor([2.0]))
+        self.codes = nn.Parameter(torch.arange(12, dtype=torch.int16).view(3, 4), requires_grad=False)
         self.register_buffer("seen", torch.tensor(7))
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
@@ -39,6 +42,7 @@ def state(seed):
     model = Tied()
     nn.init.normal_(model.embed.weight)
     model.seen.fill_(seed)
+    model.codes += seed
     return model.state_dict()
 
 
@@ -82,7 +86,7 @@ def load_into(file, level, meta, strict):
     sharded = hasattr(model._modules["embed"]._parameters["weight"], "placements")
     assert model.head._parameters["weight"] is model.embed._parameters["weight"]
     model(torch.tensor([0, 1])).sum().backward()
-    return {n: toys.whole(t) for n, t in store._named_tensors(model).items()}, tuple(result), sharded
+    return {n: whole_of(t) for n, t in store._named_tensors(model).items()}, tuple(result), sharded
 
 
 @pytest.mark.parametrize(("level", "meta"), [(3, False), (3, True), (0, False)])

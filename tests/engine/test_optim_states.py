@@ -397,10 +397,10 @@ def test_steps_are_held_for_each_parameter_by_its_own_count(kind):
         assert torch.equal(late, before[1]) == (step < 2)
 
 
-def whole_states(kind):
+def whole_states(kind, dtype):
     """States saved by one process, as plain tensors, go into optimizers of shards, and back; whole ones of a manager
     are those."""
-    plain = matrices()
+    plain = matrices(dtype)
     saved = KINDS[kind](plain.parameters(), lr=0.1)
     steps(plain, saved, 0)
     mesh = engine.parallel.mesh.device_mesh()["dp_shard"]
@@ -409,7 +409,7 @@ def whole_states(kind):
     optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
     rng = torch.Generator().manual_seed(1)
     for p, q in zip(plain, shards, strict=True):
-        p.grad = torch.randn(p.shape, generator=rng)
+        p.grad = torch.randn(p.shape, generator=rng).to(dtype)
         q.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
     saved.step(), optimizer.step()
     manager = OptimManager()
@@ -432,9 +432,17 @@ def whole_states(kind):
     return all(equal) and all(torch.allclose(p, q.full_tensor()) for p, q in zip(plain, shards, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam8", "muon"])
-def test_states_of_one_process_go_into_shards_and_back(two, kind):
-    assert two.run(whole_states, kind) == [True, True]
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("adam", torch.float32),
+        ("adam8", torch.float32),
+        ("adam8", torch.bfloat16),  # with states of 16-bit integers
+        ("muon", torch.float32),
+    ],
+)
+def test_states_of_one_process_go_into_shards_and_back(two, kind, dtype):
+    assert two.run(whole_states, kind, dtype) == [True, True]
 
 
 def on_from_whole_states():

@@ -129,6 +129,9 @@ def collectives():
     assert engine.sum_loss(torch.tensor([rank == 1])).tolist() == [0.5]
     ragged = engine.gather_result(torch.full((2 * rank, 3), rank, dtype=torch.bfloat16))
     flags = engine.gather_result(torch.tensor([rank == 1]))
+    for dtype in (torch.int16, torch.float8_e4m3fn, torch.complex64):  # of which collectives know one
+        assert engine.gather_result(torch.tensor([rank + 1]).to(dtype)).tolist() == [1, 2]
+    assert engine.distributed.all_gather(torch.ones(1, 2)[:, 0]).tolist() == [[1], [1]]  # a stride of 2
     none = engine.gather_result(torch.zeros(0, 2))
     assert engine.gather_result(torch.zeros(1, *[2] * 9)).shape == (2, *[2] * 9)
     engine.synchronize()

@@ -75,6 +75,65 @@ def test_gradients_of_single_numbers_are_averaged_in_any_backward(two, level):
             torch.testing.assert_close(found[name], parameter.grad, msg=text)
 
 
+class Experts(nn.Module):
+    """A unit, called twice: the first expert is for all, then each batch has one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, which):
+        return self.experts[which](x)
+
+
+class Tasks(nn.Module):
+    """Each batch is for one of four tasks, with heads of different sizes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.unit = Experts()
+        self.heads = nn.ParameterList(torch.randn(4, n) for n in (2, 2, 5, 3))
+
+    def forward(self, task):
+        hidden = self.unit(self.unit(torch.arange(4.0), 0), task)
+        return (hidden @ self.heads[task]).square().sum()
+
+
+# steps -> backwards, whose gradients add up -> ranks -> tasks; the last is never used
+TASKS = [[[0, 0], [1, 2]], [[2, 2]], [[0, 1], [1, 0], [0, 0]]]
+
+
+def gradients_of_tasks(model, parts):
+    """After each step; ``parts``: the ranks that are here."""
+    found = []
+    for step in TASKS:
+        model.zero_grad()
+        for tasks in step:
+            for rank in parts:
+                (model(tasks[rank]) / len(parts)).backward()
+        found.append({n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()})
+    return found
+
+
+def on_each_rank(level):
+    engine.init_distributed(zero_level=level)
+    model = Tasks()
+    return gradients_of_tasks(engine.shard(model, units=[model.unit]), [engine.rank()])
+
+
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.full), 3])
+def test_ranks_may_use_different_parameters_in_any_backward(two, level):
+    expected = gradients_of_tasks(Tasks(), [0, 1])
+    for found in two.run(on_each_rank, level):
+        for mine, theirs in zip(found, expected, strict=True):
+            for name, gradient in theirs.items():
+                if gradient is None:  # as no rank has used it
+                    assert mine[name] is None, name
+                else:
+                    torch.testing.assert_close(mine[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+
+
 class Gate(nn.Linear):
     """Its gradients are the inputs."""
 

@@ -184,7 +184,7 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
         own = None
     said = torch.tensor([os.getpid(), file, identity, next(_serials)])
     heard = torch.empty(group.size(), len(said), dtype=torch.int64)
-    all_gather_flat(heard.view(-1), said, group)
+    all_gather_flat(heard, said, group)
     serial = int(heard[0, 3])  # the first rank's, who has no other group of these ranks
     others = {}
     try:

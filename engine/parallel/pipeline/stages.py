@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.collectives import gather_objects
@@ -18,6 +17,7 @@ from engine.parallel.gloo.point_to_point import wait_for
 from engine.parallel.pipeline.p2p import Neighbours
 from engine.parallel.pipeline.schedule import split_units
 from engine.registry import ABSENT, set_stages, stages_of
+from engine.tensors import as_bytes, whole_of
 
 
 class Stages:
@@ -100,7 +100,7 @@ def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
     Raises RuntimeError: the stage that has it did not come within the timeout of ``init_distributed``.
     """
     stages, held = stages_of(model), tensors.get(name)
-    full = held.full_tensor() if isinstance(held, DTensor) else held
+    full = None if held is None else whole_of(held)
     if stages is None:
         return full
     owner = next(stage for stage, names in enumerate(stages.holders(tensors)) if name in names)
@@ -110,10 +110,10 @@ def whole_tensor(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> 
     if stages.rank == owner:
         assert full is not None
         full = full.contiguous()
-        _wait_for_stage(dist.isend(full, group=group, group_dst=0), name, group, 0)
+        _wait_for_stage(dist.isend(as_bytes(full), group=group, group_dst=0), name, group, 0)
     elif stages.rank == 0:
         full = torch.empty_like(stages.whole[name], device=runtime.device())
-        _wait_for_stage(dist.irecv(full, group=group, group_src=owner), name, group, owner)
+        _wait_for_stage(dist.irecv(as_bytes(full), group=group, group_src=owner), name, group, owner)
     return full
 
 

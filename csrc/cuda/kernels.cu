@@ -8,26 +8,50 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../core/quantize.h"
 #include "device.h"
 
 namespace modelcenter {
 namespace {
 
-constexpr int kTensors = 256;  // of a table: the arguments of a launch end at 32,764 bytes
 constexpr int kThreads = 256;
 constexpr int kVector = 4;  // elements of a thread at a time: 16 bytes in fp32
 constexpr int kUnit = kThreads * kVector;  // elements of a block at a time
 
+// What most kernels need of a slab. Those that draw random numbers, or have moments in 8 bits, need all of it.
+struct Short {
+  void* p;
+  const void* g;
+  void* m;
+  void* v;
+  void* aux;
+  float* step;
+  int64_t n;
+};
+
+template <class Entry>
+constexpr bool kPlaced = std::is_same_v<Entry, Slab>;
+
+template <class Entry>
+Entry entry_of(const Slab& s) {
+  if constexpr (kPlaced<Entry>) return s;
+  else return {s.p, s.g, s.m, s.v, s.aux, s.step, s.n};
+}
+
+template <class Entry>
 struct Table {
-  Slab slab[kTensors];
+  static constexpr int kTensors = kPlaced<Entry> ? 256 : 512;
+  Entry slab[kTensors];
   uint8_t first_type[kTensors], second_type[kTensors];
-  int64_t first[kTensors + 1];  // unit of each tensor: its units are numbered behind those of the tensors before it
+  uint32_t first[kTensors + 1];  // unit of each tensor: its units are numbered behind those of the tensors before it
   int count;
 };
-static_assert(sizeof(Table) < 32000, "the arguments of a launch are limited");
+static_assert(sizeof(Table<Slab>) < 32000 && sizeof(Table<Short>) < 32000, "a launch takes 32,764 bytes of arguments");
 
-__device__ __forceinline__ int tensor_of(const Table& t, int64_t unit) {
+template <class Entry>
+__device__ __forceinline__ int tensor_of(const Table<Entry>& t, int64_t unit) {
   int low = 0, high = t.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -113,8 +137,8 @@ __device__ __forceinline__ void store(void* base, int type, int64_t i, int n, co
 
 // Calls body(table index, unit, whether the unit before was of another tensor) for the units of this block's share, on
 // all of its threads. Shares differ by one unit at most.
-template <class Body>
-__device__ __forceinline__ void for_units(const Table& t, const Body& body) {
+template <class Entry, class Body>
+__device__ __forceinline__ void for_units(const Table<Entry>& t, const Body& body) {
   const int64_t all = t.first[t.count];
   int64_t unit = all * blockIdx.x / gridDim.x;
   const int64_t end = all * (blockIdx.x + 1) / gridDim.x;
@@ -127,16 +151,17 @@ __device__ __forceinline__ void for_units(const Table& t, const Body& body) {
 
 // Calls body(table index, slab, first element, count of at most kVector, whether the unit before was of another tensor)
 // for the elements of this block's share, on all of its threads: in a tensor's last unit the count may be 0.
-template <class Body>
-__device__ __forceinline__ void for_elements(const Table& t, const Body& body) {
+template <class Entry, class Body>
+__device__ __forceinline__ void for_elements(const Table<Entry>& t, const Body& body) {
   for_units(t, [&](int index, int64_t unit, bool another) {
-    const Slab& slab = t.slab[index];
+    const Entry& slab = t.slab[index];
     const int64_t i = (unit - t.first[index]) * kUnit + (int)threadIdx.x * kVector, left = slab.n - i;
     body(index, slab, i, left >= kVector ? kVector : left > 0 ? (int)left : 0, another);
   });
 }
 
-__global__ void count_up(const __grid_constant__ Table t, const float* skip) {
+template <class Entry>
+__global__ void count_up(const __grid_constant__ Table<Entry> t, const float* skip) {
   if (skip && *skip != 0.0f) return;
   const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
   if (i < t.count) *t.slab[i].step += 1.0f;
@@ -147,10 +172,17 @@ struct PackedValues {
   Packed all, low;  // or, with remainders, all is the high half
 };
 
-__device__ __forceinline__ PackedValues load_values(const Slab& slab, const Types& types, int64_t i, int n) {
+// Whether values are in bf16 alone, and rounded at random.
+template <class Entry>
+__device__ __forceinline__ bool at_random(const Types& types) {
+  return kPlaced<Entry> && types.mode == kRandom;
+}
+
+template <class Entry>
+__device__ __forceinline__ PackedValues load_values(const Entry& slab, const Types& types, int64_t i, int n) {
   if (types.mode == kRemainder)
     return {load_four<uint2, uint16_t>(slab.p, i, n), load_four<uint2, uint16_t>(slab.aux, i, n)};
-  return {load(types.mode == kMaster ? slab.aux : slab.p, types.mode == kRandom ? kBfloat16 : kFloat, i, n), {}};
+  return {load(types.mode == kMaster ? slab.aux : slab.p, at_random<Entry>(types) ? kBfloat16 : kFloat, i, n), {}};
 }
 
 __device__ __forceinline__ void merge_four(const Packed& high, const Packed& low, float (&w)[kVector]) {
@@ -158,12 +190,14 @@ __device__ __forceinline__ void merge_four(const Packed& high, const Packed& low
   for (int k = 0; k < kVector; k++) w[k] = merge(half_of(high, k), (int16_t)half_of(low, k));
 }
 
+template <class Entry>
 __device__ __forceinline__ void to_values(const PackedValues& from, const Types& types, float (&w)[kVector]) {
   if (types.mode == kRemainder) merge_four(from.all, from.low, w);
-  else to_floats(from.all, types.mode == kRandom ? kBfloat16 : kFloat, w);
+  else to_floats(from.all, at_random<Entry>(types) ? kBfloat16 : kFloat, w);
 }
 
-__device__ __forceinline__ void store_values(const Slab& slab, const Types& types, uint32_t salt, int64_t i, int n,
+template <class Entry>
+__device__ __forceinline__ void store_values(const Entry& slab, const Types& types, uint32_t salt, int64_t i, int n,
                                              const float (&w)[kVector]) {
   uint16_t high[kVector], low[kVector];
   if (types.mode == kRemainder) {
@@ -175,44 +209,48 @@ __device__ __forceinline__ void store_values(const Slab& slab, const Types& type
     }
     store_four<ushort4>(slab.p, i, n, high);
     store_four<ushort4>(slab.aux, i, n, low);
-  } else if (types.mode == kRandom) {
-    int64_t row = i / slab.place.inner, column = i % slab.place.inner;
-#pragma unroll  // an index that is not a constant would put these arrays, in each mode, into local memory
-    for (int k = 0; k < kVector; k++) {
-      if (k >= n) continue;
-      const uint64_t here = (uint64_t)(slab.place.base + row * slab.place.stride + column);
-      high[k] = to_bf16_at_random(w[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
-      if (++column == slab.place.inner) column = 0, row++;
-    }
-    store_four<ushort4>(slab.p, i, n, high);
-  } else {
-    if (types.mode == kMaster) store(slab.aux, kFloat, i, n, w);
-    store(slab.p, types.p, i, n, w);
+    return;
   }
+  if constexpr (kPlaced<Entry>) {
+    if (types.mode == kRandom) {
+      int64_t row = i / slab.place.inner, column = i % slab.place.inner;
+#pragma unroll  // an index that is not a constant would put these arrays, in each mode, into local memory
+      for (int k = 0; k < kVector; k++) {
+        if (k >= n) continue;
+        const uint64_t here = (uint64_t)(slab.place.base + row * slab.place.stride + column);
+        high[k] = to_bf16_at_random(w[k], salt, (uint32_t)here, (uint32_t)(here >> 32));
+        if (++column == slab.place.inner) column = 0, row++;
+      }
+      store_four<ushort4>(slab.p, i, n, high);
+      return;
+    }
+  }
+  if (types.mode == kMaster) store(slab.aux, kFloat, i, n, w);
+  store(slab.p, types.p, i, n, w);
 }
 
 // What the threads of a block share for one tensor; all of them call it when they come to that tensor. What they loaded
 // before may still be on its way meanwhile.
-template <class Formula>
-__device__ __forceinline__ void prepare(const Slab& slab, const Settings& settings, Scalars& scalars, uint32_t& salt) {
+template <class Formula, class Entry>
+__device__ __forceinline__ void prepare(const Entry& slab, const Settings& settings, Scalars& scalars, uint32_t& salt) {
   __syncthreads();
   if (threadIdx.x == 0) {
     const double now = *slab.step;
     scalars = Formula::scalars(settings, now);
-    salt = mix(mix((uint32_t)slab.place.key) ^ (uint32_t)(int64_t)now);
+    if constexpr (kPlaced<Entry>) salt = mix(mix((uint32_t)slab.place.key) ^ (uint32_t)(int64_t)now);
   }
   __syncthreads();
 }
 
-template <class Formula>
+template <class Formula, class Entry>
 __global__ void __launch_bounds__(kThreads)
-    step(const __grid_constant__ Table t, const Types types, const Settings settings, const float* gscale,
+    step(const __grid_constant__ Table<Entry> t, const Types types, const Settings settings, const float* gscale,
          const float* skip) {
   if (skip && *skip != 0.0f) return;
   __shared__ Scalars scalars;
   __shared__ uint32_t salt;
   const float scale = gscale ? *gscale : 1.0f;
-  for_elements(t, [&](int, const Slab& slab, int64_t i, int n, bool another) {
+  for_elements(t, [&](int, const Entry& slab, int64_t i, int n, bool another) {
     const Packed some_g = load(slab.g, types.g, i, n), some_m = load(slab.m, types.m, i, n);
     Packed some_v = {};
     if (Formula::kMoments == 2) some_v = load(slab.v, types.m, i, n);
@@ -222,7 +260,7 @@ __global__ void __launch_bounds__(kThreads)
     to_floats(some_g, types.g, g);
     to_floats(some_m, types.m, m);
     if (Formula::kMoments == 2) to_floats(some_v, types.m, v);
-    to_values(some_w, types, w);
+    to_values<Entry>(some_w, types, w);
 #pragma unroll
     for (int k = 0; k < kVector; k++) Formula::update(scalars, g[k] * scale, w[k], m[k], v[k]);
     store(slab.m, types.m, i, n, m);
@@ -249,7 +287,7 @@ MC_INLINE int64_t quant_blocks(const Slab& slab, int64_t per_row) { return slab.
 MC_INLINE int64_t quant_blocks_of_a_row(const Slab& slab) { return (slab.width + kQuantBlock - 1) / kQuantBlock; }
 
 __global__ void __launch_bounds__(kThreads)
-    step8(const __grid_constant__ Table t, const Types types, const Settings settings, const float* gscale,
+    step8(const __grid_constant__ Table<Slab> t, const Types types, const Settings settings, const float* gscale,
           const float* skip) {
   if (skip && *skip != 0.0f) return;
   __shared__ Scalars scalars;
@@ -278,7 +316,7 @@ __global__ void __launch_bounds__(kThreads)
     if (n) {
       float g[kVector], w[kVector];
       to_floats(some_g, types.g, g);
-      to_values(some_w, types, w);
+      to_values<Slab>(some_w, types, w);
 #pragma unroll
       for (int k = 0; k < kVector; k++)
         if (k < n) {
@@ -306,10 +344,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Here a unit is a chunk, as the order of the sums depends on the sizes alone.
-__global__ void __launch_bounds__(kThreads) squares(const __grid_constant__ Table t, double* partial) {
+__global__ void __launch_bounds__(kThreads) squares(const __grid_constant__ Table<Short> t, double* partial) {
   __shared__ double sums[kThreads];
   for_units(t, [&](int index, int64_t unit, bool) {
-    const Slab& slab = t.slab[index];
+    const Short& slab = t.slab[index];
     const int64_t begin = (unit - t.first[index]) * kChunk;
     const int64_t end = begin + kChunk < slab.n ? begin + kChunk : slab.n;
     const int type = t.first_type[index];
@@ -347,9 +385,9 @@ __global__ void coefficients_of(const double* norm_sq, const float* loss_scale, 
   coefficients(*norm_sq, loss_scale ? *loss_scale : 1.0f, max_norm, eps, norm, gscale, found_inf);
 }
 
-__global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table t, const float* scale) {
+__global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table<Short> t, const float* scale) {
   const float factor = scale ? *scale : 1.0f;
-  for_elements(t, [&](int index, const Slab& slab, int64_t i, int n, bool) {
+  for_elements(t, [&](int index, const Short& slab, int64_t i, int n, bool) {
     float x[kVector];
     to_floats(load(slab.g, t.second_type[index], i, n), t.second_type[index], x);
     if (factor != 1.0f) {  // times 1 a denormal would become zero
@@ -360,8 +398,8 @@ __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table t
   });
 }
 
-__global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ Table t) {
-  for_elements(t, [&](int, const Slab& slab, int64_t i, int n, bool) {
+__global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ Table<Short> t) {
+  for_elements(t, [&](int, const Short& slab, int64_t i, int n, bool) {
     float w[kVector];
     uint16_t high[kVector], low[kVector];
     to_floats(load(slab.aux, kFloat, i, n), kFloat, w);
@@ -376,8 +414,8 @@ __global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ T
   });
 }
 
-__global__ void __launch_bounds__(kThreads) put_together(const __grid_constant__ Table t) {
-  for_elements(t, [&](int, const Slab& slab, int64_t i, int n, bool) {
+__global__ void __launch_bounds__(kThreads) put_together(const __grid_constant__ Table<Short> t) {
+  for_elements(t, [&](int, const Short& slab, int64_t i, int n, bool) {
     float w[kVector];
     merge_four(load_four<uint2, uint16_t>(slab.p, i, n), load_four<uint2, uint16_t>(slab.m, i, n), w);
     store(slab.aux, kFloat, i, n, w);
@@ -394,34 +432,43 @@ int64_t chunks(const Slab& slab) { return (slab.n + kChunk - 1) / kChunk; }
 
 // Cuts the list into tables, whose tensors have so many units, and calls work(table), which returns 0 or an error, for
 // each.
-template <class Work>
+template <class Entry, class Work>
 int for_tables(const Slab* slabs, const int* first_type, const int* second_type, int64_t count, const Work& work,
                int64_t (*units_of)(const Slab&) = units) {
-  for (int64_t begin = 0; begin < count; begin += kTensors) {
-    Table t;
-    t.count = (int)(count - begin < kTensors ? count - begin : kTensors);
+  constexpr int kMost = Table<Entry>::kTensors;
+  for (int64_t begin = 0; begin < count; begin += kMost) {
+    Table<Entry> t;
+    t.count = (int)(count - begin < kMost ? count - begin : kMost);
     t.first[0] = 0;
     for (int i = 0; i < t.count; i++) {
-      t.slab[i] = slabs[begin + i];
+      t.slab[i] = entry_of<Entry>(slabs[begin + i]);
       t.first_type[i] = (uint8_t)(first_type ? first_type[begin + i] : 0);
       t.second_type[i] = (uint8_t)(second_type ? second_type[begin + i] : 0);
-      t.first[i + 1] = t.first[i] + units_of(t.slab[i]);
+      t.first[i + 1] = t.first[i] + (uint32_t)units_of(slabs[begin + i]);
     }
     if (const int error = work(t)) return error;
   }
   return 0;
 }
 
+template <class Entry>
+auto step_of(int rule) {
+  return rule == kAdamW ? step<AdamW, Entry> : rule == kLion ? step<Lion, Entry> : step<Momentum, Entry>;
+}
+
 }  // namespace
 
 int cuda_step(int rule, const Slab* slabs, int64_t count, Types types, Settings settings, const float* gscale,
               const float* skip, void* stream) {
-  const auto kernel = rule == kAdamW ? step<AdamW> : rule == kLion ? step<Lion> : rule == kMomentum ? step<Momentum>
-                                                                                                    : step8;
-  return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
-    if (const int error = launch(stream, (t.count + 127) / 128, 128, count_up, t, skip)) return error;
-    return launch(stream, blocks(t.first[t.count]), kThreads, kernel, t, types, settings, gscale, skip);
-  }, rule == kAdamW8 ? units_of_8_bits : units);
+  const auto run = [&](auto entry, auto kernel, int64_t (*units_of)(const Slab&)) {
+    using Entry = decltype(entry);
+    return for_tables<Entry>(slabs, nullptr, nullptr, count, [&](const Table<Entry>& t) {
+      if (const int error = launch(stream, (t.count + 127) / 128, 128, count_up<Entry>, t, skip)) return error;
+      return launch(stream, blocks(t.first[t.count]), kThreads, kernel, t, types, settings, gscale, skip);
+    }, units_of);
+  };
+  if (rule == kAdamW8) return run(Slab{}, step8, units_of_8_bits);
+  return types.mode == kRandom ? run(Slab{}, step_of<Slab>(rule), units) : run(Short{}, step_of<Short>(rule), units);
 }
 
 int64_t cuda_chunks(const int64_t* sizes, int64_t count) {
@@ -432,7 +479,7 @@ int64_t cuda_chunks(const int64_t* sizes, int64_t count) {
 
 int cuda_squares(const Slab* slabs, const int* types, int64_t count, double* partial, double* out, void* stream) {
   int64_t done = 0;
-  const int error = for_tables(slabs, types, nullptr, count, [&](const Table& t) {
+  const int error = for_tables<Short>(slabs, types, nullptr, count, [&](const Table<Short>& t) {
     double* const room = partial + done;
     done += t.first[t.count];
     return launch(stream, blocks(t.first[t.count]), kThreads, squares, t, room);
@@ -446,19 +493,19 @@ int cuda_coefficients(const double* norm_sq, const float* loss_scale, double max
 }
 
 int cuda_cast(const Slab* slabs, const int* to, const int* from, int64_t count, const float* scale, void* stream) {
-  return for_tables(slabs, to, from, count, [&](const Table& t) {
+  return for_tables<Short>(slabs, to, from, count, [&](const Table<Short>& t) {
     return launch(stream, blocks(t.first[t.count]), kThreads, cast, t, scale);
   });
 }
 
 int cuda_split(const Slab* slabs, int64_t count, void* stream) {
-  return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
+  return for_tables<Short>(slabs, nullptr, nullptr, count, [&](const Table<Short>& t) {
     return launch(stream, blocks(t.first[t.count]), kThreads, take_apart, t);
   });
 }
 
 int cuda_merge(const Slab* slabs, int64_t count, void* stream) {
-  return for_tables(slabs, nullptr, nullptr, count, [&](const Table& t) {
+  return for_tables<Short>(slabs, nullptr, nullptr, count, [&](const Table<Short>& t) {
     return launch(stream, blocks(t.first[t.count]), kThreads, put_together, t);
   });
 }

@@ -133,7 +133,7 @@ def test_norms_and_sums_are_those_of_fp64(library_file):
 # -- what both sides do ------------------------------------------------------------------------------------------------
 
 # More tensors than one launch takes, and tensors of several chunks.
-SIZES = [i % 37 for i in range(300)] + [1023, 1024, 1025, 0, 16383, 16384, 16385, 0, 4, 40_001, 0]
+SIZES = [i % 37 for i in range(600)] + [1023, 1024, 1025, 0, 16383, 16384, 16385, 0, 4, 40_001, 0]
 ROWS = [(i % 3, 1 + i * 29 % 200) for i in range(260)] + [(70, 129), (1, 17_000)]
 
 
@@ -166,7 +166,7 @@ def work():
         copies = [fenced(torch.zeros(n, dtype=target), i % 2) for i, n in enumerate(SIZES)]
         fused.cast_scale_copy_(copies, numbers, torch.tensor(0.3))
         out += copies
-    empty = fused_cases.Case("plain", F32, F32, F32, sizes=[0] * 257 + [5, 0])  # a launch has nothing to do
+    empty = fused_cases.Case("plain", F32, F32, F32, sizes=[0] * 513 + [5, 0])  # a launch has nothing to do
     empty.adamw()
     out += empty.tensors()
     return out + dropouts()

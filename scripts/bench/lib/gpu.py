@@ -32,18 +32,44 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def synchronised(calls: Mapping[str, Callable[[], Any]], device: str, times: int = 1) -> dict[str, Callable[[], None]]:
-    """The same calls, each made `times` times, that return when the device is done."""
+def synchronised(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, Callable[[], None]]:
+    """The same calls, that return when the device is done."""
 
     def whole(call: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
-            for _ in range(times):
-                call()
+            call()
             synchronize(device)
 
         return run
 
     return {name: whole(call) for name, call in calls.items()}
+
+
+_LEAD = 100_000_000  # cycles of a GPU: 50 ms, more than the host takes to start what is timed behind them
+
+
+def on_device(call: Callable[[], Any], device: str, times: int = 1) -> tuple[float, float]:
+    """(milliseconds of the device, milliseconds of the host) for one of so many calls.
+
+    The calls stand behind other work of the device, as an optimizer's step stands behind a backward pass: the device
+    does not wait for the host to start them.
+    """
+    import torch
+
+    synchronize(device)
+    if device == "cuda":
+        torch.cuda._sleep(_LEAD)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    host = 1000 * (time.perf_counter() - began) / times
+    if device != "cuda":
+        return host, host
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / times, host
 
 
 def limits(device: str) -> dict[str, float]:
@@ -65,14 +91,7 @@ def _limits(device: str) -> dict[str, float]:
     target = torch.empty_like(source)
 
     def best(call: Callable[[], Any]) -> float:
-        least = float("inf")
-        for _ in range(12):
-            synchronize(device)
-            began = time.perf_counter()
-            call()
-            synchronize(device)
-            least = min(least, time.perf_counter() - began)
-        return least
+        return min(on_device(call, device)[0] for _ in range(12)) / 1000
 
     return {
         "bf16_gemm_tflops": float(f"{2 * size**3 / best(lambda: a @ b) / 1e12:.4g}"),  # of a CPU it may be 0.001

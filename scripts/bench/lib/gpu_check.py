@@ -84,7 +84,7 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
     def training(seconds: int, case: str) -> Step:
         return bench(seconds, "gpu_training", "--rounds", "5", "--cases", case)
 
-    small = [*PYTEST, "tests/engine/test_ops_gpu.py", "-k", "(lists_longer and 257) or skip_norm or 8_bit"]
+    small = [*PYTEST, "tests/engine/test_ops_gpu.py", "-k", "(lists_longer and 513) or skip_norm or 8_bit"]
     # PyTorch cuts small tensors out of large blocks, and memcheck only knows blocks: with a block for each tensor it
     # notices accesses beyond one.
     blocks = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

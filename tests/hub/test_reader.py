@@ -7,6 +7,7 @@ import random
 import struct
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -318,6 +319,31 @@ def test_pickles_of_other_things(content, message, tmp_path):
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=message):
         open_weight_files(tmp_path / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize(
+    "content, holds",
+    [
+        ({"a": np.ones(2)}, r"numpy\S+_reconstruct"),
+        ({"a": Bomb("ran")}, r"posix\.mkdir"),
+        (torch.nn.ReLU(), r"\S+\.ReLU"),
+    ],
+    ids=["numpy", "code", "module"],
+)
+def test_what_a_pickle_holds_is_named(content, holds, new, tmp_path):
+    """Without the advice of torch to run it all the same."""
+    torch.save(content, tmp_path / "model.bin", _use_new_zipfile_serialization=new)
+    with pytest.raises(ValueError, match=rf"model.bin cannot be read as weights: it holds {holds}, which is no tensor"):
+        open_weight_files(tmp_path / "model.bin")
+
+
+def test_torchscript_is_no_file_of_weights(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "model.bin")
+    with zipfile.ZipFile(tmp_path / "model.bin", "a") as archive:
+        archive.writestr("model/constants.pkl", b"")
+    with pytest.raises(ValueError, match="TorchScript archives passed to ``torch.load``. Only tensors are read"):
+        open_weight_files(tmp_path / "model.bin")
 
 
 def test_damaged_pickles(tmp_path):

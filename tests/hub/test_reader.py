@@ -346,6 +346,28 @@ def test_torchscript_is_no_file_of_weights(tmp_path):
         open_weight_files(tmp_path / "model.bin")
 
 
+def test_links_to_files_that_are_gone(saved):
+    """A listing shows them as files: of a snapshot that was copied out of the cache, say."""
+    path = saved("base")
+    (path / "tokenizer.json").write_text("{}")
+    for name, load in (
+        ("config.json", mc.from_pretrained),
+        ("model.safetensors", mc.from_pretrained),
+        ("tokenizer.json", mc.AutoTokenizer.from_pretrained),
+    ):
+        (path / name).rename(path / "kept")
+        (path / name).symlink_to("../blobs/1234")
+        with pytest.raises(ValueError, match=rf"{name} is a link to ../blobs/1234, which is not there"):
+            load(path)
+        (path / "kept").rename(path / name)
+    entries = {"weight_map": {"a": "model-1.safetensors"}}
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(entries))
+    (path / "model-1.safetensors").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="model-1.safetensors is a link to nowhere, which is not there"):
+        mc.from_pretrained(path)
+
+
 def test_damaged_pickles(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.randn(100, 100)}, path)

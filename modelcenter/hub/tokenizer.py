@@ -77,12 +77,12 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         # transformers would look half a minute for each file that is not there
         kwargs["local_files_only"] = True
     cpm_class = _cpm_class(directory, source, kwargs)
+    config_file = None if cpm_class is not None else _find_file(CONFIG_FILE, directory, source, kwargs)
+    fields = {} if config_file is None else read_json(config_file)
     try:
         if cpm_class is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return cpm_class.from_pretrained(source, **kwargs)
-        config_file = _find_file(CONFIG_FILE, directory, source, kwargs)
-        fields = {} if config_file is None else read_json(config_file)
         if not kwargs["trust_remote_code"] and (config := _config_that_transformers_lacks(fields)) is not None:
             kwargs.setdefault("config", config)
         return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)

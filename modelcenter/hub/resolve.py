@@ -100,9 +100,10 @@ def local_directory(name: str) -> Path | None:
     """The checkpoint directory that `name` is, if it is one.
 
     Raises:
-        ValueError: it is a path, but not of a checkpoint directory.
+        ValueError: it is a path, but not of a checkpoint directory, or a link to a file that is gone.
     """
     path = Path(expanduser(name))
+    refuse_broken_link(path)
     if path.is_dir():
         refuse_broken_link(path / CONFIG_FILE)
         if (path / CONFIG_FILE).is_file() or (path / MANIFEST_FILE).is_file():

@@ -360,6 +360,9 @@ def test_links_to_files_that_are_gone(saved):
         with pytest.raises(ValueError, match=rf"{name} is a link to ../blobs/1234, which is not there"):
             load(path)
         (path / "kept").rename(path / name)
+    (path.parent / "other").symlink_to("nowhere")  # no name to ask the Hub for
+    with pytest.raises(ValueError, match="other is a link to nowhere, which is not there"):
+        mc.from_pretrained(path.parent / "other")
     entries = {"weight_map": {"a": "model-1.safetensors"}}
     (path / "model.safetensors").unlink()
     (path / "model.safetensors.index.json").write_text(json.dumps(entries))

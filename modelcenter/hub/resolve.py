@@ -13,6 +13,7 @@ from modelcenter._paths import nearest_beside
 from modelcenter.convert.legacy.translation import LegacyNetwork
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.json_files import read_json
+from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
 from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.remote.download import (
@@ -99,10 +100,12 @@ def local_directory(name: str) -> Path | None:
     """The checkpoint directory that `name` is, if it is one.
 
     Raises:
-        ValueError: it is a path, but not of a checkpoint directory.
+        ValueError: it is a path, but not of a checkpoint directory, or a link to a file that is gone.
     """
     path = Path(expanduser(name))
+    refuse_broken_link(path)
     if path.is_dir():
+        refuse_broken_link(path / CONFIG_FILE)
         if (path / CONFIG_FILE).is_file() or (path / MANIFEST_FILE).is_file():
             return path
         if own_preset(name) is not None:

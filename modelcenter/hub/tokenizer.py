@@ -12,6 +12,7 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.json_files import read_json
+from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, download_file, is_reachable
 from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, name_of, repo_of
@@ -55,7 +56,10 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     source, pinned = (str(directory), None) if directory is not None else repo_of(name)
     if pinned is not None:
         kwargs.setdefault("revision", pinned)
-    held = [] if directory is None else [directory / n for n in TOKENIZER_FILES if (directory / n).is_file()]
+    paths = [] if directory is None else [directory / name for name in TOKENIZER_FILES]
+    for path in paths:
+        refuse_broken_link(path)
+    held = [path for path in paths if path.is_file()]
     if directory is not None and not held:
         # transformers would make one without words for some families
         raise ValueError(
@@ -73,12 +77,12 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         # transformers would look half a minute for each file that is not there
         kwargs["local_files_only"] = True
     cpm_class = _cpm_class(directory, source, kwargs)
+    config_file = None if cpm_class is not None else _find_file(CONFIG_FILE, directory, source, kwargs)
+    fields = {} if config_file is None else read_json(config_file)
     try:
         if cpm_class is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return cpm_class.from_pretrained(source, **kwargs)
-        config_file = _find_file(CONFIG_FILE, directory, source, kwargs)
-        fields = {} if config_file is None else read_json(config_file)
         if not kwargs["trust_remote_code"] and (config := _config_that_transformers_lacks(fields)) is not None:
             kwargs.setdefault("config", config)
         return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)

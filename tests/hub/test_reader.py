@@ -7,6 +7,7 @@ import random
 import struct
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -318,6 +319,56 @@ def test_pickles_of_other_things(content, message, tmp_path):
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=message):
         open_weight_files(tmp_path / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize(
+    "content, holds",
+    [
+        ({"a": np.ones(2)}, r"numpy\S+_reconstruct"),
+        ({"a": Bomb("ran")}, r"posix\.mkdir"),
+        (torch.nn.ReLU(), r"\S+\.ReLU"),
+    ],
+    ids=["numpy", "code", "module"],
+)
+def test_what_a_pickle_holds_is_named(content, holds, new, tmp_path):
+    """Without the advice of torch to run it all the same."""
+    torch.save(content, tmp_path / "model.bin", _use_new_zipfile_serialization=new)
+    with pytest.raises(ValueError, match=rf"model.bin cannot be read as weights: it holds {holds}, which is no tensor"):
+        open_weight_files(tmp_path / "model.bin")
+
+
+def test_torchscript_is_no_file_of_weights(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "model.bin")
+    with zipfile.ZipFile(tmp_path / "model.bin", "a") as archive:
+        archive.writestr("model/constants.pkl", b"")
+    with pytest.raises(ValueError, match="TorchScript archives passed to ``torch.load``. Only tensors are read"):
+        open_weight_files(tmp_path / "model.bin")
+
+
+def test_links_to_files_that_are_gone(saved):
+    """A listing shows them as files: of a snapshot that was copied out of the cache, say."""
+    path = saved("base")
+    (path / "tokenizer.json").write_text("{}")
+    for name, load in (
+        ("config.json", mc.from_pretrained),
+        ("model.safetensors", mc.from_pretrained),
+        ("tokenizer.json", mc.AutoTokenizer.from_pretrained),
+    ):
+        (path / name).rename(path / "kept")
+        (path / name).symlink_to("../blobs/1234")
+        with pytest.raises(ValueError, match=rf"{name} is a link to ../blobs/1234, which is not there"):
+            load(path)
+        (path / "kept").rename(path / name)
+    (path.parent / "other").symlink_to("nowhere")  # no name to ask the Hub for
+    with pytest.raises(ValueError, match="other is a link to nowhere, which is not there"):
+        mc.from_pretrained(path.parent / "other")
+    entries = {"weight_map": {"a": "model-1.safetensors"}}
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(entries))
+    (path / "model-1.safetensors").symlink_to("nowhere")
+    with pytest.raises(ValueError, match="model-1.safetensors is a link to nowhere, which is not there"):
+        mc.from_pretrained(path)
 
 
 def test_damaged_pickles(tmp_path):

@@ -223,6 +223,27 @@ def test_a_connection_that_breaks_off_is_no_hub_that_cannot_be_reached():
             raise RemoteProtocolError("peer closed")
 
 
+@pytest.mark.parametrize(
+    "status, fix",
+    [
+        (429, "Run it again later; signed in .* one may ask more often"),
+        (503, "Run it again later"),
+        (403, "Check HF_ENDPOINT and the token's rights"),
+    ],
+)
+def test_a_hub_that_answers_with_a_status_can_be_reached(status, fix):
+    from huggingface_hub import errors
+
+    from modelcenter.hub.remote import download
+
+    answered = errors.HTTPError(f"{status} for url:\nhttp://hub.")
+    answered.response = types.SimpleNamespace(status_code=status)
+    told = rf"does not give model.safetensors of me/tiny, which the cache lacks: {status} for url: http://hub. {fix}$"
+    with pytest.raises(download.UnreachableError, match=told):
+        with download.explain_errors("me/tiny", download.HubOptions(), "model.safetensors"):
+            raise errors.LocalEntryNotFoundError("check your connection") from answered
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch):
     import huggingface_hub
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import struct
 from pathlib import Path
@@ -321,6 +322,14 @@ def test_a_disk_that_is_full_before_the_tokenizer_is_an_error_as_any_other(model
 def test_a_tokenizer_is_found_beside_a_weight_file(saved, tokenizer):
     tokenizer.save_pretrained(path := saved("base"))
     assert mc.AutoTokenizer.from_pretrained(path / "model.safetensors")("good")["input_ids"] == [2, 5, 3]
+
+
+def test_a_tokenizer_beside_a_damaged_config(tokenizer, tmp_path):
+    """The tokenizer is not at fault."""
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path))}/config.json cannot be read as JSON: [^.]*$"):
+        mc.AutoTokenizer.from_pretrained(tmp_path)
 
 
 def test_a_tokenizer_of_a_newer_library(tokenizer, tmp_path):

@@ -190,6 +190,16 @@ def test_new_tokens_get_rows(folder):
     assert mc.from_pretrained(str(folder / "run" / "model")).config.vocab_size == len(make_tokenizer()) + 2
 
 
+def test_a_tokenizer_with_words_for_which_the_model_has_no_rows(folder):
+    tokenizer = mc.AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer.add_tokens(["<film>", "<cast>"])
+    tokenizer.save_pretrained(folder / "base")
+    with pytest.raises(ValueError, match="words were added .* no rows. --add_tokens '<cast>' makes rows for all"):
+        main(command(values_of(folder, "run")))
+    main(command(values_of(folder, "run", add_tokens=["<cast>"])))
+    assert mc.from_pretrained(folder / "run" / "model").config.vocab_size == len(make_tokenizer()) + 2
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -114,6 +115,18 @@ def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys)
     assert new_tokens(mc.from_config("tiny/llama", "causal-lm"), None, 9) == 128  # any number of positions
     with pytest.raises(ValueError, match="30 new ones exceed the 32 positions"):
         run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS, max_new_tokens=30))
+
+
+def test_words_added_to_a_tokenizer_without_rows_in_the_model(folder, tmp_path, capsys):
+    """As the padding token of many a published Llama; only a prompt that has one is an error."""
+    shutil.copytree(folder, tmp_path / "padded")
+    tokenizer = mc.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "padded")
+    run_generate(config(tmp_path / "padded", prompt=PROMPTS))
+    assert capsys.readouterr().out.splitlines() == [expected(folder, prompt)[0] for prompt in PROMPTS]
+    with pytest.raises(ValueError, match="input_ids: got numbers .* expected 0 to 15"):
+        run_generate(config(tmp_path / "padded", prompt=["a [PAD]"]))
 
 
 def test_a_session_outlives_a_bad_prompt_and_ctrl_c(folder, capsys, monkeypatch):

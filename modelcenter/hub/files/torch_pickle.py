@@ -3,6 +3,7 @@
 Files are opened with `weights_only`, so no code in them runs.
 """
 
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,20 @@ def _torch_load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a bad file; each is reported with its cause
         raise ValueError(
-            f"{path} cannot be read as weights: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
+            f"{path} cannot be read as weights: {_reason(error)}. "
             "Only tensors are read from a pickle, nothing in it is executed; a file that holds other objects, or is "
             "damaged, must be converted to safetensors by someone who trusts it"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a file that torch.load refuses, without its advice to run the code that the file names."""
+    text = str(error)
+    if named := re.search(r"GLOBAL (\S+)", text):
+        return f"it holds {named[1]}, which is no tensor"
+    if unread := re.search(r"WeightsUnpickler error:\s*(\S.*)", text):
+        return unread[1]
+    return text.partition(" In PyTorch 2.6")[0].partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _state_dict(loaded: Any, path: Path) -> dict[str, torch.Tensor]:

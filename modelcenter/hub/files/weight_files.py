@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.reader import FileSource, TensorInfo
 from modelcenter.hub.files.safetensors import safetensors_header
 from modelcenter.hub.files.torch_pickle import pickle_tensors
@@ -28,6 +29,8 @@ def open_weight_files(weights: Path) -> FileSource:
 def _open_shards(index: Path) -> FileSource:
     entries = index_files(index)
     files = [index.parent / name for name in sorted(set(entries.values()))]
+    for path in files:
+        refuse_broken_link(path)
     absent = [path.name for path in files if not path.is_file()]
     if absent:
         raise ValueError(f"{index} lists {len(files)} files, of which {len(absent)} are missing: {', '.join(absent)}")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from modelcenter.hub.files.json_files import unique_keys
+from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.names import WEIGHT_FILES
 
 # Megatron's tensor parallelism leaves a file of each rank.
@@ -31,10 +32,11 @@ def find_weights(directory: Path) -> Path:
     """The weight file, or the index of weight files, of a Hugging Face directory.
 
     Raises:
-        ValueError: the directory holds none that can be read; lists what it holds.
+        ValueError: the directory holds none that can be read (lists what it holds), or a link to one that is gone.
     """
     for name in WEIGHT_FILES:
         for candidate in (directory / name, directory / f"{name}.index.json"):
+            refuse_broken_link(candidate)
             if candidate.is_file():
                 return candidate
     if (directory / MEGATRON_FIRST_PART).is_file():

@@ -247,10 +247,16 @@ def _in_cache(repo: str, name: str, options: HubOptions) -> Any:
 
 
 def _unreachable(repo: str, name: str, endpoint: str, error: BaseException) -> UnreachableError:
+    said = " ".join(str(error).split()).rstrip(".")
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:  # there is a network
+        fix = "Run it again later" if status in _TRANSIENT_STATUSES else "Check HF_ENDPOINT and the token's rights"
+        fix += "; signed in (HF_TOKEN, `hf auth login`) one may ask more often" if status == 429 else ""
+        return UnreachableError(f"{endpoint} does not give {name} of {repo}, which the cache lacks: {said}. {fix}")
     known = any(repo == info.hub for info in list_models())  # then nothing is misspelt
     hint = "" if known else nearest(repo, preset_names())
     return UnreachableError(
-        f"{repo!r} is no local directory, the cache lacks its {name}, and {endpoint} cannot be reached ({error}). "
+        f"{repo!r} is no local directory, the cache lacks its {name}, and {endpoint} cannot be reached ({said}). "
         "Check the network, HF_ENDPOINT and proxies, give a directory, or run `modelcenter download` where there is a "
         f"network.{hint}"
     )

@@ -69,7 +69,7 @@ class _Generator:
                 f"{cfg.run}: a model for {self.model.task} writes no text; expected causal-lm or seq2seq-lm"
             )
         self.tokenizer = load_tokenizer(cfg, trained)
-        size = len(self.tokenizer)
+        size = self.tokenizer.vocab_size  # words added later may have no row; a prompt with one is an error of its own
         if size > self.model.config.vocab_size:
             raise ValueError(
                 f"tokenizer: has {size} tokens, the model's vocabulary {self.model.config.vocab_size}; give the one "

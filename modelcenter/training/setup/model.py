@@ -39,9 +39,14 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         model = _load_model(cfg, task, tokenizer)
     vocab_size = getattr(model.config, "vocab_size", len(tokenizer))
     if len(tokenizer) > vocab_size:
+        why = "they do not belong together"
+        if tokenizer.vocab_size <= vocab_size:
+            added = tokenizer.get_added_vocab()
+            last = max(added, key=added.__getitem__)
+            why = f"words were added to it for which the model has no rows. --add_tokens {last!r} makes rows for all"
         raise ValueError(
             f"tokenizer: {cfg.tokenizer or cfg.model} has {len(tokenizer)} tokens, but the model's vocab_size is "
-            f"{vocab_size}: they do not belong together"
+            f"{vocab_size}: {why}"
         )
     if model.task == "causal-lm" and not getattr(model.config, "is_decoder", True):
         raise ValueError(

@@ -127,8 +127,9 @@ def accumulate(
         batches = list(_padded(microbatches, needed, empty))
         pipeline.check_same(batches)
         held = pipeline.take_shared_gradients(model)
-    averaged_here = left_to_caller(model.parameters())
-    with accumulate_in_fp32(model), _reduce_lazily(roots) as set_last, uses.watch(roots), averaged_here:
+    parameters = list(model.parameters())
+    averaged_here, in_fp32 = left_to_caller(parameters), accumulate_in_fp32(model, parameters)
+    with in_fp32, _reduce_lazily(roots) as set_last, uses.watch(roots), averaged_here:
         if pipeline is not None:
             total = pipeline.train(model, batches, loss_of, run_backward, before_backward)
         else:

@@ -167,10 +167,10 @@ class _Cast(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dtypes: list[torch.dtype] = ctx.dtypes
         given = [g for g in grads if g is not None]
-        plain = given and len(set(dtypes)) == 1 and all(type(g) is torch.Tensor for g in given)
+        plain = set(map(type, given)) == {torch.Tensor} and len(set(dtypes)) == 1
         if plain and not torch.is_grad_enabled():  # with create_graph the derivatives have some of their own
             wide = iter(_cast_list([g.contiguous() for g in given], dtypes[0], in_one=True))
-            return None, *(None if g is None else next(wide) for g in grads)
+            return None, *[None if g is None else next(wide) for g in grads]
         return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
 
 

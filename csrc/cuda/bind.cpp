@@ -22,7 +22,14 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// The kernels' launches alone are under a DeviceGuard: what checks the arguments, and may throw, comes before it.
+// The kernels' launches and questions about the GPU alone are under a DeviceGuard, as the current one may be another than
+// the tensors': what checks the arguments, and may throw, comes before it.
+template <class Ask>
+int64_t of_device(const Tensor& x, const Ask& ask) {
+  const DeviceGuard guard(x.get_device_index());
+  return ask();
+}
+
 void done(int error) { MC_CHECK(error == 0, "a CUDA kernel was not launched: error ", error); }
 
 void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v, const Tensors& aux,
@@ -139,7 +146,10 @@ void norm(const NormJob& job, const Tensor& x, int64_t stream) {
 void norm_backward(const NormBackwardJob& job, const Tensor& x, int64_t stream) {
   in_registers(job.n);
   Tensor room;
-  if (job.dweight) room = torch::stable::new_empty(x, {cuda_norm_room(job)}, ScalarType::Float);
+  if (job.dweight) {
+    const int64_t numbers = of_device(x, [&] { return cuda_norm_room(job); });
+    room = torch::stable::new_empty(x, {numbers}, ScalarType::Float);
+  }
   const DeviceGuard guard(x.get_device_index());
   done(cuda_norm_backward(job, job.dweight ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
 }
@@ -151,7 +161,8 @@ Tensor column_sums(Tensor given, int64_t stream) {
   const Columns of{x.const_data_ptr(), type_of(x, "x"), x.size(0), x.size(1), x.stride(0)};
   const Tensor out = torch::stable::new_empty(x, {of.n});
   if (!of.n) return out;
-  const Tensor room = torch::stable::new_empty(x, {cuda_column_sums_room(of)}, ScalarType::Float);
+  const int64_t numbers = of_device(x, [&] { return cuda_column_sums_room(of); });
+  const Tensor room = torch::stable::new_empty(x, {numbers}, ScalarType::Float);
   const DeviceGuard guard(x.get_device_index());
   done(cuda_column_sums(of, out.mutable_data_ptr(), (float*)room.mutable_data_ptr(), (void*)stream));
   return out;

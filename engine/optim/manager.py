@@ -182,7 +182,7 @@ class OptimManager:
             defer: leave the gradients as they are and let ``step`` scale them inside its kernel, which saves a pass
                 over them. Takes effect for the optimizers of this package whose parameters are all in ``param_groups``.
         """
-        parameters = list(_parameters(param_groups))
+        parameters = _parameters(param_groups)
         norm = grad_norm(parameters, norm_type)
         if self._scale is not None:
             norm = norm / self._scale
@@ -190,7 +190,7 @@ class OptimManager:
         left = parameters  # to be scaled here
         inside: set[int] = set()
         for index, optimizer in enumerate(self.optimizers):
-            own = list(_parameters(optimizer.param_groups))
+            own = _parameters(optimizer.param_groups)
             if not same_objects(own, parameters):
                 # Made only here: with many small parameters, a set of them costs as much as their norm.
                 inside = inside or set(map(id, parameters))
@@ -339,12 +339,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _parameters(param_groups: Iterable[Any]) -> Iterable[torch.Tensor]:
+def _parameters(param_groups: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []  # generators would be resumed twice for each parameter
     for group in [param_groups] if isinstance(param_groups, torch.Tensor | dict) else param_groups:
-        if isinstance(group, dict):
-            yield from _parameters(group["params"])
-        else:
-            yield group
+        given = group["params"] if isinstance(group, dict) else group
+        found += [given] if isinstance(given, torch.Tensor) else given
+    return found
 
 
 def _without(these: list[torch.Tensor], those: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ the batch was cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,14 +18,17 @@ from engine.tensors import local_tensor, with_local
 
 
 @contextmanager
-def accumulate_in_fp32(model: nn.Module) -> Iterator[None]:
+def accumulate_in_fp32(model: nn.Module, shown: Iterable[nn.Parameter]) -> Iterator[None]:
     """Let the gradients of 16-bit parameters, those from before included, be added up in fp32 inside; they have the
-    parameter's dtype again afterwards. A parameter whose gradient comes once needs no memory for it."""
-    if not _trained_in_16_bits(model):
+    parameter's dtype again afterwards. A parameter whose gradient comes once needs no memory for it.
+
+    shown: the parameters of the model as it shows them.
+    """
+    if not _trained_in_16_bits(shown):
         yield
         return
     reshard(model)  # the shards have the gradients, whatever a forward without a backward has left shown
-    parameters = _trained_in_16_bits(model)
+    parameters = _trained_in_16_bits(model.parameters())
     sums: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -54,5 +57,5 @@ def accumulate_in_fp32(model: nn.Module) -> Iterator[None]:
             summed.grad = with_local(total, local_tensor(total).to(summed.dtype))
 
 
-def _trained_in_16_bits(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+def _trained_in_16_bits(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [p for p in parameters if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]

@@ -230,9 +230,15 @@ def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:
 
 def sharded_roots(model: nn.Module) -> list[FSDPModule]:
     """The outermost sharded modules in ``model``, itself included."""
-    if isinstance(model, FSDPModule):
-        return [model]
-    return [root for child in model.children() for root in sharded_roots(child)]
+    found: list[FSDPModule] = []
+    left = [model]
+    while left:  # each step asks: without generators for each module
+        module = left.pop()
+        if isinstance(module, FSDPModule):
+            found.append(module)
+        else:
+            left += [child for child in reversed(dict.fromkeys(module._modules.values())) if child is not None]
+    return found
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:

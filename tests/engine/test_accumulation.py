@@ -127,6 +127,20 @@ def test_what_forward_and_counts_return_is_checked(loss, counts, message):
         engine.accumulate(nn.Linear(2, 2), [0], lambda _, totals: totals["tokens"] and loss, lambda _: counts)
 
 
+def test_a_step_of_a_plain_model_goes_over_its_parameters_once(monkeypatch):
+    """torch's walks are generators for each module, and small models on a GPU wait for the host."""
+    walks = []
+    for name in ("named_parameters", "named_children"):
+        walk = getattr(nn.Module, name)
+        monkeypatch.setattr(nn.Module, name, lambda *a, n=name, w=walk, **k: walks.append(n) or w(*a, **k))
+    model = toys.build()
+    loss_of, batch = toys.loss_of(model), toys.microbatch(0)
+    engine.accumulate(model, [batch], loss_of, toys.counts)
+    walks.clear()
+    engine.accumulate(model, [batch], loss_of, toys.counts)
+    assert walks == ["named_parameters"]
+
+
 def test_backward_may_be_given_and_gradients_add_up():
     model = toys.build()
     batches = [toys.microbatch(0)]

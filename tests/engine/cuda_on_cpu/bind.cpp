@@ -2,13 +2,15 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "core/arguments.h"
+#include "cuda_runtime.h"
 
 namespace torch::stable::accelerator {
-struct NoGuard {  // there is one device
-  explicit NoGuard(int) {}
+struct Guard {
+  explicit Guard(int) { cuda_on_cpu::guards++; }
+  ~Guard() { cuda_on_cpu::guards--; }
 };
 }  // namespace torch::stable::accelerator
 
-#define DeviceGuard NoGuard
+#define DeviceGuard Guard
 #define CUDA CPU
 #include "cuda/bind.cpp"

@@ -69,6 +69,8 @@ inline int number(const char* name, int otherwise) {
   abort();
 }
 
+inline int guards = 0;  // that are alive: whether the tensors' device is the current one
+
 constexpr unsigned kWarp = 32;
 enum State { kReady, kAtBarrier, kAtWarp, kDone };
 
@@ -189,7 +191,10 @@ inline float __uint_as_float(uint32_t u) {
   return x;
 }
 
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  if (!cuda_on_cpu::guards) cuda_on_cpu::fail("the current device is asked for, and may be another than the tensors'");
+  return *device = 0, cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = cuda_on_cpu::number("CUDA_ON_CPU_PROCESSORS", 2), cudaSuccess;
 }

@@ -498,7 +498,7 @@ def test_rows_without_text_and_unseen_labels(folder):
     ):
         finetune(folder, train_data=str(folder / "data" / "train.jsonl"), eval_data=str(folder / "b.jsonl"))
     write_jsonl(folder / "c.jsonl", [{"review": row["text"], "label": row["label"]} for row in rows])
-    says = "c.jsonl has no column 'text', it has 'review', 'label'. It is that of .*train.jsonl, whose columns the"
+    says = "c.jsonl has no column 'text', it has 'review', 'label'. It is that of .*train.jsonl, whose columns this"
     with pytest.raises(ValueError, match=says):
         finetune(folder, eval_data=str(folder / "c.jsonl"))
 

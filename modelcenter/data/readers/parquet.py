@@ -16,12 +16,10 @@ def read_parquet(path: Path, raw: bytes) -> ParsedFile:
     """The columns of a file, and the class names that the `datasets` library has written for some.
 
     Raises:
-        ValueError: no parquet file, or a damaged one; pyarrow is missing.
+        ValueError: no parquet file, or a damaged one; two columns of one name; pyarrow is missing.
     """
-    with _naming_errors(path):
-        import pyarrow.parquet
-
-        table = _with_texts(pyarrow.parquet.read_table(io.BytesIO(raw)))
+    with _opened(path, io.BytesIO(raw)) as file:
+        table = _with_texts(file.read())
         about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         inner = {name: spec.get("feature", spec) for name, spec in about.items() if isinstance(spec, dict)}
         classes = {name: spec["names"] for name, spec in inner.items() if isinstance(spec, dict) and spec.get("names")}
@@ -34,28 +32,32 @@ def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: as read_parquet, when the rows are read.
     """
-    with _naming_errors(path):
+    with _opened(path, path) as file:
         import pyarrow
-        import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(path) as file:
-            group = 0
-            while group < file.num_row_groups and file.metadata.row_group(group).num_rows <= start:
-                start, group = start - file.metadata.row_group(group).num_rows, group + 1
-            for batch in file.iter_batches(1024, row_groups=list(range(group, file.num_row_groups))):
-                yield from _with_texts(pyarrow.Table.from_batches([batch[start:]])).to_pylist()
-                start = max(start - len(batch), 0)
+        group = 0
+        while group < file.num_row_groups and file.metadata.row_group(group).num_rows <= start:
+            start, group = start - file.metadata.row_group(group).num_rows, group + 1
+        for batch in file.iter_batches(1024, row_groups=list(range(group, file.num_row_groups))):
+            yield from _with_texts(pyarrow.Table.from_batches([batch[start:]])).to_pylist()
+            start = max(start - len(batch), 0)
 
 
 @contextmanager
-def _naming_errors(path: Path) -> Iterator[None]:
-    """Errors of pyarrow as a ValueError with the name of the file: those of a damaged page have none."""
+def _opened(path: Path, source: Path | io.BytesIO) -> Iterator[Any]:
+    """The ParquetFile of a source, which has each column's name once. Errors of pyarrow, also those of what is read
+    later, become a ValueError with the name of the file: those of a damaged page have none."""
     try:
         import pyarrow
+        import pyarrow.parquet
     except ImportError:
         raise ValueError(f"{path}: reading parquet needs pyarrow (pip install pyarrow)") from None
     try:
-        yield
+        with pyarrow.parquet.ParquetFile(source) as file:
+            names = file.schema_arrow.names
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"{path}: {', '.join(map(repr, sorted(twice)))} is the name of two columns")
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the system's own error, which names the file

@@ -340,11 +340,14 @@ def _as_float(value: Any) -> float | None:
 
 def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
     out = np.empty((len(values), width), dtype=np.float32)
+    largest = float(np.finfo(out.dtype).max)
     for row, value in enumerate(values):
         numbers = [_as_float(v) for v in _members(value)]
         if len(numbers) != width or any(number is None for number in numbers):
             expected = "a number" if width == 1 else f"a list of {width} numbers"
             raise ValueError(f"{where(row)}: label {value!r:.60} is not {expected}, as regression needs")
+        if beyond := [number for number in numbers if number is not None and abs(number) > largest]:
+            raise ValueError(f"{where(row)}: label {beyond[0]:g} is beyond {largest:.3g}; scale the labels")
         out[row] = numbers
     return out[:, 0] if width == 1 else out
 

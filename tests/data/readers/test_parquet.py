@@ -66,6 +66,18 @@ def test_parquet_of_texts_as_bytes(tmp_path):
         find_labels(table.columns["image"], table.where)
 
 
+def test_two_columns_of_one_name(tmp_path):
+    """pyarrow keeps the last of them in rows, and refuses to read the file whole."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([["a"], [1], ["b"]], names=["text", "label", "text"]), path)
+    for reading in (lambda: read_file(path), lambda: next(FileRows([path]).read())):
+        with pytest.raises(ValueError, match="a.parquet: 'text' is the name of two columns"):
+            reading()
+
+
 def test_a_damaged_page_of_parquet_names_the_file(tmp_path):
     pytest.importorskip("pyarrow")
     import pyarrow.parquet

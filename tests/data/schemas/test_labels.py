@@ -198,6 +198,8 @@ def test_regression():
     assert find_labels([["1.5"], ["2"]], where).names == ("1.5", "2")
     with pytest.raises(ValueError, match="line 2: label 'high' is not a number"):
         find_labels([1.5, "high"], where, problem_type="regression")
+    with pytest.raises(ValueError, match=r"line 2: label 1e\+39 is beyond 3.4e\+38"):
+        both([0.5, 1e39])  # infinite in 32 bits
     with pytest.raises(ValueError, match="line 2: label .* is not a list of 2 numbers"):
         find_labels([[1, 2.5], [1]], where, problem_type="regression")
 

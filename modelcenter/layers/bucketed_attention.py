@@ -1,7 +1,8 @@
 """Attention by rectangles: sequences of similar length are padded to one length and attended together.
 
-On a CPU one autograd function does it: it keeps the softmax, draws the masks of dropout anew in backward, and writes
-gradients without zero-filling. Elsewhere it is scaled_dot_product_attention for each rectangle.
+On a CPU one autograd function does it: it keeps the softmax, or of long sequences makes it anew in backward, as it does
+the masks of dropout, and writes gradients without zero-filling. Elsewhere it is scaled_dot_product_attention for each
+rectangle.
 """
 
 import math
@@ -19,7 +20,7 @@ from engine.ops.autograd import once_differentiable
 from modelcenter.layers.buckets import Bucket, Places, make_places
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
-from modelcenter.layers.segments import with_segment_bias
+from modelcenter.layers.segments import Segments, with_segment_bias
 
 Pairs = Sequence[tuple[Bucket, Bucket]]
 
@@ -90,6 +91,53 @@ def _partial(pairs: Pairs, tokens: int, side: int = 0) -> bool:
     )
 
 
+class _Tile(NamedTuple):
+    """Queries `start` to `stop` - 1 of each sequence of a rectangle, with all keys."""
+
+    queries: Bucket
+    keys: Bucket
+    start: int
+    stop: int
+
+    def of(self, rows: Tensor) -> Tensor:
+        """(n * groups, heads / groups * length, ...) of the rectangle -> the rows of these queries."""
+        parts = rows.view(rows.shape[0], -1, self.queries.length, *rows.shape[2:])
+        return parts[:, :, self.start : self.stop].flatten(1, 2)
+
+    def by_head(self, rows: Tensor) -> Tensor:
+        """(n * groups, heads / groups * queries, keys) of the tile -> (n, heads, queries, keys)."""
+        return rows.view(self.queries.n, -1, self.stop - self.start, rows.shape[2])
+
+    def segments(self, mask: Mask) -> tuple[Segments, Segments] | None:
+        """Of the queries and of the keys, which are of the same sequences."""
+        of_keys = mask.bucket_segments(self.queries)
+        return None if of_keys is None else (of_keys[:, self.start : self.stop], of_keys)
+
+
+# Scores of a rectangle, in all heads, that are made at once and kept for backward; those of a larger one are made in
+# tiles of so many, once more in backward, as otherwise memory would grow with the square of the length.
+_KEPT, _TILE = 1 << 24, 1 << 22
+
+
+def _tiles(queries: Bucket, keys: Bucket, heads: int) -> list[_Tile]:
+    row, length = queries.n * heads * keys.length, queries.length
+    step = length if row * length <= _KEPT else max(1, _TILE // row)
+    return [_Tile(queries, keys, start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _joined(parts: Sequence[Tensor], tiles: Sequence[_Tile]) -> Tensor:
+    """What `_Tile.of` takes apart."""
+    if len(tiles) == 1:
+        return parts[0]
+    rows = [x.view(x.shape[0], -1, tile.stop - tile.start, x.shape[2]) for x, tile in zip(parts, tiles, strict=True)]
+    return torch.cat(rows, 2).flatten(1, 2)
+
+
+def _plus(total: Tensor | None, part: Tensor) -> Tensor:
+    """The sum, of several parts in fp32; `total` may become it."""
+    return part if total is None else total.float().add_(part)
+
+
 class _BucketedAttention(torch.autograd.Function):
     """dropout(softmax(scale q k^T + bias)) v per bucket, on the CPU. q, out: (T, heads * head_dim).
 
@@ -115,71 +163,102 @@ class _BucketedAttention(torch.autograd.Function):
         for queries, keys in pairs:
             qb = _matrices(q, queries, of_queries, of_keys)
             kb, vb = (_matrices(x, keys, of_keys, of_keys) for x in (k, v))
-            scores = torch.bmm(qb, kb.transpose(1, 2)).mul_(scale)
-            by_head = scores.view(queries.n, of_queries, queries.length, keys.length)
-            _add_bias_and_mask_(by_head, bias, segment_bias, options.mask, queries, keys)
-            dropped = probs = torch.softmax(scores, -1)
+            numbers: Tensor | None = None
             if drop.p:
                 places = slice(queries.start, queries.stop) if queries.index is None else queries.index
-                ctx.numbers.append(drop.numbers(q.shape[0], places, queries.n, of_queries))
-                dropped = drop.drop(probs, ctx.key, ctx.numbers[-1])
-            _scatter(out, torch.bmm(dropped, vb), queries, of_queries)
-            saved += [qb, kb, vb, probs]
+                numbers = drop.numbers(q.shape[0], places, queries.n, of_queries).view(*qb.shape[:2])
+            ctx.numbers.append(numbers)
+            tiles, mixed = _tiles(queries, keys, of_queries), []
+            for tile in tiles:
+                dropped = probs = _weights(tile.of(qb), kb, tile, bias, segment_bias, options)
+                if numbers is not None:
+                    dropped = drop.drop(probs, ctx.key, tile.of(numbers).flatten())
+                mixed.append(torch.bmm(dropped, vb))
+            _scatter(out, _joined(mixed, tiles), queries, of_queries)
+            saved += [qb, kb, vb, probs if len(tiles) == 1 else None]
         ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        bias, segment_bias = ctx.bias, ctx.segment_bias
         of_queries, of_keys, scale, mask, drop = ctx.options
         dq, dk, dv = (
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.shapes, (0, 1, 1), strict=True)
         )
-        dbias, dsegment_bias = (None if x is None else torch.zeros_like(x) for x in (ctx.bias, ctx.segment_bias))
+        dbias, dsegment_bias = (None if x is None else torch.zeros_like(x) for x in (bias, segment_bias))
         saved = ctx.saved_tensors
         for i, (queries, keys) in enumerate(ctx.pairs):
-            qb, kb, vb, probs = saved[4 * i : 4 * i + 4]
+            qb, kb, vb, kept = saved[4 * i : 4 * i + 4]
             go = _matrices(grad, queries, of_queries, of_keys)
             if queries.keep is not None:  # a row of padding repeats a token, and must not send its gradient again
                 by_head = go.view(queries.n, of_queries, queries.length, -1)
                 go = (by_head * queries.keep[:, None, :, None]).view(go.shape)
-            dprobs, dropped = torch.bmm(go, vb.transpose(1, 2)), probs
-            if drop.p:
-                dprobs, dropped = (drop.drop(x, ctx.key, ctx.numbers[i]) for x in (dprobs, probs))
-            _scatter(dv, torch.bmm(dropped.transpose(1, 2), go), keys, of_keys)
-            dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
-            if dbias is not None:
-                n = queries.length
-                by_head, segments = dscores.view(queries.n, of_queries, n, n), mask.bucket_segments(queries)
-                if dsegment_bias is not None and segments is not None:
-                    differ = segments.differ(segments)
-                    segments.add_pairs_(dsegment_bias, by_head * differ)
-                    by_head = by_head.masked_fill(differ, 0.0)
-                add_diagonals_(dbias, by_head.sum(0))
-            dscores.mul_(scale)
-            _scatter(dq, torch.bmm(dscores, kb), queries, of_queries)
-            _scatter(dk, torch.bmm(dscores.transpose(1, 2), qb), keys, of_keys)
+            tiles, of_tiles = _tiles(queries, keys, of_queries), []
+            dkb: Tensor | None = None
+            dvb: Tensor | None = None
+            for tile in tiles:
+                qt, got = tile.of(qb), tile.of(go)
+                probs = _weights(qt, kb, tile, bias, segment_bias, ctx.options) if kept is None else kept
+                dprobs, dropped = torch.bmm(got, vb.transpose(1, 2)), probs
+                if drop.p:
+                    numbers = tile.of(ctx.numbers[i]).flatten()
+                    dprobs, dropped = (drop.drop(x, ctx.key, numbers) for x in (dprobs, probs))
+                dvb = _plus(dvb, torch.bmm(dropped.transpose(1, 2), got))
+                dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
+                if dbias is not None:
+                    _add_gradients_of_bias_(dbias, dsegment_bias, tile.by_head(dscores), tile, mask)
+                dscores.mul_(scale)
+                of_tiles.append(torch.bmm(dscores, kb))
+                dkb = _plus(dkb, torch.bmm(dscores.transpose(1, 2), qt))
+            assert dkb is not None and dvb is not None
+            _scatter(dq, _joined(of_tiles, tiles), queries, of_queries)
+            _scatter(dk, dkb.to(dk.dtype), keys, of_keys)
+            _scatter(dv, dvb.to(dv.dtype), keys, of_keys)
         return dq, dk, dv, dbias, dsegment_bias, None, None
 
 
+def _weights(
+    q: Tensor, k: Tensor, tile: _Tile, bias: Tensor | None, segment_bias: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """The softmax of a tile. q: (n * groups, heads / groups * queries, head_dim). k: (n * groups, keys, head_dim)."""
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(options.scale)
+    _add_bias_and_mask_(tile.by_head(scores), bias, segment_bias, options.mask, tile)
+    return torch.softmax(scores, -1)
+
+
 def _add_bias_and_mask_(
-    scores: Tensor, bias: Tensor | None, segment_bias: Tensor | None, mask: Mask, queries: Bucket, keys: Bucket
+    scores: Tensor, bias: Tensor | None, segment_bias: Tensor | None, mask: Mask, tile: _Tile
 ) -> None:
     """Add the biases to scores (n, heads, queries, keys), and set them to -inf where a query must not look."""
-    segments = mask.bucket_segments(queries)
+    (*_, rows, columns), first, keep = scores.shape, tile.start, tile.keys.keep
+    segments = tile.segments(mask)
     if bias is not None:
-        added = toeplitz(bias, queries.length, queries.length).flip(1)
+        added = toeplitz(bias, rows, columns, first).flip(1)
         if segment_bias is not None and segments is not None:
-            added = with_segment_bias(segment_bias, added, segments, segments)
+            added = with_segment_bias(segment_bias, added, *segments)
         scores.add_(added)
     if segments is not None:
-        hidden = segments.hidden(segments)
-        scores.masked_fill_(hidden if keys.keep is None else hidden | ~keys.keep[:, None, None, :], -math.inf)
-    elif (causal := mask.hidden(queries.length, keys.length)) is not None:
+        hidden = segments[0].hidden(segments[1], first)
+        scores.masked_fill_(hidden if keep is None else hidden | ~keep[:, None, None, :], -math.inf)
+    elif (causal := mask.hidden(rows, columns, first)) is not None:
         scores.masked_fill_(causal, -math.inf)  # no token sees the padding, which comes after all
-    elif keys.keep is not None:
-        scores.masked_fill_(~keys.keep[:, None, None, :], -math.inf)
+    elif keep is not None:
+        scores.masked_fill_(~keep[:, None, None, :], -math.inf)
+
+
+def _add_gradients_of_bias_(
+    dbias: Tensor, dsegment_bias: Tensor | None, dscores: Tensor, tile: _Tile, mask: Mask
+) -> None:
+    """Add what scores (n, heads, queries, keys) with these gradients give to those of the biases."""
+    segments = tile.segments(mask)
+    if dsegment_bias is not None and segments is not None:
+        differ = segments[0].differ(segments[1])
+        segments[0].add_pairs_(dsegment_bias, dscores * differ, segments[1])
+        dscores = dscores.masked_fill(differ, 0.0)
+    add_diagonals_(dbias, dscores.sum(0), tile.start)
 
 
 def _rectangles(rows: Tensor, places: Places, heads: int) -> list[Tensor]:

@@ -59,9 +59,9 @@ class Segments:
         """(n, m, k) number of the pair of their segments, of `kinds` squared."""
         return self.field(2) * kinds + keys.field(2, True)
 
-    def add_pairs_(self, sums: Tensor, x: Tensor) -> None:
-        """Add x (n, heads, m, m) to `sums` (heads, kinds, ...) at the pairs of these tokens."""
-        pairs = self.pairs(self, sums.shape[1]).flatten()
+    def add_pairs_(self, sums: Tensor, x: Tensor, keys: "Segments") -> None:
+        """Add x (n, heads, m, k) to `sums` (heads, kinds, ...) at the pairs of these queries with the keys."""
+        pairs = self.pairs(keys, sums.shape[1]).flatten()
         sums.view(sums.shape[0], -1).index_add_(1, pairs, x.transpose(0, 1).flatten(1).to(sums.dtype))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.ops import attention, dropout_key, dropout_rows, library
-from modelcenter.layers import buckets, sequences
+from modelcenter.layers import bucketed_attention, buckets, sequences
 from modelcenter.layers import packed_attention as packed_attention_module
 from modelcenter.layers.bucketed_attention import AttentionOptions, bucketed_sdpa
 from modelcenter.layers.dropout import AttentionDropout, DrawingModule
@@ -62,9 +62,9 @@ class Problem:
         self.scale = 0.7
 
     def ours(self, path, *inputs):
-        """path: "compiled", the operator for a sequence; "buckets", rectangles; "sdpa", these by torch; "wide", as many
-        and as long as on a GPU; "shared", with masks made once for many layers, for the first heads and the others
-        apart."""
+        """path: "compiled", the operator for a sequence; "buckets", rectangles; "tiles", as if these were large;
+        "sdpa", these by torch; "wide", as many and as long as on a GPU; "shared", with masks made once for many layers,
+        for the first heads and the others apart."""
         q, k, v, *bias = inputs
         mask = Mask(self.causal, self.window, *bias[:1])
         if self.segments is not None:
@@ -128,6 +128,9 @@ class Problem:
 def choose(monkeypatch, path):
     """The compiled operator is taken where it is, fast or not; nothing else is in its place where it is asked for."""
     monkeypatch.setattr(attention, "serves", lambda q, *_: path == "compiled" and q.numel() > 0)
+    if path == "tiles":  # of one query up to a few, the last of them smaller
+        monkeypatch.setattr(bucketed_attention, "_KEPT", 40)
+        monkeypatch.setattr(bucketed_attention, "_TILE", 300)
     if path in ("wide", "shared"):
         monkeypatch.setattr(buckets, "length_multiple", lambda device: 16)
         monkeypatch.setattr(sequences, "length_multiple", lambda device: 16)
@@ -140,7 +143,7 @@ def choose(monkeypatch, path):
     ("path", "kind"),
     [
         (path, kind)
-        for path in ("compiled", "buckets", "sdpa", "wide", "shared")
+        for path in ("compiled", "buckets", "tiles", "sdpa", "wide", "shared")
         for kind in KINDS
         if path != "shared" or "bias" in kind
     ],
@@ -161,6 +164,16 @@ def test_values_and_gradients(monkeypatch, packed, path, kind):
     assert out.shape == wanted.shape and (out - wanted).abs().max() < 1e-5
     for a, t in zip(ours, theirs, strict=True):
         assert (a - t).abs().max() < 2e-5
+
+
+def test_no_square_of_a_long_sequence_is_kept(monkeypatch):
+    choose(monkeypatch, "tiles")
+    packed, sizes = Packed.from_cu_seqlens(torch.tensor([0, 100]), None, 100), []
+    problem = Problem(packed, "segments with bias", heads=1)
+    inputs = [x.requires_grad_() for x in problem.inputs]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()), lambda x: x):
+        problem.ours("tiles", *inputs)
+    assert sizes and max(sizes) < 100 * 100
 
 
 def test_a_row_without_memory_is_refused(packed):
@@ -205,13 +218,13 @@ def test_both_ways_on_a_cpu_drop_the_same_weights(monkeypatch, drawn):
     (layer := DrawingModule()).site = 11
     drop = AttentionDropout(0.3, draws, layer, 2, tokens)
     inputs, found = [torch.randn(53, 32, requires_grad=True) for _ in range(3)], []
-    for path in ("compiled", "buckets"):
+    for path in ("compiled", "buckets", "tiles"):
         choose(monkeypatch, path)
         torch.manual_seed(1)
         out = packed_attention(*inputs, packed, 4, drop, mask=Mask(True))
         found.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
-    for ours, wanted in zip(*found, strict=True):
-        assert (ours - wanted).abs().max() < 1e-5
+    for one, other, third in zip(*found, strict=True):
+        assert (one - third).abs().max() < 1e-5 and (other - third).abs().max() < 1e-5
 
 
 def test_dropout_keeps_the_mean():

@@ -243,7 +243,7 @@ def _gather(share: _Share) -> list[_Share]:
     *facts, items = share
     row = [*map(int, facts), *items, *[0] * (_MAX_TERMS - len(items))]
     table = torch.empty(runtime.world_size(), len(row), dtype=torch.int64, device=runtime.message_device())
-    all_gather_flat(table.view(-1), torch.tensor(row, dtype=torch.int64, device=table.device))
+    all_gather_flat(table, torch.tensor(row, dtype=torch.int64, device=table.device))
     return [_Share._make([*row[: len(facts)], tuple(row[len(facts) :])]) for row in table.tolist()]
 
 

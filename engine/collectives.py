@@ -55,9 +55,7 @@ def gather_result(tensor: torch.Tensor) -> torch.Tensor:
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: tensor.shape[0]] = tensor
     out = tensor.new_empty(size * max(counts), *tensor.shape[1:])
-    wire = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
-    if padded.numel():
-        all_gather_flat(out.view(wire).view(-1), padded.view(wire).view(-1))
+    all_gather_flat(out, padded)
     parts = out.view(size, max(counts), *tensor.shape[1:])
     every = runtime.model_ranks()
     return torch.cat([part[:n] for part, n in zip(parts[::every], counts[::every], strict=True)]).to(home)

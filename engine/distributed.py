@@ -89,9 +89,8 @@ def _gathered(x: torch.Tensor, comm: dist.ProcessGroup | None) -> torch.Tensor:
     out = x.new_empty(_size(comm), *x.shape)
     if _size(comm) == 1:
         out[0] = x
-    elif x.numel():
-        wire = torch.uint8 if x.dtype == torch.bool else x.dtype
-        all_gather_flat(out.view(wire).view(-1), x.detach().contiguous().view(wire).view(-1), comm)
+    else:
+        all_gather_flat(out, x.detach(), comm)
     return out
 
 

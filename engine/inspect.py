@@ -197,14 +197,14 @@ def _merge(rows: list[torch.Tensor], names: Sequence[str]) -> list[list[float]]:
     if size > 1:
         mark = torch.tensor([len(rows), zlib.crc32("\n".join(names).encode())], dtype=torch.int64, device=own.device)
         marks = mark.new_empty(size, 2)
-        all_gather_flat(marks.view(-1), mark)
+        all_gather_flat(marks, mark)
         if other := next((r for r, found in enumerate(marks.tolist()) if found != marks[0].tolist()), None):
             raise ValueError(f"rank {other} inspects other tensors than rank 0; this rank: {list(names)}")
     if not rows:
         return []
     if size > 1:
         table = own.new_empty(size, *own.shape)
-        all_gather_flat(table.view(-1), own.view(-1))
+        all_gather_flat(table, own)
         own = _merged(table)
     return own.tolist()
 

@@ -24,10 +24,13 @@ _Kind = TypeVar("_Kind", bound=torch.nn.Module)
 
 
 def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``output`` (ranks * n) with the ``tensor`` (n) of every rank."""
+    """Fill ``output`` (ranks * n elements, contiguous) with the ``tensor`` (n) of every rank; whatever their shapes."""
+    if not tensor.numel():
+        return
     # torch 2.13 renamed it and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, tensor, group=group)
+    wire = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+    gather(output.view(wire).view(-1), tensor.contiguous().view(wire).view(-1), group=group)
 
 
 def reduce_scatter_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

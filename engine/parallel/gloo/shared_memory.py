@@ -184,15 +184,15 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
         own = None
     said = torch.tensor([os.getpid(), file, identity, next(_serials)])
     heard = torch.empty(group.size(), len(said), dtype=torch.int64)
-    all_gather_flat(heard.view(-1), said, group)
+    all_gather_flat(heard, said, group)
     serial = int(heard[0, 3])  # the first rank's, who has no other group of these ranks
     others = {}
     try:
         others = {r: _open(*heard[r, :3].tolist()) for r in range(group.size()) if r != group.rank()}
     except OSError:
         own = None
-    agreed = torch.empty(group.size(), dtype=torch.uint8)
-    all_gather_flat(agreed, torch.tensor([own is not None], dtype=torch.uint8), group)  # nobody opens a file after it
+    agreed = torch.empty(group.size(), dtype=torch.bool)
+    all_gather_flat(agreed, torch.tensor([own is not None]), group)  # nobody opens a file after it
     if file != _NO_PLACE:
         os.close(file)
     return SharedMemory(group, serial, own, others) if own is not None and bool(agreed.all()) else None

@@ -29,7 +29,6 @@ from engine.ops.philox import random_bits, scale_of
 _MASK64 = (1 << 64) - 1
 # Elements that the reference works on at a time. On a GPU each time launches some 140 kernels.
 _CHUNK, _GPU_CHUNK = 1 << 18, 1 << 22
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _triton_works = True  # until it fails
 _key: ContextVar[int | None] = ContextVar("engine.ops.dropout_key", default=None)
@@ -263,7 +262,7 @@ def run(
     add = None if residual is None else residual.reshape(rows.shape).contiguous()
     numbers = numbers_of(x, tokens)
     out = torch.empty_like(rows)
-    if x.dtype in _DTYPES and library.serves(x.device):
+    if x.dtype in library.FLOATS and library.serves(x.device):
         library.operator("dropout_")(
             out, rows, add, numbers, 0, first_channel, key, site, threshold, library.stream(x.device)
         )
@@ -278,7 +277,7 @@ def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
     Raises RuntimeError where the GPU has no memory left, or a kernel before this one has failed.
     """
     global _triton_works
-    if not _triton_works or x.device.type != "cuda" or x.dtype not in _DTYPES:
+    if not _triton_works or x.device.type != "cuda" or x.dtype not in library.FLOATS:
         return False
     try:
         from engine.ops import triton_dropout

@@ -40,7 +40,6 @@ Tensors = Sequence[Tensor]
 
 _MODES = {mode.name.lower(): mode.value for mode in Mode}
 _WITH_AUX = (Mode.MASTER, Mode.REMAINDER)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def adamw_(
@@ -262,7 +261,7 @@ def _check(a: StepArguments) -> None:
             _floats(name, tensors, device)
         if len({t.dtype for t in tensors}) > 1:
             raise ValueError(f"{name} holds several dtypes: call once for each")
-    wanted = {Mode.PLAIN: (torch.float32,), Mode.MASTER: _FLOATS}.get(Mode(a.mode), (torch.bfloat16,))
+    wanted = {Mode.PLAIN: (torch.float32,), Mode.MASTER: library.FLOATS}.get(Mode(a.mode), (torch.bfloat16,))
     _dtypes("p", a.p, wanted)
     _dtypes("m", a.m, (torch.float32, torch.bfloat16) if a.scales is None else (torch.uint8,))
     if a.scales is not None:
@@ -333,7 +332,7 @@ def _check_split(master: Tensors, p: Tensors, remainder: Tensors) -> None:
 
 
 def _floats(name: str, tensors: Tensors, device: torch.device) -> None:
-    _dtypes(name, tensors, _FLOATS)
+    _dtypes(name, tensors, library.FLOATS)
     for index, tensor in enumerate(tensors):
         if tensor.device != device:
             raise ValueError(f"{name}[{index}] is on {tensor.device}, expected {device}")

@@ -20,7 +20,6 @@ from engine.registry import NORM_LAYOUT, STAGE_ROLE
 from engine.tensors import cut_dims, gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6
-_FUSED = {torch.float32, torch.bfloat16, torch.float16}
 _dtype, _tensor_layout, _device = map(operator.attrgetter, ("dtype", "layout", "device"))
 _layout_of = operator.attrgetter(NORM_LAYOUT.name)
 # The mesh dimensions over which the ranks hold different parts, and the role of this stage of a pipeline.
@@ -129,7 +128,7 @@ def _shared_layout(over: tuple[DeviceMesh | None, tuple[int, ...]], role: str | 
 
 
 def _fit(gradients: list[torch.Tensor]) -> bool:
-    if not library.serves(gradients[0].device) or not set(map(_dtype, gradients)) <= _FUSED:
+    if not library.serves(gradients[0].device) or not set(map(_dtype, gradients)) <= set(library.FLOATS):
         return False
     return all(map(torch.Tensor.is_contiguous, gradients))
 

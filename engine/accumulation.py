@@ -196,19 +196,18 @@ def _agree_on_counts(
 ) -> tuple[int, int, bool, dict[str, int]]:
     """(most microbatches of a rank, fewest, whether any is unsure, {term: items in the global batch}), with one
     collective."""
-    own: dict[str, int] = {}
-    failure: Exception | None = None
+    if runtime.world_size() == 1:
+        own = _count(microbatches, counts, empty)
+        if not microbatches:
+            raise ValueError("accumulate was given no microbatches")
+        totals = _Totals({term: max(1, n) for term, n in sorted(own.items())})
+        return len(microbatches), len(microbatches), False, totals
+    own, failure = {}, None
     try:
         own = _count(microbatches, counts, empty)
     except Exception as error:  # told to the other ranks below, then raised
-        if runtime.world_size() == 1:
-            raise
         failure = error
     terms = sorted(own)
-    if runtime.world_size() == 1:
-        if not microbatches:
-            raise ValueError("accumulate was given no microbatches")
-        return len(microbatches), len(microbatches), False, _Totals({term: max(1, own[term]) for term in terms})
     names, items = zlib.crc32("\n".join(terms).encode()), tuple(own[term] for term in terms)
     shares = _gather(_Share(failure is not None, len(microbatches), empty is not None, names, unsure, items))
     if failure is not None:

@@ -55,8 +55,7 @@ def gather_result(tensor: torch.Tensor) -> torch.Tensor:
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: tensor.shape[0]] = tensor
     out = tensor.new_empty(size * max(counts), *tensor.shape[1:])
-    if padded.numel():
-        all_gather_flat(out, padded)
+    all_gather_flat(out, padded)
     parts = out.view(size, max(counts), *tensor.shape[1:])
     every = runtime.model_ranks()
     return torch.cat([part[:n] for part, n in zip(parts[::every], counts[::every], strict=True)]).to(home)

@@ -90,8 +90,8 @@ def _gathered(x: torch.Tensor, comm: dist.ProcessGroup | None) -> torch.Tensor:
     out = x.new_empty(_size(comm), *x.shape)
     if _size(comm) == 1:
         out[0] = x
-    elif x.numel():
-        all_gather_flat(out, x.contiguous(), comm)
+    else:
+        all_gather_flat(out, x, comm)
     return out
 
 

@@ -96,10 +96,17 @@ def _gather_flags(have: int, loop: int, step: int) -> list[int]:
             raise
         raise RuntimeError(
             f"rank {rank} waited at step {step} of its loop over batches, and not all ranks came: "
-            f"{_last_seen(loop, step)}. A rank that raised or was killed says so in its own output; one that hangs is "
-            f"shown by `py-spy dump`. torch said: {str(error).strip().splitlines()[0]}"
+            f"{_last_seen(loop, step)}. {where_to_look(error)}"
         ) from error
     return [int(other.item()) for other in found]
+
+
+def where_to_look(error: RuntimeError) -> str:
+    """For the message about a rank that did not come, after which torch raised this."""
+    return (
+        "A rank that raised or was killed says so in its own output; one that hangs is shown by `py-spy dump`. torch "
+        f"said: {str(error).strip().splitlines()[0]}"
+    )
 
 
 def _last_seen(loop: int, step: int) -> str:
@@ -138,8 +145,7 @@ def watched(what: str) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"rank {runtime.rank()} was in {what}, and a collective of it did not complete: "
-            f"{_not_waiting(what, number)}. A rank that raised or was killed says so in its own output; one that hangs "
-            f"is shown by `py-spy dump`. torch said: {str(error).strip().splitlines()[0]}"
+            f"{_not_waiting(what, number)}. {where_to_look(error)}"
         ) from error
 
 

@@ -1,9 +1,10 @@
-"""Memory: settings of the C allocator and of torch's caches, and byte counts as text."""
+"""Memory: settings of the C allocator and of torch's caches, what a process has used, and byte counts as text."""
 
 import ctypes
 import gc
 import os
 import platform
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,12 @@ def left_uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def peak_resident() -> int:
+    """The most bytes of memory that this process has had so far; pages of files it has mapped count too."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def readable(count: float) -> str:

@@ -25,7 +25,6 @@ from engine.torch_compat import in_backward, run_after_backward
 
 Forward = Callable[..., Any]
 _PLAIN = (torch.Tensor, nn.Parameter)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # which the compiled operator takes
 _ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own might
 
 
@@ -177,7 +176,7 @@ class _Cast(torch.autograd.Function):
 def _cast_list(tensors: Sequence[torch.Tensor], dtype: torch.dtype, in_one: bool = False) -> Sequence[torch.Tensor]:
     """Copies of plain contiguous tensors in ``dtype``; ``in_one``: which may be parts of one tensor."""
     (device, given), *others = {(t.device, t.dtype) for t in tensors}
-    if others or given not in _FLOATS or not library.serves(device):
+    if others or given not in library.FLOATS or not library.serves(device):
         return [t.to(dtype) for t in tensors]
     sizes = [t.numel() for t in tensors]
     out: Sequence[torch.Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -30,3 +30,11 @@ def state_dict_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in members.items():
                 if tensor is not None and name not in skipped:
                     yield clean_name(f"{prefix}.{name}" if prefix else name), tensor
+
+
+def unmatched(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Which names a file lacks and which a model does not have, for a message: at most five of each."""
+    both = {"missing": missing, "unexpected": unexpected}
+    return "; ".join(
+        f"{what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" for what, names in both.items() if names
+    )

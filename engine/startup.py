@@ -125,7 +125,7 @@ def init_distributed(
             initialized=True,
             timeout=seconds,
             **asdict(sizes),
-        )  # fmt: skip
+        )
     )
     if dist.is_initialized():
         build_mesh(device.type, world_size, dp_replicate, cp_size, tp_size, sizes.pp_size)

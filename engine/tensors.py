@@ -107,6 +107,12 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     return whole[box_slices(size, offset)].clone(memory_format=torch.contiguous_format)
 
 
+def cut_dims(tensor: DTensor) -> list[int]:
+    """The dimensions of its mesh over whose ranks a DTensor is in parts."""
+    mesh = tensor.device_mesh
+    return [i for i, placed in enumerate(tensor.placements) if mesh.size(i) > 1 and not placed.is_replicate()]
+
+
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

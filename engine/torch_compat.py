@@ -26,10 +26,12 @@ _Kind = TypeVar("_Kind", bound=torch.nn.Module)
 
 
 def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``output`` (ranks * n) with the ``tensor`` (n) of every rank, of any dtype; both are contiguous."""
+    """Fill ``output`` (ranks * n elements, contiguous) with the ``tensor`` (n) of every rank; of any shapes and dtype."""
+    if not tensor.numel():
+        return
     # torch 2.13 renamed it and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(as_bytes(output), as_bytes(tensor), group=group)
+    gather(as_bytes(output), as_bytes(tensor.contiguous()), group=group)
 
 
 def reduce_scatter_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

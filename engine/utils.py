@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from engine import runtime
+from engine.memory import peak_resident
 from engine.runtime import print_rank
 
 __all__ = ["AverageRecorder", "print_block", "print_dict", "print_rank", "see_memory"]
@@ -48,8 +49,7 @@ def see_memory(message: str, detail: bool = False) -> dict[str, float]:
     Args:
         detail: print ``torch.cuda.memory_summary()`` too, on a GPU.
     """
-    # ru_maxrss is in kB, on macOS in bytes
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = peak_resident()
     statm = Path("/proc/self/statm")
     now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
     used = {"resident": now / _GB, "peak_resident": max(now, peak) / _GB}

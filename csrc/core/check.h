@@ -25,5 +25,4 @@ template <class... Parts>
 
 }  // namespace modelcenter
 
-#define MC_CHECK(condition, ...) \
-  if (!(condition)) ::modelcenter::fail(__func__, __VA_ARGS__)
+#define MC_CHECK(condition, ...) ((condition) ? (void)0 : ::modelcenter::fail(__func__, __VA_ARGS__))

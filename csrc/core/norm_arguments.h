@@ -1,5 +1,7 @@
 // What both bindings do with the tensors of a norm: check them, make those that it returns, and say what is to be done.
 #pragma once
+#include <tuple>
+
 #include "arguments.h"
 #include "norm.h"
 

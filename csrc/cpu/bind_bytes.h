@@ -21,8 +21,7 @@ void transpose(Tensor out, Tensor in, bool past_caches) {
   const Tensor* both[2] = {&out, &in};
   Overlaps overlaps;
   for (const Tensor* t : both) {
-    STD_TORCH_CHECK((t->stride(1) == 1 || t->size(1) == 1) && (t->stride(0) >= t->size(1) || t->size(0) == 1),
-                    "the rows of out or in are not contiguous, or overlap");
+    contiguous_rows(*t, t == &out ? "out" : "in");
     overlaps.add(t->const_data_ptr(), span(*t), t == &out);
   }
   overlaps.check();

@@ -1,4 +1,4 @@
-// What the kernels' files share: launches, and conversions by the processor.
+// What the kernels' files share: launches, and numbers of each type as they lie in memory.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -82,6 +82,71 @@ __device__ __forceinline__ uint32_t pair(float low, float high) {
   if (kType == kHalf) return (uint32_t)as_fp16(low) | (uint32_t)as_fp16(high) << 16;
   return exact_pair<kType>(low, high);
 #endif
+}
+
+// The numbers that words of memory hold, and back; by the processor.
+template <int kType>
+constexpr int kOfWord = kType == kFloat ? 1 : 2;  // numbers
+
+template <int kType, int kWords>
+__device__ __forceinline__ void unpack(const uint32_t (&words)[kWords], float (&x)[kWords * kOfWord<kType>]) {
+#pragma unroll
+  for (int k = 0; k < kWords; k++) {
+    if constexpr (kType == kFloat) x[k] = float_of(words[k]);
+    else if constexpr (kType == kBfloat16)
+      x[2 * k] = float_of(words[k] << 16), x[2 * k + 1] = float_of(words[k] & 0xFFFF0000u);
+    else
+      x[2 * k] = of_fp16((uint16_t)words[k]), x[2 * k + 1] = of_fp16((uint16_t)(words[k] >> 16));
+  }
+}
+
+template <int kType, int kWords>
+__device__ __forceinline__ void pack(const float (&x)[kWords * kOfWord<kType>], uint32_t (&words)[kWords]) {
+#pragma unroll
+  for (int k = 0; k < kWords; k++) {
+    if constexpr (kType == kFloat) words[k] = bits_of(x[k]);
+    else words[k] = pair<kType>(x[2 * k], x[2 * k + 1]);
+  }
+}
+
+// The same of 16 bytes, which a thread moves at a time.
+template <int kType>
+constexpr int kOf16Bytes = 4 * kOfWord<kType>;  // numbers
+
+__device__ __forceinline__ void words_of(const uint4& all, uint32_t* words) {
+  words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+}
+
+__device__ __forceinline__ uint4 of_words(const uint32_t* words) {
+  uint4 all;
+  all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
+  return all;
+}
+
+template <int kType>
+__device__ __forceinline__ void unpack_16_bytes(const uint4& all, float (&x)[kOf16Bytes<kType>]) {
+  uint32_t words[4];
+  words_of(all, words);
+  unpack<kType>(words, x);
+}
+
+template <int kType>
+__device__ __forceinline__ uint4 pack_16_bytes(const float (&x)[kOf16Bytes<kType>]) {
+  uint32_t words[4];
+  pack<kType>(x, words);
+  return of_words(words);
+}
+
+// One number, of a type that is known only at run time, with the bits that numbers.h gives it.
+__device__ __forceinline__ float number(const void* base, int type, int64_t i) {
+  if (type == kFloat) return ((const float*)base)[i];
+  const uint16_t h = ((const uint16_t*)base)[i];
+  return type == kBfloat16 ? from_bf16(h) : from_fp16(h);
+}
+
+__device__ __forceinline__ void set_number(void* base, int type, int64_t i, float x) {
+  if (type == kFloat) ((float*)base)[i] = x;
+  else ((uint16_t*)base)[i] = type == kBfloat16 ? to_bf16(x) : to_fp16(x);
 }
 
 }  // namespace

@@ -9,17 +9,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ float number(const void* base, int type, int64_t i) {
-  if (type == kFloat) return ((const float*)base)[i];
-  const uint16_t h = ((const uint16_t*)base)[i];
-  return type == kBfloat16 ? from_bf16(h) : from_fp16(h);
-}
-
-__device__ __forceinline__ void set_number(void* base, int type, int64_t i, float x) {
-  if (type == kFloat) ((float*)base)[i] = x;
-  else ((uint16_t*)base)[i] = type == kBfloat16 ? to_bf16(x) : to_fp16(x);
-}
-
 // Where dropout is: 16 threads, which draw a counter each, take the blocks of 128 channels of all rows one by one.
 struct Walk {
   int64_t rows, channels;
@@ -71,45 +60,21 @@ __global__ void __launch_bounds__(kThreads) drop(const Draw d, const Walk walk, 
   }
 }
 
+// 16 bytes with the bits that numbers.h gives NaNs too.
 template <int kType>
-constexpr int kOf16Bytes = kType == kFloat ? 4 : 8;  // numbers
-
-template <int kType>
-__device__ __forceinline__ void unpack(const uint4& from, float (&x)[kOf16Bytes<kType>]) {
-  const uint32_t words[4] = {from.x, from.y, from.z, from.w};
-#pragma unroll
-  for (int k = 0; k < kOf16Bytes<kType>; k++) {
-    if (kType == kFloat) {
-      x[k] = float_of(words[k % 4]);
-    } else {
-      const uint16_t h = (uint16_t)(words[k / 2] >> (k % 2 * 16));
-      x[k] = kType == kBfloat16 ? from_bf16(h) : of_fp16(h);
-    }
-  }
-}
-
-template <int kType>
-__device__ __forceinline__ uint4 pack(const float (&x)[kOf16Bytes<kType>]) {
-  uint32_t words[4];
-  bool number = true;
-#pragma unroll
-  for (int k = 0; k < 4; k++) {
-    if constexpr (kType == kFloat) {
-      words[k] = bits_of(x[k]);
-    } else {
-      words[k] = pair<kType>(x[2 * k], x[2 * k + 1]);
-      number = number && x[2 * k] == x[2 * k] && x[2 * k + 1] == x[2 * k + 1];
-    }
-  }
+__device__ __forceinline__ uint4 pack_exactly(const float (&x)[kOf16Bytes<kType>]) {
   if constexpr (kType != kFloat) {
+    bool number = true;
+#pragma unroll
+    for (int k = 0; k < kOf16Bytes<kType>; k++) number = number && x[k] == x[k];
     if (!number) {
+      uint32_t words[4];
 #pragma unroll
       for (int k = 0; k < 4; k++) words[k] = exact_pair<kType>(x[2 * k], x[2 * k + 1]);
+      return of_words(words);
     }
   }
-  uint4 all;
-  all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
-  return all;
+  return pack_16_bytes<kType>(x);
 }
 
 // The same where all rows, and the first channels of their blocks, begin at multiples of 16 bytes: a thread moves so
@@ -155,14 +120,14 @@ __global__ void __launch_bounds__(kThreads)
       kept >>= shift;
       if (!inside[part]) continue;
       float y[kNumbers], add[kNumbers];
-      unpack<kType>(found[part], y);
-      unpack<kType>(more[part], add);
+      unpack_16_bytes<kType>(found[part], y);
+      unpack_16_bytes<kType>(more[part], add);
 #pragma unroll
       for (int k = 0; k < kNumbers; k++) {
         y[k] = kept >> k & 1u ? y[k] * d.scale : 0.0f;
         if (residual) y[k] = add[k] + y[k];
       }
-      __stcg((uint4*)out + i[part], pack<kType>(y));
+      __stcg((uint4*)out + i[part], pack_exactly<kType>(y));
     }
   }
 }

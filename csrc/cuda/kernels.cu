@@ -61,11 +61,9 @@ __device__ __forceinline__ int tensor_of(const Table<Entry>& t, int64_t unit) {
   return low;
 }
 
-__device__ __forceinline__ void words_of(uint4 all, uint32_t (&word)[kVector]) {
-  word[0] = all.x, word[1] = all.y, word[2] = all.z, word[3] = all.w;
-}
-__device__ __forceinline__ void words_of(uint2 all, uint32_t (&word)[kVector]) { word[0] = all.x, word[1] = all.y; }
-__device__ __forceinline__ void words_of(uint32_t all, uint32_t (&word)[kVector]) { word[0] = all; }
+// Vectors that are shorter than 16 bytes.
+__device__ __forceinline__ void words_of(uint2 all, uint32_t* words) { words[0] = all.x, words[1] = all.y; }
+__device__ __forceinline__ void words_of(uint32_t all, uint32_t* words) { words[0] = all; }
 
 // Four numbers as they lie in memory, several to a word where they have fewer bits. All that a thread needs is loaded
 // before the first of it becomes fp32, which waits for it.
@@ -77,7 +75,7 @@ struct Packed {
 template <class Vector, class T>
 __device__ __forceinline__ Packed load_four(const void* base, int64_t i, int n) {
   static_assert(sizeof(Vector) == kVector * sizeof(T), "a vector of four");
-  constexpr int kOfWord = 4 / sizeof(T);
+  constexpr int kPerWord = 4 / sizeof(T);
   const T* p = (const T*)base + i;
   Packed x = {};
   if (n == kVector && (uintptr_t)p % sizeof(Vector) == 0) {
@@ -86,7 +84,7 @@ __device__ __forceinline__ Packed load_four(const void* base, int64_t i, int n) 
   } else {
 #pragma unroll
     for (int k = 0; k < kVector; k++)
-      if (k < n) x.word[k / kOfWord] |= (uint32_t)p[k] << (k % kOfWord * 8 * sizeof(T) % 32);
+      if (k < n) x.word[k / kPerWord] |= (uint32_t)p[k] << (k % kPerWord * 8 * sizeof(T) % 32);
   }
   return x;
 }

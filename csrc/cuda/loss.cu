@@ -7,7 +7,8 @@
 #include <float.h>
 #include <math.h>
 
-#include "../core/numbers.h"
+#include <type_traits>
+
 #include "device.h"
 
 namespace modelcenter {
@@ -18,51 +19,20 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kLoads = 2;  // vectors of a thread on their way at a time
 constexpr int64_t kGrid = 65535;
 
-// One number of a type in memory, and how many of them a vector of 16 bytes has.
+// One number of a type in memory.
 template <int kType>
-struct Number {
-  using Bits = uint16_t;
-  static constexpr int kVector = 8;
-};
-template <>
-struct Number<kFloat> {
-  using Bits = uint32_t;
-  static constexpr int kVector = 4;
-};
+using Bits = std::conditional_t<kType == kFloat, uint32_t, uint16_t>;
 
 template <int kType>
-__device__ __forceinline__ float to_float(typename Number<kType>::Bits bits) {
+__device__ __forceinline__ float to_float(Bits<kType> bits) {
   if (kType == kFloat) return float_of((uint32_t)bits);
   return kType == kBfloat16 ? from_bf16((uint16_t)bits) : from_fp16((uint16_t)bits);
 }
 
 template <int kType>
-__device__ __forceinline__ typename Number<kType>::Bits from_float(float x) {
-  using Bits = typename Number<kType>::Bits;
-  if (kType == kFloat) return (Bits)bits_of(x);
-  return (Bits)(kType == kBfloat16 ? to_bf16(x) : to_fp16(x));
-}
-
-template <int kType>
-__device__ __forceinline__ void unpack(const uint4& all, float (&x)[Number<kType>::kVector]) {
-  const uint32_t words[4] = {all.x, all.y, all.z, all.w};
-#pragma unroll
-  for (int k = 0; k < Number<kType>::kVector; k++)
-    x[k] = kType == kFloat ? float_of(words[k % 4])
-                           : to_float<kType>((typename Number<kType>::Bits)(words[k / 2 % 4] >> (k % 2 * 16)));
-}
-
-template <int kType>
-__device__ __forceinline__ uint4 pack(const float (&x)[Number<kType>::kVector]) {
-  uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int k = 0; k < Number<kType>::kVector; k++) {
-    if (kType == kFloat) words[k % 4] = bits_of(x[k]);
-    else words[k / 2 % 4] |= (uint32_t)from_float<kType>(x[k]) << (k % 2 * 16);
-  }
-  uint4 all;
-  all.x = words[0], all.y = words[1], all.z = words[2], all.w = words[3];
-  return all;
+__device__ __forceinline__ Bits<kType> from_float(float x) {
+  if (kType == kFloat) return (Bits<kType>)bits_of(x);
+  return (Bits<kType>)(kType == kBfloat16 ? to_bf16(x) : to_fp16(x));
 }
 
 // Of some of the logits: the largest, the sum of exponentials less it, the sum. `most` begins finite, so that a logit
@@ -109,16 +79,16 @@ struct Parts {
 };
 
 template <int kType>
-__device__ __forceinline__ Parts parts_of(const typename Number<kType>::Bits* x, int n) {
+__device__ __forceinline__ Parts parts_of(const Bits<kType>* x, int n) {
   const int head = (int)(-(uintptr_t)x % 16) / (int)sizeof(*x);
   if (head >= n) return {n, 0};
-  return {head, (n - head) / Number<kType>::kVector};
+  return {head, (n - head) / kOf16Bytes<kType>};
 }
 
 // Calls one(i) for each number of a row outside its whole vectors.
 template <int kType, class One>
 __device__ __forceinline__ void for_ends(const Parts& parts, int n, const One& one) {
-  const int thread = (int)threadIdx.x, behind = parts.head + parts.vectors * Number<kType>::kVector;
+  const int thread = (int)threadIdx.x, behind = parts.head + parts.vectors * kOf16Bytes<kType>;
   if (thread < parts.head) one(thread);
   if (thread < n - behind) one(behind + thread);
 }
@@ -153,14 +123,14 @@ __device__ __forceinline__ void for_vectors_back(uint4* x, int vectors, const Ea
 
 template <int kType>
 __global__ void __launch_bounds__(kThreads)
-    cross_entropy(typename Number<kType>::Bits* logits, int64_t stride, const int64_t* targets, float* loss,
-                  int64_t rows, int n, const float* count, float scale, float smoothing, bool train) {
-  constexpr int kVector = Number<kType>::kVector;
+    cross_entropy(Bits<kType>* logits, int64_t stride, const int64_t* targets, float* loss, int64_t rows, int n,
+                  const float* count, float scale, float smoothing, bool train) {
+  constexpr int kVector = kOf16Bytes<kType>;
   __shared__ float most[kWarps], sum[kWarps], total[kWarps], at;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const bool smooth = smoothing != 0.0f;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    typename Number<kType>::Bits* const x = logits + row * stride;
+    Bits<kType>* const x = logits + row * stride;
     const Parts parts = parts_of<kType>(x, n);
     uint4* const vectors = (uint4*)(x + parts.head);
     if (threadIdx.x == 0) {  // before anyone writes
@@ -170,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
     Statistics s;
     for_vectors(vectors, parts.vectors, [&](const uint4& all) {
       float values[kVector];
-      unpack<kType>(all, values);
+      unpack_16_bytes<kType>(all, values);
       add(s, values, smooth);
     });
     for_ends<kType>(parts, n, [&](int i) {
@@ -195,10 +165,10 @@ __global__ void __launch_bounds__(kThreads)
       const auto gradient = [&](float value) { return __expf(value - s.most) * share - least; };
       for_vectors_back(vectors, parts.vectors, [&](const uint4& all) {
         float values[kVector];
-        unpack<kType>(all, values);
+        unpack_16_bytes<kType>(all, values);
 #pragma unroll
         for (int k = 0; k < kVector; k++) values[k] = gradient(values[k]);
-        return pack<kType>(values);
+        return pack_16_bytes<kType>(values);
       });
       for_ends<kType>(parts, n, [&](int i) { x[i] = from_float<kType>(gradient(to_float<kType>(x[i]))); });
       __syncthreads();  // what the vectors wrote at the target is there
@@ -211,8 +181,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int kType>
 int run(void* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int classes, const float* count,
         float scale, float smoothing, bool train, void* stream) {
-  return launch(stream, rows < kGrid ? rows : kGrid, kThreads, cross_entropy<kType>, (typename Number<kType>::Bits*)x,
-                stride, target, loss, rows, classes, count, scale, smoothing, train);
+  return launch(stream, rows < kGrid ? rows : kGrid, kThreads, cross_entropy<kType>, (Bits<kType>*)x, stride,
+                target, loss, rows, classes, count, scale, smoothing, train);
 }
 
 }  // namespace

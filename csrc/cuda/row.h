@@ -16,7 +16,8 @@ constexpr int kMost = 1024;  // threads of a block
 // 8 numbers as they lie in memory.
 template <int kType>
 struct Packed {
-  uint32_t word[kType == kFloat ? 8 : 4];
+  static constexpr int kWords = kPer / kOfWord<kType>;
+  uint32_t word[kWords];
 };
 
 // Which numbers of a row of n are a thread's, one of `threads`: 8 neighbours, which it moves 16 bytes at a time. Where
@@ -31,16 +32,13 @@ struct Place {
 
 template <int kType, bool kAligned>
 __device__ __forceinline__ Packed<kType> load(const void* row, const Place<kAligned>& at) {
-  constexpr int kWords = kType == kFloat ? 8 : 4;
+  constexpr int kWords = Packed<kType>::kWords;
   Packed<kType> found = {};
   if constexpr (kAligned) {
     if (at.count == 0) return found;
     const uint4* const from = (const uint4*)row + at.first / kPer * (kWords / 4);
 #pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
-      const uint4 four = from[i / 4];
-      found.word[i] = four.x, found.word[i + 1] = four.y, found.word[i + 2] = four.z, found.word[i + 3] = four.w;
-    }
+    for (int i = 0; i < kWords; i += 4) words_of(from[i / 4], found.word + i);
   } else {
 #pragma unroll
     for (int k = 0; k < kPer; k++) {
@@ -55,16 +53,12 @@ __device__ __forceinline__ Packed<kType> load(const void* row, const Place<kAlig
 
 template <int kType, bool kAligned>
 __device__ __forceinline__ void store(void* row, const Place<kAligned>& at, const Packed<kType>& x) {
-  constexpr int kWords = kType == kFloat ? 8 : 4;
+  constexpr int kWords = Packed<kType>::kWords;
   if constexpr (kAligned) {
     if (at.count == 0) return;
     uint4* const to = (uint4*)row + at.first / kPer * (kWords / 4);
 #pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
-      uint4 four;
-      four.x = x.word[i], four.y = x.word[i + 1], four.z = x.word[i + 2], four.w = x.word[i + 3];
-      to[i / 4] = four;
-    }
+    for (int i = 0; i < kWords; i += 4) to[i / 4] = of_words(x.word + i);
   } else {
 #pragma unroll
     for (int k = 0; k < kPer; k++) {
@@ -78,25 +72,13 @@ __device__ __forceinline__ void store(void* row, const Place<kAligned>& at, cons
 
 template <int kType>
 __device__ __forceinline__ void unpack(const Packed<kType>& from, float (&x)[kPer]) {
-#pragma unroll
-  for (int k = 0; k < kPer; k++) {
-    const uint32_t word = from.word[kType == kFloat ? k : k / 2];
-    if (kType == kFloat) x[k] = float_of(word);
-    else if (kType == kHalf) x[k] = of_fp16((uint16_t)(k % 2 ? word >> 16 : word));
-    else x[k] = float_of(k % 2 ? word & 0xFFFF0000u : word << 16);
-  }
+  unpack<kType>(from.word, x);
 }
 
 template <int kType>
 __device__ __forceinline__ Packed<kType> pack(const float (&x)[kPer]) {
   Packed<kType> to;
-  if (kType == kFloat) {
-#pragma unroll
-    for (int k = 0; k < kPer; k++) to.word[k % (kType == kFloat ? 8 : 4)] = bits_of(x[k]);
-  } else {
-#pragma unroll
-    for (int k = 0; k < kPer; k += 2) to.word[k / 2] = pair<kType>(x[k], x[k + 1]);
-  }
+  pack<kType>(x, to.word);
   return to;
 }
 
@@ -120,8 +102,7 @@ __global__ void __launch_bounds__(kMost)
   for (int row = 1; row < kMost / kColumns; row++) sum += of_rows[row][lane];
   void* const out = column < n ? first : second;
   const int64_t at = column < n ? column : column - n;
-  if (type == kFloat) ((float*)out)[at] = sum;
-  else ((uint16_t*)out)[at] = type == kBfloat16 ? to_bf16(sum) : to_fp16(sum);
+  set_number(out, type, at, sum);
 }
 
 // Launches it.

@@ -134,8 +134,7 @@ class _Collect(torch.autograd.Function):
             out = x.view_as(x)
             if is_cut:
                 out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-                if out.numel():
-                    all_gather_flat(out, x.contiguous(), group)
+                all_gather_flat(out, x, group)
             if not x.is_floating_point():
                 ctx.mark_non_differentiable(out)
             found.append(out)

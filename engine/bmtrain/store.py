@@ -17,7 +17,7 @@ from engine.background import Background
 from engine.bmtrain.model import broadcast_, shard_from_rank_0
 from engine.collectives import from_rank_0, together
 from engine.init import write_
-from engine.names import state_dict_tensors
+from engine.names import state_dict_tensors, unmatched
 from engine.parallel.fsdp import reshard
 from engine.parallel.pipeline.stages import whole_tensor
 from engine.precision import Policy
@@ -161,14 +161,10 @@ def _match(
                 "the model"
             )
     unexpected = sorted(set(shapes) - {alias for aliases in names.values() for alias in aliases})
+    missing.sort()
     if strict and (missing or unexpected):
-        text = "; ".join(
-            f"{what}: {', '.join(found[:5])}{' ...' if len(found) > 5 else ''}"
-            for what, found in (("missing", sorted(missing)), ("unexpected", unexpected))
-            if found
-        )
-        raise ValueError(f"{file_name} does not match {type(model).__name__}: {text}")
-    return sources, sorted(missing), unexpected
+        raise ValueError(f"{file_name} does not match {type(model).__name__}: {unmatched(missing, unexpected)}")
+    return sources, missing, unexpected
 
 
 def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from engine import runtime
 from engine.checkpoint.dcp_metadata import METADATA, stand_in, stored_metadata
 from engine.checkpoint.files import atomic_directory, check_manifest
 from engine.collectives import together
+from engine.names import unmatched
 from engine.shards import all_tensors, named_tensors
 
 MODEL = "model"
@@ -107,11 +108,7 @@ def _match(
     whole = all_tensors(model)
     missing, unexpected = sorted(set(whole) - set(stored)), sorted(set(stored) - set(whole))
     if strict and (missing or unexpected):
-        text = "; ".join(
-            f"{what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-            for what, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        )
+        text = unmatched(missing, unexpected)
         raise ValueError(f"checkpoint {directory} does not match {type(model).__name__}: {text}")
     wanted = {name: tensor for name, tensor in named_tensors(model).items() if name in stored}
     for name, tensor in wanted.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.ops import library
 from engine.ops.autograd import once_differentiable
 from engine.ops.compilation import host_number
+from engine.ops.dropout_masks import threshold_of
 
 
 class Heads(NamedTuple):
@@ -129,7 +130,7 @@ def attention(
     """
     offsets = [cu.int().contiguous() for cu in (cu_queries, cu_keys)]
     p, key, site, tokens, first_head = dropped
-    threshold = round(p * 65536)
+    threshold = threshold_of(p)
     if threshold == 65536:  # so near to 1 that 16 bits keep none
         return F.dropout(attention(q, k, v, cu_queries, cu_keys, heads, bias), 1.0)
     inputs = [x if x is None else x.contiguous() for x in (q, k, v, *offsets, bias, tokens)]

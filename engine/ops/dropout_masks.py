@@ -29,7 +29,6 @@ from engine.ops.philox import random_bits, scale_of
 _MASK64 = (1 << 64) - 1
 # Elements that the reference works on at a time. On a GPU each time launches some 140 kernels.
 _CHUNK, _GPU_CHUNK = 1 << 18, 1 << 22
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _triton_works = True  # until it fails
 _key: ContextVar[int | None] = ContextVar("engine.ops.dropout_key", default=None)
@@ -147,7 +146,7 @@ def dropout(
         first_channel: that of x[..., 0], where x is a part of the channels.
 
     Raises:
-        ValueError: p is not a probability below 1, or tokens does not fit x.
+        ValueError: p is no probability, or tokens does not fit x.
     """
     return _drop(x, None, p, training, key, site, tokens, first_channel)
 
@@ -164,8 +163,6 @@ def dropout_add(
     first_channel: int = 0,
 ) -> Tensor:
     """residual + dropout(x, p), in one pass. residual: as x; else as `dropout`."""
-    if not training or p == 0.0 or x.numel() == 0:
-        return residual + x
     if residual.shape != x.shape or residual.dtype != x.dtype:
         return residual + _drop(x, None, p, training, key, site, tokens, first_channel)
     return _drop(x, residual, p, training, key, site, tokens, first_channel)
@@ -203,7 +200,7 @@ def _drop(
 ) -> Tensor:
     threshold = threshold_of(p)
     if not training or p == 0.0 or x.numel() == 0:
-        return x
+        return x if residual is None else residual + x
     check_tokens(x, tokens)
     # On a GPU, a key that is drawn on the host would be a constant of a CUDA graph.
     if threshold == 65536 or hasattr(x, "placements") or (key is None and x.device.type != "cpu"):
@@ -263,7 +260,7 @@ def run(
     add = None if residual is None else residual.reshape(rows.shape).contiguous()
     numbers = numbers_of(x, tokens)
     out = torch.empty_like(rows)
-    if x.dtype in _DTYPES and library.serves(x.device):
+    if x.dtype in library.FLOATS and library.serves(x.device):
         library.operator("dropout_")(
             out, rows, add, numbers, 0, first_channel, key, site, threshold, library.stream(x.device)
         )
@@ -278,7 +275,7 @@ def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
     Raises RuntimeError where the GPU has no memory left, or a kernel before this one has failed.
     """
     global _triton_works
-    if not _triton_works or x.device.type != "cuda" or x.dtype not in _DTYPES:
+    if not _triton_works or x.device.type != "cuda" or x.dtype not in library.FLOATS:
         return False
     try:
         from engine.ops import triton_dropout

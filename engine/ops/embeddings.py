@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.ops.table_memory import TableMemory, table_memory
-from engine.torch_compat import can_go_backward, run_after_backward, running_backward
+from engine.torch_compat import assert_on_device, can_go_backward, run_after_backward, running_backward
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -119,3 +119,14 @@ class Embedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight, self.padding_idx)
+
+
+def check_ids(ids: Tensor, rows: int) -> None:
+    """Check ids for a table of so many rows, of which each rank has some: one that no rank has would become zeros.
+
+    Raises IndexError as nn.Embedding does; on a GPU the device asserts it.
+    """
+    if ids.device.type != "cpu":
+        assert_on_device(((ids >= 0) & (ids < rows)).all(), "index out of range of a table that tp_size splits")
+    elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
+        raise IndexError(f"index out of range: the table has {rows} rows")

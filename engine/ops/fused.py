@@ -40,7 +40,6 @@ Tensors = Sequence[Tensor]
 
 _MODES = {mode.name.lower(): mode.value for mode in Mode}
 _WITH_AUX = (Mode.MASTER, Mode.REMAINDER)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def adamw_(
@@ -63,12 +62,9 @@ def adamw_(
     """One step of AdamW with decoupled decay; in place. See the module for the arguments."""
     arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], eps, weight_decay)
-    if compiled := _compiled(p):
-        _call("adamw_", lambda: _check(arguments), p, g, m, v, aux, step, gscale, found_inf,
-              *numbers, arguments.mode, places, compiled[0])  # fmt: skip
-        return
-    _check(arguments)
-    reference.step(reference.adamw(*numbers), arguments)
+    if not _ran("adamw_", p, lambda: _check(arguments), p, g, m, v, aux, step, gscale, found_inf,
+                *numbers, arguments.mode, places):  # fmt: skip
+        reference.step(reference.adamw(*numbers), arguments)
 
 
 def adamw8_(
@@ -101,12 +97,9 @@ def adamw8_(
     scales = (m_scale, v_scale, widths)
     arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places, scales)
     numbers = (lr, betas[0], betas[1], eps, weight_decay)
-    if compiled := _compiled(p):
-        _call("adamw8_", lambda: _check(arguments), p, g, m, v, m_scale, v_scale, aux, step,
-              gscale, found_inf, *numbers, widths, arguments.mode, places, compiled[0])  # fmt: skip
-        return
-    _check(arguments)
-    reference.step(reference.adamw(*numbers), arguments)
+    if not _ran("adamw8_", p, lambda: _check(arguments), p, g, m, v, m_scale, v_scale, aux, step, gscale, found_inf,
+                *numbers, widths, arguments.mode, places):  # fmt: skip
+        reference.step(reference.adamw(*numbers), arguments)
 
 
 def lion_(
@@ -127,12 +120,9 @@ def lion_(
     """One step of Lion (Chen et al. 2023) with decoupled decay; in place. See the module for the arguments."""
     arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], weight_decay)
-    if compiled := _compiled(p):
-        _call("lion_", lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
-              arguments.mode, places, compiled[0])  # fmt: skip
-        return
-    _check(arguments)
-    reference.step(reference.lion(*numbers), arguments)
+    if not _ran("lion_", p, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf,
+                *numbers, arguments.mode, places):  # fmt: skip
+        reference.step(reference.lion(*numbers), arguments)
 
 
 def sgdm_(
@@ -154,12 +144,9 @@ def sgdm_(
     """One step of torch.optim.SGD with momentum; the decay is added to the gradient. See the module."""
     arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, momentum, weight_decay, nesterov)
-    if compiled := _compiled(p):
-        _call("sgdm_", lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf, *numbers,
-              arguments.mode, places, compiled[0])  # fmt: skip
-        return
-    _check(arguments)
-    reference.step(reference.sgdm(*numbers), arguments)
+    if not _ran("sgdm_", p, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf,
+                *numbers, arguments.mode, places):  # fmt: skip
+        reference.step(reference.sgdm(*numbers), arguments)
 
 
 def grad_norm_sq(g: Tensors, out: Tensor) -> None:
@@ -173,11 +160,8 @@ def grad_norm_sq(g: Tensors, out: Tensor) -> None:
         _one("out", out, torch.float64, out.device)
         _floats("g", g, out.device)
 
-    if compiled := _compiled([out]):
-        _call("grad_norm_sq", check, g, out, compiled[0])
-        return
-    check()
-    reference.grad_norm_sq(g, out)
+    if not _ran("grad_norm_sq", [out], check, g, out):
+        reference.grad_norm_sq(g, out)
 
 
 def clip_coef_(
@@ -202,12 +186,8 @@ def clip_coef_(
             if tensor is not None:
                 _one(name, tensor, torch.float32, norm_sq.device)
 
-    if compiled := _compiled([norm_sq]):
-        _call("clip_coef_", check, norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf,
-              compiled[0])  # fmt: skip
-        return
-    check()
-    reference.clip_coef(norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf)
+    if not _ran("clip_coef_", [norm_sq], check, norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf):
+        reference.clip_coef(norm_sq, loss_scale, max_norm, eps, norm, gscale, found_inf)
 
 
 def cast_scale_copy_(out: Tensors, input: Tensors, scale: Tensor | None = None) -> None:
@@ -222,10 +202,8 @@ def cast_scale_copy_(out: Tensors, input: Tensors, scale: Tensor | None = None) 
                 _one("scale", scale, torch.float32, out[0].device)
         _overlap(out, input)
 
-    if compiled := _compiled(out):
-        _call("cast_scale_copy_", check, out, input, scale, compiled[0])
+    if _ran("cast_scale_copy_", out, check, out, input, scale):
         return
-    check()
     for target, source in zip(out, input, strict=True):
         values = source.float().view(-1)
         target.view(-1).copy_(values if scale is None else values * scale)
@@ -233,43 +211,38 @@ def cast_scale_copy_(out: Tensors, input: Tensors, scale: Tensor | None = None) 
 
 def split_master_(master: Tensors, p: Tensors, remainder: Tensors) -> None:
     """Take fp32 numbers apart, without loss: into bf16 ones, rounded, and the 16 bits (int16) that are missing."""
-    if compiled := _compiled(p):
-        check = lambda: _check_split(master, p, remainder)  # noqa: E731
-        _call("split_master_", check, master, p, remainder, compiled[0])
+    if _ran("split_master_", p, lambda: _check_split(master, p, remainder), master, p, remainder):
         return
-    _check_split(master, p, remainder)
     for whole, high, low in zip(master, p, remainder, strict=True):
         reference.split_into(whole.view(-1), high.view(-1), low.view(-1))
 
 
 def merge_master_(p: Tensors, remainder: Tensors, master: Tensors) -> None:
     """Put together what `split_master_` has taken apart, bit for bit (a NaN becomes the standard one)."""
-    if compiled := _compiled(p):
-        check = lambda: _check_split(master, p, remainder)  # noqa: E731
-        _call("merge_master_", check, p, remainder, master, compiled[0])
+    if _ran("merge_master_", p, lambda: _check_split(master, p, remainder), p, remainder, master):
         return
-    _check_split(master, p, remainder)
     for whole, high, low in zip(master, p, remainder, strict=True):
         whole.view(-1).copy_(reference.merged(high.view(-1), low.view(-1)))
 
 
-def _compiled(tensors: Tensors) -> tuple[int] | None:
-    """(the stream to run on,) if the compiled operators take these tensors, else None."""
-    if not len(tensors):
-        return None
-    device = tensors[0].device
-    if not library.serves(device):
-        return None
-    return (library.stream(device),)
+def _ran(operator: str, tensors: Tensors, check: Callable[[], None], *arguments: object) -> bool:
+    """Run a compiled operator, if it takes tensors on the device of these. Returns whether it did; if not, the
+    arguments are checked, for the reference.
 
-
-def _call(operator: str, check: Callable[[], None], *arguments: object) -> None:
-    """Call a compiled operator, whose own checks are terse: if it refuses, ``check`` raises the full message."""
+    Args:
+        check: raises ValueError if the arguments are wrong. The compiled operator's own checks are terse: where it
+            refuses, this raises the full message.
+        arguments: of the operator, but for the stream.
+    """
+    if not len(tensors) or not library.serves(tensors[0].device):
+        check()
+        return False
     try:
-        library.operator(operator)(*arguments)
+        library.operator(operator)(*arguments, library.stream(tensors[0].device))
     except RuntimeError:
         check()
         raise  # the arguments are right: no memory, or the GPU has failed, perhaps in what ran before
+    return True
 
 
 def _mode(mode: str) -> int:
@@ -288,7 +261,7 @@ def _check(a: StepArguments) -> None:
             _floats(name, tensors, device)
         if len({t.dtype for t in tensors}) > 1:
             raise ValueError(f"{name} holds several dtypes: call once for each")
-    wanted = {Mode.PLAIN: (torch.float32,), Mode.MASTER: _FLOATS}.get(Mode(a.mode), (torch.bfloat16,))
+    wanted = {Mode.PLAIN: (torch.float32,), Mode.MASTER: library.FLOATS}.get(Mode(a.mode), (torch.bfloat16,))
     _dtypes("p", a.p, wanted)
     _dtypes("m", a.m, (torch.float32, torch.bfloat16) if a.scales is None else (torch.uint8,))
     if a.scales is not None:
@@ -359,7 +332,7 @@ def _check_split(master: Tensors, p: Tensors, remainder: Tensors) -> None:
 
 
 def _floats(name: str, tensors: Tensors, device: torch.device) -> None:
-    _dtypes(name, tensors, _FLOATS)
+    _dtypes(name, tensors, library.FLOATS)
     for index, tensor in enumerate(tensors):
         if tensor.device != device:
             raise ValueError(f"{name}[{index}] is on {tensor.device}, expected {device}")

@@ -19,7 +19,7 @@ from engine.torch_compat import current_stream, in_function_transform
 
 _CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_OF_ROWS = (torch.float32, torch.bfloat16, torch.float16)  # that csrc/cuda/norm.cu and columns.cu take
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that compiled operators take
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
 # cudaError_t: no function, no image for the device; the driver is older than the runtime, or than the PTX.
 _NO_CODE, _OLD_DRIVER = (98, 209), (35, 222)
@@ -148,7 +148,7 @@ def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
 def same_rows(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary CUDA tensors of one dtype that the operators of rows take, not under autocast."""
     dtype = x.dtype
-    if type(x) not in _PLAIN or dtype not in _OF_ROWS or torch.is_autocast_enabled("cuda"):
+    if type(x) not in _PLAIN or dtype not in FLOATS or torch.is_autocast_enabled("cuda"):
         return False
     for t in others:
         if type(t) not in _PLAIN or t.dtype is not dtype or not t.is_cuda:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from engine.optim.states import check_gradients, check_group, check_states, placed_gradient, undone_on_error
-from engine.tensors import as_shard, local_box, local_tensor, shard_of
+from engine.tensors import as_shard, cut_dims, local_box, local_tensor, shard_of
 
 Groups = list[dist.ProcessGroup]
 # Elements of a parameter that are worked on at a time: fp64 and updates then take no memory that grows with it.
@@ -232,11 +232,10 @@ def _cut(parameter: torch.Tensor, dim: int | None) -> Groups:
     """The ranks that share a parameter's parts along a dimension, or along any."""
     if not isinstance(parameter, DTensor):
         return []
-    mesh = parameter.device_mesh
     return [
-        mesh.get_group(i)
-        for i, placement in enumerate(parameter.placements)
-        if mesh.size(i) > 1 and not placement.is_replicate() and (dim is None or placement.dim == dim)  # type: ignore[attr-defined]
+        parameter.device_mesh.get_group(i)
+        for i in cut_dims(parameter)
+        if dim is None or parameter.placements[i].dim == dim  # type: ignore[attr-defined]
     ]
 
 

@@ -16,6 +16,7 @@ import torch
 
 from engine.ops import fused
 from engine.ops.compilation import outside_graphs
+from engine.ops.library import FLOATS
 from engine.optim.rounding import place_of
 from engine.optim.states import (
     OwnStates,
@@ -35,7 +36,6 @@ from engine.optim.states import (
 from engine.registry import ROUNDING_KEY, ROUNDS_AT_RANDOM
 from engine.tensors import gradients_of, local_tensor, local_tensors, with_local
 
-_FUSED = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = ("fp32", "remainder")
 # What a state may have besides its moments.
 _OPTIONAL_STATES = ("master", "remainder", "exp_avg_scale", "exp_avg_sq_scale")
@@ -185,7 +185,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"betas is {group['betas']!r}, expected two numbers of at least 0 and below 1")
 
     def _check_dtype(self, parameter: torch.Tensor) -> None:
-        if parameter.dtype not in _FUSED:
+        if parameter.dtype not in FLOATS:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: {type(self).__name__} computes "
                 "in fp32 and takes fp32, bf16 and fp16 parameters; give it to an optimizer of torch"
@@ -298,7 +298,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits, held)
             batch = batches.get(key)
             if batch is None:
-                fits = fits and shard.dtype in _FUSED and gradient.dtype in _FUSED
+                fits = fits and shard.dtype in FLOATS and gradient.dtype in FLOATS
                 batch = batches[key] = Batch(mode, fits, held, gradient_dtype=gradient.dtype)
             batch.add(parameter, gradient, state, self.moments)
             if placed:

@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.ops import fused, library
@@ -17,10 +17,9 @@ from engine.optim.checks import check_not_gathered
 from engine.optim.states import placed_alike, placed_gradient, scalar_on, sparse_gradient
 from engine.parallel.mesh import device_mesh, once_per_world
 from engine.registry import NORM_LAYOUT, STAGE_ROLE
-from engine.tensors import gradients_of, local_tensor, local_tensors
+from engine.tensors import cut_dims, gradients_of, local_tensor, local_tensors
 
 _EPS = 1e-6
-_FUSED = {torch.float32, torch.bfloat16, torch.float16}
 _dtype, _tensor_layout, _device = map(operator.attrgetter, ("dtype", "layout", "device"))
 _layout_of = operator.attrgetter(NORM_LAYOUT.name)
 # The mesh dimensions over which the ranks hold different parts, and the role of this stage of a pipeline.
@@ -129,7 +128,7 @@ def _shared_layout(over: tuple[DeviceMesh | None, tuple[int, ...]], role: str | 
 
 
 def _fit(gradients: list[torch.Tensor]) -> bool:
-    if not library.serves(gradients[0].device) or not set(map(_dtype, gradients)) <= _FUSED:
+    if not library.serves(gradients[0].device) or not set(map(_dtype, gradients)) <= set(library.FLOATS):
         return False
     return all(map(torch.Tensor.is_contiguous, gradients))
 
@@ -173,10 +172,5 @@ def _sharded_over(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int
     """The mesh dimensions over which the ranks hold different parts."""
     if not isinstance(parameter, DTensor):
         return None, ()
-    mesh = parameter.device_mesh
-    dims = tuple(
-        dim
-        for dim, placement in enumerate(parameter.placements)
-        if not isinstance(placement, Replicate) and mesh.size(dim) > 1
-    )
-    return mesh if dims else None, dims
+    dims = tuple(cut_dims(parameter))
+    return parameter.device_mesh if dims else None, dims

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.optim.states import check_gradients, check_group, check_states, placed_as, placed_gradient, undone_on_error
-from engine.tensors import local_box, local_tensor, with_local
+from engine.tensors import cut_dims, local_tensor, part_of, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
@@ -136,9 +136,8 @@ class Muon(torch.optim.Optimizer):
                 continue
             whole = with_local(parameter, updates[index])
             if isinstance(whole, DTensor):
-                size, offset = local_box(parameter.shape, whole.device_mesh, whole.placements)
                 result = self._newton_schulz(whole.full_tensor())
-                found[index] = result[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+                found[index] = part_of(result, whole.device_mesh, whole.placements)  # a view would keep the result
             else:
                 found[index] = self._newton_schulz(whole)
         for group, members in shared.items():
@@ -186,15 +185,13 @@ def _rows_over(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     """The ranks that have the rows of a matrix in parts; None: it is whole, or cut in another way."""
     if not isinstance(parameter, DTensor):
         return None
-    mesh = parameter.device_mesh
-    cut = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    cut = [dim for dim in cut if mesh.size(dim) > 1]
+    cut = cut_dims(parameter)
     if len(cut) != 1:
         return None
     placement = parameter.placements[cut[0]]
     if type(placement) is not Shard or placement.dim != 0:
         return None
-    return mesh.get_group(cut[0])
+    return parameter.device_mesh.get_group(cut[0])
 
 
 def _rows(total: int, ranks: int, rank: int) -> int:

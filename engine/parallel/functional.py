@@ -30,8 +30,7 @@ def _all_reduce(x: Tensor, group: Group) -> Tensor:
 def _gather(x: Tensor, group: Group) -> Tensor:
     """(n, ...) of each rank -> (ranks * n, ...)."""
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    if x.numel():
-        all_gather_flat(out, x.contiguous(), group)
+    all_gather_flat(out, x, group)
     return out
 
 

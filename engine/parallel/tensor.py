@@ -22,10 +22,10 @@ from engine import runtime
 from engine.collectives import first_difference
 from engine.names import clean_name
 from engine.ops import embedding, linear
+from engine.ops.embeddings import check_ids
 from engine.parallel import functional as f
 from engine.parallel.rng import rng_streams
 from engine.tensors import as_shard, local_box, local_tensor, part_of
-from engine.torch_compat import assert_on_device
 
 # transformers' names for what there is here.
 _ALIASES = {
@@ -143,7 +143,7 @@ class _Vocab(_Layer):
     num_embeddings: int
 
     def forward(self, ids: Tensor) -> Tensor:
-        _check_ids(ids, self.num_embeddings)
+        check_ids(ids, self.num_embeddings)
         weight = local(self.weight)
         own = ids - self._first
         outside = (own < 0) | (own >= weight.shape[0])
@@ -155,14 +155,6 @@ class _Vocab(_Layer):
             padding = None
         out = embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
         return f.reduce_from(out, self.tp_group.group)
-
-
-def _check_ids(ids: Tensor, rows: int) -> None:
-    """Raises IndexError as nn.Embedding does: without it, an id that no rank has would become zeros."""
-    if ids.device.type != "cpu":
-        assert_on_device(((ids >= 0) & (ids < rows)).all(), "index out of range of a table that tp_size splits")
-    elif ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < rows):
-        raise IndexError(f"index out of range: the table has {rows} rows")
 
 
 _CLASSES: dict[str, tuple[type[nn.Module], type[_Layer]]] = {

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from engine.checkpoint import all_tensors
-from engine.init import clean_name
+from engine.names import clean_name
 from engine.shards import is_sharded
 from modelcenter.adapters.state import is_adapter, layout_of
 from modelcenter.models.base import Model

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from engine.checkpoint import named_tensors
-from engine.init import clean_name, write_
+from engine.init import write_
+from engine.names import clean_name
 from modelcenter.adapters.low_rank import HubModule, LowRankUpdate, hub_modules, to_native
 from modelcenter.adapters.modules_to_save import check_modules
 from modelcenter.adapters.peft_format import (

@@ -12,7 +12,8 @@ import torch
 
 import engine
 from engine.checkpoint import named_tensors, together
-from engine.init import clean_name, init_parameters_
+from engine.init import init_parameters_
+from engine.names import clean_name
 from engine.shards import is_sharded
 from engine.tensors import local_tensor
 from modelcenter.adapters.load import AdapterFile, open_adapter, write_values

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.init import clean_name
+from engine.names import clean_name
 from engine.tensors import local_box, local_tensor
 from modelcenter.adapters.peft_format import ADAPTER_NAME
 

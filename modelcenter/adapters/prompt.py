@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import engine
-from engine.init import clean_name, init_parameters_
+from engine.init import init_parameters_
+from engine.names import clean_name
 from modelcenter.adapters.load import AdapterFile, open_adapter, write_values
 from modelcenter.adapters.modules_to_save import choose_parameters
 from modelcenter.adapters.peft_format import PROMPT_TENSOR

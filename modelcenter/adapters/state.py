@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.checkpoint import all_tensors
-from engine.init import clean_name
+from engine.names import clean_name
 from engine.shards import is_sharded
 from modelcenter.adapters.peft_format import ADAPTER_NAME
 from modelcenter.convert.layout import Layout, compile_layout

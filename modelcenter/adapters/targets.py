@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from engine.init import clean_name
+from engine.names import clean_name
 from modelcenter.convert.layout import Layout
 from modelcenter.models.base import Model
 from modelcenter.registry import nearest

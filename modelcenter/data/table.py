@@ -85,6 +85,10 @@ class Table:
         rows = rows if self.index is None else self.index[rows]
         return Table(columns, self.origins, self.classes, rows, self.shares)
 
+    def subset(self, rows: np.ndarray) -> Table:
+        """The table of the given rows, each once and in their order; itself, if these are all."""
+        return self if len(rows) == len(self) else self.take(rows)
+
     def part_of_rows(self) -> np.ndarray:
         """The part of a mixture that each row belongs to, int64 (rows,)."""
         ends = np.cumsum([part.rows for part in self.shares])

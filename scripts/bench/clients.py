@@ -111,67 +111,75 @@ def transformers_auto(folder: Path) -> dict[str, Any]:
     return found
 
 
+PIPELINES = {
+    "masked-lm": "fill-mask",
+    "sequence-classification": "text-classification",
+    "token-classification": "token-classification",
+    "causal-lm": "text-generation",
+    "base": "feature-extraction",
+    "question-answering": "question-answering",
+    "seq2seq-lm": "text2text-generation",
+}
+
+
 def transformers_pipeline(folder: Path) -> dict[str, Any]:
     """pipeline() with defaults; its numbers against the exported logits."""
+    found: dict[str, Any] = {}
+    for case in cases(folder):
+        name, task, _ = case
+        if task in PIPELINES and not (name in ENCODER_DECODERS and task == "base"):
+            found[f"{name} {PIPELINES[task]}"] = of_pipeline(folder, case)
+    return found
+
+
+def of_pipeline(folder: Path, case: Case) -> Any:
+    """How far the numbers of the pipeline of a case are from ours, or why they are not compared."""
     import torch
     import transformers
     from transformers.pipelines import SUPPORTED_TASKS
 
-    found: dict[str, Any] = {}
-    tasks = {
-        "masked-lm": "fill-mask",
-        "sequence-classification": "text-classification",
-        "token-classification": "token-classification",
-        "causal-lm": "text-generation",
-        "base": "feature-extraction",
-        "question-answering": "question-answering",
-        "seq2seq-lm": "text2text-generation",
-    }
-    for name, task, directory in cases(folder):
-        if task not in tasks or (name in ENCODER_DECODERS and task == "base"):
-            continue
-        if "roberta" in name and task == "causal-lm":
-            why = "its generate counts RoBERTa's positions from 0, its forward from pad_token_id + 1"
-            found[f"{name} {tasks[task]}"] = f"not compared: {why}"
-            continue
-        which = tasks[task]
-        if which not in SUPPORTED_TASKS:
-            found[f"{name} {which}"] = f"transformers {transformers.__version__} has no such pipeline"
-            continue
-        run = transformers.pipeline(which, model=str(directory), tokenizer=load_tokenizer(directory), device="cpu")
-        own, text = ours(folder, name, task), TEXTS[1]
-        if which == "feature-extraction":
-            value: Any = difference(torch.tensor(run(text)[0]), own["last_hidden_state"][-1], limit=1e-3)
-        elif which == "text-classification":
-            scores = {row["label"]: row["score"] for row in run(text, top_k=None)}
-            expected = own["logits"][1].softmax(-1)
-            value = difference([scores[f"LABEL_{i}"] for i in range(len(scores))], expected)
-        elif which == "token-classification":
-            rows = run(text, ignore_labels=[])
-            expected = own["logits"][1].softmax(-1).max(-1).values[[row["index"] for row in rows]]
-            value = difference([row["score"] for row in rows], expected)
-        elif which == "fill-mask":
-            rows = run("the film was [MASK]", top_k=3)
-            model = load_theirs((name, task, directory))
-            batch = run.tokenizer("the film was [MASK]", return_tensors="pt")
-            batch.pop("token_type_ids", None)
-            with torch.no_grad():
-                expected = model(**batch).logits[0, 4].softmax(-1).topk(3).values
-            value = difference([row["score"] for row in rows], expected)
-        else:
-            import modelcenter as mc
+    name, task, directory = case
+    which = PIPELINES[task]
+    if "roberta" in name and task == "causal-lm":
+        return "not compared: its generate counts RoBERTa's positions from 0, its forward from pad_token_id + 1"
+    if which not in SUPPORTED_TASKS:
+        return f"transformers {transformers.__version__} has no such pipeline"
+    run = transformers.pipeline(which, model=str(directory), tokenizer=load_tokenizer(directory), device="cpu")
+    own, text = ours(folder, name, task), TEXTS[1]
+    if which == "feature-extraction":
+        return difference(torch.tensor(run(text)[0]), own["last_hidden_state"][-1], limit=1e-3)
+    if which == "text-classification":
+        scores = {row["label"]: row["score"] for row in run(text, top_k=None)}
+        return difference([scores[f"LABEL_{i}"] for i in range(len(scores))], own["logits"][1].softmax(-1))
+    if which == "token-classification":
+        rows = run(text, ignore_labels=[])
+        expected = own["logits"][1].softmax(-1).max(-1).values[[row["index"] for row in rows]]
+        return difference([row["score"] for row in rows], expected)
+    if which == "fill-mask":
+        rows = run("the film was [MASK]", top_k=3)
+        with torch.no_grad():
+            logits = load_theirs(case)(**tokens_of(run, "the film was [MASK]")).logits
+        return difference([row["score"] for row in rows], logits[0, 4].softmax(-1).topk(3).values)
+    return generated(run, directory)
 
-            model = mc.from_pretrained(str(directory))
-            batch = run.tokenizer("the film was", return_tensors="pt")
-            batch.pop("token_type_ids", None)
-            theirs = run("the film was", max_new_tokens=6, do_sample=False, return_tensors=True)[0][
-                "generated_token_ids"
-            ]
-            mine = model.generate(batch["input_ids"], max_new_tokens=6, eos_token_id=None)
-            assert list(theirs) == mine[0].tolist()[: len(theirs)], f"{theirs} and {mine.tolist()}"
-            value = "the same tokens"
-        found[f"{name} {which}"] = value
-    return found
+
+def generated(run: Any, directory: Path) -> str:
+    """That a pipeline generates the same tokens as the model here."""
+    import modelcenter as mc
+
+    prompt = "the film was"
+    (answer,) = run(prompt, max_new_tokens=6, do_sample=False, return_tensors=True)
+    theirs = answer["generated_token_ids"]
+    ids = tokens_of(run, prompt)["input_ids"]
+    mine = mc.from_pretrained(str(directory)).generate(ids, max_new_tokens=6, eos_token_id=None)
+    assert list(theirs) == mine[0].tolist()[: len(theirs)], f"{theirs} and {mine.tolist()}"
+    return "the same tokens"
+
+
+def tokens_of(run: Any, text: str) -> Any:
+    batch = run.tokenizer(text, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    return batch
 
 
 def safetensors_files(folder: Path) -> dict[str, Any]:

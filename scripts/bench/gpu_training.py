@@ -67,7 +67,6 @@ LLAMA = {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16
 T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16,
       "decoder_start_token_id": 0}  # fmt: skip
 OURS, PEER = "modelcenter", "transformers"
-HOW = ("plain", "compiled", "Liger")
 AGAIN = ", again"
 CASES = {
     "bert-large": Case("bert", BERT, 64, 512, ragged=True, utilisation=0.5, speed=1.5),
@@ -125,23 +124,28 @@ def main() -> None:
         found: dict[str, Any] = {}
         numbers[name] = found
         with prepared(args, name) as processes:
-            for who, how in turns(case, args.compiled, found):
-                first = found.get(f"{who}, {how}")
-                key = f"{who}, {how}{AGAIN if first else ''}"
-                print(f"{name}, {key}: started", file=sys.stderr, flush=True)  # whose step it is, if this hangs
-                try:
-                    found[key] = processes.run((who, how))
-                except RuntimeError as error:  # out of memory, a kernel that is not there: the rest is still measured
-                    print(error, file=sys.stderr, flush=True)
-                    notes.append(f"{name}, {key}: {reason(str(error))[:300]}")
-                else:
-                    print(f"{name}, {key}: {summary(found[key])}", file=sys.stderr, flush=True)
-                    if first:
-                        between = f"{first['ms']} ms before the peers and {found[key]['ms']} ms after them"
-                        notes.append(f"{name}: a step of {who}, {how} took {between}")
+            for turn in turns(case, args.compiled, found):
+                notes += take_turn(processes, name, turn, found)
                 rows = [*done, *table(name, case, settled(found), limits["bf16_gemm_tflops"], promised)]
                 keep(args, "gpu_training", numbers, rows, notes, limits=limits)
     finish(args, "gpu_training", numbers, rows, notes, limits=limits)
+
+
+def take_turn(processes: Prepared, name: str, turn: tuple[str, str], found: dict[str, Any]) -> list[str]:
+    """Add what a turn of a case measured to `found`. Returns notes: that it failed, or what a second time took."""
+    who = ", ".join(turn)
+    first = found.get(who)
+    key = f"{who}{AGAIN if first else ''}"
+    print(f"{name}, {key}: started", file=sys.stderr, flush=True)  # whose step it is, if this hangs
+    try:
+        found[key] = processes.run(turn)
+    except RuntimeError as error:  # out of memory, a kernel that is not there: the rest is still measured
+        print(error, file=sys.stderr, flush=True)
+        return [f"{name}, {key}: {reason(str(error))[:300]}"]
+    print(f"{name}, {key}: {summary(found[key])}", file=sys.stderr, flush=True)
+    if not first:
+        return []
+    return [f"{name}: a step of {who} took {first['ms']} ms before the peers and {found[key]['ms']} ms after them"]
 
 
 def turns(case: Case, compiled: bool, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -94,9 +94,9 @@ def travelled():
         dist.isend = send
     tags = (sharded_embedding._WANTED_TAG, sharded_embedding._ROWS_TAG, sharded_embedding._GRADIENTS_TAG)
     with pytest.raises(IndexError, match="the table has 9 rows"):
-        sharded_embedding._Lookup(reader.table, None)(torch.tensor([WORDS]))
+        sharded_embedding._ShardedForward(reader.table, None)(torch.tensor([WORDS]))
     with pytest.raises(IndexError, match="the table has 9 rows"):
-        sharded_embedding._Lookup(reader.table, None)(torch.tensor([-1]))
+        sharded_embedding._ShardedForward(reader.table, None)(torch.tensor([-1]))
     return [[tuple(shape) for tag, shape in sent if tag == wanted] for wanted in tags]
 
 

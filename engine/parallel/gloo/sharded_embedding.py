@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.ops.autograd import once_differentiable
-from engine.ops.embeddings import Embedding
+from engine.ops.embeddings import Embedding, check_ids
 from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.tensors import shard_of
 
@@ -51,16 +51,16 @@ def shard_embeddings(
             continue
         part = shard_of(table.weight.detach(), mesh, (Shard(0),))
         table.weight = nn.Parameter(part, requires_grad=table.weight.requires_grad)
-        table.forward = _Lookup(table, dtype)  # type: ignore[method-assign, assignment]
+        table.forward = _ShardedForward(table, dtype)  # type: ignore[method-assign, assignment]
     return {p for table in tables if is_sharded_embedding(table) for p in table.parameters()}
 
 
 def is_sharded_embedding(module: nn.Module) -> bool:
     """Whether this table is looked up by messages instead of being gathered."""
-    return isinstance(vars(module).get("forward"), _Lookup)
+    return isinstance(vars(module).get("forward"), _ShardedForward)
 
 
-class _Lookup:
+class _ShardedForward:
     """The forward of a table whose rows are on several ranks."""
 
     def __init__(self, table: nn.Embedding, dtype: torch.dtype | None) -> None:
@@ -81,8 +81,7 @@ class _Lookup:
         table = self._table()
         assert table is not None and isinstance(table.weight, DTensor)
         flat, words = ids.reshape(-1), len(table.weight)
-        if len(flat) and not (0 <= int(flat.min()) and int(flat.max()) < words):
-            raise IndexError(f"index out of range: the table has {words} rows")
+        check_ids(flat, words)
         group = table.weight.device_mesh.get_group()
         exchange = _RowExchange(flat, words, group, table.padding_idx)
         found: torch.Tensor = _LookUp.apply(table.weight.to_local(), exchange, self._dtype or table.weight.dtype)

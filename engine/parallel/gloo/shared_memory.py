@@ -191,8 +191,8 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
         others = {r: _open(*heard[r, :3].tolist()) for r in range(group.size()) if r != group.rank()}
     except OSError:
         own = None
-    agreed = torch.empty(group.size(), dtype=torch.uint8)
-    all_gather_flat(agreed, torch.tensor([own is not None], dtype=torch.uint8), group)  # nobody opens a file after it
+    agreed = torch.empty(group.size(), dtype=torch.bool)
+    all_gather_flat(agreed, torch.tensor([own is not None]), group)  # nobody opens a file after it
     if file != _NO_PLACE:
         os.close(file)
     return SharedMemory(group, serial, own, others) if own is not None and bool(agreed.all()) else None

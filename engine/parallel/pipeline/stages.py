@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from engine import runtime
 from engine.collectives import gather_objects
+from engine.lockstep import where_to_look
 from engine.names import clean_name, model_tensors, state_dict_tensors
 from engine.parallel.gloo.point_to_point import wait_for
 from engine.parallel.pipeline.p2p import Neighbours
@@ -124,9 +125,8 @@ def _wait_for_stage(work: Any, name: str, group: dist.ProcessGroup, other: int) 
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {runtime.rank()} waited for rank {dist.get_global_rank(group, other)}, whose stage of the model "
-            f"(pp_size) is another, to exchange {name}, and it did not come (timeout: {runtime.last_timeout():g} s). A "
-            "rank that raised or was killed says so in its own output; one that hangs is shown by `py-spy dump`. torch "
-            f"said: {str(error).strip().splitlines()[0]}"
+            f"(pp_size) is another, to exchange {name}, and it did not come (timeout: {runtime.last_timeout():g} s). "
+            f"{where_to_look(error)}"
         ) from error
 
 

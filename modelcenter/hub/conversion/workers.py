@@ -5,7 +5,6 @@ import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
-import resource
 import signal
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from engine.memory import peak_resident
 from modelcenter.hub.conversion.progress import Progress, Report
 
 Work = Callable[[Any, Report], Any]
@@ -48,7 +48,7 @@ def imap_unordered(
     for index, item in enumerate(items):
         yield index, work(item, progress.add)
     if peaks is not None:
-        peaks.append(_peak())
+        peaks.append(peak_resident())
 
 
 def keep_memory() -> None:
@@ -97,10 +97,6 @@ def _flush(files: Sequence[Path], pause: float) -> None:
                 handle = os.open(path, os.O_RDONLY)
                 os.fdatasync(handle)
                 os.close(handle)
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _forked(
@@ -166,7 +162,7 @@ def _worker(work: Work, items: Sequence[Any], pipe: Any, others: Sequence[Any]) 
         try:
             while (index := pipe.recv()) is not None:
                 pipe.send(("done", (index, work(items[index], lambda count: pipe.send(("progress", count))))))
-            pipe.send(("peak", _peak()))
+            pipe.send(("peak", peak_resident()))
             status = 0
         except (BrokenPipeError, ConnectionError, EOFError):
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 import modelcenter
 from engine.checkpoint import check_manifest, load_model
-from engine.init import clean_name
+from engine.names import clean_name
 from modelcenter import registry
 from modelcenter.adapters import merge_lora, save_adapter
 from modelcenter.adapters.state import is_adapter

@@ -17,8 +17,10 @@ log = logging.getLogger("modelcenter")
 _ROWS = 2048  # of logits that are worked on at once
 
 
-def perplexity(loss: float) -> float | None:
-    """exp of a mean loss per token; None, with a warning, where no float holds it."""
+def perplexity(loss: float | None) -> float | None:
+    """exp of a mean loss per token; None without one, and, with a warning, where no float holds it."""
+    if loss is None:
+        return None
     try:
         value = math.exp(loss)
     except OverflowError:
@@ -63,9 +65,5 @@ class LanguageModel:
     def result(self) -> dict[str, float | None]:
         tokens, right = sums(self.tokens)
         (total,) = sums([self.total.item()], torch.float64)
-        loss = ratio(total, tokens)
-        return {
-            "loss": loss if tokens else None,
-            "perplexity": perplexity(loss) if tokens else None,
-            "accuracy": ratio(right, tokens),
-        }
+        loss = ratio(total, tokens) if tokens else None
+        return {"loss": loss, "perplexity": perplexity(loss), "accuracy": ratio(right, tokens)}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.init import clean_name
+from engine.names import clean_name
 from modelcenter.config import ModelConfig
 from modelcenter.hub.architecture import find_spec, on_meta
 from modelcenter.layers.attention import CrossAttention, SelfAttention

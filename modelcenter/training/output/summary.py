@@ -3,7 +3,6 @@
 import math
 import os
 import platform
-import resource
 import shlex
 import sys
 import time
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import engine
+from engine.memory import peak_resident
 from modelcenter import __version__
 from modelcenter.models.base import Model
 
@@ -74,8 +74,7 @@ def _last_and_best(rows: list[dict[str, Any]], selection: "ModelSelection") -> d
 
 def peak_memory() -> dict[str, int]:
     """Peak bytes of this process so far: host (resident), and device where it is a GPU."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peak = {"host_bytes": peak_resident()}
     if engine.device().type == "cuda":
         peak["device_bytes"] = torch.cuda.max_memory_allocated()
     return peak

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from engine.init import clean_name
 from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
+from engine.names import clean_name
 from engine.optim import (
     Adafactor,
     AdamOffloadOptimizer,

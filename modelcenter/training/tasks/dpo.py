@@ -35,7 +35,6 @@ from modelcenter.training.tasks.lm import (
     choose_template,
     read_rows,
     refuse_chat_columns,
-    take_rows,
     warn_left_out,
 )
 from modelcenter.training.tasks.splits import read_splits
@@ -181,7 +180,7 @@ class DPO(LanguageModelling):
         unknown = np.full((len(whole), 2), np.nan, np.float32)
         assert labelled.cut is not None
         cut = int(labelled.cut[pairs[whole]].any(1).sum())
-        examples = PreferenceExamples(take_rows(table, whole), labelled.tokens, answers, pairs[whole], unknown, cut)
+        examples = PreferenceExamples(table.subset(whole), labelled.tokens, answers, pairs[whole], unknown, cut)
         return examples, labelled
 
     def precompute(self, model: Model, train_set: Any, eval_set: Any) -> None:

@@ -121,7 +121,7 @@ class LanguageModelling(Task):
             how = {"max_length": max_length, "too_long": self.cfg.too_long, "train_on": self.cfg.train_on}
             labelled = label_conversations(self.template, rows, table.where, **how)
             context = self.model is not None and takes_tokens_for_context(self.model)
-            examples = AnswerExamples(take_rows(table, labelled.rows), labelled.tokens, labelled.labels, context)
+            examples = AnswerExamples(table.subset(labelled.rows), labelled.tokens, labelled.labels, context)
         warn_left_out(table, labelled, max_length)
         return examples, labelled
 
@@ -141,8 +141,7 @@ class LanguageModelling(Task):
         if self.cfg.token_accuracy:
             return evaluate(model, Batches(examples, rows), LanguageModel(), self.update_metrics)
         result = evaluate(model, Batches(examples, rows, output_logits=False))
-        loss = result["loss"]
-        return {**result, "perplexity": None if loss is None else perplexity(loss)}
+        return {**result, "perplexity": perplexity(result["loss"])}
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
         """Answers to the first rows of the evaluation data; of a plain text, a continuation of its first half."""
@@ -276,11 +275,6 @@ def refuse_chat_columns(cfg: Flags, columns: ChatColumns) -> None:
 
 def _no_chat(columns: ChatColumns) -> str:
     return f"with {'plain text' if columns.answers is None else 'objects'}, which is no chat; leave it out"
-
-
-def take_rows(table: Table, rows: np.ndarray) -> Table:
-    """The table of some of its rows; itself, if these are all."""
-    return table if len(rows) == len(table) else table.take(rows)
 
 
 def prompt_tokens(template: ChatTemplate, rows: Sequence[Any], table: Table, max_length: int) -> Tokens:

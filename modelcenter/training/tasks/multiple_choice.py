@@ -99,9 +99,8 @@ class MultipleChoice(Task):
     def from_flags(cls, cfg: MultipleChoiceConfig) -> Self:
         """See Task; also data.schemas.choices for what is raised."""
         table, eval_table = read_splits(cfg)
-        columns = find_choice_columns(
-            table, cfg.context_column, cfg.question_column, cfg.choices_column, cfg.label_column
-        )
+        given = cfg.context_column, cfg.question_column, cfg.choices_column, cfg.label_column
+        columns = find_choice_columns(table, *given)
         cfg.set_role_columns({**dataclasses.asdict(columns), "choices": ",".join(columns.choices)})
         assert columns.label is not None
         choices = read_choices(table, columns)
@@ -112,9 +111,7 @@ class MultipleChoice(Task):
         cfg.label_kind = kind
         eval_choices, eval_targets = None, None
         if eval_table is not None:
-            find_choice_columns(
-                eval_table, cfg.context_column, cfg.question_column, cfg.choices_column, cfg.label_column
-            )
+            find_choice_columns(eval_table, *given)
             eval_choices = read_choices(eval_table, columns)
             eval_targets, *_ = correct_choices(eval_table, columns.label, eval_choices, cfg.first_choice, kind)
         if cfg.label_smoothing and len(set(choices.counts.tolist())) > 1:

@@ -123,7 +123,7 @@ def label_objects(
     which = [np.array(numbers, np.int64) for numbers in (kept, unanswered, unfitting)]
     labelled = LabelledTokens(_tokens(rows), labels, which[0], which[1], which[2], [encoder.end])
     examples = StructuredExamples(
-        table if len(kept) == len(table) else table.take(which[0]),
+        table.subset(which[0]),
         labelled.tokens,
         labels,
         objects=[objects[i] for i in kept],

@@ -151,7 +151,7 @@ class Pretraining(Task):
         batches = Batches(examples, rank_batches(examples, batch_size), self.evaluated_logits)
         result = evaluate(model, batches, self.metrics(model.device), self.update_metrics)
         loss = result["loss"]
-        return {"loss": loss, "perplexity": None if loss is None else perplexity(loss), **result}
+        return {"loss": loss, "perplexity": perplexity(loss), **result}
 
     # -- inference with a trained model ------------------------------------------------------------------------------
 

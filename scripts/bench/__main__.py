@@ -60,6 +60,7 @@ BENCHES: dict[str, Bench] = {
     "sharded_step": Bench("sharded_step", 3, peers=("--peers",)),
     "optimizer": Bench("optimizer", 2, peers=("--peers",)),
     "dropout": Bench("dropout", 1),
+    "attention": Bench("attention", 1),
     "load_export": Bench("load_export", 2),
     "convert": Bench("convert", 4, ("--gigabytes", "1")),
     "checkpoint": Bench("checkpoint", 1),

@@ -1,0 +1,109 @@
+"""Attention of one layer on the CPU, forward and backward: the operator for packed rows, compared with torch's.
+
+    python scripts/bench/attention.py [--rows 16] [--length 512] [--rounds 3] [--output result.json]
+
+Rows are ragged. Here they are packed; torch's scaled_dot_product_attention gets them padded, with the mask that
+transformers would make of them: of the padding, of later tokens, with a bias for each distance (T5), or by segments
+(CPM). Its masks are made beforehand, as they are shared by layers, and their gradients end there. In each round one
+process times all contenders in turn and keeps the best of several runs of each; the results are the medians.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.lib import against, child, finish, machine, median, parse, parser, steps, take_turns, workloads
+
+HEADS, CHANNELS = 8, 64
+KINDS = ("of an encoder", "of a decoder", "with a bias", "by segments")
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--rows", type=int, default=16, help="(default: 16)")
+    p.add_argument("--length", type=int, default=512, help="tokens of the longest row that there may be (default: 512)")
+    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parse(p, rows=3, length=64)
+    if args.child:
+        measured = steps.best_ms(contenders(args.rows, args.length), 7)
+        print(json.dumps({**measured, "library": machine.operator_library()}))
+        return
+    command = [__file__, "--child", "--rows", str(args.rows), "--length", str(args.length)]
+    results = take_turns({"all": lambda _: child(command, args.threads)}, args.rounds, args.threads)["all"]
+    ms = {name: median(results, name) for kind in KINDS for name in (kind, f"torch, {kind}")}
+    numbers = {"ms": {name: round(value, 3) for name, value in ms.items()}, "library": results[0]["library"]}
+    rows = [against(f"attention {kind}", "torch, padded", ms[kind], ms[f"torch, {kind}"], "ms") for kind in KINDS]
+    finish(args, "attention", numbers, rows)
+
+
+def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from modelcenter.layers.mask import Mask
+    from modelcenter.layers.packed_attention import packed_attention
+    from modelcenter.layers.packing import Packed
+    from modelcenter.layers.segments import Segments
+
+    torch.manual_seed(0)
+    lengths = [n * length // 128 for n in workloads.ragged_lengths(rows)]
+    longest, tokens = max(lengths), sum(lengths)
+    packed = Packed.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), longest, tokens)
+    inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    bias, between = torch.randn(HEADS, 2 * longest - 1), torch.randn(HEADS, 4, 4)
+    # A row is a prompt, all of which sees itself, and an answer; each of them is two segments.
+    place = torch.arange(longest)
+    context, segment = (place < longest // 2).expand(rows, -1), (4 * place // longest).expand(rows, -1)
+    segments = Segments.of(context, torch.zeros_like(segment), segment)
+    masks = {
+        "of an encoder": Mask(),
+        "of a decoder": Mask(True),
+        "with a bias": Mask(bias=bias.requires_grad_()),
+        "by segments": Mask(bias=bias, segments=segments[inside], segment_bias=between.requires_grad_()),
+    }
+    whole = {
+        kind: mask.rectangle(longest, longest, inside, like=bias, segments=(segments, segments))
+        if kind == "by segments"
+        else mask.rectangle(longest, longest, inside, like=bias)
+        for kind, mask in masks.items()
+    }
+    q, k, v, slope = torch.randn(4, tokens, HEADS * CHANNELS)
+    leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
+
+    def padded(x: Tensor) -> Tensor:
+        room = torch.zeros(rows, longest, HEADS, CHANNELS)
+        room[inside] = x.detach().view(tokens, HEADS, CHANNELS)
+        return room.transpose(1, 2)
+
+    padded_leaves, padded_slope = tuple(padded(x).requires_grad_() for x in (q, k, v)), padded(slope)
+
+    def ours(mask: Mask) -> None:
+        queries, keys, values = leaves
+        out = packed_attention(queries, keys, values, packed, HEADS, mask=mask)
+        trained = [x for x in (mask.bias, mask.segment_bias) if x is not None]
+        torch.autograd.grad(out, [*leaves, *trained], slope)
+
+    def theirs(mask: Tensor) -> None:
+        queries, keys, values = padded_leaves
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        torch.autograd.grad(out, [*padded_leaves, *([mask] if mask.requires_grad else [])], padded_slope)
+
+    calls: dict[str, Callable[[], Any]] = {}
+    for kind, mask in masks.items():
+        ready = whole[kind]
+        assert ready is not None
+        ready = ready.detach().requires_grad_(ready.is_floating_point())
+        calls[kind] = partial(ours, mask)
+        calls[f"torch, {kind}"] = partial(theirs, ready)
+    return calls
+
+
+if __name__ == "__main__":
+    main()

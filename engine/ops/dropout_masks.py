@@ -146,7 +146,7 @@ def dropout(
         first_channel: that of x[..., 0], where x is a part of the channels.
 
     Raises:
-        ValueError: p is no probability, or tokens does not fit x.
+        ValueError: p is not a probability below 1, or tokens does not fit x.
     """
     return _drop(x, None, p, training, key, site, tokens, first_channel)
 
@@ -163,6 +163,8 @@ def dropout_add(
     first_channel: int = 0,
 ) -> Tensor:
     """residual + dropout(x, p), in one pass. residual: as x; else as `dropout`."""
+    if not training or p == 0.0 or x.numel() == 0:
+        return residual + x
     if residual.shape != x.shape or residual.dtype != x.dtype:
         return residual + _drop(x, None, p, training, key, site, tokens, first_channel)
     return _drop(x, residual, p, training, key, site, tokens, first_channel)
@@ -200,7 +202,7 @@ def _drop(
 ) -> Tensor:
     threshold = threshold_of(p)
     if not training or p == 0.0 or x.numel() == 0:
-        return x if residual is None else residual + x
+        return x
     check_tokens(x, tokens)
     # On a GPU, a key that is drawn on the host would be a constant of a CUDA graph.
     if threshold == 65536 or hasattr(x, "placements") or (key is None and x.device.type != "cpu"):

@@ -181,7 +181,8 @@ def norm_before(
         (the sum, or without a branch x, which is to be used in its place; its norm).
 
     Raises:
-        ValueError: p is no probability, tokens does not fit x, or the rows of x are not as long as the weight.
+        ValueError: p is not a probability below 1, tokens does not fit x, or the rows of x are not as long as the
+            weight.
     """
     return _add_and_norm(x, weight, bias, eps, added, "before")
 

@@ -52,20 +52,24 @@ class Dropout(DrawingModule):
     ) -> Tensor:
         """x: a row for each token of ctx, or with `pooled` for each sequence. first_channel: the number of its
         first channel, where it has a part of them."""
-        _, p, key, site, tokens = self.added(x, ctx, pooled=pooled)
-        if residual is None:
-            return dropout(x, p, key=key, site=site, tokens=tokens, first_channel=first_channel)
-        return dropout_add(x, residual, p, key=key, site=site, tokens=tokens, first_channel=first_channel)
-
-    def added(self, x: Tensor, ctx: Packed | None, *, pooled: bool = False) -> Added:
-        """dropout(x) as what is added to a residual. The arguments are those of `forward`."""
         if not self.training or self.p == 0.0:
-            return Added(x)
+            return x if residual is None else residual + x
         draws = None if ctx is None else ctx.draws
         if draws is None or self.graph_site is None:  # of `site` a graph would have the value
-            return Added(x, self.p)
+            return dropout(x, self.p) if residual is None else dropout_add(x, residual, self.p)
+        key, site = _drawn_by(draws, self)
         tokens = draws.sequences if pooled else draws.of(x.shape[0])
-        return Added(x, self.p, *_drawn_by(draws, self), tokens)
+        if residual is None:
+            return dropout(x, self.p, key=key, site=site, tokens=tokens, first_channel=first_channel)
+        return dropout_add(x, residual, self.p, key=key, site=site, tokens=tokens, first_channel=first_channel)
+
+    def added(self, x: Tensor, ctx: Packed) -> Added:
+        """dropout(x) as what is added to a residual; x: a row for each token of ctx."""
+        if not self.training or self.p == 0.0:
+            return Added(x)
+        if ctx.draws is None or self.graph_site is None:  # of `site` a graph would have the value
+            return Added(x, self.p)
+        return Added(x, self.p, *_drawn_by(ctx.draws, self), ctx.draws.of(x.shape[0]))
 
 
 def _drawn_by(draws: Draws | None, module: DrawingModule | None) -> tuple[int | Tensor, int | Tensor]:

@@ -26,7 +26,7 @@ _Kind = TypeVar("_Kind", bound=torch.nn.Module)
 
 
 def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``output`` (ranks * n elements, contiguous) with the ``tensor`` (n) of every rank; of any shapes and dtype."""
+    """Fill ``output`` (ranks * n elements, contiguous) with the ``tensor`` (n) of every rank; of any shape or dtype."""
     if not tensor.numel():
         return
     # torch 2.13 renamed it and warns about the old name.

@@ -96,6 +96,84 @@ struct Block {
   }
 };
 
+// One head of a sequence's queries, which begin at `query`, over so many keys.
+struct Part {
+  int64_t query, queries, keys, head;
+
+  MC_INLINE int64_t stride(const Attention& a) const { return a.heads * a.channels; }  // from query to query
+  // Where the first channel of a block's first query is, and its largest score and sum.
+  MC_INLINE int64_t at(const Attention& a, int64_t first) const {
+    return (query + first) * stride(a) + head * a.channels;
+  }
+  MC_INLINE float* sums(const Attention& a, int64_t i) const { return a.sums + ((query + i) * a.heads + head) * 2; }
+};
+
+// By segments: what the queries of a block see of a key's kind, and what is added to their scores. Keys of one kind
+// mostly follow one another, so that this is seldom worked out anew.
+template <int64_t kOf>
+class Seen {
+ public:
+  alignas(64) int32_t last[kOf];  // the last key of this kind that a query sees; -1: it sees none
+  alignas(64) int32_t place[kOf];  // of what is added, in segment_bias; -1: the bias is
+  alignas(64) float added[kOf];
+
+  // dsegment_bias: (segment_width,), what `add` adds to; null: nothing is asked for.
+  Seen(const Attention& a, const Part& p, const Block<kOf>& b, float* dsegment_bias)
+      : kinds_(a.kinds), rules_(a.rules), all_(a.num_kinds), first_(b.first), to_(dsegment_bias),
+        bias_(a.segment_bias ? a.segment_bias + p.head * a.segment_width : nullptr) {
+    if (!kinds_) return;
+    kinds_ += p.query;
+    clear(sums_, kOf);
+    for (int64_t l = 0; l < kOf; l++) of_[l] = kinds_[b.first + (l < b.count ? l : b.count - 1)];
+  }
+  MC_INLINE void at(int64_t key) {
+    if (kinds_[key] != kind_) take(kinds_[key]);
+  }
+  // Leaves out the keys before and behind all that some query sees.
+  void narrow(Block<kOf>& b) {
+    for (; b.end > b.begin + 1; b.end--) {
+      at(b.end - 1);
+      if (b.end - 1 <= most_) break;
+    }
+    for (; b.begin + 1 < b.end; b.begin++) {
+      at(b.begin);
+      if (b.begin <= most_) break;
+    }
+    b.top = b.begin / kTall * kTall, b.bottom = whole(b.end, kTall);
+  }
+  // A key's gradients of scores, which are those of what was added.
+  MC_INLINE void add(const float* __restrict slopes) {
+    for (int64_t l = 0; l < kOf; l++) sums_[l] += slopes[l];
+  }
+  void finish() {
+    if (kind_ >= 0 && to_)
+      for (int64_t l = 0; l < kOf; l++)
+        if (place[l] >= 0) to_[place[l]] += sums_[l];
+    clear(sums_, kOf);
+  }
+
+ private:
+  const int32_t *kinds_, *rules_;
+  int64_t all_, first_;
+  float* to_;
+  const float* bias_;
+  int32_t kind_ = -1, of_[kOf];
+  int64_t most_ = -1;  // of `last`
+  alignas(64) float sums_[kOf];
+
+  void take(int32_t kind) {
+    finish();
+    kind_ = kind, most_ = -1;
+    for (int64_t l = 0; l < kOf; l++) {
+      const int32_t rule = rules_[of_[l] * all_ + kind];
+      last[l] = rule < 0 ? -1 : rule % 2 ? (int32_t)(first_ + l) : INT32_MAX;
+      place[l] = rule < 0 ? -1 : rule / 2 - 1;
+      added[l] = place[l] < 0 || !bias_ ? 0.0f : bias_[place[l]];
+      most_ = last[l] > most_ ? last[l] : most_;
+    }
+  }
+};
+
 // (keys, lanes) = the products of keys with queries.
 template <int64_t kOf>
 MC_INLINE void products_with(const float* rows, const Scratch& r, int64_t channels, const float* queries,
@@ -123,7 +201,14 @@ MC_INLINE void add_mix(const float* weights, const Rows& rows, const Scratch& r,
 
 // A key's row has this number where a query does not see it.
 template <int64_t kOf>
-MC_INLINE void cover(const Attention& a, const Block<kOf>& b, int64_t key, float number, float* __restrict row) {
+MC_INLINE void cover(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, int64_t key, float number,
+                     float* __restrict row) {
+  if (seen) {
+    seen->at(key);
+    const int32_t now = (int32_t)key, *__restrict last = seen->last;
+    for (int64_t l = 0; l < kOf; l++) row[l] = now <= last[l] ? row[l] : number;
+    return;
+  }
   const int from = (int)b.from(a, key), to = (int)b.to(a, key);
   if (from == 0 && to == kOf) return;
   for (int l = 0; l < kOf; l++) row[l] = l < from || l >= to ? number : row[l];
@@ -131,16 +216,24 @@ MC_INLINE void cover(const Attention& a, const Block<kOf>& b, int64_t key, float
 
 // Scores from products: scaled, with the bias, and kHidden where a query does not see a key.
 template <int64_t kOf>
-MC_INLINE void score(const Attention& a, const Block<kOf>& b, const float* bias, int64_t keys, float* scores) {
+MC_INLINE void score(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, const float* bias, int64_t keys,
+                     float* scores) {
   for (int64_t j = b.begin; j < b.end; j++) {
     float* __restrict row = scores + j * kOf;
     if (bias) {
       const float* __restrict add = bias + (b.first - j + keys - 1);
-      for (int64_t l = 0; l < kOf; l++) row[l] = row[l] * a.scale + add[l];
+      if (seen) {
+        seen->at(j);
+        const int32_t* __restrict place = seen->place;
+        const float* __restrict added = seen->added;
+        for (int64_t l = 0; l < kOf; l++) row[l] = row[l] * a.scale + (place[l] < 0 ? add[l] : added[l]);
+      } else {
+        for (int64_t l = 0; l < kOf; l++) row[l] = row[l] * a.scale + add[l];
+      }
     } else {
       for (int64_t l = 0; l < kOf; l++) row[l] *= a.scale;
     }
-    cover(a, b, j, kHidden, row);
+    cover(a, b, seen, j, kHidden, row);
   }
 }
 
@@ -197,25 +290,16 @@ MC_INLINE const float* reversed_bias(const Attention& a, int64_t head, int64_t q
   return scratch;
 }
 
-// One head of a sequence's queries, which begin at `query`, over so many keys.
-struct Part {
-  int64_t query, queries, keys, head;
-
-  MC_INLINE int64_t stride(const Attention& a) const { return a.heads * a.channels; }  // from query to query
-  // Where the first channel of a block's first query is, and its largest score and sum.
-  MC_INLINE int64_t at(const Attention& a, int64_t first) const {
-    return (query + first) * stride(a) + head * a.channels;
-  }
-  MC_INLINE float* sums(const Attention& a, int64_t i) const { return a.sums + ((query + i) * a.heads + head) * 2; }
-};
-
 template <int64_t kOf>
 void attend(const Attention& a, const Part& p, int64_t first, const float* bias, const Scratch& r) {
-  const Block<kOf> b(a, first, p.queries, p.keys);
+  Block<kOf> b(a, first, p.queries, p.keys);
+  Seen<kOf> by_segments(a, p, b, nullptr);
+  Seen<kOf>* const seen = a.kinds ? &by_segments : nullptr;
+  if (seen) seen->narrow(b);
   const int64_t at = p.at(a, first), stride = p.stride(a);
   transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
-  score(a, b, bias, p.keys, r.scores);
+  score(a, b, seen, bias, p.keys, r.scores);
   alignas(64) float most[kOf], sum[kOf], total[kOf];
   clear(total, kOf);
   for (int64_t l = 0; l < kOf; l++) most[l] = kHidden;
@@ -228,7 +312,7 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
     for (int64_t i = j; i < b.end && i < j + kNumbers; i++) {
       float* __restrict row = r.scores + i * kOf;
       for (int64_t l = 0; l < kOf; l++) row[l] = exponential(row[l] - most[l], 0.0f);
-      cover(a, b, i, 0.0f, row);
+      cover(a, b, seen, i, 0.0f, row);
       for (int64_t l = 0; l < kOf; l++) sum[l] += row[l];
     }
     for (int64_t l = 0; l < kOf; l++) total[l] += sum[l];
@@ -253,8 +337,11 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
 
 template <int64_t kOf>
 void attend_backward(const Attention& a, const Part& p, int64_t first, const float* bias, bool biased,
-                     const Scratch& r) {
-  const Block<kOf> b(a, first, p.queries, p.keys);
+                     float* dsegment_bias, const Scratch& r) {
+  Block<kOf> b(a, first, p.queries, p.keys);
+  Seen<kOf> by_segments(a, p, b, dsegment_bias);
+  Seen<kOf>* const seen = a.kinds ? &by_segments : nullptr;
+  if (seen) seen->narrow(b);
   const int64_t at = p.at(a, first), stride = p.stride(a);
   transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
   transpose_panel<kOf>(a.grad + at, stride, a.channels, b.count, r.grads);
@@ -268,7 +355,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
   }
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
   products_with(r.v, r, a.channels, r.grads, b, r.slopes);
-  score(a, b, bias, p.keys, r.scores);
+  score(a, b, seen, bias, p.keys, r.scores);
   uint64_t numbers[kOf];
   number(a, p.query, b, p.head, numbers);
   each_key(a, b, numbers, [&](int64_t j, const uint32_t* words, int half) {
@@ -276,7 +363,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
     float* __restrict slopes = r.slopes + j * kOf;
     alignas(64) float before[kOf];
     for (int64_t l = 0; l < kOf; l++) weights[l] = exponential(weights[l] - most[l], 0.0f) * part[l];
-    cover(a, b, j, 0.0f, weights);
+    cover(a, b, seen, j, 0.0f, weights);
     memcpy(before, weights, sizeof before);
     if (words) {
       drop<kOf>(a, words, half, weights);
@@ -285,10 +372,17 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
     for (int64_t l = 0; l < kOf; l++) slopes[l] = before[l] * (slopes[l] - delta[l]);
     if (biased) {
       float* __restrict to = r.dbias + (b.first - j + p.keys - 1);
-      for (int64_t l = 0; l < kOf; l++) to[l] += slopes[l];
+      if (seen) {
+        const int32_t* __restrict place = seen->place;
+        for (int64_t l = 0; l < kOf; l++) to[l] += place[l] < 0 ? slopes[l] : 0.0f;
+      } else {
+        for (int64_t l = 0; l < kOf; l++) to[l] += slopes[l];
+      }
     }
+    if (dsegment_bias) seen->add(slopes);
     for (int64_t l = 0; l < kOf; l++) slopes[l] *= a.scale;
   });
+  if (seen) seen->finish();
   clear_edges(b, r.scores);
   clear_edges(b, r.slopes);
   add_mix(r.scores, rows_of(a.grad + at, stride, a.channels, b.count, r.width, r.rows), r, b, r.dv);
@@ -316,9 +410,10 @@ void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, 
 }
 
 // What the gradient a.grad of a.out is of q, k and v, and of the bias: dbias, (heads, queries + keys - 1), of query
-// minus key, from 1 - keys on; null without a bias.
+// minus key, from 1 - keys on; null without a bias. dsegment_bias: (heads, segment_width), to which this sequence's is
+// added; or null.
 void attention_backward(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-                        float* dbias, float* scratch) {
+                        float* dbias, float* dsegment_bias, float* scratch) {
   const Scratch r(scratch, queries, keys, a.channels, true);
   const int64_t share = a.heads / a.kv_heads, k_stride = a.kv_heads * a.channels;
   const int64_t k_at = key * k_stride + group * a.channels, differences = queries + keys - 1;
@@ -330,9 +425,10 @@ void attention_backward(const Attention& a, int64_t query, int64_t queries, int6
     const Part p{query, queries, keys, head};
     const float* bias = reversed_bias(a, head, queries, keys, r.bias);
     if (dbias) memset(r.dbias, 0, sizeof(float) * (size_t)(differences + kQueries));
+    float* const to = dsegment_bias ? dsegment_bias + head * a.segment_width : nullptr;
     for (int64_t first = 0; first < queries; first += kQueries) {
-      if (queries - first > kFew) attend_backward<kQueries>(a, p, first, bias, dbias != nullptr, r);
-      else attend_backward<kFew>(a, p, first, bias, dbias != nullptr, r);
+      if (queries - first > kFew) attend_backward<kQueries>(a, p, first, bias, dbias != nullptr, to, r);
+      else attend_backward<kFew>(a, p, first, bias, dbias != nullptr, to, r);
     }
     if (dbias) memcpy(dbias + head * differences, r.dbias, sizeof(float) * (size_t)differences);
   }

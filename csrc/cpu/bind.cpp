@@ -273,12 +273,14 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "attention_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, "
       "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, int key, int site, "
-      "int first_head, int threshold) -> ()");
+      "int first_head, int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, "
+      "Tensor? segment_bias=None) -> ()");
   m.def(
       "attention_backward_(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, Tensor grad, Tensor out, "
       "Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, "
       "int heads, int kv_heads, float scale, bool causal, int window, int key, int site, int first_head, "
-      "int threshold) -> ()");
+      "int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, Tensor? segment_bias=None, "
+      "Tensor(e!)? dsegment_bias=None) -> ()");
   m.def("transpose_(Tensor(a!) out, Tensor input, bool past_caches) -> ()");
   m.def("crc32(Tensor x, int start) -> int");
   m.def("sha256_(Tensor(a!) first, Tensor x, Tensor(b!) second, Tensor y) -> bool");

@@ -13,6 +13,7 @@ struct AttentionCall {
   Attention a{};
   std::vector<int64_t> queries, keys;  // where each sequence begins
   std::vector<int64_t> cost;           // of all units before each
+  std::vector<int64_t> kinds, rules;   // by segments: kinds of each sequence, and the rules of those before it
 
   int64_t units() const { return (int64_t)cost.size() - 1; }
   int64_t sequence(int64_t unit) const { return unit / a.kv_heads; }
@@ -41,10 +42,51 @@ struct AttentionDraw {
   int64_t key, site, first_head, threshold;
 };
 
+struct AttentionSegments {
+  const std::optional<Tensor>&kinds, &rules, &counts, &bias;
+};
+
+inline const int32_t* integers(const Tensor& t, const char* name, int64_t numel) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.numel() == numel && t.is_contiguous() && t.is_cpu(), name,
+                  " must be ", numel, " contiguous int32 numbers");
+  return (const int32_t*)t.const_data_ptr();
+}
+
+// Segments, as in kernels.h; counts: how many kinds each sequence has, whose rules lie one behind the other.
+inline void check_segments(AttentionCall& call, Arrays& arrays, const AttentionSegments& s) {
+  Attention& a = call.a;
+  STD_TORCH_CHECK(s.rules && s.counts, "kinds needs rules and counts");
+  STD_TORCH_CHECK(call.queries == call.keys && !a.causal, "segments are of each sequence to itself, and not causal");
+  const int64_t sequences = (int64_t)call.queries.size() - 1;
+  const int32_t* counts = integers(*s.counts, "counts", sequences);
+  a.kinds = integers(*s.kinds, "kinds", call.queries.back());
+  call.rules.assign(1, 0);
+  for (int64_t i = 0; i < sequences; i++) {
+    STD_TORCH_CHECK(counts[i] >= 0, "counts must not be negative");
+    call.kinds.push_back(counts[i]);
+    call.rules.push_back(call.rules.back() + (int64_t)counts[i] * counts[i]);
+    for (int64_t t = call.queries[(size_t)i]; t < call.queries[(size_t)i + 1]; t++)
+      STD_TORCH_CHECK(a.kinds[t] >= 0 && a.kinds[t] < counts[i], "kinds: ", a.kinds[t], " of sequence ", i,
+                      ", which has ", counts[i]);
+  }
+  if (s.bias) {
+    STD_TORCH_CHECK(s.bias->dim() == 2 && s.bias->size(0) == a.heads && a.bias, "segment_bias must be (", a.heads,
+                    ", ...), beside a bias");
+    a.segment_width = s.bias->size(1);
+    a.segment_bias = arrays.take(*s.bias, "segment_bias", a.heads * a.segment_width);
+  }
+  a.rules = integers(*s.rules, "rules", call.rules.back());
+  int32_t most = -1;
+  for (int64_t r = 0; r < call.rules.back(); r++) most = std::max(most, a.rules[r]);
+  STD_TORCH_CHECK(most < 0 || most / 2 <= a.segment_width, "rules: place ", most / 2 - 1, " of segment_bias, which has ",
+                  a.segment_width);
+}
+
 inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tensor& k, const Tensor& v,
                                      const Tensor& sums, bool written, const Tensor& cu_queries, const Tensor& cu_keys,
                                      const std::optional<Tensor>& bias, const std::optional<Tensor>& tokens,
-                                     const AttentionHeads& h, const AttentionDraw& draw) {
+                                     const AttentionHeads& h, const AttentionDraw& draw,
+                                     const AttentionSegments& segments) {
   STD_TORCH_CHECK(q.dim() == 2 && k.dim() == 2 && v.dim() == 2, "q, k and v must have 2 dimensions");
   STD_TORCH_CHECK(h.kv_heads > 0 && h.heads > 0 && h.heads % h.kv_heads == 0 && q.size(1) % h.heads == 0,
                   "rows of ", q.size(1), " numbers are no ", h.heads, " heads of ", h.kv_heads, " kv_heads");
@@ -85,17 +127,19 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
     a.bias_width = bias->size(1);
     a.bias = arrays.take(*bias, "bias", a.heads * a.bias_width);
   }
+  if (segments.kinds) check_segments(call, arrays, segments);
   return call;
 }
 
-// Runs body(query, queries, key, keys, group, sequence, scratch) for each sequence and key head: where its queries and
-// keys begin, and how many they are. Which thread does it shows in no bit.
+// Runs body(arguments, query, queries, key, keys, group, sequence, scratch) for each sequence and key head: where its
+// queries and keys begin, and how many they are. Which thread does it shows in no bit.
 template <class Body>
 void each_unit(const AttentionCall& call, bool backward, const Body& body) {
   constexpr int64_t kLeast = 1 << 15;  // cost that is worth a thread
   torch::stable::parallel_for(0, call.cost.back(), kLeast, [&](int64_t begin, int64_t end) {
     FlushDenormals flush;
     std::unique_ptr<float[]> scratch;
+    Attention own = call.a;
     int64_t size = 0;
     int64_t unit = std::lower_bound(call.cost.begin(), call.cost.end(), begin) - call.cost.begin();
     for (; unit < call.units() && call.cost[(size_t)unit] < end; unit++) {
@@ -104,7 +148,8 @@ void each_unit(const AttentionCall& call, bool backward, const Body& body) {
       const int64_t needed = kernels().attention_scratch(n, m, call.a.channels, backward);
       if (needed > size) scratch.reset(new float[(size_t)needed + 16]), size = needed;
       float* const aligned = (float*)(((uintptr_t)scratch.get() + 63) / 64 * 64);
-      body(call.queries[(size_t)i], n, call.keys[(size_t)i], m, unit % call.a.kv_heads, i, aligned);
+      if (own.kinds) own.num_kinds = call.kinds[(size_t)i], own.rules = call.a.rules + call.rules[(size_t)i];
+      body(own, call.queries[(size_t)i], n, call.keys[(size_t)i], m, unit % own.kv_heads, i, aligned);
     }
   });
 }
@@ -118,15 +163,19 @@ inline void clear_heads(const Attention& a, float* to, int64_t query, int64_t qu
 
 void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
                std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads, double scale,
-               bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head, int64_t threshold) {
+               bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head, int64_t threshold,
+               std::optional<Tensor> kinds, std::optional<Tensor> rules, std::optional<Tensor> counts,
+               std::optional<Tensor> segment_bias) {
   Arrays arrays(q);
   AttentionCall call = check_attention(arrays, q, k, v, sums, true, cu_queries, cu_keys, bias, tokens,
-                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold});
+                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold},
+                                       {kinds, rules, counts, segment_bias});
   Attention& a = call.a;
   a.out = arrays.take(out, "out", q.numel(), true);
   arrays.check();
-  each_unit(call, false, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t, float* scratch) {
-    if (m) return kernels().attention(a, query, n, key, m, group, scratch);
+  each_unit(call, false, [&](const Attention& own, int64_t query, int64_t n, int64_t key, int64_t m, int64_t group,
+                             int64_t, float* scratch) {
+    if (m) return kernels().attention(own, query, n, key, m, group, scratch);
     clear_heads(a, a.out, query, n, group);
   });
 }
@@ -135,10 +184,13 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> d
                         Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
                         std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads,
                         double scale, bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head,
-                        int64_t threshold) {
+                        int64_t threshold, std::optional<Tensor> kinds, std::optional<Tensor> rules,
+                        std::optional<Tensor> counts, std::optional<Tensor> segment_bias,
+                        std::optional<Tensor> dsegment_bias) {
   Arrays arrays(q);
   AttentionCall call = check_attention(arrays, q, k, v, sums, false, cu_queries, cu_keys, bias, tokens,
-                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold});
+                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold},
+                                       {kinds, rules, counts, segment_bias});
   Attention& a = call.a;
   a.out = arrays.take(out, "out", q.numel());
   a.grad = arrays.take(grad, "grad", q.numel());
@@ -146,23 +198,32 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> d
   a.dk = arrays.take(dk, "dk", k.numel(), true);
   a.dv = arrays.take(dv, "dv", v.numel(), true);
   STD_TORCH_CHECK(!dbias || bias, "there is no bias, so dbias must be left out");
+  STD_TORCH_CHECK(!dsegment_bias || segment_bias, "there is no segment_bias, so dsegment_bias must be left out");
+  const int64_t of_sequence = a.heads * a.segment_width;
   float* slopes = dbias ? arrays.take(*dbias, "dbias", a.heads * a.bias_width, true) : nullptr;
+  float* by_segments = dsegment_bias ? arrays.take(*dsegment_bias, "dsegment_bias", of_sequence, true) : nullptr;
   arrays.check();
-  // What each sequence adds to dbias, added up in their order below: threads do not show.
+  // What each sequence adds to dbias and dsegment_bias, added up in their order below: threads do not show.
+  const int64_t sequences = (int64_t)call.queries.size() - 1;
   std::vector<int64_t> first(1, 0);
-  for (size_t i = 0; slopes && i + 1 < call.queries.size(); i++)
-    first.push_back(first.back() + a.heads * std::max((int64_t)0, call.length(call.queries, (int64_t)i) +
-                                                                      call.length(call.keys, (int64_t)i) - 1));
+  for (int64_t i = 0; slopes && i < sequences; i++)
+    first.push_back(first.back() +
+                    a.heads * std::max((int64_t)0, call.length(call.queries, i) + call.length(call.keys, i) - 1));
   std::vector<float> parts((size_t)first.back(), 0.0f);
-  each_unit(call, true, [&](int64_t query, int64_t n, int64_t key, int64_t m, int64_t group, int64_t i,
-                            float* scratch) {
-    float* own = slopes ? parts.data() + first[(size_t)i] : nullptr;
-    if (m) return kernels().attention_backward(a, query, n, key, m, group, own, scratch);
+  std::vector<float> segment_parts(by_segments ? (size_t)(sequences * of_sequence) : 0, 0.0f);
+  each_unit(call, true, [&](const Attention& own, int64_t query, int64_t n, int64_t key, int64_t m, int64_t group,
+                            int64_t i, float* scratch) {
+    float* const to = slopes ? parts.data() + first[(size_t)i] : nullptr;
+    float* const to_segments = by_segments ? segment_parts.data() + i * of_sequence : nullptr;
+    if (m) return kernels().attention_backward(own, query, n, key, m, group, to, to_segments, scratch);
     clear_heads(a, a.dq, query, n, group);
   });
+  if (by_segments) memset(by_segments, 0, sizeof(float) * (size_t)of_sequence);
+  for (int64_t i = 0; by_segments && i < sequences; i++)
+    for (int64_t k = 0; k < of_sequence; k++) by_segments[k] += segment_parts[(size_t)(i * of_sequence + k)];
   if (!slopes) return;
   memset(slopes, 0, sizeof(float) * (size_t)(a.heads * a.bias_width));
-  for (int64_t i = 0; i + 1 < (int64_t)call.queries.size(); i++) {
+  for (int64_t i = 0; i < sequences; i++) {
     const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
     for (int64_t h = 0; m && n && h < a.heads; h++) {
       const float* from = parts.data() + first[(size_t)i] + h * (n + m - 1);

@@ -23,11 +23,17 @@ constexpr int64_t kProductScratch = 224 * 1024;  // numbers that a thread packs 
 // numbers; k, v: of `kv_heads` times `channels`. bias: (heads, bias_width), its middle for a key at the place of its
 // query. sums: (queries, heads, 2), of each query the largest score and the sum of exponentials. window: 0 for all that
 // is before. tokens: the numbers of the queries, or null. draw: its threshold is 0 where nothing is dropped.
+// By segments, if kinds is not null: tokens of some kinds see each other, in place of all others. kinds: of each token.
+// rules: of the sequence at hand, (kinds, kinds), what a query of one kind makes of a key of another: -1: it does not
+// see it; else twice a number, and one more where it only sees what is not after itself. The number is 0 where the bias
+// is added, else 1 more than the place of what is added instead in segment_bias, (heads, segment_width).
 struct Attention {
   const float *q, *k, *v, *bias, *grad;
   float *out, *sums, *dq, *dk, *dv;
   const int64_t* tokens;
-  int64_t heads, kv_heads, channels, bias_width, window, first_head;
+  const int32_t *kinds, *rules;
+  const float* segment_bias;
+  int64_t heads, kv_heads, channels, bias_width, window, first_head, num_kinds, segment_width;
   float scale;
   bool causal;
   Draw draw;
@@ -65,7 +71,7 @@ struct CpuKernels {
   void (*attention)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                     float* scratch);
   void (*attention_backward)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-                             float* dbias, float* scratch);
+                             float* dbias, float* dsegment_bias, float* scratch);
   // out (columns, rows) = the transpose of in (rows, columns), of numbers of 2, 4 or 8 bytes; strides are of rows.
   // `past_caches` is for an out that is not read soon.
   void (*transpose)(void* out, const void* in, int size, int64_t rows, int64_t columns, int64_t out_stride,

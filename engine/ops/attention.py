@@ -10,7 +10,6 @@ from torch import Tensor
 from engine.ops import library
 from engine.ops.autograd import once_differentiable
 from engine.ops.compilation import host_number
-from engine.ops.dropout_masks import threshold_of
 
 
 class Heads(NamedTuple):
@@ -42,11 +41,25 @@ class Dropped(NamedTuple):
     first_head: int = 0
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> bool:
+class Rules(NamedTuple):
+    """Who sees whom by segments, and what is added to their scores: tokens of one kind in a sequence are treated alike.
+
+    kinds: (T,) int32, the kind of each token, numbered from 0 in each sequence. counts: (n,) int32, the kinds of each
+    sequence. rules: int32, of each sequence (count, count), a row for a query's kind and a column for a key's: -1: the
+    query does not see the key; else twice a number, and one more where it sees what is not after itself only. The
+    number is 0 where `bias` is added, else 1 more than the place in `segment_bias` of what is added instead.
+    """
+
+    kinds: Tensor
+    rules: Tensor
+    counts: Tensor
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
     """Whether the compiled operator takes these tensors, and is fast on this CPU."""
     if torch.compiler.is_compiling():
-        return library.loaded_isa not in ("", "plain") and library.plain_fp32(q, k, v, bias)
-    return library.takes_fp32(q, k, v, bias) and library.cpu().isa != "plain"
+        return library.loaded_isa not in ("", "plain") and library.plain_fp32(q, k, v, *biases)
+    return library.takes_fp32(q, k, v, *biases) and library.cpu().isa != "plain"
 
 
 NOTHING_DROPPED = Dropped()
@@ -57,7 +70,7 @@ _KEY = 5  # its place among the numbers of the compiled operator, behind those o
 def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """(attention, the sums of its rows for backward), outside autograd.
 
-    arguments: as of `Attention`; contiguous.
+    arguments: as of `Attention`; contiguous. By segments: then those of `Rules` and (heads, width) segment_bias.
     """
     heads = arguments[6]
     out, sums = torch.empty_like(q), q.new_empty(q.shape[0], heads, 2)
@@ -68,7 +81,10 @@ def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 def run_backward(
     grad: Tensor, need_bias: bool, out: Tensor, sums: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, and of the bias where it is needed."""
+    """Gradients of q, k, v, and of the bias where it is needed.
+
+    arguments: as of `run`; by segments then the tensor that gets the gradient of segment_bias, or None.
+    """
     q, k, v, _, _, bias, *_ = arguments
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbias = torch.empty_like(bias) if need_bias else None
@@ -108,6 +124,38 @@ class Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 10
 
 
+class AttentionBySegments(torch.autograd.Function):
+    """numbers: of `Heads`, key, site, first_head, threshold."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        bias: Tensor | None,
+        segment_bias: Tensor | None,
+        tokens: Tensor | None,
+        rules: Rules,
+        *numbers: Any,
+    ) -> Tensor:
+        ctx.numbers, ctx.rules = numbers, rules
+        inputs = q, k, v, cu_seqlens, cu_seqlens, bias, tokens
+        out, sums = run(*inputs, *numbers, *rules, segment_bias)
+        ctx.save_for_backward(out, sums, *inputs, segment_bias)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_bias, need_segment_bias = ctx.needs_input_grad[4:6]
+        *saved, segment_bias = ctx.saved_tensors
+        between = torch.empty_like(segment_bias) if need_segment_bias else None
+        *grads, dbias = run_backward(grad, need_bias, *saved, *ctx.numbers, *ctx.rules, segment_bias, between)
+        return *grads, None, dbias, between, *(None,) * (2 + len(ctx.numbers))
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -130,7 +178,7 @@ def attention(
     """
     offsets = [cu.int().contiguous() for cu in (cu_queries, cu_keys)]
     p, key, site, tokens, first_head = dropped
-    threshold = threshold_of(p)
+    threshold = round(p * 65536)
     if threshold == 65536:  # so near to 1 that 16 bits keep none
         return F.dropout(attention(q, k, v, cu_queries, cu_keys, heads, bias), 1.0)
     inputs = [x if x is None else x.contiguous() for x in (q, k, v, *offsets, bias, tokens)]
@@ -138,3 +186,28 @@ def attention(
         key, site = host_number(key), host_number(site)
         return torch.ops.modelcenter_graph.attention(*inputs, *heads.numbers(), key, site, first_head, threshold)
     return Attention.apply(*inputs, *heads.numbers(), key, site, first_head, threshold)
+
+
+def attention_by_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    heads: Heads,
+    rules: Rules,
+    bias: Tensor | None = None,
+    segment_bias: Tensor | None = None,
+    dropped: Dropped = NOTHING_DROPPED,
+) -> Tensor:
+    """`attention` of each sequence to itself, where `rules` say who sees whom in place of `heads`.
+
+    Args:
+        segment_bias: (heads, ...), beside a bias.
+    """
+    p, key, site, tokens, first_head = dropped
+    threshold = round(p * 65536)
+    if threshold == 65536:
+        return F.dropout(attention_by_segments(q, k, v, cu_seqlens, heads, rules, bias, segment_bias), 1.0)
+    between = None if segment_bias is None else segment_bias.flatten(1)
+    inputs = [x if x is None else x.contiguous() for x in (q, k, v, cu_seqlens.int(), bias, between, tokens)]
+    return AttentionBySegments.apply(*inputs, rules, *heads.numbers(), key, site, first_head, threshold)

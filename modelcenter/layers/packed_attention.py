@@ -2,7 +2,7 @@
 
 On a CPU that the compiled operator is made for (engine.ops.attention) it takes each sequence by itself. On CUDA in 16
 bits without a bias it is torch's variable-length flash attention, or where all sequences are equally long the fastest
-kernel that torch has for these. Elsewhere, and by segments, it runs by rectangles (layers.bucketed_attention).
+kernel that torch has for these. Elsewhere it runs by rectangles (layers.bucketed_attention).
 """
 
 import math
@@ -17,6 +17,7 @@ from modelcenter.layers.bucketed_attention import AttentionOptions, bucketed_att
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, hidden_rectangles
 from modelcenter.layers.packing import Packed
+from modelcenter.layers.segments import Segments, rules_of
 from modelcenter.layers.sequences import Sequences
 
 _PLANNED = 64  # tokens, of which lengths must be multiples for kernels that are planned anew for each shape
@@ -135,6 +136,14 @@ def _by_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
     mask = options.mask
+    if mask.segments is not None and attention.serves(q, k, v, mask.bias, mask.segment_bias):
+        kinds = None if mask.segment_bias is None else mask.segment_bias.shape[1]
+        if (rules := _rules(sequences, mask.segments, kinds)) is not None:
+            heads = attention.Heads(options.heads, options.kv_heads, options.scale)
+            drawn = options.drop.rule()
+            return attention.attention_by_segments(
+                q, k, v, sequences.cu_seqlens, heads, rules, mask.bias, mask.segment_bias, drawn
+            )
     pairs = sequences.bucket_pairs(memory)
     if q.device.type == "cpu" or not pairs:
         return bucketed_attention(q, k, v, pairs, options)
@@ -143,6 +152,16 @@ def _by_bucket(
         key = "seen", mask.causal, mask.window, memory, q.dtype
         seen = sequences.derived(key, lambda: hidden_rectangles(sequences, memory, mask, q.detach()))
     return bucketed_attention(q, k, v, pairs, options, seen, sequences.places(memory))
+
+
+def _rules(sequences: Sequences, segments: Segments, kinds: int | None) -> attention.Rules | None:
+    """`rules_of` these, worked out once for all layers."""
+
+    def make() -> tuple[Tensor, attention.Rules | None]:
+        return segments.values, rules_of(segments, sequences.cu_seqlens, kinds)
+
+    values, rules = sequences.derived(("rules", kinds), make)
+    return rules if values is segments.values else make()[1]
 
 
 def _varlen(

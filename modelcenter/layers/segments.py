@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.ops.attention import Rules
 from modelcenter.layers.relative import RelativeBias
+
+_MOST_RULES = 64  # for each token, on average: beyond it a table of kinds is no smaller than the scores
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,37 @@ class RelatedSegments(Segments):
     def pairs(self, keys: Segments, kinds: int) -> Tensor:
         """(n, m, k) number of the relation, from 0; meaningless inside a segment."""
         return (self.relation(keys) - 1).clamp(min=0)
+
+
+def rules_of(segments: Segments, cu_seqlens: Tensor, kinds: int | None) -> Rules | None:
+    """What the compiled attention takes for segments of all tokens; None: they are of too many kinds.
+
+    cu_seqlens: (n + 1,), on the host. kinds: as of `Segments.pairs`; None: nothing is added between segments.
+    """
+    n = cu_seqlens.numel() - 1
+    number = torch.arange(n).repeat_interleave(cu_seqlens.long().diff())
+    rows = torch.cat((number[:, None], segments.values.view(number.numel(), -1)), 1)
+    starts = torch.ones(number.numel(), dtype=torch.bool)  # of tokens that are unlike the one before
+    starts[1:] = (rows[1:] != rows[:-1]).any(1)
+    found, kind_of_run = rows[starts].unique(dim=0, return_inverse=True)
+    counts = found[:, 0].bincount(minlength=n)
+    squares = counts.square()
+    if int(squares.sum()) > _MOST_RULES * max(number.numel(), _MOST_RULES):
+        return None
+    first = counts.cumsum(0) - counts
+    kind = kind_of_run[starts.long().cumsum(0) - 1] - first[number]
+    # All pairs of the kinds of a sequence, as rows of one query and one key: the key before the query, and after it.
+    of = torch.arange(n).repeat_interleave(squares)
+    place = torch.arange(of.numel()) - (squares.cumsum(0) - squares)[of]
+    queries, keys = (
+        replace(segments, values=found[first[of] + x, None, 1:]) for x in (place // counts[of], place % counts[of])
+    )
+    before, after = queries.hidden(keys).flatten(), queries.hidden(keys, -1).flatten()
+    rules = after.long()
+    if kinds is not None:
+        rules += 2 * torch.where(queries.differ(keys).flatten(), queries.pairs(keys, kinds).flatten() + 1, 0)
+    rules[before] = -1
+    return Rules(kind.int(), rules.int(), counts.int())
 
 
 def with_segment_bias(segment_bias: Tensor, bias: Tensor, queries: Segments, keys: Segments) -> Tensor:

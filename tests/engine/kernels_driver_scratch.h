@@ -33,6 +33,7 @@ struct Sequences {
   int64_t heads, kv_heads, channels, window;
   bool causal, bias;
   uint32_t threshold;
+  bool segments = false;
 };
 
 static std::vector<int64_t> offsets(const std::vector<int64_t>& lengths) {
@@ -50,6 +51,7 @@ static void attention() {
       {"window", large, large, 4, 2, 64, 11, true, true, 0},
       {"bias", small, small, 4, 2, 3, 0, false, true, 20000},
       {"cross", {5, 40, 0, 33, 1}, {90, 3, 8, 1, 129}, 4, 2, 32, 0, false, false, 6554},
+      {"segments", large, large, 2, 1, 8, 0, false, true, 9000, true},
   };
   for (const Sequences& s : all) {
     const std::vector<int64_t> queries = offsets(s.queries), keys = offsets(s.keys);
@@ -68,7 +70,15 @@ static void attention() {
     a.heads = s.heads, a.kv_heads = s.kv_heads, a.channels = s.channels, a.bias_width = 2 * longest - 1;
     a.window = s.window, a.first_head = 2, a.scale = 0.3f, a.causal = s.causal;
     a.draw = {nullptr, 0, 0, 0x12345678u, 0x9ABCDEF0u, 3, s.threshold, 65536.0f / (float)(65536 - s.threshold)};
-    std::vector<std::vector<float>> dbias;  // of each sequence
+    // By segments: tokens of three kinds, in runs.
+    const std::vector<int32_t> rules{0, 1, -1, 2, 3, 4, -1, 7, 5};
+    std::vector<int32_t> kinds((size_t)rows);
+    for (int64_t i = 0; i < rows; i++) kinds[(size_t)i] = (int32_t)(i / 25 % 3);
+    const std::vector<float> between = floats(s.heads * 3);
+    if (s.segments) a.kinds = kinds.data(), a.rules = rules.data(), a.num_kinds = 3;
+    if (s.segments) a.segment_bias = between.data(), a.segment_width = 3;
+    std::vector<std::vector<float>> dbias, dsegments;  // of each sequence
+    for (size_t i = 0; i < s.queries.size(); i++) dsegments.push_back(std::vector<float>(between.size(), 0.0f));
     for (size_t i = 0; i < s.queries.size(); i++)
       dbias.push_back(unwritten(s.heads * std::max((int64_t)0, s.queries[i] + s.keys[i] - 1)));
     for (bool backward : {false, true})
@@ -78,7 +88,8 @@ static void attention() {
         if (!m) return;
         const Scratch scratch(k.attention_scratch(n, m, s.channels, backward));
         if (backward)
-          k.attention_backward(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr, scratch.at);
+          k.attention_backward(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr,
+                               s.segments ? dsegments[i].data() : nullptr, scratch.at);
         else
           k.attention(a, queries[i], n, keys[i], m, group, scratch.at);
       });
@@ -89,6 +100,8 @@ static void attention() {
     show(name + ": dk", dk);
     show(name + ": dv", dv);
     for (size_t i = 0; s.bias && i < dbias.size(); i++) show(name + ": dbias " + std::to_string(i), dbias[i]);
+    for (size_t i = 0; s.segments && i < dsegments.size(); i++)
+      show(name + ": dsegment_bias " + std::to_string(i), dsegments[i]);
   }
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.ops import attention, library
-from engine.ops.attention import Dropped, Heads
+from engine.ops.attention import Dropped, Heads, Rules
 from engine.ops.philox import random_bits
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
@@ -202,3 +202,33 @@ def test_bad_input(change, message):
     given |= {{"queries": "cu_queries", "keys": "cu_keys"}.get(name, name): x for name, x in change.items()}
     with pytest.raises(RuntimeError, match=message):
         attention.attention(**given)
+
+
+# Of a sequence of tokens of two kinds, and one of one kind.
+RULES = Rules(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 1, 0, 0], [0, 3, -1, 4, 0], [2, 1])))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rules": RULES._replace(kinds=RULES.kinds[:4])}, "kinds must be 5 contiguous int32"),
+        ({"rules": RULES._replace(kinds=RULES.kinds.long())}, "kinds must be 5 contiguous int32"),
+        ({"rules": RULES._replace(kinds=RULES.kinds + 1)}, "kinds: 2 of sequence 0, which has 2"),
+        ({"rules": RULES._replace(kinds=RULES.kinds - 1)}, "kinds: -1 of sequence 0, which has 2"),
+        ({"rules": RULES._replace(rules=RULES.rules[1:])}, "rules must be 5 contiguous int32"),
+        ({"rules": RULES._replace(rules=RULES.rules * 2)}, "rules: place 3 of segment_bias, which has 2"),
+        ({"rules": RULES._replace(counts=RULES.counts[:1])}, "counts must be 2 contiguous int32"),
+        ({"rules": RULES._replace(counts=-RULES.counts)}, "counts must not be negative"),
+        ({"segment_bias": None}, "rules: place 1 of segment_bias, which has 0"),
+        ({"segment_bias": torch.zeros(3, 1)}, r"segment_bias must be \(4, ...\), beside a bias"),
+        ({"bias": None}, r"segment_bias must be \(4, ...\), beside a bias"),
+        ({"heads": Heads(4, 4, 1.0, True)}, "of each sequence to itself, and not causal"),
+    ],
+)
+def test_bad_segments(change, message):
+    (q, k, v, bias), queries, _, heads, dropped = problem([3, 2], 8, bias=True)
+    given = dict(q=q, k=k, v=v, cu_seqlens=queries, heads=heads, rules=RULES, bias=bias, segment_bias=torch.zeros(4, 2))
+    assert attention.attention_by_segments(**given).isfinite().all()
+    given |= change
+    with pytest.raises(RuntimeError, match=message):
+        attention.attention_by_segments(**given, dropped=dropped)

@@ -15,7 +15,7 @@ from modelcenter.layers.dropout import AttentionDropout, DrawingModule
 from modelcenter.layers.mask import Mask, aligned_rectangles
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
-from modelcenter.layers.segments import Segments
+from modelcenter.layers.segments import RelatedSegments, Segments, rules_of
 
 LENGTHS = {
     "one": [9],
@@ -225,6 +225,55 @@ def test_both_ways_on_a_cpu_drop_the_same_weights(monkeypatch, drawn):
         found.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
     for one, other, third in zip(*found, strict=True):
         assert (one - third).abs().max() < 1e-5 and (other - third).abs().max() < 1e-5
+
+
+def segments_of(kind, tokens):
+    """Segments in runs, as of documents behind one another; of each token by itself; in samples that are related."""
+    torch.manual_seed(2)
+    context, span, segment, sample = (torch.randint(0, n, (tokens,)) for n in (2, 2, 3, 3))
+    if kind != "scattered":
+        place = torch.arange(tokens)
+        context, span, segment, sample = place % 60 < 25, place // 60, place // 11 % 3, place // 20 % 3
+    if kind != "related":
+        return Segments.of(context, span, segment), (3, 3)
+    sizes, begins = torch.tensor([1, 3, 2])[sample], torch.tensor([0, 1, 10])[sample]
+    values = torch.stack((context.long(), span, segment % sizes, sample, sizes, begins), -1)
+    return RelatedSegments(values, torch.randint(0, 5, (14,))), (4,)
+
+
+@pytest.mark.parametrize("kind", ["in runs", "scattered", "related"])
+@pytest.mark.parametrize("dropped", [0.0, 0.3])
+def test_both_ways_on_a_cpu_attend_by_segments(monkeypatch, kind, dropped):
+    packed = Packed.from_cu_seqlens(torch.tensor([0, 130, 130, 143, 230]), None, 230)
+    segments, kinds = segments_of(kind, 230)
+    inputs = [torch.randn(230, 24), *torch.randn(2, 230, 12), torch.randn(261, 4).t(), torch.randn(4, *kinds)]
+    inputs, found = [x.requires_grad_() for x in inputs], []
+    for path in ("compiled", "tiles"):
+        choose(monkeypatch, path)
+        torch.manual_seed(1)
+        mask = Mask(bias=inputs[3], segments=segments, segment_bias=inputs[4])
+        out = packed_attention(*inputs[:3], packed, 4, AttentionDropout(dropped), kv_heads=2, mask=mask)
+        slope = torch.linspace(-1, 1, out.numel()).view(out.shape)
+        found.append([out, *torch.autograd.grad(out, inputs, slope, retain_graph=True)])
+        assert torch.equal(torch.autograd.grad(out, inputs[4], slope)[0], found[-1][-1])  # alone
+    assert found[0][0].grad_fn.name().startswith("AttentionBySegments")
+    for ours, wanted in zip(*found, strict=True):
+        assert (ours - wanted).abs().max() < 3e-5 * max(1.0, wanted.abs().max())
+
+
+def test_segments_of_as_many_kinds_as_tokens_are_left_to_rectangles():
+    tokens = torch.arange(300)
+    segments, ends = Segments.of(tokens < 0, 0 * tokens, tokens), torch.tensor([0, 300])
+    assert rules_of(segments, ends, 300) is None and rules_of(segments[:64], torch.tensor([0, 64]), 64) is not None
+
+
+def test_rules_of_segments_are_worked_out_once_for_all_layers(monkeypatch):
+    choose(monkeypatch, "compiled")
+    packed, calls = Packed.from_cu_seqlens(torch.tensor([0, 30, 50]), None, 50), []
+    monkeypatch.setattr(packed_attention_module, "rules_of", lambda *given: calls.append(1) or rules_of(*given))
+    x, masks = torch.randn(50, 12), [Mask(segments=segments_of("in runs", 50)[0]) for _ in range(2)]
+    first, again, other = (packed_attention(x, x, x, packed, 4, mask=mask) for mask in (masks[0], masks[0], masks[1]))
+    assert len(calls) == 2 and torch.equal(first, again) and torch.equal(first, other)  # others ask for their own
 
 
 def test_dropout_keeps_the_mean():

@@ -28,7 +28,8 @@ MC_INLINE uint64_t place_of(const Place& p, int64_t i) {
 }
 }  // namespace
 
-struct Slab {
+// Where a tensor of n elements and what belongs to it are.
+struct Memory {
   void* p;
   const void* g;
   void* m;
@@ -36,6 +37,9 @@ struct Slab {
   void* aux;
   float* step;
   int64_t n;
+};
+
+struct Slab : Memory {
   Place place;
   // Of moments in 8 bits: the scales of their blocks, and the length of a row, across whose end no block goes.
   float* m_scale;

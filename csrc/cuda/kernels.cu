@@ -20,25 +20,10 @@ constexpr int kThreads = 256;
 constexpr int kVector = 4;  // elements of a thread at a time: 16 bytes in fp32
 constexpr int kUnit = kThreads * kVector;  // elements of a block at a time
 
-// What most kernels need of a slab. Those that draw random numbers, or have moments in 8 bits, need all of it.
-struct Short {
-  void* p;
-  const void* g;
-  void* m;
-  void* v;
-  void* aux;
-  float* step;
-  int64_t n;
-};
-
+// Entries are Memory alone for most kernels, so that a launch takes more of them, and whole slabs for those that draw
+// random numbers or have moments in 8 bits.
 template <class Entry>
 constexpr bool kPlaced = std::is_same_v<Entry, Slab>;
-
-template <class Entry>
-Entry entry_of(const Slab& s) {
-  if constexpr (kPlaced<Entry>) return s;
-  else return {s.p, s.g, s.m, s.v, s.aux, s.step, s.n};
-}
 
 template <class Entry>
 struct Table {
@@ -48,7 +33,7 @@ struct Table {
   uint32_t first[kTensors + 1];  // unit of each tensor: its units are numbered behind those of the tensors before it
   int count;
 };
-static_assert(sizeof(Table<Slab>) < 32000 && sizeof(Table<Short>) < 32000, "a launch takes 32,764 bytes of arguments");
+static_assert(sizeof(Table<Slab>) < 32000 && sizeof(Table<Memory>) < 32000, "a launch takes 32,764 bytes of arguments");
 
 template <class Entry>
 __device__ __forceinline__ int tensor_of(const Table<Entry>& t, int64_t unit) {
@@ -342,10 +327,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Here a unit is a chunk, as the order of the sums depends on the sizes alone.
-__global__ void __launch_bounds__(kThreads) squares(const __grid_constant__ Table<Short> t, double* partial) {
+__global__ void __launch_bounds__(kThreads) squares(const __grid_constant__ Table<Memory> t, double* partial) {
   __shared__ double sums[kThreads];
   for_units(t, [&](int index, int64_t unit, bool) {
-    const Short& slab = t.slab[index];
+    const Memory& slab = t.slab[index];
     const int64_t begin = (unit - t.first[index]) * kChunk;
     const int64_t end = begin + kChunk < slab.n ? begin + kChunk : slab.n;
     const int type = t.first_type[index];
@@ -383,9 +368,9 @@ __global__ void coefficients_of(const double* norm_sq, const float* loss_scale, 
   coefficients(*norm_sq, loss_scale ? *loss_scale : 1.0f, max_norm, eps, norm, gscale, found_inf);
 }
 
-__global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table<Short> t, const float* scale) {
+__global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table<Memory> t, const float* scale) {
   const float factor = scale ? *scale : 1.0f;
-  for_elements(t, [&](int index, const Short& slab, int64_t i, int n, bool) {
+  for_elements(t, [&](int index, const Memory& slab, int64_t i, int n, bool) {
     float x[kVector];
     to_floats(load(slab.g, t.second_type[index], i, n), t.second_type[index], x);
     if (factor != 1.0f) {  // times 1 a denormal would become zero
@@ -396,8 +381,8 @@ __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table<S
   });
 }
 
-__global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ Table<Short> t) {
-  for_elements(t, [&](int, const Short& slab, int64_t i, int n, bool) {
+__global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ Table<Memory> t) {
+  for_elements(t, [&](int, const Memory& slab, int64_t i, int n, bool) {
     float w[kVector];
     uint16_t high[kVector], low[kVector];
     to_floats(load(slab.aux, kFloat, i, n), kFloat, w);
@@ -412,8 +397,8 @@ __global__ void __launch_bounds__(kThreads) take_apart(const __grid_constant__ T
   });
 }
 
-__global__ void __launch_bounds__(kThreads) put_together(const __grid_constant__ Table<Short> t) {
-  for_elements(t, [&](int, const Short& slab, int64_t i, int n, bool) {
+__global__ void __launch_bounds__(kThreads) put_together(const __grid_constant__ Table<Memory> t) {
+  for_elements(t, [&](int, const Memory& slab, int64_t i, int n, bool) {
     float w[kVector];
     merge_four(load_four<uint2, uint16_t>(slab.p, i, n), load_four<uint2, uint16_t>(slab.m, i, n), w);
     store(slab.aux, kFloat, i, n, w);
@@ -439,7 +424,7 @@ int for_tables(const Slab* slabs, const int* first_type, const int* second_type,
     t.count = (int)(count - begin < kMost ? count - begin : kMost);
     t.first[0] = 0;
     for (int i = 0; i < t.count; i++) {
-      t.slab[i] = entry_of<Entry>(slabs[begin + i]);
+      t.slab[i] = slabs[begin + i];
       t.first_type[i] = (uint8_t)(first_type ? first_type[begin + i] : 0);
       t.second_type[i] = (uint8_t)(second_type ? second_type[begin + i] : 0);
       t.first[i + 1] = t.first[i] + (uint32_t)units_of(slabs[begin + i]);
@@ -466,7 +451,7 @@ int cuda_step(int rule, const Slab* slabs, int64_t count, Types types, Settings 
     }, units_of);
   };
   if (rule == kAdamW8) return run(Slab{}, step8, units_of_8_bits);
-  return types.mode == kRandom ? run(Slab{}, step_of<Slab>(rule), units) : run(Short{}, step_of<Short>(rule), units);
+  return types.mode == kRandom ? run(Slab{}, step_of<Slab>(rule), units) : run(Memory{}, step_of<Memory>(rule), units);
 }
 
 int64_t cuda_chunks(const int64_t* sizes, int64_t count) {
@@ -477,7 +462,7 @@ int64_t cuda_chunks(const int64_t* sizes, int64_t count) {
 
 int cuda_squares(const Slab* slabs, const int* types, int64_t count, double* partial, double* out, void* stream) {
   int64_t done = 0;
-  const int error = for_tables<Short>(slabs, types, nullptr, count, [&](const Table<Short>& t) {
+  const int error = for_tables<Memory>(slabs, types, nullptr, count, [&](const Table<Memory>& t) {
     double* const room = partial + done;
     done += t.first[t.count];
     return launch(stream, blocks(t.first[t.count]), kThreads, squares, t, room);
@@ -491,19 +476,19 @@ int cuda_coefficients(const double* norm_sq, const float* loss_scale, double max
 }
 
 int cuda_cast(const Slab* slabs, const int* to, const int* from, int64_t count, const float* scale, void* stream) {
-  return for_tables<Short>(slabs, to, from, count, [&](const Table<Short>& t) {
+  return for_tables<Memory>(slabs, to, from, count, [&](const Table<Memory>& t) {
     return launch(stream, blocks(t.first[t.count]), kThreads, cast, t, scale);
   });
 }
 
 int cuda_split(const Slab* slabs, int64_t count, void* stream) {
-  return for_tables<Short>(slabs, nullptr, nullptr, count, [&](const Table<Short>& t) {
+  return for_tables<Memory>(slabs, nullptr, nullptr, count, [&](const Table<Memory>& t) {
     return launch(stream, blocks(t.first[t.count]), kThreads, take_apart, t);
   });
 }
 
 int cuda_merge(const Slab* slabs, int64_t count, void* stream) {
-  return for_tables<Short>(slabs, nullptr, nullptr, count, [&](const Table<Short>& t) {
+  return for_tables<Memory>(slabs, nullptr, nullptr, count, [&](const Table<Memory>& t) {
     return launch(stream, blocks(t.first[t.count]), kThreads, put_together, t);
   });
 }

@@ -203,8 +203,11 @@ def test_configs_that_do_not_say_their_size(tmp_path, config, says):
 def test_damaged_headers_are_named(tmp_path):
     mc.from_config("tiny/bert").save_pretrained(tmp_path / "m")
     path = tmp_path / "m/model.safetensors"
-    path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ValueError, match="model.safetensors is not a valid safetensors file"):
+    path.write_bytes(whole := path.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=f"model.safetensors is not .* truncated: .* the file has {len(whole)}"):
+        model_info(str(tmp_path / "m"))
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="model.safetensors is a Git LFS pointer"):
         model_info(str(tmp_path / "m"))
 
 

@@ -1,4 +1,4 @@
-"""The safetensors format: reading and checking headers, planning shards, and the only writer of the project."""
+"""The safetensors format: the tensors of a file, planning shards, and the only writer of the project."""
 
 import json
 import os
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
-from modelcenter.hub.files.json_files import unique_keys, write_json
+from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.raw_io import MAX_WRITE
 from modelcenter.hub.files.reader import TensorInfo, row_major_strides
+from modelcenter.hub.files.safetensors_header import read_header
 
 DTYPES = {
     "F64": torch.float64,
@@ -37,7 +36,6 @@ DTYPES = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_HEADER_LIMIT = 100 * 2**20  # as the safetensors library
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
 
@@ -49,76 +47,19 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str
     """The tensors and the metadata of a safetensors file, checked against its size.
 
     Raises:
-        ValueError: not a safetensors file, truncated (with the expected and actual sizes), or inconsistent.
+        ValueError: see read_header; or torch has not the dtype of a tensor.
     """
-    refuse_lfs_pointer(path)
-    header, data_start = _read_header(path)
-    metadata = header.pop("__metadata__", None) or {}
-    spans, tensors = [], {}
-    for name, entry in header.items():
-        dtype, shape, begin, end = _parse_entry(path, name, entry)
-        spans.append((begin, end, name))
-        tensors[name] = TensorInfo(path, data_start + begin, dtype, tuple(shape), row_major_strides(shape))
-    _check_spans(path, spans, data_start)
-    return tensors, metadata
-
-
-def _invalid(path: Path, why: str) -> ValueError:
-    return ValueError(f"{path} is not a valid safetensors file: {why}")
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header as JSON, and the byte at which the data starts."""
-    actual = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(8)
-        if len(start) < 8:
-            raise _invalid(path, f"it has {actual} bytes, a header takes at least 8")
-        (length,) = struct.unpack("<Q", start)
-        if length > _HEADER_LIMIT:
-            raise _invalid(path, f"its header claims {length} bytes (the limit is {_HEADER_LIMIT})")
-        if 8 + length > actual:
-            expected = f"expected at least {8 + length} bytes, the file has {actual}"
-            raise _invalid(path, f"it is truncated inside the header: {expected}")
-        try:
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=unique_keys)
-        except (ValueError, RecursionError) as error:
-            raise _invalid(path, f"its header does not parse ({error})") from None
-    if not isinstance(header, dict):
-        raise _invalid(path, "its header is not an object")
-    return header, 8 + length
-
-
-def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, list[int], int, int]:
-    """dtype, shape, first byte and end of a tensor, counted from the start of the data."""
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        plain = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-        known = dtype in DTYPES
-    except (TypeError, KeyError, ValueError):
-        raise _invalid(path, f"the entry of tensor {name!r} is malformed: {str(entry)[:200]}") from None
-    if not plain or end < begin:
-        raise _invalid(path, f"the entry of tensor {name!r} has impossible numbers: {str(entry)[:200]}")
-    if not known:
-        raise _invalid(path, f"tensor {name!r} has the dtype {dtype!r}; supported: {', '.join(DTYPES)}")
-    if prod(shape) * DTYPES[dtype].itemsize != end - begin:
-        raise _invalid(
-            path, f"tensor {name!r} of shape {shape} and dtype {dtype} does not fill its {end - begin} bytes"
-        )
-    return DTYPES[dtype], shape, begin, end
-
-
-def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_start: int) -> None:
-    """Raise unless the tensors follow one another without gaps and end where the file does."""
-    position = 0
-    for begin, end, name in sorted(spans):
-        if begin != position:
-            raise _invalid(path, f"tensor {name!r} starts at byte {begin} of the data, expected {position}")
-        position = end
-    expected, actual = data_start + position, path.stat().st_size
-    if expected != actual:
-        cut = "truncated" if actual < expected else "longer than its header says"
-        raise _invalid(path, f"it is {cut}: expected {expected} bytes, the file has {actual}")
+    entries, metadata = read_header(path)
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPES:
+            raise ValueError(
+                f"{path}: tensor {name!r} has the dtype {entry.dtype!r}, which is not supported; supported: "
+                f"{', '.join(DTYPES)}"
+            )
+    return {
+        name: TensorInfo(path, entry.offset, DTYPES[entry.dtype], entry.shape, row_major_strides(entry.shape))
+        for name, entry in entries.items()
+    }, metadata
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

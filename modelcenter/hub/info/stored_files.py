@@ -13,6 +13,7 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import MANIFEST_FILE, WEIGHT_FILES
+from modelcenter.hub.files.safetensors_header import read_header
 from modelcenter.hub.info.components import components_of_file
 from modelcenter.hub.info.parameter_counts import COMPONENTS
 from modelcenter.hub.remote.download import HubOptions
@@ -57,17 +58,9 @@ def _summary(form: str | None, sizes: dict[str, int]) -> dict[str, Any]:
 
 def _read_headers(paths: list[Path], config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """Parameters by dtype and by component, from the headers of safetensors files."""
-    from safetensors import SafetensorError, safe_open
-
     shapes: dict[str, tuple[str, int]] = {}
     for path in paths:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():
-                    part = file.get_slice(name)
-                    shapes[name] = (part.get_dtype(), prod(part.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a valid safetensors file: {error}") from None
+        shapes |= {name: (entry.dtype, prod(entry.shape)) for name, entry in read_header(path)[0].items()}
     kind = config.get("model_type")
     known = str(kind) in ARCHITECTURES
     arch = registry.get(str(kind), config.get("architectures")).arch_map() if known else None

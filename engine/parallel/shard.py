@@ -67,9 +67,9 @@ def shard(
             ``model.tp_plan()``, or ``transformers``' plan.
 
     Raises:
-        ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes or yields, a
-            parameter has no dimensions (with tp_size or pp_size), an inner module is already sharded, or the model
-            cannot be split as tp_size and cp_size say.
+        ValueError: a unit is not part of the model, a method is missing, policy is no Policy, a unit mixes trainable
+            dtypes or yields, a parameter has no dimensions (with tp_size or pp_size), an inner module is already
+            sharded, or the model cannot be split as tp_size and cp_size say.
     """
     return lay_over_ranks(model, units, policy, forward_methods, tp_plan, over_stages=bool(_pipelined_lists(model)))
 
@@ -85,6 +85,8 @@ def lay_over_ranks(
     """``shard``; with ``over_stages``, as BMTrain does it under pp_size: every rank has data of its own, and only lists
     that pipeline their blocks themselves are split into stages."""
     policy = policy or Policy()
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy: got {policy!r}, expected an engine.Policy, or None for what init_distributed said")
     settings = runtime.current()
     level = settings.zero_level if policy.zero_level is None else policy.zero_level
     if is_sharded(model):

@@ -57,6 +57,10 @@ def test_deal_balances_tokens():
     assert max(tokens) / min(tokens) < 1.05
 
 
+def test_a_short_batch_is_dealt_over_all_ranks():
+    assert [[len(part) for part in mine] for mine in deal(np.arange(3), 3, 2)] == [[1, 0]] * 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("rows", [0, 1, 17, 64])
 def test_evaluation_covers_every_row_once(ranks, rows):

@@ -200,6 +200,18 @@ def test_losses_do_not_depend_on_the_cut(folder):
         assert torch.allclose(logits, expected_logits, atol=1e-3), name
 
 
+def test_each_step_drops_other_units(folder):
+    """Of the same rows and weights: a learning rate of 0 changes none, and a batch holds all rows."""
+
+    def losses(name, dropout):
+        same = {"lr": 0.0, "batch_size": 27, "epochs": 3, "log_every": 1, "output_dir": str(folder / name)}
+        rows = finetune(folder, model_config=SIZES | STILL | {"dropout": dropout}, **same)
+        return {round(row["loss"], 5) for row in rows if "loss" in row}
+
+    assert len(losses("dropped", 0.5)) == 3
+    assert len(losses("still", 0.0)) == 1
+
+
 def test_dropout_does_not_depend_on_the_cut(folder):
     """Masks are of the row and of the place in it."""
 

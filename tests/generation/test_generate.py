@@ -446,6 +446,18 @@ def test_generation_config_travels(pair, tmp_path):
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").generation_config.eos_token_id == [7, 8]
 
 
+def test_tokens_that_the_caller_names_when_loading_come_before_those_of_the_file(tmp_path):
+    mc.from_config("tiny/t5", "seq2seq-lm").save_pretrained(tmp_path)
+    file = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    tokens = {"decoder_start_token_id": 11, "eos_token_id": [5, 6], "pad_token_id": 3}
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, **tokens).generation_config
+    ours = mc.from_pretrained(tmp_path, **tokens)
+    for name, value in tokens.items():
+        assert ours.generation_config[name] == value == getattr(theirs, name)
+    assert ours.generate(torch.tensor([[8, 9, 1]]), None, 1)[0, 0] == 11
+
+
 def on_ranks(folder, beams):
     """Ranks with prompts of their own, which end after different numbers of steps."""
     ours = mc.from_pretrained(folder)

@@ -1,5 +1,7 @@
 """Batches: every row once, alike on any number of ranks, random samples."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,17 @@ def test_every_row_once_and_the_rest_last(size):
     assert sorted(np.concatenate(batches)) == list(range(1003))
     assert [len(b) for b in batches[:-1]] == [size] * (plan.steps - 1)
     assert len(batches[-1]) == 1003 - size * (plan.steps - 1)
+
+
+@pytest.mark.parametrize("make", [EpochBatches, TokenBatches])
+def test_an_epoch_of_many_steps_takes_a_few_integers_for_each(make):
+    plan = make(np.full(100_000, 5), 1 if make is EpochBatches else 5, 0)
+    tracemalloc.start()
+    batches = plan.epoch(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(batches) == plan.steps == 100_000
+    assert peak / plan.steps < 100  # an array of its own takes more than that
 
 
 def test_a_pure_function_of_seed_and_epoch():

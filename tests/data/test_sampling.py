@@ -107,6 +107,22 @@ def test_token_batches_are_full():
             assert plan.steps <= -(-int(lengths.sum()) // plan.budget) + 2
 
 
+def test_the_emptiest_part_is_the_last():
+    """The batch of what is left over is small anyway; and of an epoch with too many parts those left out are emptier
+    than all others."""
+    plan = TokenBatches(LONG, 512, 1)
+    for epoch in range(3):
+        tokens = [int(LONG[rows].sum()) for rows in plan.epoch(epoch)]
+        assert tokens[-1] == min(tokens) < 512 * 0.9
+
+    def draw(epoch):  # that of epoch 1 is one part longer
+        return np.arange(40 if epoch == 0 else 41)
+
+    lengths = np.array([8] * 40 + [3])
+    rows = np.concatenate(TokenBatches(lengths, 8, 0, draw=draw).epoch(1))
+    assert sorted(rows) == list(range(40))
+
+
 def test_token_batches_are_a_pure_function_of_seed_and_epoch():
     def epoch(seed, number):
         return [rows.tolist() for rows in TokenBatches(LONG, 2048, seed, 512).epoch(number)]

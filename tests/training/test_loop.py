@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
+from modelcenter.training.batch_sources import make_batch_source
 from modelcenter.training.config import ClassificationConfig
 from scripts.finetune_classification import main
 
@@ -225,6 +227,12 @@ def test_dropout_does_not_depend_on_the_cut(folder):
         ranks, changes = CUTS[name]
         assert losses(name, 0.3, ranks, **changes) == pytest.approx(whole, rel=1e-4), name
     assert losses("still", 0.0) != pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 20), (1.1, 11), (0.52, 6), (0.01, 1)])
+def test_a_part_of_an_epoch_is_rounded_up_to_a_step(epochs, steps):
+    cfg = ClassificationConfig(epochs=epochs, global_batch_size=3, gradient_accumulation_steps=1)
+    assert make_batch_source(cfg, SimpleNamespace(lengths=np.full(29, 4))).steps == steps
 
 
 def test_evaluation_times_and_schedule(folder):

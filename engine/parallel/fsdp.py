@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,9 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from engine.outputs import trained_tensors
 from engine.torch_compat import in_backward
+
+
+@functools.cache
+def shards_integers() -> bool:
+    """Whether FSDP takes parameters of integers (quantised layers have them). torch 2.11 wants gradients of them."""
+    return "requires_grad=param.requires_grad" in inspect.getsource(FSDPParam._init_sharded_param)
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -27,7 +27,7 @@ from engine.parallel.checks import (
 )
 from engine.parallel.context import split_tokens
 from engine.parallel.forward_hooks import ForwardHooks
-from engine.parallel.fsdp import reshard
+from engine.parallel.fsdp import reshard, shards_integers
 from engine.parallel.gloo.collectives import over_gloo, use_gloo_collectives
 from engine.parallel.gloo.sharded_embedding import shard_embeddings
 from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
@@ -182,6 +182,8 @@ def _shard_units(
         STAYS_GATHERED.set(order[-1], True)
     # What FSDP refuses; each rank has all of them.
     left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
+    if not shards_integers():
+        left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
     for parameter in left:
         if not parameter.is_meta:
             parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds

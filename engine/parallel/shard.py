@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.mixed_precision import casting
-from engine.optim.checks import mark_replaced
+from engine.optim.checks import mark_replaced, watch_optimizers
 from engine.parallel.checks import (
     check_model,
     check_no_generator,
@@ -110,6 +110,8 @@ def lay_over_ranks(
         _cut_into_stages(model, lists, over_stages)
         chosen = _choose_units(model, units)
     set_sharding(model, policy)
+    if policy.offload != "none":
+        watch_optimizers()
     if wraps or cast_to is not None:
         wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile, cast_to)
     if stays_plain:

@@ -30,6 +30,7 @@ class CheckpointContents:
         repeats: (name in a hub file, key) of tensors that must equal another one, and are not written.
         dropped: tensors without content. unknown: tensors that the architecture has not.
         further_heads: parts beside those of the task.
+        absent_heads: part of the class that the config names, of which nothing is there -> the names of its tensors.
     """
 
     task: str
@@ -39,6 +40,7 @@ class CheckpointContents:
     dropped: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     further_heads: list[str] = field(default_factory=list)
+    absent_heads: dict[str, list[str]] = field(default_factory=dict)
 
 
 def native_prefix(arch: ArchMap, task: str, part: str) -> str:
@@ -58,7 +60,8 @@ def contents_of_hub(
     Raises:
         ValueError: the file holds a part of a head only, or tensors mean the same one.
     """
-    task = arch.declared_task(architectures) or _closest_task(arch, compile_task, shapes, architectures)
+    declared = arch.declared_task(architectures)
+    task = declared or _closest_task(arch, compile_task, shapes, architectures)
     layout = compile_task(task)
     match = match_names(arch, layout, shapes, architectures)
     absent = _absent_parts(layout, match.found)
@@ -70,6 +73,9 @@ def contents_of_hub(
         list(match.ignored),
         list(match.unknown),
     )
+    if declared is not None:
+        needed = {layout.written[key]: layout.key_parts[key] for key in layout.shapes if key not in layout.optional}
+        contents.absent_heads = _names_of_parts(needed, absent)
     left = list(match.skipped)
     for part in (p for p in arch.parts if p not in arch.tasks[task].parts or p in absent):
         if not left:
@@ -107,7 +113,10 @@ def contents_of_native(
         )
     layout = compile_task(task)
     keys = [key for key in layout.shapes if all(name in names for name in layout.natives(key))]
-    layout = _without_parts(layout, _absent_parts(layout, keys))
+    absent = _absent_parts(layout, keys)
+    optional = {name for key in layout.optional for name in layout.natives(key)}
+    needed = {name: part for name, part in layout.native_parts.items() if name not in optional}
+    layout = _without_parts(layout, absent)
     further_heads = []
     for part in arch.parts:
         if not any(name.startswith(f"{OTHER_HEADS}{part}.") for name in names):
@@ -124,6 +133,7 @@ def contents_of_native(
         {name: name for name in layout.native_shapes if name in names},
         unknown=[name for name in names if name not in layout.native_shapes],
         further_heads=further_heads,
+        absent_heads=_names_of_parts(needed, absent),
     )
 
 
@@ -149,6 +159,15 @@ def _absent_parts(layout: Layout, keys: Collection[str]) -> set[str]:
     """The parts of which the checkpoint, which holds `keys`, has nothing."""
     parts = {part for part in layout.key_parts.values() if part}
     return {part for part in parts if not any(layout.key_parts[key] == part for key in keys)}
+
+
+def _names_of_parts(part_of: Mapping[str, str], parts: Collection[str]) -> dict[str, list[str]]:
+    """Each of the parts that has any of the names -> those names."""
+    names: dict[str, list[str]] = {}
+    for name, part in part_of.items():
+        if part in parts:
+            names.setdefault(part, []).append(name)
+    return names
 
 
 def _without_parts(layout: Layout, absent: Collection[str]) -> Layout:
@@ -230,15 +249,16 @@ def missing_keys(contents: CheckpointContents, side: int) -> list[str]:
 
 
 def ignored_names(patterns: Sequence[str], names: Collection[str]) -> list[str]:
-    """The names that a shell pattern (`*`, `?`, `[...]`) of the list matches whole.
+    """The names that a shell pattern (`*`, `?`, `[...]`) of the list matches whole."""
+    return [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
 
-    Raises:
-        ValueError: a pattern that matches none, which is probably a slip.
-    """
-    matched: set[str] = set()
+
+def check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
+    """Raise ValueError for a pattern that matches none of the names, which is probably a slip."""
     for pattern in patterns:
-        hits = [name for name in names if re.fullmatch(fnmatch.translate(pattern), name)]
-        if not hits:
+        if not any(_matches(pattern, name) for name in names):
             raise ValueError(f"--ignore: {pattern!r} matches no tensor of the checkpoint")
-        matched.update(hits)
-    return [name for name in names if name in matched]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(fnmatch.translate(pattern), name) is not None

@@ -35,7 +35,11 @@ def _source_flags(parser: Parser) -> None:
         "--prefix", default="", metavar="P", help="prefix of tensor names in the files, such as 'module.'"
     )
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="GLOB", help="tensors to leave out; can be repeated"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="tensors to leave out, or of a head that may be absent; can be repeated",
     )
 
 

@@ -70,7 +70,7 @@ def verify(
         progress: print it to stderr.
 
     Raises:
-        ValueError: one of them cannot be read, or they are of different architectures.
+        ValueError: one of them cannot be read or contradicts itself, or they are of different architectures.
     """
     with open_checkpoint(first, request) as a, open_checkpoint(second, second_request or request) as b:
         if a.arch.model_type != b.arch.model_type:
@@ -78,6 +78,8 @@ def verify(
                 f"{a.origin} has the model_type {a.arch.model_type!r} and {b.origin} has {b.arch.model_type!r}: there "
                 "is nothing to compare"
             )
+        for checkpoint in (a, b):
+            checkpoint.check_repeats()  # of two different values, which is the tensor's?
         result = Verification(a.origin, b.origin, dropped={o.origin: _dropped(o) for o in (a, b)})
         ours, theirs = a.hub_keys(), set(b.hub_keys())
         result.only_first = [a.layout.written[key] for key in ours if key not in theirs]

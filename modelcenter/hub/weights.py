@@ -186,10 +186,7 @@ class FileWeights:
         more = f"\n  and {len(errors) - 20} more" if len(errors) > 20 else ""
         fix = ""
         if not head_requested and all(layout.key_parts[key] for key in absent):
-            fix = f"\nThey belong to the head: pass task={self._blueprint.task!r} to initialise it at random"
-            tasks = self._arch.tasks
-            if "base" in tasks and not {layout.key_parts[key] for key in absent} & set(tasks["base"].parts):
-                fix += ", or task='base' for the model without it"
+            fix = _absent_head_advice(self._arch, self._blueprint.task, {layout.key_parts[key] for key in absent})
         elif not any(not layout.key_parts[key] for key in match.found):
             fix = "\nNo tensor of the body is there: are these the weights of another architecture?"
         place = files.weights.name if files.weights is not None else files.origin
@@ -200,6 +197,14 @@ class FileWeights:
 
     def fill(self, model: Any) -> None:
         fill_targets(self._layout, self._match, self._source, engine.local_slices(model), reading_threads())
+
+
+def _absent_head_advice(arch: ArchMap, task: str, parts: set[str]) -> str:
+    """What a caller who named no task can do where these parts of it are not there."""
+    advice = f"\nThey belong to the head: pass task={task!r} to initialise it at random"
+    if "base" in arch.tasks and not parts & set(arch.tasks["base"].parts):
+        advice += ", or task='base' for the model without it"
+    return advice
 
 
 def represented_key(arch: ArchMap, layout: Layout, name: str) -> str:
@@ -215,7 +220,8 @@ class DistributedWeights:
     def __init__(self, source: DCPSource, blueprint: Blueprint, files: ModelFiles):
         """Raises ValueError: the config of the checkpoint declares no task of the architecture."""
         arch = blueprint.arch
-        self._source, self._layout, self._origin = source, blueprint.layout, files.directory
+        self._source, self._blueprint, self._layout = source, blueprint, blueprint.layout
+        self._origin = files.directory
         saved_as = arch.declared_task(files.config.get("architectures"))
         if saved_as is None:
             raise ValueError(f"{files.directory}: its architectures name no head of {arch.model_type} that exists here")
@@ -252,7 +258,10 @@ class DistributedWeights:
         absent = [name for name in self.fresh if name not in optional]
         missing = [name for name in absent if not head_requested or parts[name] in held | {""}]
         if missing:
-            raise ValueError(f"{self._origin}: {len(missing)} missing: {', '.join(missing[:20])}")
+            fix = ""
+            if not head_requested and all(parts[name] for name in missing):
+                fix = _absent_head_advice(self._blueprint.arch, self._blueprint.task, {parts[n] for n in missing})
+            raise ValueError(f"{self._origin}: {len(missing)} missing: {', '.join(missing[:20])}{fix}")
 
     def _check_shapes(self, ignore_heads: bool) -> None:
         """Raise for misshapen tensors; those of heads become fresh instead with `ignore_heads`."""

@@ -116,6 +116,25 @@ def test_heads_of_two_tasks_in_one_file(saved, tmp_path):
                        both["qa_outputs.weight"])  # fmt: skip
 
 
+def test_a_head_that_the_class_has_is_not_left_out_unasked(saved, tmp_path):
+    """As where an index does not list the file that holds it."""
+    path = saved("sequence-classification")
+    body = {name: t for name, t in weights(path).items() if not name.startswith("classifier.")}
+    save_file(body, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification, .* --ignore 'classifier\.\*' goes on"):
+        convert(path, tmp_path / "shards", "distributed", workers=1)
+    convert(path, tmp_path / "shards", "distributed", workers=1, request=Request(ignore=("classifier.*",)))
+    with pytest.raises(ValueError, match=r"--ignore 'head\.\*' goes on"):
+        convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1, request=Request(ignore=("head.*",)))
+    same_bits(body, weights(tmp_path / "back"))
+    with pytest.raises(ValueError, match="matches no tensor"):
+        convert(path, tmp_path / "more", "hf", workers=1, request=Request(ignore=("clasifier.*",)))
+    for place in (path, tmp_path / "shards"):
+        with pytest.raises(ValueError, match="pass task='sequence-classification' to initialise it.*task='base'"):
+            mc.from_pretrained(place)
+
+
 def test_old_names_and_masks(tmp_path):
     """What the hub's GPT-2 looks like: no prefix, causal masks, a tied head written out."""
     mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "new")

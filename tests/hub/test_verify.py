@@ -63,6 +63,17 @@ def test_a_head_that_one_lacks(pair, saved):
     assert verify(pair[1], pair[0].parent / "other").only_first == result.only_second
 
 
+def test_a_copy_of_a_tied_tensor_is_read(pair):
+    """Whose own values neither loading nor converting would take."""
+
+    def repeat(held):
+        held["cls.predictions.decoder.weight"] = held["bert.embeddings.word_embeddings.weight"] + 1
+
+    change(pair[0], repeat)
+    with pytest.raises(ValueError, match="'cls.predictions.decoder.weight' should repeat"):
+        verify(*pair)
+
+
 def test_a_large_tensor_is_read_in_parts(pair, monkeypatch):
     """A difference in the last part, with its place in the whole tensor."""
     monkeypatch.setattr("modelcenter.hub.conversion.blocks._BLOCK_BYTES", 1000)

@@ -1,6 +1,9 @@
 """A checkpoint of any kind, open for conversion: named tensors that are read by boxes, and what they mean."""
 
 import functools
+import itertools
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import expanduser
@@ -8,10 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
+
 from modelcenter.config import ModelConfig
 from modelcenter.convert.contents import (
     CheckpointContents,
     CompileTask,
+    check_patterns,
     contents_of_hub,
     contents_of_native,
     ignored_names,
@@ -19,9 +25,9 @@ from modelcenter.convert.contents import (
 )
 from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import Match, belongs_to_part, to_key, unknown_message
-from modelcenter.convert.pieces import HUB, NATIVE, Piece
+from modelcenter.convert.pieces import HUB, NATIVE, Piece, full_box
 from modelcenter.convert.rules import ArchMap
-from modelcenter.convert.stream import Source
+from modelcenter.convert.stream import CHUNK_BYTES, Source, chunks
 from modelcenter.hub.architecture import Blueprint, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import open_model
@@ -73,6 +79,7 @@ class Checkpoint:
         side: whose names those are after `names`: HUB or NATIVE. names: layout name -> name in `source`.
         files: where it lies, and its config.json. arch, config, whole: see ArchMap, ModelConfig and CheckpointContents.
         ignored: tensors that the user left out.
+        absent_heads: as in `whole`, but for those that the user left out.
     """
 
     source: TensorSource
@@ -83,6 +90,7 @@ class Checkpoint:
     whole: CheckpointContents
     names: dict[str, str]
     ignored: list[str] = field(default_factory=list)
+    absent_heads: dict[str, list[str]] = field(default_factory=dict)
     options: HubOptions = field(default_factory=HubOptions)
 
     def __enter__(self) -> "Checkpoint":
@@ -137,6 +145,29 @@ class Checkpoint:
         if side == self.side:
             return [self.names[name]]
         return list(dict.fromkeys(self.names[piece.names[1 - side]] for piece in self.pieces(side, name)))
+
+    def check_heads(self) -> None:
+        """Raise ValueError for a head that the class in config.json has and of which nothing is there: files may be
+        lost that no index lists."""
+        if not self.absent_heads:
+            return
+        names = [name for part in self.absent_heads.values() for name in part]
+        shown = ", ".join(names[:10]) + (", ..." if names[10:] else "")
+        patterns = " ".join(shlex.quote(_common_pattern(part)) for part in self.absent_heads.values())
+        raise ValueError(
+            f"{self.origin}: {self.arch.tasks[self.whole.task].hf_class}, which its config names, has a head of which "
+            f"nothing is there: {shown}. If that is as it should be, --ignore {patterns} goes on without it"
+        )
+
+    def check_repeats(self) -> None:
+        """Raise ValueError for a tensor that should repeat another, and differs."""
+        for name, key in self.whole.repeats:
+            first = self.names[key]
+            if not _same_values(self.source, name, first):
+                raise ValueError(
+                    f"{self.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values differ. "
+                    "If the checkpoint is meant to be untied, say so in its config.json: tie_word_embeddings false"
+                )
 
 
 def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
@@ -215,6 +246,16 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
 
     compile_whole = contents_of_hub if side == HUB else contents_of_native
     whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"))
+    # Of ModelCenter's files no config names a class.
+    heads = {} if files.legacy is not None else whole.absent_heads
+    heads = {part: [request.prefix + name for name in names] for part, names in heads.items()}
+    check_patterns(request.ignore, [*source.tensors, *absent, *itertools.chain(*heads.values())])
+    absent_heads = {
+        part: names
+        for part, names in heads.items()
+        if len(ignored_names(request.ignore, names)) < len(names)
+        and not any(belongs_to_part(arch, part, to_key(arch, name.removeprefix(request.prefix))) for name in ignored)
+    }
     for name in absent:
         if name not in ignored and _is_needed(arch, compile_task, whole, name.removeprefix(request.prefix)):
             raise ValueError(absent[name])
@@ -224,7 +265,7 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     whole.repeats = [(kept[short], key) for short, key in whole.repeats]
     whole.dropped = [kept[short] for short in whole.dropped]
     config = blueprint(whole.task).config
-    return Checkpoint(source, side, files, arch, config, whole, names, ignored, request.options)
+    return Checkpoint(source, side, files, arch, config, whole, names, ignored, absent_heads, request.options)
 
 
 def _without_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
@@ -261,3 +302,20 @@ def _check(arch: ArchMap, whole: CheckpointContents, side: int, shapes: Mapping[
     if wrong:
         lines = [f"  {short!r} has shape {shapes[short]}, expected {expected[n]}" for n, short in wrong[:20]]
         raise ValueError(f"{len(wrong)} tensors of the wrong shape:\n" + "\n".join(lines))
+
+
+def _common_pattern(names: Sequence[str]) -> str:
+    """A shell pattern that matches these names."""
+    return names[0] if len(names) == 1 else f"{os.path.commonprefix(names)}*"
+
+
+def _same_values(source: Any, first: str, second: str) -> bool:
+    """Whether two tensors are equal in shape, and in value (NaN equals NaN; -0 equals 0), read in chunks."""
+    x, y = source.tensors[first], source.tensors[second]
+    if tuple(x.shape) != tuple(y.shape):
+        return False
+    for box in chunks(full_box(tuple(x.shape)), CHUNK_BYTES // x.dtype.itemsize):
+        left, right = source.read(first, box), source.read(second, box)
+        if not torch.allclose(left, right.to(left.dtype), rtol=0, atol=0, equal_nan=True):
+            return False
+    return True

@@ -21,8 +21,7 @@ import torch
 
 from engine.memory import readable
 from modelcenter._version import __version__
-from modelcenter.convert.pieces import HUB, NATIVE, full_box
-from modelcenter.convert.stream import CHUNK_BYTES, chunks
+from modelcenter.convert.pieces import HUB, NATIVE
 from modelcenter.hub.conversion.checkpoint import SIDES, Checkpoint, Request, open_checkpoint
 from modelcenter.hub.conversion.fill import Filler, WorkUnit, hash_tensor, work_units
 from modelcenter.hub.conversion.metadata import write_conversion_record, write_manifest, write_model_files
@@ -125,6 +124,7 @@ def convert(
         directory = checkpoint.files.directory
         if directory is not None and directory.resolve() == place:
             raise ValueError(f"{place} is the source itself; name another target")
+        checkpoint.check_heads()
         count = workers or min(os.cpu_count() or 1, 8)
         return _Run(checkpoint, place, FORMATS[to], target_dtype, shard_bytes, count, verify, progress).run()
 
@@ -211,7 +211,7 @@ class _Run:
         journal = _Journal(scratch)
         hashes = self._intact(scratch, journal.read())
         self.result.continued = len(hashes)
-        self._compare_repeats()
+        self.checkpoint.check_repeats()
         filler = Filler(self.checkpoint, self.side, scratch, make_lock())
 
         def write(unit: WorkUnit, report: Report) -> dict[str, str]:
@@ -257,18 +257,6 @@ class _Run:
             return DCPSource(scratch)
         write_hub_index(scratch, self.files)
         return open_weight_files(find_weights(scratch))
-
-    def _compare_repeats(self) -> None:
-        """Raise for a tensor of the source that should repeat another, and differs."""
-        checkpoint = self.checkpoint
-        for name, key in checkpoint.whole.repeats:
-            first = checkpoint.names[key]
-            if not _same_values(checkpoint.source, name, first):
-                raise ValueError(
-                    f"{checkpoint.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values "
-                    "differ. If the checkpoint is meant to be untied, say so in its config.json: tie_word_embeddings "
-                    "false"
-                )
 
     def _finish(self, scratch: Path, journal: "_Journal", hashes: dict[str, str]) -> None:
         if self.verify:
@@ -357,15 +345,3 @@ def _claimed(target: Path, scratch: Path) -> Iterator[None]:
         finish_replacing(target)
         scratch.mkdir(exist_ok=True)
         yield
-
-
-def _same_values(source: Any, first: str, second: str) -> bool:
-    """Whether two tensors are equal in shape, and in value (NaN equals NaN; -0 equals 0), read in chunks."""
-    x, y = source.tensors[first], source.tensors[second]
-    if tuple(x.shape) != tuple(y.shape):
-        return False
-    for box in chunks(full_box(tuple(x.shape)), CHUNK_BYTES // x.dtype.itemsize):
-        left, right = source.read(first, box), source.read(second, box)
-        if not torch.allclose(left, right.to(left.dtype), rtol=0, atol=0, equal_nan=True):
-            return False
-    return True

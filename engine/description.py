@@ -131,7 +131,8 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     ranks = runtime.world_size()
     how = "not sharded" if whole else f"ZeRO level {level}"
     if policy is not None:
-        how += f", precision {policy.precision}, recompute {policy.recompute}, compile {policy.compile}"
+        how += f", precision {policy.precision}, recompute {policy.recompute}, offload {policy.offload}"
+        how += f", compile {policy.compile}"
     total = sum(unit.elements for unit in found)
     if (stages := stages_of(model)) is not None:
         how += f", stage {stages.rank} of {stages.size} with {total:,} of them"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 RECOMPUTE = ("none", "full", "selective", "offload")
+OFFLOAD = ("none", "optimizer", "all")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 
 
@@ -36,17 +37,22 @@ class Policy:
             Dropout draws the same masks again, as torch's generators are restored (Python's and numpy's are not).
             A unit of which a kept output is then changed in place cannot be "selective": torch raises in backward. Nor
             can a sharded model's unit that has other units in it.
+        offload: what host memory keeps in place of the device's:
+            "optimizer": the states of the optimizer, which is to be an ``AdamOffloadOptimizer``: another is an error;
+            "all": what forward keeps for backward, too, as recompute="offload" has it, which it implies.
+            Parameters and gradients stay on the device; ZeRO level 3 splits them over ranks.
         compile: compile the forward of each unit: True (torch's default backend) or a backend's name.
         sequence_parallel: with tp_size above 1, split by tokens over the same ranks what tensor parallelism computes on
             each of them: norms, dropout and residuals of the units (Korthikanti et al. 2022, arXiv:2205.05198).
 
     Raises:
-        ValueError: a value is not one of these.
+        ValueError: a value is not one of these, or offload is "all" and recompute computes again what that keeps.
     """
 
     zero_level: int | None = None
     precision: str = "fp32"
     recompute: str = "none"
+    offload: str = "none"
     compile: bool | str = False
     sequence_parallel: bool = False
 
@@ -57,6 +63,15 @@ class Policy:
             raise ValueError(f"precision is {self.precision!r}, expected one of {', '.join(PRECISIONS)}")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute is {self.recompute!r}, expected one of {', '.join(RECOMPUTE)}")
+        if self.offload not in OFFLOAD:
+            raise ValueError(f"offload is {self.offload!r}, expected one of {', '.join(OFFLOAD)}")
+        if self.offload == "all":
+            if self.recompute not in ("none", "offload"):
+                raise ValueError(
+                    f"offload is 'all', which keeps activations in host memory, but recompute={self.recompute!r} "
+                    "computes them again: give offload='optimizer' with it, or leave recompute out"
+                )
+            object.__setattr__(self, "recompute", "offload")
         if not isinstance(self.compile, bool | str):
             raise ValueError(f"compile is {self.compile!r}, expected True, False or a backend of torch.compile")
 

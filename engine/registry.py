@@ -56,6 +56,8 @@ STAGE_ROLE: Note[str | None] = Note("_engine_stage", None)
 ROUNDING_KEY: Note[int] = Note("_engine_rounding_key", 0)
 #: Whether updates are rounded into the parameter at random ("bf16-sr").
 ROUNDS_AT_RANDOM: Note[bool] = Note("_engine_rounds_at_random", False)
+#: Whether the states of its optimizer are to be in host memory (``Policy(offload=...)``).
+STATES_ON_HOST: Note[bool] = Note("_engine_states_on_host", False)
 #: Cache of ``engine.optim.rounding.place_of``: (shape of the shard, its place in the whole).
 SHARD_PLACE: Note[Any] = Note("_engine_place", None)
 #: Cache of ``engine.optim.clip``: the ranks that hold other parts of the parameter, one object for each layout. A step
@@ -129,7 +131,7 @@ def zero_level(model: nn.Module) -> int:
 
 def note_parameters(model: nn.Module) -> None:
     """Note on each parameter of ``model`` how it is rounded and, in a pipeline, which stages have it; and, if the model
-    was given to ``engine.shard``, that it awaits that no more."""
+    was given to ``engine.shard``, where its states are to be, and that it awaits that no more."""
     policy, stages = policy_of(model), stages_of(model)
     note = round_at_random if policy is not None and policy.precision == "bf16-sr" else note_name
     for full_name, parameter in model.named_parameters():
@@ -137,5 +139,6 @@ def note_parameters(model: nn.Module) -> None:
         note(parameter, name)
         if policy is not None:
             AWAITS_SHARDING.set(parameter, False)  # it stays plain, as one without dimensions does
+            STATES_ON_HOST.set(parameter, policy.offload != "none")
         if stages is not None and name in stages.spread:
             STAGE_ROLE.set(parameter, "copy" if name in stages.copies else "own")

@@ -10,6 +10,7 @@ with its error and a non-zero exit status.
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def make_model(tokenizer: Any, folder: Path) -> str:
 
 def run(arguments: list[str], log: Path) -> str:
     """Run a command, print it and its output, and write the output to `log`. A failing command ends the demo."""
-    print("$ " + " ".join(arguments), flush=True)
+    print("$ " + shlex.join(arguments), flush=True)
     output = []
     pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(arguments, **pipe, text=True, errors="backslashreplace") as process:

@@ -138,7 +138,7 @@ def test_what_the_host_finds_is_that_of_the_cpu(name, task):
 @pytest.mark.parametrize("counted", [False, True])
 def test_the_loss_in_16_bits_is_that_of_the_cpu(dtype, counted, monkeypatch):
     """On a GPU logits are divided by the count as they become 16 bits, one chunk after the other."""
-    monkeypatch.setattr(engine.loss, "_rows_per_chunk", lambda *_: 3)
+    monkeypatch.setattr(engine.loss.chunks, "_rows_per_chunk", lambda *_: 3)
     drawn = [torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)]
     targets, found = torch.randint(0, 11, (7,)), []
     for device in ("cpu", "cuda"):
@@ -317,8 +317,8 @@ def test_a_library_that_cannot_run_here(monkeypatch, error, said):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_vocabulary_that_gets_classes_of_zeros(dtype, monkeypatch):
     """Loss, log-probabilities and logits of 7 rows as of many; nothing waits for how many labels there are."""
-    monkeypatch.setattr(engine.loss, "_rows_per_chunk", lambda *_: 3)
-    monkeypatch.setattr(engine.loss, "_WIDENED_ROWS", 7)
+    monkeypatch.setattr(engine.loss.chunks, "_rows_per_chunk", lambda *_: 3)
+    monkeypatch.setattr(engine.loss.chunks, "_WIDENED_ROWS", 7)
     drawn = [torch.randn(7, 5), torch.randn(11, 5), torch.randn(11)]
     targets, found = torch.randint(0, 11, (7,)), []
     for device in ("cpu", "cuda"):
@@ -331,7 +331,7 @@ def test_a_vocabulary_that_gets_classes_of_zeros(dtype, monkeypatch):
         (loss + logits.float().square().mean()).backward()
         torch.cuda.set_sync_debug_mode("default")
         found.append([loss.detach(), logits.detach(), *(x.grad for x in inputs)])
-        assert engine.loss._widened(*inputs)[0].shape == ((11, 5) if device == "cpu" else (64, 5))
+        assert engine.loss.chunks.widened(*inputs)[0].shape == ((11, 5) if device == "cpu" else (64, 5))
     for ours, wanted in zip(*reversed(found), strict=True):
         near = 1e-5 if dtype == torch.float32 else 0.01
         assert (ours.cpu() - wanted).norm() <= near * wanted.norm() and wanted.norm() > 0 and ours.shape == wanted.shape

@@ -1,5 +1,6 @@
-"""Finds optimizers that train nothing, because they were built before their model was sharded, and warns of those that
-may let the ranks train apart, because they were given parameters that came to the model afterwards."""
+"""Finds optimizers that train nothing, because they were built before their model was sharded, and those that keep on
+the device what a policy wants in host memory, and warns of those that may let the ranks train apart, because they were
+given parameters that came to the model afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engine.ops.compilation import outside_graphs
-from engine.registry import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS
+from engine.registry import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS, STATES_ON_HOST
 
 # How many parameters an optimizer had when they were looked at, since a model was last sharded; and at a step.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -28,13 +29,13 @@ def mark_replaced(before: Mapping[str, torch.Tensor]) -> None:
     """Note that these parameters have been replaced by shards, and watch every optimizer's first step for them."""
     for name, parameter in before.items():
         REPLACED_AS.set(parameter, name)
-    _watch()
+    watch_optimizers()
 
 
 def mark_awaiting_sharding(parameter: torch.Tensor) -> None:
     """Note that this parameter is to be sharded before it is trained: until then ranks train apart."""
     AWAITS_SHARDING.set(parameter, True)
-    _watch()
+    watch_optimizers()
 
 
 def mark_gradients_averaged(parameters: Iterable[torch.Tensor]) -> None:
@@ -48,7 +49,8 @@ def mark_sharded(model: torch.nn.Module, gathered: Callable[[torch.nn.Module], I
     _sharded[model] = gathered
 
 
-def _watch() -> None:
+def watch_optimizers() -> None:
+    """Look at every optimizer before its first step from now on."""
     global _hook
     _checked.clear()
     _hook = _hook or before_each_step(_check_step)
@@ -104,10 +106,11 @@ def _gathered() -> set[int]:
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError if the optimizer holds parameters from before ``engine.shard``, that still wait for it, or that
-    are gathered for a forward."""
+    are gathered for a forward, or if it does not keep in host memory the states that are to be there."""
     if _checked.get(optimizer) == (number := _number_of_parameters(optimizer)):
         return
     gathered = _gathered()
+    on_host = getattr(optimizer, "states_on_host", False)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (name := REPLACED_AS.get(parameter)) is not None:
@@ -127,5 +130,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     f"{type(optimizer).__name__} was given a DistributedParameter of shape {tuple(parameter.shape)} "
                     "that is not sharded, so the ranks would train apart. Call init_parameters(model), "
                     "load(model, file) or BMTrainModelWrapper(model) before the optimizer is built"
+                )
+            if STATES_ON_HOST.get(parameter) and not on_host:
+                raise ValueError(
+                    f"the model's policy has offload, but {type(optimizer).__name__} keeps its states where the "
+                    "parameters are: build engine.optim.AdamOffloadOptimizer, or leave offload out of the policy"
                 )
     _checked[optimizer] = number

@@ -89,6 +89,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         ValueError: a value is out of its range, or a parameter is on meta or not contiguous.
     """
 
+    states_on_host = True
     _settings = (*AdamOptimizer._settings, "_bucket", "record_delta")
 
     def __init__(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from engine import runtime
+from engine.names import clean_name
 from engine.optim.checks import before_each_step, mark_sharded
 from engine.parallel.checks import check_hooks
 from engine.parallel.fsdp import (
@@ -30,7 +31,8 @@ from engine.parallel.fsdp import (
     is_watched,
     look_into_objects,
     make_root,
-    record_of_a_shard,
+    records_of,
+    replaced_parameter,
     reshard,
     trained_shards,
 )
@@ -55,7 +57,7 @@ class ForwardHooks:
         self._model, self._collectives = weakref.ref(model), collectives
         self._depth = 0  # calls of the model under way, one within another
         self._started = False
-        self._record: Any = None  # FSDP's of one parameter
+        self._records: list[Any] = []  # FSDP's, of each parameter
         self._dtype: torch.dtype | None = None
         self._scalars: Scalars | None = None
         self._unused: Unused | None = None
@@ -64,6 +66,7 @@ class ForwardHooks:
         """Register the hooks on the model and on its units."""
         model = self._model()
         assert model is not None
+        self._records = list(records_of(model))
         model.register_forward_pre_hook(self.enter, prepend=True)
         model.register_forward_hook(self.leave, always_call=True)
         for unit in model.modules():
@@ -82,13 +85,15 @@ class ForwardHooks:
         _reshard_at_steps()
 
     def enter(self, *_: Any) -> None:
+        if self._depth == 0:
+            self._check_replaced()
         if not self._started:
             self._start()
-        if self._record is not None and self._record.sharded_param.dtype != self._dtype:
+        if self._records and (dtype := self._records[0].sharded_param.dtype) != self._dtype:
             raise ValueError(
-                f"the parameters were {self._dtype} at the model's first forward and are "
-                f"{self._record.sharded_param.dtype} now, which FSDP does not follow: convert the model before "
-                "engine.shard, or let Policy(precision=...) say in what it computes"
+                f"the parameters were {self._dtype} at the model's first forward and are {dtype} now, which FSDP does "
+                "not follow: convert the model before engine.shard, or let Policy(precision=...) say in what it "
+                "computes"
             )
         if self._depth == 0:
             self._recover()
@@ -98,11 +103,11 @@ class ForwardHooks:
 
     def leave(self, *_: Any) -> None:
         # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
-        self._depth = max(0, self._depth - 1)
+        entered, self._depth = self._depth > 0, max(0, self._depth - 1)
         if (error := sys.exception()) is not None and _MIXED in str(error):
             if _MIXED_NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_MIXED_NOTE)
-        if self._depth:
+        if self._depth or not entered:  # what `enter` refused is as it was
             return
         if self._collectives is not None:
             self._collectives.after_forward()
@@ -137,10 +142,24 @@ class ForwardHooks:
 
     def _enter_unit(self, *_: Any) -> None:
         if self._depth == 0 and (model := self._model()) is not None:  # called by itself
+            self._check_replaced()
             if not self._started:
                 self._start()
             self._recover()
             _with_gathered.add(model)
+
+    def _check_replaced(self) -> None:
+        """Raises ValueError where FSDP would compute with its own parameters in place of those that are there."""
+        if (place := replaced_parameter(self._records)) is None or (model := self._model()) is None:
+            return
+        module, name = place
+        inside = next((prefix for prefix, m in model.named_modules() if m is module), type(module).__name__)
+        raise ValueError(
+            f"parameter {clean_name(f'{inside}.{name}' if inside else name)} of this {type(model).__name__} was "
+            "replaced after engine.shard, by torch.func.functional_call or an assignment, and the new one would not be "
+            "used. Give new values by load_state_dict, or write them into the shard; call functional_call with a model "
+            "that is not sharded"
+        )
 
     def _recover(self) -> None:
         """Let FSDP forget a backward that an exception ended: else it would never reduce the root's gradients again."""
@@ -157,8 +176,8 @@ class ForwardHooks:
         assert isinstance(model, FSDPModule)
         make_root(model)  # else FSDP takes the first unit that is called for it
         self._scalars = Scalars(model)
-        if (record := record_of_a_shard(model)) is not None:
-            self._record, self._dtype = record, record.sharded_param.dtype
+        if self._records:
+            self._dtype = self._records[0].sharded_param.dtype
         if self._collectives is not None:
             for shard in trained_shards(model):  # after check_hooks, which refuses hooks of the user's
                 shard.register_hook(self._collectives.before_accumulation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,9 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from engine.outputs import trained_tensors
 from engine.torch_compat import in_backward
+
+
+@functools.cache
+def shards_integers() -> bool:
+    """Whether FSDP takes parameters of integers (quantised layers have them). torch 2.11 wants gradients of them."""
+    return "requires_grad=param.requires_grad" in inspect.getsource(FSDPParam._init_sharded_param)
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -139,8 +147,8 @@ def _groups_inside(model: Any) -> Iterator[Any]:
             yield from _groups(unit)
 
 
-def _records(model: torch.nn.Module) -> Iterator[Any]:
-    """FSDP's record (``FSDPParam``) of each parameter that it shards."""
+def records_of(model: torch.nn.Module) -> Iterator[Any]:
+    """FSDP's record (``FSDPParam``) of each parameter that it shards, whose ``sharded_param`` is the shard."""
     for group in _groups_inside(model):
         yield from group.fsdp_params
 
@@ -149,7 +157,7 @@ def clear_shards_too(unit: torch.nn.Module) -> None:
     """Let ``unit.zero_grad()`` reach its shards also while gathered parameters, which have no gradient, are shown."""
 
     def zero_grad(set_to_none: bool = True) -> None:
-        for record in _records(unit):
+        for record in records_of(unit):
             shard = record.sharded_param
             if set_to_none:
                 shard.grad = None
@@ -162,12 +170,12 @@ def clear_shards_too(unit: torch.nn.Module) -> None:
 
 def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     """The gathered parameters that FSDP has allocated so far; it uses the same ones again and again."""
-    return [record._unsharded_param for record in _records(model) if hasattr(record, "_unsharded_param")]
+    return [record._unsharded_param for record in records_of(model) if hasattr(record, "_unsharded_param")]
 
 
 def all_shards(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The shards of all parameters, also while gathered ones are shown in their place."""
-    return (record.sharded_param for record in _records(model))
+    return (record.sharded_param for record in records_of(model))
 
 
 def trained_shards(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -175,9 +183,15 @@ def trained_shards(model: torch.nn.Module) -> list[torch.Tensor]:
     return [shard for shard in all_shards(model) if shard.requires_grad]
 
 
-def record_of_a_shard(model: torch.nn.Module) -> Any:
-    """FSDP's record of some parameter of ``model``, whose ``sharded_param`` is the shard; None if it shards none."""
-    return next(_records(model), None)
+def replaced_parameter(records: Iterable[Any]) -> tuple[torch.nn.Module, str] | None:
+    """The place, a module and a name, of a parameter where another tensor is than FSDP put there, which it would not
+    use."""
+    for record in records:
+        place = record._module_info
+        own = record._unsharded_param if record.sharded_state is ShardedState.UNSHARDED else record.sharded_param
+        if place.module._parameters.get(place.param_name) is not own:
+            return place.module, place.param_name
+    return None
 
 
 def make_root(model: FSDPModule) -> None:
@@ -248,7 +262,7 @@ def backward_was_left(root: FSDPModule) -> bool:
 def drop_pass(root: FSDPModule) -> None:
     """Make FSDP forget the forward or backward that an exception ended, and all gradients it has not reduced yet."""
     state = root._get_fsdp_state()
-    records = list(_records(root))  # type: ignore[arg-type]
+    records = list(records_of(root))  # type: ignore[arg-type]
     if state._is_root:  # else no forward has begun, or the root is further out, and recovers at its own next forward
         if hasattr(root, "reset_iter_state"):  # torch 2.13
             reduced = [record.sharded_param.grad for record in records]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.mixed_precision import casting
-from engine.optim.checks import mark_replaced
+from engine.optim.checks import mark_replaced, watch_optimizers
 from engine.parallel.checks import (
     check_model,
     check_no_generator,
@@ -27,7 +27,7 @@ from engine.parallel.checks import (
 )
 from engine.parallel.context import split_tokens
 from engine.parallel.forward_hooks import ForwardHooks
-from engine.parallel.fsdp import reshard
+from engine.parallel.fsdp import reshard, shards_integers
 from engine.parallel.gloo.collectives import over_gloo, use_gloo_collectives
 from engine.parallel.gloo.sharded_embedding import shard_embeddings
 from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
@@ -67,9 +67,9 @@ def shard(
             ``model.tp_plan()``, or ``transformers``' plan.
 
     Raises:
-        ValueError: a unit is not part of the model, a method is missing, a unit mixes trainable dtypes or yields, a
-            parameter has no dimensions (with tp_size or pp_size), an inner module is already sharded, or the model
-            cannot be split as tp_size and cp_size say.
+        ValueError: a unit is not part of the model, a method is missing, policy is no Policy, a unit mixes trainable
+            dtypes or yields, a parameter has no dimensions (with tp_size or pp_size), an inner module is already
+            sharded, or the model cannot be split as tp_size and cp_size say.
     """
     return lay_over_ranks(model, units, policy, forward_methods, tp_plan, over_stages=bool(_pipelined_lists(model)))
 
@@ -85,6 +85,8 @@ def lay_over_ranks(
     """``shard``; with ``over_stages``, as BMTrain does it under pp_size: every rank has data of its own, and only lists
     that pipeline their blocks themselves are split into stages."""
     policy = policy or Policy()
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy: got {policy!r}, expected an engine.Policy, or None for what init_distributed said")
     settings = runtime.current()
     level = settings.zero_level if policy.zero_level is None else policy.zero_level
     if is_sharded(model):
@@ -108,6 +110,8 @@ def lay_over_ranks(
         _cut_into_stages(model, lists, over_stages)
         chosen = _choose_units(model, units)
     set_sharding(model, policy)
+    if policy.offload != "none":
+        watch_optimizers()
     if wraps or cast_to is not None:
         wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile, cast_to)
     if stays_plain:
@@ -180,6 +184,8 @@ def _shard_units(
         STAYS_GATHERED.set(order[-1], True)
     # What FSDP refuses; each rank has all of them.
     left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
+    if not shards_integers():
+        left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
     for parameter in left:
         if not parameter.is_meta:
             parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds

@@ -4,12 +4,40 @@ epoch."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
 from modelcenter.data.batching.packing import cut, pack_rows
+
+
+class CutRows(Sequence[np.ndarray]):
+    """The global batches of an epoch, each cut from its rows when it is asked for: an epoch may have tens of millions
+    of steps, and as many arrays would take gigabytes.
+
+    rows: int64 (n,), batch after batch. ends: int (batches,), where each ends. prepare: applied to the rows of a batch.
+    """
+
+    def __init__(self, rows: np.ndarray, ends: np.ndarray, prepare: Callable[[np.ndarray], np.ndarray] | None = None):
+        self._rows, self._ends, self._prepare = rows, ends, prepare
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, number: int) -> np.ndarray: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[np.ndarray]: ...
+
+    def __getitem__(self, number: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(len(self))[number]]
+        number = range(len(self))[number]
+        rows = self._rows[self._ends[number - 1] if number else 0 : self._ends[number]]
+        return rows if self._prepare is None else self._prepare(rows)
 
 
 @dataclass(frozen=True)
@@ -32,12 +60,12 @@ class EpochBatches:
         rows = len(self.lengths) if self.draw is None else len(self.draw(0))
         return -(-rows // self.global_batch_size)
 
-    def epoch(self, epoch: int) -> list[np.ndarray]:
+    def epoch(self, epoch: int) -> CutRows:
         """Rows of each global batch, longest first: `steps` int64 arrays of global_batch_size (the last may be
         shorter)."""
         order = np.random.default_rng([self.seed, epoch]).permutation(epoch_rows(self.draw, epoch, self.lengths))
-        cuts = range(self.global_batch_size, len(order), self.global_batch_size)
-        return [_longest_first(rows, self.lengths) for rows in np.split(order, cuts)]
+        ends = np.minimum(np.arange(1, self.steps + 1) * self.global_batch_size, len(order))
+        return CutRows(order, ends, functools.partial(_longest_first, lengths=self.lengths))
 
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
         """A global batch as [rank][microbatch] -> rows: see `deal`."""
@@ -99,7 +127,7 @@ class TokenBatches:
         """Parts of a full global batch."""
         return self.budget // self.part
 
-    def epoch(self, epoch: int) -> list[np.ndarray]:
+    def epoch(self, epoch: int) -> CutRows:
         """Rows of each global batch, part after part: `steps` int64 arrays."""
         random = np.random.default_rng([self.seed, epoch])
         rows, ends = self._slots, self._ends
@@ -122,7 +150,7 @@ class TokenBatches:
         sizes = (ends - starts)[order]
         bounds = np.cumsum(sizes)
         gather = np.arange(bounds[-1]) + np.repeat(starts[order] - (bounds - sizes), sizes)
-        return np.split(rows[gather], bounds[self.parts - 1 : -1 : self.parts])
+        return CutRows(rows[gather], np.append(bounds[self.parts - 1 : -1 : self.parts], bounds[-1]))
 
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
         """A global batch as [rank][microbatch] -> rows, none of more than budget / (ranks x microbatches) tokens.

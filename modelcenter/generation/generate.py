@@ -44,6 +44,8 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],),
     "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
+    "sequence_bias": ({}, []), "exponential_decay_length_penalty": (), "guidance_scale": (1,), "stop_strings": ([],),
+    "watermarking_config": (),
 }  # fmt: skip
 
 
@@ -131,11 +133,11 @@ def generate(
         early_stopping=early_stopping,
         seed=seed,
     )
+    stop = StopStrings(stop_strings, tokenizer)
     file, asked = _settings_of_file(model)
-    _warn_unused(file, _unused_settings(asked, settings))
+    _warn_unused(file, _unused_settings(asked, {**vars(settings), "stop_strings": stop.strings}))
     if attention_mask is None and settings.tokens.marks_padding:
         attention_mask = guessed_mask(input_ids, settings.tokens.pad)
-    stop = StopStrings(stop_strings, tokenizer)
     if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
         raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
@@ -232,10 +234,9 @@ def _settings_of_file(model: Any) -> tuple[str, Mapping[str, Any]]:
     return "config.json", {name: v for part in parts for name, v in part.extra.items() if v is not None}
 
 
-def _unused_settings(checkpoint: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
-    """What a checkpoint asks for and the caller did not, as NAME=VALUE."""
+def _unused_settings(checkpoint: Mapping[str, Any], used: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a checkpoint asks for and is not used, as NAME=VALUE."""
     asked = ((name, checkpoint[name]) for name in _NO_EFFECT if checkpoint.get(name) is not None)
-    used = vars(settings)
     return tuple(f"{name}={v!r}" for name, v in asked if v not in _NO_EFFECT[name] and v != used.get(name))
 
 

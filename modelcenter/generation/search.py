@@ -69,28 +69,31 @@ def _beam_candidates(
     count = _num_candidates(s)
     if s.do_sample:
         index = _drawn(total, count, rng)
-        best = total.gather(1, index)
+        best, order = total.gather(1, index).sort(descending=True)
+        index = index.gather(1, order)
     else:
         best, index = total.topk(count)
     return best, index // vocab, index % vocab
 
 
 class _EndedBeams:
-    """The best num_beams texts of each row that have ended.
+    """The best num_beams texts of each row that have ended; the prompt alone where fewer have.
 
     Attributes:
         tokens: (rows, num_beams, longest). lengths: (rows, num_beams) of them.
         scores: (rows, num_beams). filled: (rows, num_beams), there is a text.
     """
 
-    def __init__(self, rows: int, longest: int, s: Settings, device: torch.device):
-        size = rows, s.num_beams
+    def __init__(self, running: Tensor, longest: int, s: Settings):
+        """running: (rows, num_beams, length), the prompts."""
+        size, device = running.shape[:2], running.device
+        start = running.shape[2]
         self.settings = s
-        self.tokens = torch.full((*size, longest), s.tokens.pad, device=device)
+        self.tokens = torch.nn.functional.pad(running, (0, longest - start), value=s.tokens.pad)
         self.scores = torch.full(size, _NEVER, device=device)
         self.filled = torch.zeros(size, dtype=torch.bool, device=device)
-        self.lengths = torch.zeros(size, dtype=torch.long, device=device)
-        self.open = torch.ones(rows, 1, dtype=torch.bool, device=device)  # a better text may come
+        self.lengths = torch.full(size, start, device=device)
+        self.open = torch.ones(size[0], 1, dtype=torch.bool, device=device)  # a better text may come
 
     def add(self, texts: Tensor, scores: Tensor, new_length: int, ended: Tensor) -> None:
         """Consider texts (rows, count, length) with sums of log-probabilities `scores`, those that `ended` now.
@@ -135,7 +138,7 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
     running = state.tokens.view(rows, beams, start)
     scores = torch.zeros(rows, beams, device=device)
     scores[:, 1:] = _NEVER  # all beams of a row are the same as yet
-    ended = _EndedBeams(rows, longest, s, device)
+    ended = _EndedBeams(running, longest, s)
     offsets = torch.arange(rows, device=device)[:, None] * beams
     among_best = torch.arange(_num_candidates(s), device=device) < beams
     while True:

@@ -133,7 +133,8 @@ def load_model(
     report = _report(files, options, blueprint, weights, fresh, time.perf_counter() - began)
     model.load_report = report
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
-        model.generation_config = read_json(files.directory / GENERATION_FILE)
+        tokens = {name: value for name, value in config_overrides.items() if name.endswith("_token_id")}
+        model.generation_config = read_json(files.directory / GENERATION_FILE) | tokens  # generate looks there first
     _log_report(report, adapters)
     return model.eval()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from modelcenter.config import ModelConfig
 from modelcenter.layers.packing import Packed
 from modelcenter.models import vocabulary
-from modelcenter.models.inputs import Batch, ModelInputs
+from modelcenter.models.inputs import Batch, GivenCounts, ModelInputs
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.models.trainer_protocol import TrainerProtocol
 
@@ -180,8 +180,8 @@ class Model(TrainerProtocol, ModelInputs):
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
         """What each term's sum is divided by: the caller's global counts, else this batch's own."""
-        if batch.get("loss_counts") is not None:
-            return batch["loss_counts"]
+        if (given := batch.get("loss_counts")) is not None:
+            return GivenCounts(given, self.task)
         own = self.loss_counts(batch)
         if (total := batch.get("num_items_in_batch")) is not None:
             labels, head = batch.get("labels"), self.head

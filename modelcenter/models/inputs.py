@@ -38,6 +38,22 @@ def given_inputs(**inputs: Any) -> dict[str, Any]:
     return batch
 
 
+class GivenCounts(dict[str, Any]):
+    """`loss_counts` as the caller gave them. Raises ValueError: they are no mapping, or lack a term of the loss."""
+
+    def __init__(self, given: Any, task: str):
+        if not isinstance(given, Mapping):
+            raise ValueError(f"loss_counts: got {given!r}, expected {{term: items}}, as model.loss_counts(batch) is")
+        super().__init__(given)
+        self.task = task
+
+    def __missing__(self, term: str) -> Any:
+        raise ValueError(
+            f"loss_counts: got the terms {', '.join(self) or 'none'}, but the loss of task {self.task!r} has the term "
+            f"{term}; model.loss_counts(batch) counts all that it has"
+        )
+
+
 class ModelInputs(nn.Module):
     """Base of models.base.Model: how a batch enters a model."""
 

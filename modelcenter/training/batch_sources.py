@@ -1,7 +1,7 @@
 """Where the global batches of a run come from: what each step trains on, in order, as this rank sees it."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class BatchSampler(Protocol):
     @property
     def steps(self) -> int: ...
 
-    def epoch(self, epoch: int) -> list[np.ndarray]: ...
+    def epoch(self, epoch: int) -> Sequence[np.ndarray]: ...
 
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]: ...
 
@@ -89,7 +89,8 @@ class RowBatchSource:
         self.steps_per_epoch = sampler.steps
 
     def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
-        epoch, batches = -1, []
+        epoch: int = -1
+        batches: Sequence[np.ndarray] = ()
         for number in range(step, self.steps):
             if number // self.sampler.steps != epoch:
                 epoch = number // self.sampler.steps

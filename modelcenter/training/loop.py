@@ -191,7 +191,9 @@ class Run:
             )
             return
         raise FloatingPointError(
-            f"no step of the run had a finite loss and gradient. {self.skipped_steps.rows_of_last_steps()}"
+            "no step of the run had a finite loss and gradient, so none changed the weights: look at those it began "
+            "with and at the data of these steps, or use bf16 or fp32 in place of fp16. "
+            f"{self.skipped_steps.rows_of_last_steps()}"
         )
 
     @contextmanager

@@ -104,6 +104,10 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--batch_size automatic", "batch_size: got 'automatic', expected a whole number"),
         ("--max_time 12", "max_time: got '12', expected a time such as 90s"),
         ("--offload optimizer --optimizer lion", "offload: optimizer keeps AdamW's state on the host, but the"),
+        (
+            "--offload all --recompute full",
+            "offload: all keeps activations in host memory, but recompute full",
+        ),
         ("--batch_tokens 4096 --global_batch_size 8", "batch_tokens: it fills batches by tokens"),
         ("--batch_tokens 4096 --batch_size auto", "batch_size: auto counts rows, but batch_tokens fills"),
         ("--batch_tokens 4096 --batch_size 16", "batch_size: changes nothing beside batch_tokens"),

@@ -94,9 +94,10 @@ def test_legacy_names():
         "encoder.layer.1.output.dense.weight": "encoder.layer.1.output.dense.weight",
         "bert.pooler.dense.bias": "pooler.dense.bias",
     }
-    found = match_names(ARCH, layout, [*names, "bert.embeddings.position_ids"])
+    buffers = ["bert.embeddings.position_ids", "embeddings.token_type_ids"]
+    found = match_names(ARCH, layout, [*names, *buffers])
     assert {name: key for key, name in found.found.items()} == names
-    assert found.ignored == ["bert.embeddings.position_ids"] and not found.unknown
+    assert found.ignored == buffers and not found.unknown
 
 
 def test_a_layer_too_many_is_unknown():

@@ -153,6 +153,17 @@ def test_several_tokens_may_end_texts(kind):
             mc.from_config(name, eos_token_id=value)
 
 
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "cpm2"])
+@pytest.mark.parametrize("said", ["relu", "gelu", "gelu_new", "gated-gelu", "gated-silu", "gated-gelu_new"])
+def test_activations_of_files_that_say_feed_forward_proj_alone(kind, said):
+    """As the published files of T5 v1.1 do, whose "gated-gelu" is the tanh approximation."""
+    values = registry.preset(f"tiny/{kind}")["config"] | {"feed_forward_proj": said}
+    values = {name: value for name, value in values.items() if name not in ("dense_act_fn", "is_gated_act")}
+    theirs = transformers.CONFIG_MAPPING["t5" if kind == "cpm2" else kind](feed_forward_proj=said)
+    ours = mc.from_config(values).config
+    assert (ours.hidden_act, ours.gated) == (theirs.dense_act_fn, theirs.is_gated_act)
+
+
 def test_a_row_is_classified_by_the_last_of_the_tokens_that_end_it():
     two = mc.from_config("tiny/t5", "sequence-classification", eos_token_id=[6, 7])
     one = mc.from_config("tiny/t5", "sequence-classification", eos_token_id=7)

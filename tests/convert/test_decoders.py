@@ -160,6 +160,23 @@ def test_what_is_not_implemented_is_refused(kind, fields, words):
         mc.from_config({**registry.preset(f"tiny/{kind}")["config"], **fields})
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("opt", {"_remove_final_layer_norm": True}),
+        ("opt", {"do_layer_norm_before": False, "enable_bias": False, "activation_function": "gelu"}),
+        ("gpt2", {"scale_attn_weights": False, "n_inner": 30}),
+        ("gptj", {"n_inner": 30, "activation_function": "relu", "tie_word_embeddings": True}),
+    ],
+)
+def test_fields_that_change_what_is_computed(kind, fields, tmp_path):
+    theirs = randomize_(hf_model(kind, **fields)).eval()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.randint(5, 131, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(mc.from_pretrained(tmp_path)(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "gptj", "opt"])
 def test_a_sequence_beyond_the_position_table(kind):
     model = mc.from_config(f"tiny/{kind}", "causal-lm")

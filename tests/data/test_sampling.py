@@ -1,5 +1,7 @@
 """Batches: every row once, alike on any number of ranks, random samples."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,17 @@ def test_every_row_once_and_the_rest_last(size):
     assert sorted(np.concatenate(batches)) == list(range(1003))
     assert [len(b) for b in batches[:-1]] == [size] * (plan.steps - 1)
     assert len(batches[-1]) == 1003 - size * (plan.steps - 1)
+
+
+@pytest.mark.parametrize("make", [EpochBatches, TokenBatches])
+def test_an_epoch_of_many_steps_takes_a_few_integers_for_each(make):
+    plan = make(np.full(100_000, 5), 1 if make is EpochBatches else 5, 0)
+    tracemalloc.start()
+    batches = plan.epoch(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(batches) == plan.steps == 100_000
+    assert peak / plan.steps < 100  # an array of its own takes more than that
 
 
 def test_a_pure_function_of_seed_and_epoch():
@@ -57,6 +70,10 @@ def test_deal_balances_tokens():
     assert max(tokens) / min(tokens) < 1.05
 
 
+def test_a_short_batch_is_dealt_over_all_ranks():
+    assert [[len(part) for part in mine] for mine in deal(np.arange(3), 3, 2)] == [[1, 0]] * 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("rows", [0, 1, 17, 64])
 def test_evaluation_covers_every_row_once(ranks, rows):
@@ -92,6 +109,22 @@ def test_token_batches_are_full():
             assert np.mean(tokens) / plan.budget >= 0.98
             # The least that any packing could need.
             assert plan.steps <= -(-int(lengths.sum()) // plan.budget) + 2
+
+
+def test_the_emptiest_part_is_the_last():
+    """The batch of what is left over is small anyway; and of an epoch with too many parts those left out are emptier
+    than all others."""
+    plan = TokenBatches(LONG, 512, 1)
+    for epoch in range(3):
+        tokens = [int(LONG[rows].sum()) for rows in plan.epoch(epoch)]
+        assert tokens[-1] == min(tokens) < 512 * 0.9
+
+    def draw(epoch):  # that of epoch 1 is one part longer
+        return np.arange(40 if epoch == 0 else 41)
+
+    lengths = np.array([8] * 40 + [3])
+    rows = np.concatenate(TokenBatches(lengths, 8, 0, draw=draw).epoch(1))
+    assert sorted(rows) == list(range(40))
 
 
 def test_token_batches_are_a_pure_function_of_seed_and_epoch():

@@ -350,6 +350,18 @@ def summed_in_16_bits(level: int | None, precision: str | None):
     return {n: (toys.whole(p.grad).max().item(), p.grad.dtype) for n, p in model.named_parameters()}
 
 
+def averaged_in_16_bits():
+    """256 on one rank and 1 on the others, which in bf16 are lost where 256 comes first."""
+    model, item = nn.Linear(4, 1, bias=False).bfloat16(), torch.ones(1, 4, dtype=torch.bfloat16)
+    item[0, engine.rank()] = 256
+    engine.accumulate(model, [item], lambda x, totals: model(x).sum() / totals["n"], lambda x: {"n": 1})
+    return model.weight.grad.tolist()
+
+
+def test_ranks_add_up_the_gradients_of_a_plain_model_in_fp32(four):
+    assert four.run(averaged_in_16_bits) == [[[65.0] * 4]] * 4  # 259 / 4, to nearest
+
+
 def test_many_microbatches_add_up_in_16_bits():
     assert set(summed_in_16_bits(None, None).values()) == {(272.0, torch.bfloat16)}
 

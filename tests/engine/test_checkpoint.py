@@ -253,6 +253,20 @@ def test_any_python_reads_the_metadata_of_any_other(saved):
     assert mean.eq(9).all()
 
 
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    target, synced = tmp_path / "saved", []
+
+    def note(entry):
+        synced.append((entry.name, target.exists()))
+
+    monkeypatch.setattr(files, "_fsync", note)
+    with atomic_directory(target) as path:
+        (path / "part").mkdir()
+        (path / "part" / "file").write_text("x")
+    assert {name for name, there in synced if not there} >= {"part", "file", files.MANIFEST, path.name}
+    assert synced[-1] == (tmp_path.name, True)
+
+
 def test_the_first_versions_of_python_3_11_read_and_write_what_others_do(tmp_path, monkeypatch):
     """They pickle an item of an Enum as getattr(class, name): nothing of ours is written so, and torch's is read."""
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda item, _: (getattr, (type(item), item.name)))

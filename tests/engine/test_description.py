@@ -72,7 +72,10 @@ def test_bytes_are_those_that_move(four, level, copies, precision, frozen, dtype
 
 def test_the_table(four):
     said, *_, text = four.run(described, 3, 2, "bf16", False)[0]
-    assert "Toy: 460 parameters on 4 ranks, ZeRO level 3, precision bf16, recompute none, compile False" in text
+    assert (
+        "Toy: 460 parameters on 4 ranks, ZeRO level 3, precision bf16, recompute none, offload none, compile False"
+        in text
+    )
     assert "dp_replicate 2: R x dp_shard 2: S(0)" in text and "layers.1" in text and "(root)" in text
     assert said.gathers == {"(root)": 1, "layers.0": 2, "layers.1": 2, "layers.2": 1}
     assert "a step of one microbatch: all-gather 726 B, reduce-scatter 988 B, all-reduce 988 B" in text

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine import loss as losses
+from engine.loss import chunks
 from engine.testing import run as on_ranks
 
 
@@ -27,7 +28,7 @@ def reference(hidden, weight, bias, targets, upstream):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 13])
 def test_values_and_gradients(rows, bias, monkeypatch):
-    monkeypatch.setattr(losses, "_CHUNK_BYTES", 4 * 11 * 5)  # chunks of five rows, the last one shorter
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 4 * 11 * 5)  # chunks of five rows, the last one shorter
     hidden, weight, b, targets, upstream = make(rows, bias)
     value = losses.linear_log_probs(hidden, weight, b, targets)
     assert value.dtype == torch.float32
@@ -40,8 +41,8 @@ def test_values_and_gradients(rows, bias, monkeypatch):
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 2)])
 def test_what_is_frozen_costs_nothing(frozen, monkeypatch):
     """As a head beside an adapter; the other gradients are as ever."""
-    products, matmul = [], losses.matmul
-    monkeypatch.setattr(losses, "matmul", lambda *args, **more: products.append(1) or matmul(*args, **more))
+    products, matmul = [], chunks.matmul
+    monkeypatch.setattr(chunks, "matmul", lambda *args, **more: products.append(1) or matmul(*args, **more))
     *inputs, targets, upstream = make(6)
     expected = reference(*inputs, targets, upstream)[1:]
     for i in frozen:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import loss
+from engine.loss import chunks, head
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 4 * 37 * 5])  # all rows at once; 5 rows at a time
@@ -13,7 +14,7 @@ from engine import loss
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("labelled", [13, 0])
 def test_linear_cross_entropy(chunk, smoothing, bias, labelled, monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", chunk)
     n, width, vocab, count = 19, 8, 37, 11
     hidden, weight = torch.randn(n, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
     b = torch.randn(vocab, requires_grad=True) if bias else None
@@ -35,7 +36,7 @@ def test_linear_cross_entropy(chunk, smoothing, bias, labelled, monkeypatch):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_scale_comes_before_fp16(chunk, compiled, smoothing, monkeypatch):
     """Divided by the 16,384 labels of a global batch, most of a gradient is below the smallest number of fp16."""
-    monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", chunk)
     if not compiled:
         monkeypatch.setattr("engine.ops.cross_entropy.library.serves", lambda device: False)
     count, scale = 16384, 2.0**16
@@ -63,7 +64,7 @@ def test_gradients_in_16_bits_do_not_depend_on_the_chunks(which, dtype, monkeypa
     doubles = [x.to(dtype).double().requires_grad_() for x in start]
     F.cross_entropy(F.linear(*doubles), targets).backward()
     for chunk in (1 << 26, 4 * vocab):  # all rows at once; each by itself
-        monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+        monkeypatch.setattr(chunks, "_CHUNK_BYTES", chunk)
         inputs = [x.to(dtype).requires_grad_() for x in start]
         if which == "linear_cross_entropy":
             loss.linear_cross_entropy(*inputs, targets, n).backward()
@@ -106,8 +107,8 @@ def test_a_second_derivative_is_refused_and_not_wrong(which):
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (1, 2), (0, 2)])
 def test_what_is_frozen_costs_nothing(frozen, dtype, monkeypatch):
     """As a head beside an adapter; the other gradients are as ever."""
-    products, matmul = [], loss.matmul
-    monkeypatch.setattr(loss, "matmul", lambda *args, **more: products.append(1) or matmul(*args, **more))
+    products, matmul = [], chunks.matmul
+    monkeypatch.setattr(chunks, "matmul", lambda *args, **more: products.append(1) or matmul(*args, **more))
     inputs = [torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)]
     found = []
     for without in ((), frozen):
@@ -121,7 +122,7 @@ def test_what_is_frozen_costs_nothing(frozen, dtype, monkeypatch):
 
 
 def test_nothing_larger_than_a_chunk_of_logits_is_made(monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_BYTES", 4 * 1000 * 8)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 4 * 1000 * 8)
     biggest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -163,9 +164,10 @@ def test_a_head_whose_weight_is_away_is_refused(of):
 @pytest.fixture
 def widened(monkeypatch):
     """Vocabularies get classes of zeros, as for many rows on a GPU; the sizes of what is padded."""
-    sizes, widened = [], loss._widened
-    monkeypatch.setattr(loss, "_classes_with_zeros", lambda hidden, classes: -(-classes // 64) * 64)
-    monkeypatch.setattr(loss, "_widened", lambda *inputs: sizes.append((found := widened(*inputs))[0].shape) or found)
+    sizes, widened = [], chunks.widened
+    monkeypatch.setattr(chunks, "_classes_with_zeros", lambda hidden, classes: -(-classes // 64) * 64)
+    for module in (chunks, head):
+        monkeypatch.setattr(module, "widened", lambda *of: sizes.append((found := widened(*of))[0].shape) or found)
     return sizes
 
 
@@ -173,7 +175,7 @@ def widened(monkeypatch):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [7, 50, 64, 257])
 def test_classes_of_zeros_do_not_show(widened, vocab, dtype, chunk, monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", chunk)
     for compiled in (True, False):
         if not compiled:
             monkeypatch.setattr("engine.ops.cross_entropy.library.serves", lambda device: False)
@@ -223,7 +225,7 @@ def test_which_vocabularies_get_classes_of_zeros(rows, classes, dtype, device, w
         def numel(self):
             return rows * 8
 
-    assert loss._classes_with_zeros(Hidden(), classes) == wanted
+    assert chunks._classes_with_zeros(Hidden(), classes) == wanted
 
 
 @pytest.mark.parametrize(
@@ -241,6 +243,6 @@ def test_chunks_of_a_gpu_are_few_and_of_one_size(rows, vocab, dtype, fused, want
         def element_size(self):
             return dtype.itemsize
 
-    monkeypatch.setattr(loss.library, "serves", lambda device: True)
-    found = loss._rows_of(rows, Weight(), None, fused)
+    monkeypatch.setattr(chunks.library, "serves", lambda device: True)
+    found = chunks._rows_of(rows, Weight(), None, fused)
     assert min(found, rows) == wanted and (found % 128 == 0 or rows <= found)

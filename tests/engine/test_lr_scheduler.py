@@ -81,3 +81,21 @@ def test_resume():
     assert resumed.state_dict() == schedule.state_dict()
     with pytest.raises(ValueError, match="warmup_iter -1"):
         schedules.Linear(sgd, 1.0, -1, 10)
+
+
+def test_a_resumed_wsd_decays_over_the_saved_steps():
+    saved = schedules.WSD(optimizer(None), 2.0, 0, 10, num_iter=8, decay_iter=4)
+    resumed = schedules.WSD(optimizer(None), 2.0, 0, 10)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.current_lr == saved.current_lr == 1.0
+
+
+def test_ratios_survive_a_state_from_before_the_schedule():
+    sgd = optimizer(None, 0.1)
+    before = sgd.state_dict()
+    schedule = schedules.NoDecay(sgd, 2.0, 0, 10)
+    for group in before["param_groups"]:
+        group["lr"] = 5.0  # as another optimizer left them
+    sgd.load_state_dict(before)
+    schedule.step()
+    assert [g["lr"] for g in sgd.param_groups] == pytest.approx([2.0, 0.2])

@@ -247,11 +247,11 @@ def test_losses_of_rows(dtype, layout):
 
 @pytest.mark.parametrize("dtype", losses.DTYPES, ids=str)
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("chunk", [loss._GPU_CHUNK_BYTES, 1 << 16])
+@pytest.mark.parametrize("chunk", [loss.chunks._GPU_CHUNK_BYTES, 1 << 16])
 def test_the_loss_of_a_head(dtype, fused, chunk, monkeypatch):
     """Few rows and many, which get classes of zeros where that makes products faster; in one chunk and in several."""
-    monkeypatch.setattr(loss, "_GPU_CHUNK_BYTES", chunk)
-    monkeypatch.setattr(loss, "_GPU_ROWS", 128)
+    monkeypatch.setattr(loss.chunks, "_GPU_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(loss.chunks, "_GPU_ROWS", 128)
     if not fused:
         monkeypatch.setattr("engine.ops.cross_entropy.library.serves", lambda device: False)
     for rows, vocab in ((40, 257), (300, 257), (300, 7), (300, 64), (700, 5003)):

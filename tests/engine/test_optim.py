@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import engine
 from engine.optim import AdamOptimizer, OptimManager, clip_grad_norm_
@@ -306,6 +307,37 @@ def test_deferred_clipping_is_the_same_step(either):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def test_a_deferred_clip_is_for_one_step():
+    model = with_gradients(toys.build())
+    before = model.head.weight.detach().clone()
+    optimizer, manager = engine.optim.Lion([model.head.weight], lr=1.0, betas=(0.0, 0.0)), OptimManager()
+    manager.add_optimizer(optimizer)
+    manager.clip_grad_norm(optimizer.param_groups, 0.0, defer=True)
+    manager.step()
+    assert torch.equal(model.head.weight, before)  # Lion steps by signs, of zeros here
+    manager.step()
+    torch.testing.assert_close(model.head.weight, before - model.head.weight.grad.sign())
+
+
+def partial_gradients(clips: bool):
+    """Of a replicated parameter whose ranks have a part of the gradient each, as norms under sequence parallelism."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+    optimizer, norms = AdamOptimizer([parameter], lr=1.0, betas=(0.0, 0.0), eps=1.0), []
+    for _ in range(3):  # the later steps reuse what the first has sorted
+        parameter.grad = DTensor.from_local(torch.full((2,), engine.rank() + 1.0), mesh, [Partial()])
+        norms += [clip_grad_norm_([parameter], 100.0)] if clips else []
+        optimizer.step()
+    return local_tensor(parameter.detach()), norms
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_partial_gradients_are_summed_at_every_step(two, clips):
+    for value, norms in two.run(partial_gradients, clips):
+        torch.testing.assert_close(value, torch.full((2,), -3 * 3 / 4))  # g / (|g| + eps) of g = 3
+        assert not clips or torch.stack(norms).tolist() == pytest.approx([3 * 2**0.5] * 3)
+
+
 def test_a_manager_clips_a_parameter_or_a_group_by_itself():
     parameter = nn.Parameter(torch.ones(2, 2))
     for given in (parameter, {"params": [parameter]}, {"params": parameter}):
@@ -402,6 +434,22 @@ def test_the_loss_scale_falls_recovers_and_stays_within_bounds():
         other.load_state_dict({**saved, "optimizers": []})
     with pytest.raises(ValueError, match="loss_scale"):
         other.load_state_dict({**saved, "loss_scale": None})
+
+
+def test_good_steps_before_a_save_count_after_it():
+    managers = []
+    for _ in range(2):
+        parameter = nn.Parameter(torch.ones(2))
+        managers.append(OptimManager(loss_scale=8, loss_scale_steps=2))
+        managers[-1].add_optimizer(AdamOptimizer([parameter], lr=1e-2))
+    first, second = managers
+    for manager in managers:
+        parameter = manager.optimizers[0].param_groups[0]["params"][0]
+        if manager is second:
+            manager.load_state_dict(first.state_dict())
+        manager.backward(parameter.sum())
+        manager.step()
+    assert (first.loss_scale, second.loss_scale) == (8, 16)
 
 
 def test_the_loss_scale_does_not_change_the_step():

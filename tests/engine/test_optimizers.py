@@ -1,6 +1,7 @@
 """Every optimizer: the same parameters on one process and on any mesh, in every mode, saved, loaded and resharded."""
 
 import copy
+import re
 
 import engine_toys as toys
 import pytest
@@ -92,6 +93,39 @@ def test_offloading_does_not_change_the_parameters(either, precision):
     for name, value in expected.items():
         # torch's kernel computes the ends of a tensor, and so of a piece, in another way than its middle.
         assert torch.equal(found[name], value) if either == "library" else torch.allclose(found[name], value, atol=1e-6)
+
+
+def trained_under(offload, kind):
+    """{name: parameter} after a step by a kind of optimizer under a policy that offloads, or what it says."""
+    engine.init_distributed()
+    model = engine.shard(toys.build(), policy=engine.Policy(offload=offload))
+    optimizer, hooked = kind(model.parameters(), lr=0.01), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: hooked.append(t.shape) or t, lambda t: t):
+        loss = model(toys.microbatch(0)[0]).square().mean()
+    loss.backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return {name: toys.whole(p) for name, p in model.named_parameters()}, len(hooked)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_policy_that_offloads(two, ranks):
+    """It takes the optimizer whose states are in host memory, and no other; "all" keeps activations there, too."""
+
+    def found(*case):
+        return trained_under(*case) if ranks == 1 else two.run(trained_under, *case)[0]
+
+    for wrong in (AdamOptimizer, torch.optim.AdamW):
+        for offload in ("optimizer", "all"):
+            message = f"the model's policy has offload, but {wrong.__name__} keeps its states .*AdamOffloadOptimizer"
+            assert re.match(message, found(offload, wrong))
+    expected, kept = found("none", AdamOptimizer)
+    for offload in ("optimizer", "all"):
+        values, own = found(offload, AdamOffloadOptimizer)
+        assert (own < kept) == (offload == "all")  # hooks of its own keep what units compute
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
 
 
 def test_remainders_hold_what_masters_hold(compiled):

@@ -359,5 +359,9 @@ def test_wrong_values():
         engine.Policy(recompute="some")
     with pytest.raises(ValueError, match="compile is 3, expected True"):
         engine.Policy(compile=3)
+    with pytest.raises(ValueError, match="offload is 'disk', expected one of none, optimizer, all"):
+        engine.Policy(offload="disk")
+    with pytest.raises(ValueError, match="offload is 'all', .* but recompute='full' computes them again: give"):
+        engine.Policy(offload="all", recompute="full")
     with pytest.raises(ValueError, match="Linear has none that were found: name them with units="):
         engine.shard(torch.nn.Linear(2, 2), policy=engine.Policy(recompute="full"))

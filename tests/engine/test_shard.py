@@ -337,6 +337,8 @@ def test_bad_arguments(two):
         engine.shard(toys.build(), forward_methods=["nothing"])
     with pytest.raises(ValueError, match="not a module of Toy"):
         engine.shard(toys.build(), units=[nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="policy: got 'bf16', expected an engine.Policy"):
+        engine.shard(toys.build(), policy="bf16")
     with pytest.raises(RuntimeError, match="bfloat16.*precision='bf16'"):
         two.run(mixed_dtypes)
     with pytest.raises(RuntimeError, match="module layers.0 is already sharded"):

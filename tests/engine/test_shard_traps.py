@@ -2,6 +2,7 @@
 
 import traceback
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import engine_toys as toys
@@ -499,6 +500,20 @@ class Borrows(toys.Toy):
         return super().forward(ids) + self.layers[0].up.weight.sum() * torch.ones(1)
 
 
+def replaced():
+    """What is said of parameters that are not the shards, and whether the model is as it was then."""
+    model = sharded()
+    messages = []
+    for shown in (nullcontext, torch.no_grad):  # before the first forward; after one that has left some gathered
+        doubled = {"head.weight": toys.whole(model.head.weight) * 2}
+        messages += [said(torch.func.functional_call, model, doubled, IDS)]
+        with shown():
+            output = model(IDS)
+    model.layers[0].up.weight = nn.Parameter(torch.ones(7, toys.WIDTH))
+    messages += [said(model, IDS), said(model.layers[0], torch.ones(1, toys.WIDTH))]
+    return messages, torch.equal(output, toys.build()(IDS))
+
+
 def mistakes():
     borrowed = sharded(model=Borrows())
     kept = Borrows()
@@ -508,11 +523,14 @@ def mistakes():
     converted(IDS).sum().backward()
     converted.to(torch.bfloat16)
     lazy, sparse = nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.Embedding(8, 3, sparse=True))
-    return said(borrowed, IDS), said(converted, IDS), said(engine.shard, lazy), said(engine.shard, sparse)
+    return replaced(), said(borrowed, IDS), said(converted, IDS), said(engine.shard, lazy), said(engine.shard, sparse)
 
 
 def test_mistakes_are_errors_that_say_what_to_do(two):
-    for borrowed, converted, lazy, sparse in two.run(mistakes):
+    for (messages, unharmed), borrowed, converted, lazy, sparse in two.run(mistakes):
+        for message, name in zip(messages, ["head.weight"] * 2 + ["layers.0.up.weight"] * 2, strict=True):
+            assert f"parameter {name} of this FSDPToy was replaced after engine.shard" in message
+        assert unharmed
         assert "mixed torch.Tensor and DTensor" in borrowed and "Leave that one out of units=" in borrowed
         assert "were torch.float32 at the model's first forward and are torch.bfloat16 now" in converted
         assert "module 0 has parameters whose shapes are not known yet: run one batch" in lazy

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import engine
 from engine import torch_compat
+from engine.loss.vocabulary import VocabularyShard
 from engine.parallel import functional, rng, tensor
 from engine.testing import Pool
 
@@ -330,7 +331,7 @@ def test_errors_say_what_to_do(two, what, words):
 def mutated(mutation, task, plan, sizes, policy):
     """Trains with one thing wrong, or says how that failed."""
     kept = {name: getattr(functional, name) for name in ("copy_to", "gather_rows")}
-    rowwise, within = tensor._Rowwise.forward, engine.loss._within
+    rowwise, columns = tensor._Rowwise.forward, VocabularyShard.columns
     linear = tensor.linear
     try:
         if mutation == "no all-reduce of the input's gradient":
@@ -340,7 +341,10 @@ def mutated(mutation, task, plan, sizes, policy):
                 linear(x, tensor.local(self.weight), self.bias), self.tp_group.group
             )
         elif mutation == "every rank takes the target":
-            engine.loss._within = lambda t, columns: (t.clamp(0, columns - 1), torch.ones_like(t, dtype=torch.bool))
+            VocabularyShard.columns = lambda self, targets, n: (
+                (targets[:, None] - self.first).clamp(0, n - 1),
+                torch.ones_like(targets[:, None], dtype=torch.bool),
+            )
         elif mutation == "norms' gradients are not summed":
             tensor.Partial = lambda: torch.distributed.tensor.Replicate()
         elif mutation == "gradient of rows is not summed":
@@ -349,7 +353,7 @@ def mutated(mutation, task, plan, sizes, policy):
     finally:
         for name, value in kept.items():
             setattr(functional, name, value)
-        tensor._Rowwise.forward, engine.loss._within = rowwise, within
+        tensor._Rowwise.forward, VocabularyShard.columns = rowwise, columns
         tensor.Partial = torch.distributed.tensor.Partial
 
 

@@ -21,7 +21,7 @@ def vocabulary_loss(vocab, smoothing, rows):
     tensor.parallelize(table, engine.parallel.mesh.device_mesh()["tp"], {"weight": "vocab", "bias": "vocab"})
     hidden.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:  # the pool's ranks go on to other tests
-        patch.setattr(engine.loss, "_CHUNK_BYTES", 4 * 3 * 3)  # several chunks
+        patch.setattr(engine.loss.chunks, "_CHUNK_BYTES", 4 * 3 * 3)  # several chunks
         loss = linear_cross_entropy(hidden, table.weight, table.bias, targets, 4, label_smoothing=smoothing)
         (loss * 3).backward()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from harness import randomize_
 
 import engine
 import modelcenter as mc
+from modelcenter.generation import search
 from modelcenter.generation.generate import _warn_unused
 from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings, SpecialTokens
@@ -166,6 +167,26 @@ def test_sampling_follows_the_distribution(pair):
     assert not torch.equal(drawn, other)
 
 
+def test_beams_that_are_drawn_go_on_by_their_scores(pair, monkeypatch):
+    """If the best are drawn, in whatever order, sampling with beams is beam search."""
+    ours = mc.from_pretrained(pair[1])
+    ids, mask = prompts("left")
+    more = {"num_beams": 4, "num_return_sequences": 3, "eos_token_id": MANY}
+    wanted = ours.generate(ids, mask, 12, **more)
+    monkeypatch.setattr(search, "_drawn", lambda scores, count, rng: scores.topk(count).indices.flip(1))
+    assert torch.equal(ours.generate(ids, mask, 12, do_sample=True, **more), wanted)
+
+
+def test_where_fewer_beams_end_than_are_asked_for_the_prompt_stands_alone(pair):
+    ours = mc.from_pretrained(pair[1])
+    ids, mask = prompts("left")
+    banned = torch.ones(4, VOCAB, dtype=torch.bool)
+    banned[:, 8:10] = False  # two texts for each prompt
+    more = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": []}
+    found = ours.generate(ids, mask, 1, banned=banned, **more)
+    assert torch.equal(found[:, :9], ids.repeat_interleave(3, 0)) and (found[2::3, 9] == 5).all()
+
+
 def test_top_p_keeps_at_least_one():
     s = Settings(tokens=SpecialTokens(), max_new_tokens=1, top_p=1e-6)
     assert (narrowed(torch.tensor([[0.0, 3.0, 1.0, 2.0, 2.9]]), s) > -torch.inf).tolist() == [[0, 1, 0, 0, 0]]
@@ -215,6 +236,40 @@ def test_settings_of_the_file_that_are_left_are_said_once(pair, caplog):
         "generation_config.json asks for repetition_penalty=1.05, min_length=3",
         "generation_config.json asks for min_length=3",
     ]
+
+
+def test_every_setting_of_the_file_that_changes_a_greedy_text_is_said(pair, caplog):
+    """Where transformers' text is another one with it, a warning names it."""
+    theirs, folder = pair
+    ours, ids = mc.from_pretrained(folder), prompts("left")[0][:1]
+    greedy = ours.generate(ids, None, 8)
+    first = end = int(greedy[0, 9])
+    settings = {
+        "bad_words_ids": [[first]], "suppress_tokens": [first], "begin_suppress_tokens": [first], "min_length": 16,
+        "min_new_tokens": 8, "sequence_bias": [[[first], -50.0]], "exponential_decay_length_penalty": [1, 9.0],
+        "forced_bos_token_id": 9, "forced_eos_token_id": 9, "repetition_penalty": 3.0, "no_repeat_ngram_size": 1,
+        "encoder_repetition_penalty": 3.0, "encoder_no_repeat_ngram_size": 1, "guidance_scale": 3.0, "num_beams": 4,
+        "watermarking_config": {"bias": 20.0}, "top_k": 3, "typical_p": 0.4, "renormalize_logits": True,
+    }  # fmt: skip
+    for name, value in settings.items():
+        file = {"eos_token_id": end, name: value}
+        wanted = theirs.generate(ids, generation_config=transformers.GenerationConfig(max_new_tokens=8, **file))
+        _warn_unused.cache_clear()
+        caplog.clear()
+        ours.generation_config = file
+        found = ours.generate(ids, None, 8)
+        said = f"generation_config.json asks for {name}={value!r};" in caplog.text
+        assert torch.equal(found, greedy[:, : found.shape[1]]) and (said or torch.equal(found, wanted)), name
+
+
+def test_stop_strings_of_the_file_are_said_where_they_are_not_the_callers(pair, caplog):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    ours.generation_config = {"stop_strings": ["xyz"]}
+    _warn_unused.cache_clear()
+    ours.generate(ids, None, 2, stop_strings="xyz", tokenizer=Letters())
+    assert not caplog.records
+    ours.generate(ids, None, 2)
+    assert "asks for stop_strings=['xyz'];" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["decoder", None])
@@ -389,6 +444,18 @@ def test_generation_config_travels(pair, tmp_path):
         ours.save_pretrained(tmp_path / form, form)
         assert mc.from_pretrained(tmp_path / form).generation_config["eos_token_id"] == [7, 8]
     assert transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").generation_config.eos_token_id == [7, 8]
+
+
+def test_tokens_that_the_caller_names_when_loading_come_before_those_of_the_file(tmp_path):
+    mc.from_config("tiny/t5", "seq2seq-lm").save_pretrained(tmp_path)
+    file = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    tokens = {"decoder_start_token_id": 11, "eos_token_id": [5, 6], "pad_token_id": 3}
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, **tokens).generation_config
+    ours = mc.from_pretrained(tmp_path, **tokens)
+    for name, value in tokens.items():
+        assert ours.generation_config[name] == value == getattr(theirs, name)
+    assert ours.generate(torch.tensor([[8, 9, 1]]), None, 1)[0, 0] == 11
 
 
 def on_ranks(folder, beams):

@@ -174,6 +174,7 @@ def test_a_preset_whose_frequencies_are_not_known_makes_no_model(saved):
         ("gpt2-base", "openai-community/gpt2"),
         ("gpt-j-6b", "EleutherAI/gpt-j-6b"),
         ("CPM-Generate", "TsinghuaAI/CPM-Generate"),
+        ("wenzhong-gpt2-3.5b", "IDEA-CCNL/Wenzhong-GPT2-3.5B"),
         ("bert-base-cased", "google-bert/bert-base-cased"),
         ("facebook/opt-125m", "facebook/opt-125m"),
     ],

@@ -72,6 +72,12 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
             r"labels: got shape \(1, 4\), expected \(1,\)",
         ),
         ("pretraining", {"labels": IDS, "num_items_in_batch": 3}, "masked_lm, next_sentence"),
+        (
+            "pretraining",
+            {"labels": IDS, "loss_counts": {"loss": 3}},
+            "loss_counts: got the terms loss, but the loss of task 'pretraining' has the term masked_lm",
+        ),
+        ("masked-lm", {"labels": IDS, "loss_counts": 3}, "loss_counts: got 3, expected"),
     ],
 )
 def test_errors_name_the_field(task, batch, message):
@@ -158,6 +164,22 @@ def test_problem_types_match_transformers(fields, labels, tmp_path):
     cut = {"loss": 5}
     scale = ours.loss_counts({"labels": labels})["loss"] / 5
     assert abs(ours(IDS, labels=labels, loss_counts=cut).loss.item() - scale * a.loss.item()) < 1e-6
+
+
+def test_an_unlabelled_pair_of_sentences_counts_nothing(tmp_path):
+    """The means of the words and of the pairs are each over what is labelled, as in transformers."""
+    import transformers
+
+    ours = model("pretraining")
+    ours.save_pretrained(tmp_path)
+    theirs = transformers.BertForPreTraining.from_pretrained(tmp_path).eval()
+    batch = {
+        "input_ids": IDS,
+        "labels": torch.tensor([[7, -100, -100, 8], [-100, 9, -100, -100]]),
+        "next_sentence_label": torch.tensor([1, -100]),
+    }
+    assert ours.loss_counts(batch) == {"masked_lm": 3, "next_sentence": 1}
+    assert ours(**batch).loss.item() == pytest.approx(theirs(**batch).loss.item(), rel=1e-6)
 
 
 def test_num_items_in_batch_replaces_the_own_count():

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import transformers
 from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
-from harness import ArchitectureTests
+from harness import ArchitectureTests, randomize_
 from t5_toys import SIZES
 from torch import nn
 
+import modelcenter as mc
 from modelcenter.layers.relative import RelativeBias
 
 
@@ -103,3 +105,16 @@ class TestUMT5(Untied):
     def reference(self, task, folder, **fields):
         # By sdpa, transformers 5.17 lets the decoder see what follows.
         return super().reference(task, folder, attn_implementation="eager", **fields)
+
+
+def test_a_tied_mt5_is_not_scaled(tmp_path):
+    """As transformers writes each mT5 whose vocabulary is the embedding: config.json says nothing of a scale."""
+    config = transformers.MT5Config(**SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=True)
+    theirs = randomize_(transformers.MT5ForConditionalGeneration(config)).eval()
+    theirs.tie_weights()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.tensor([[8, 9, 10, 1]])
+    with torch.no_grad():
+        wanted = theirs(ids, decoder_input_ids=ids).logits
+        found = mc.from_pretrained(tmp_path)(ids, decoder_input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

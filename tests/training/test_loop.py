@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from engine.checkpoint import training
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
+from modelcenter.training.batch_sources import make_batch_source
 from modelcenter.training.config import ClassificationConfig
 from scripts.finetune_classification import main
 
@@ -200,6 +202,18 @@ def test_losses_do_not_depend_on_the_cut(folder):
         assert torch.allclose(logits, expected_logits, atol=1e-3), name
 
 
+def test_each_step_drops_other_units(folder):
+    """Of the same rows and weights: a learning rate of 0 changes none, and a batch holds all rows."""
+
+    def losses(name, dropout):
+        same = {"lr": 0.0, "batch_size": 27, "epochs": 3, "log_every": 1, "output_dir": str(folder / name)}
+        rows = finetune(folder, model_config=SIZES | STILL | {"dropout": dropout}, **same)
+        return {round(row["loss"], 5) for row in rows if "loss" in row}
+
+    assert len(losses("dropped", 0.5)) == 3
+    assert len(losses("still", 0.0)) == 1
+
+
 def test_dropout_does_not_depend_on_the_cut(folder):
     """Masks are of the row and of the place in it."""
 
@@ -213,6 +227,12 @@ def test_dropout_does_not_depend_on_the_cut(folder):
         ranks, changes = CUTS[name]
         assert losses(name, 0.3, ranks, **changes) == pytest.approx(whole, rel=1e-4), name
     assert losses("still", 0.0) != pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 20), (1.1, 11), (0.52, 6), (0.01, 1)])
+def test_a_part_of_an_epoch_is_rounded_up_to_a_step(epochs, steps):
+    cfg = ClassificationConfig(epochs=epochs, global_batch_size=3, gradient_accumulation_steps=1)
+    assert make_batch_source(cfg, SimpleNamespace(lengths=np.full(29, 4))).steps == steps
 
 
 def test_evaluation_times_and_schedule(folder):
@@ -321,7 +341,7 @@ def test_bad_steps_in_a_row_end_the_run(folder, monkeypatch):
 
 
 def test_a_run_of_bad_steps_only_is_no_success(folder):
-    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss"):
+    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss.*weights: look at"):
         finetune(folder, max_steps=3, model_config=SIZES | {"initializer_range": 1e30})
     assert read_summary(folder)["status"] == "failed"
 

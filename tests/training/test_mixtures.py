@@ -91,6 +91,22 @@ def test_rows_that_are_held_out_belong_to_no_share(folder):
     assert [len(rows) for rows in epochs] == [20] * 4 and len(of_b(epochs[0])) == 15
 
 
+def test_balanced_classes_are_weighed_as_often_as_they_are_drawn(folder):
+    """A class that its part's share makes as frequent as the other needs no weight."""
+    for name, label, count in (("good", "good", 12), ("bad", "bad", 4)):
+        write_jsonl(folder / f"{name}.jsonl", [row | {"label": label} for row in make_rows(count)])
+
+    def weights(*shares):
+        data = [f"{folder / name}.jsonl@{share}" for name, share in zip(("good", "bad"), shares, strict=True)]
+        made = TASKS["classification"].flags()(**flags(folder, train_data=data, class_weights="balanced"))
+        task = TASKS["classification"].load().from_flags(made)
+        task.on_model_built(None)
+        return dict(zip(task.labels.names, task.loss_fn.weights, strict=True))
+
+    assert weights(1, 1) == pytest.approx({"good": 1, "bad": 1})
+    assert weights(3, 1) == pytest.approx({"good": 2 / 3, "bad": 2})
+
+
 def test_choices_mix(tmp_path):
     """Rows of two choices and rows of three, in shares, share batches."""
     write_jsonl(tmp_path / "a.jsonl", choice_toys.make_rows(6, 1, (2,)))

@@ -21,6 +21,7 @@ from modelcenter.data.table import Origin, Table
 from modelcenter.training import metrics
 from modelcenter.training.config import QAConfig
 from modelcenter.training.tasks import qa, questions
+from modelcenter.training.tasks.answer_spans import Answer
 from scripts.finetune_qa import main
 
 LONG = SIZES | {"max_positions": 64}
@@ -191,6 +192,15 @@ def test_answers_are_those_of_transformers_and_metrics_those_of_the_answers(fold
     scored = metrics.ExtractiveAnswers("squad")
     scored.update(best, [row["answers"]["text"] for row in rows], [null for _, null in theirs])
     assert found["best_f1"] == pytest.approx(scored.result()["best_f1"])
+
+
+def test_the_best_threshold_is_above_how_far_no_answer_is_behind():
+    scores = qa.AnswerScores("squad", no_answer=True)
+    scores.add(Answer("red", 0.9, 0, 3, null=-2.0, best_text="red"), ["red"])
+    scores.add(Answer("", 0.9, -1, -1, null=3.0, best_text="blue"), [])
+    found = scores.result()
+    assert found["best_f1"] == found["best_exact_match"] == 1.0
+    assert found["best_f1_threshold"] == found["best_exact_match_threshold"] == -2.0
 
 
 def test_questions_that_are_cut_are_told_of_and_contexts_are_not(folder, caplog):

@@ -218,8 +218,8 @@ class TrainConfig(Flags):
     recompute: str = _engine("none", "activations to recompute in the backward pass instead of storing them, which "
         "saves memory; full: all of each block; selective: only what is cheap", choices=RECOMPUTES)
     compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
-    offload: str = _engine("none", "optimizer: keep the optimizer's master weights and moments in host memory",
-        choices=("none", "optimizer"))
+    offload: str = _engine("none", "what to keep in host memory; optimizer: the optimizer's master weights and "
+        "moments; all: also the activations that the backward pass needs", choices=("none", "optimizer", "all"))
     peak_flops: float | None = _engine(None, "peak operations per second of one device, such as 989e12, from which mfu "
         "in metrics.jsonl is computed; if not given, the manufacturer's figure for known GPUs, and no mfu on other "
         "devices")
@@ -237,9 +237,14 @@ class TrainConfig(Flags):
         self._check_numbers()
         self._check_model_config()
         self._check_schedule()
-        if self.offload == "optimizer" and self.optimizer != "adamw":
+        if self.offload != "none" and self.optimizer != "adamw":
             raise ValueError(
-                f"offload: optimizer keeps AdamW's state on the host, but the optimizer is {self.optimizer}"
+                f"offload: {self.offload} keeps AdamW's state on the host, but the optimizer is {self.optimizer}"
+            )
+        if self.offload == "all" and self.recompute != "none":
+            raise ValueError(
+                f"offload: all keeps activations in host memory, but recompute {self.recompute} computes them again; "
+                "give offload optimizer, or leave recompute out"
             )
         # Of muon the engine says so where there are matrices to train: with freeze there may be none.
         fp32_only = self.optimizer == "adafactor" or (self.optimizer == "muon" and not self.freeze)

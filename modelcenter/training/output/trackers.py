@@ -74,15 +74,17 @@ class Trackers:
 
 
 def _start(name: str, path: Path, cfg: TrainConfig) -> Any:
+    from accelerate.state import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+    PartialState()  # accelerate's trackers write to its log, which refuses every line before this; not collective
     kind = LOGGER_TYPE_TO_CLASS[name]
     folder = {"logging_dir": str(path / FOLDER)} if kind.requires_logging_directory else {}
     run = path.absolute().name
     if folder:
         (path / FOLDER).mkdir(exist_ok=True)
     tracker = kind(run, **folder)
-    tracker.main_process_only = False  # this rank writes; accelerate's own state is not set up
+    tracker.main_process_only = False  # this rank writes, whatever accelerate takes it for
     tracker.start()
     if name != "tensorboard":  # its table of hyper-parameters makes a second run of each
         flags = cfg.to_dict().items()

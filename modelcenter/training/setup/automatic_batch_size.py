@@ -49,7 +49,7 @@ def _rows_that_fit_every_rank(cfg: TrainConfig, task: Any, model: Model, example
     longest = int(np.argmax(examples.lengths))
     if engine.device().type == "cuda":
         free, _ = torch.cuda.mem_get_info()  # of other processes too: a GPU may be shared
-        states = 0.0 if cfg.offload == "optimizer" else optimizer_bytes(cfg, model)
+        states = optimizer_bytes(cfg, model) if cfg.offload == "none" else 0.0
         room = _USABLE_SHARE * (free + torch.cuda.memory_reserved()) - states
         rows = rows_that_fit(*_bytes_of_rows(task, model, examples, longest), room)
     else:

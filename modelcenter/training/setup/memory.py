@@ -40,7 +40,7 @@ def state_bytes(cfg: TrainConfig, model: Model) -> StateBytes:
             copied = (level > 0 and not plain) or computed != parameter.dtype
             gathered += whole * computed.itemsize * copied + whole * 4 * (level == 1 and parameter.requires_grad)
     states = optimizer_bytes(cfg, model)
-    on_host = states if cfg.offload == "optimizer" else 0.0
+    on_host = states if cfg.offload != "none" else 0.0
     return StateBytes(kept + states - on_host, on_host, gathered)
 
 
@@ -60,7 +60,7 @@ def optimizer_bytes(cfg: TrainConfig, model: Model) -> float:
     total = 0.0
     for parameter in model.parameters():
         if parameter.requires_grad:
-            is_master = parameter.dtype == torch.float32 and cfg.offload != "optimizer"
+            is_master = parameter.dtype == torch.float32 and cfg.offload == "none"
             master = 0 if is_master or cfg.precision == "bf16-sr" else 4
             total += local_tensor(parameter).numel() * (_MOMENTS[cfg.optimizer] + master)
     return total

@@ -69,7 +69,11 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
     dtype = None if cfg.quantize is not None and cfg.precision != "fp32" else "float32"
     options: dict[str, Any] = dict(task.model_options(), dtype=dtype, seed=cfg.seed, **cfg.model_config)
     options["policy"] = engine.Policy(
-        zero_level=cfg.zero, precision=cfg.precision, recompute=cfg.recompute, compile=cfg.compile
+        zero_level=cfg.zero,
+        precision=cfg.precision,
+        recompute=cfg.recompute,
+        offload=cfg.offload,
+        compile=cfg.compile,
     )
     name: Any = cfg.model
     adapters = options["adapter"] = make_adapters(cfg)

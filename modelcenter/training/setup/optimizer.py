@@ -98,5 +98,5 @@ def _elementwise_optimizer(cfg: TrainConfig, groups: list[dict[str, Any]]) -> An
     if cfg.optimizer == "adafactor":
         return Adafactor(groups, lr=cfg.lr)
     kind: Any = AdamW8bit if cfg.optimizer == "adamw8bit" else AdamOptimizer
-    kind = AdamOffloadOptimizer if cfg.offload == "optimizer" else kind
+    kind = kind if cfg.offload == "none" else AdamOffloadOptimizer
     return kind(groups, lr=cfg.lr, betas=betas, eps=cfg.adam_epsilon)

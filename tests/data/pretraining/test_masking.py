@@ -59,6 +59,13 @@ def test_special_tokens_are_never_chosen_and_unknown_ones_for_want_of_others():
     assert not len(masking.choose(np.array([2, 3]), random(0)))
 
 
+def test_unknown_tokens_do_not_count_for_the_fraction():
+    masking = Masking(make_tokenizer(), 0.2)
+    ids = np.array([*range(5, 15), *[1] * 30])
+    chosen = sum((masking.apply(ids, random(i))[1] != IGNORED).sum() for i in range(500))
+    assert chosen == 500 * 2
+
+
 def test_the_same_key_gives_the_same_mask():
     masking = Masking(make_tokenizer(), 0.15, "words")
     ids = np.arange(6, 26)

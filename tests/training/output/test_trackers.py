@@ -37,9 +37,10 @@ def test_no_trackers(words, tmp_path):
 
 
 def test_trackers_get_the_numbers(tmp_path, monkeypatch):
-    """accelerate's tracker of another package, which writes what it is told."""
-    from accelerate import tracking
+    """accelerate's tracker of another package, which writes what it is told, and to the log as accelerate's do."""
+    from accelerate import state, tracking
 
+    monkeypatch.setattr(state.PartialState, "_shared_state", state.SharedDict())  # as in a process of its own
     told = []
 
     class Told(tracking.GeneralTracker):
@@ -55,6 +56,7 @@ def test_trackers_get_the_numbers(tmp_path, monkeypatch):
             return None
 
         def start(self):
+            tracking.logger.debug("Initialized")
             told.append("started")
 
         def store_init_configuration(self, values):

@@ -14,6 +14,7 @@ from modelcenter.training.setup.memory import state_bytes
         ({}, 16 * 600, 0),
         ({"optimizer": "lion"}, 12 * 600, 0),
         ({"offload": "optimizer"}, 8 * 600, 12 * 600),
+        ({"offload": "all"}, 8 * 600, 12 * 600),
         ({"lora_rank": 2}, 4 * 600 + 16 * 2 * (20 + 30), 0),
     ],
 )

@@ -39,7 +39,7 @@ def test_muon_is_for_hidden_layers(name, task):
 def test_precisions_train(folder, precision):
     """The curve is that of fp32 but for the rounding; what the parameters are kept in is what is exported."""
     main(command(run_values(folder, "whole", max_steps=6)))
-    offload = "optimizer" if precision == "bf16-params" else "none"
+    offload = "all" if precision == "bf16-params" else "none"
     main(command(run_values(folder, "run", precision=precision, offload=offload, max_steps=6)))
     for row, expected in zip(curve(folder, "run"), curve(folder, "whole"), strict=True):
         if "loss" in row:

@@ -1,0 +1,15 @@
+"""Cross-entropy, once: labelled positions only, in chunks of vocabulary logits, summed and divided by a given count.
+
+The count is that of the whole global batch, so a gradient does not depend on how the batch is cut into microbatches and
+ranks. `logits` is for logits that are there; `head` works them out of hidden states and a weight, a chunk of positions
+at a time (`chunks`), of a vocabulary that tensor parallelism may split (`vocabulary`).
+"""
+
+from engine.loss.head import linear_cross_entropy, linear_log_probs, vocabulary_logits
+from engine.loss.logits import IGNORE_INDEX, FusedCrossEntropy, cross_entropy
+from engine.loss.vocabulary import ExtendedVocabulary
+
+__all__ = [
+    "IGNORE_INDEX", "ExtendedVocabulary", "FusedCrossEntropy", "cross_entropy", "linear_cross_entropy",
+    "linear_log_probs", "vocabulary_logits",
+]  # fmt: skip

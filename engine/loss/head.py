@@ -1,0 +1,224 @@
+"""Losses of hidden states and the weight of a vocabulary, without ever holding all logits.
+
+Their gradient is taken in the forward pass, where a chunk's logits still are, as the only thing that backward adds is a
+scalar factor. Not so in fp16, where a gradient divided by the count is below the smallest number unless the loss scale,
+which backward brings, multiplies it first: there the logits are computed again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.loss.chunks import ChunkedHead, HeadGradients, widened
+from engine.loss.logits import IGNORE_INDEX, at_least_one
+from engine.loss.vocabulary import ExtendedVocabulary, VocabularyShard, local_vocabulary
+from engine.ops import cross_entropy_, linear
+from engine.ops.autocast import as_factors
+from engine.ops.autograd import once_differentiable
+from engine.ops.cross_entropy import losses_
+from engine.ops.embeddings import head_gives_gradient
+from engine.ops.table_memory import is_plain_table
+from engine.parallel import functional
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor | ExtendedVocabulary,
+    bias: Tensor | None,
+    targets: Tensor,
+    count: Tensor | float,
+    *,
+    label_smoothing: float = 0.0,
+    all_labelled: bool = False,
+) -> Tensor:
+    """cross_entropy(hidden @ weight.T + bias, targets, count) without ever holding all logits.
+
+    Args:
+        hidden: (n, hidden_size), labelled or not. weight: (vocab_size, hidden_size). bias: (vocab_size,) or None.
+        targets: (n,) int64, -100 where there is no label; those rows cost nothing.
+        all_labelled: no target is -100, so a GPU need not be asked which are.
+
+    Under tensor parallelism weight and bias are DTensors split by rows of the vocabulary. Each rank computes its part
+    of the logits, and the ranks agree on the sums: hidden, targets and the result are the same on all of them.
+    """
+    if not all_labelled:
+        labelled = (targets != IGNORE_INDEX).nonzero().flatten()
+        if labelled.numel() != targets.numel():
+            hidden, targets = hidden.index_select(0, labelled), targets.index_select(0, labelled)
+    weight, bias, shard = local_vocabulary(hidden, weight, bias)
+    if shard is not None:
+        shard.check(targets)
+    hidden, weight, bias = as_factors(hidden, weight, bias)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, at_least_one(count), label_smoothing, shard)
+
+
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None, targets: Tensor
+) -> Tensor:
+    """log_softmax(hidden @ weight.T + bias) at the target of each row, without ever holding all logits.
+
+    For losses that are no sum over rows, such as of preferences. As their gradient is not known in forward, chunks of
+    logits are computed again in backward.
+
+    Args:
+        hidden: (n, hidden_size). weight, bias: as for linear_cross_entropy. targets: (n,) int64, none of them -100.
+
+    Returns:
+        (n,) fp32.
+    """
+    weight, bias, shard = local_vocabulary(hidden, weight, bias)
+    if shard is not None:
+        shard.check(targets)
+    hidden, weight, bias = as_factors(hidden, weight, bias)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, shard)
+
+
+def vocabulary_logits(hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None) -> Tensor:
+    """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
+    if isinstance(weight, ExtendedVocabulary):
+        return torch.cat([vocabulary_logits(hidden, part, None) for part in (weight.words, weight.more)], -1)
+    weight, bias, shard = local_vocabulary(hidden, weight, bias)
+    if shard is not None:
+        hidden = functional.copy_to(hidden, shard.group)
+    classes = weight.shape[0]
+    logits = linear(hidden, *widened(hidden, weight, bias))[..., :classes]
+    if shard is None:
+        return logits
+    return functional.join_columns(logits.contiguous(), shard.group, shard.vocab)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        count: Tensor | float,
+        smoothing: float,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[:3]
+        train = any(wanted)
+        ctx.table = weight if wanted[1] and is_plain_table(weight) else None
+        ctx.recompute = train and hidden.dtype == torch.float16
+        ctx.count, ctx.smoothing, ctx.shard = count, smoothing, shard
+        head = ChunkedHead(hidden, weight, bias, shard)
+        gradients = HeadGradients(head, wanted) if train and not ctx.recompute else None
+        total = _sum_of_losses(head, targets, count, smoothing, shard, gradients)
+        if gradients is not None:
+            ctx.save_for_backward(*gradients.finish())
+        elif train:
+            ctx.save_for_backward(hidden, weight, bias, targets)
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.table is not None:
+            head_gives_gradient(ctx.table, ctx)
+        if ctx.recompute:
+            hidden, weight, bias, targets = ctx.saved_tensors
+            scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
+            head = ChunkedHead(hidden, weight, bias, ctx.shard)
+            gradients = HeadGradients(head, ctx.needs_input_grad[:3])
+            _sum_of_losses(head, targets, scaled, ctx.smoothing, ctx.shard, gradients)
+            dhidden, dweight, dbias = gradients.finish()
+            if ctx.shard is not None and dhidden is not None:
+                dhidden = ctx.shard.sum(dhidden)
+            return dhidden, dweight, dbias, None, None, None, None
+        dhidden, dweight, dbias = ctx.saved_tensors
+        if ctx.shard is not None and dhidden is not None:
+            dhidden = ctx.shard.sum(dhidden.clone())
+        if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
+            dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
+        return dhidden, dweight, dbias, None, None, None, None
+
+
+def _sum_of_losses(
+    head: ChunkedHead,
+    targets: Tensor,
+    count: Tensor | float,
+    smoothing: float,
+    shard: VocabularyShard | None,
+    gradients: HeadGradients | None,
+) -> Tensor:
+    """The sum of the losses in fp32. gradients: get those of the sum / count."""
+    train = gradients is not None
+    total = head.hidden.new_zeros((), dtype=torch.float32)
+    for chunk in head.chunks:
+        whole = head.logits(chunk)  # later their gradient, zero in the classes of zeros
+        logits = whole[:, : head.classes]
+        if shard is None:
+            total += cross_entropy_(logits, targets[chunk], count, smoothing, train).sum()
+        else:
+            total += _losses_of_shard(logits, targets[chunk], count, smoothing, train, shard).sum()
+        if gradients is not None:
+            gradients.add(chunk, whole)
+        del whole, logits  # before the next chunk, which takes their memory
+    return total
+
+
+def _losses_of_shard(
+    logits: Tensor, targets: Tensor, count: Tensor | float, smoothing: float, train: bool, shard: VocabularyShard
+) -> Tensor:
+    """cross_entropy_ where logits (n, columns) are this rank's part."""
+    wide = logits.float()
+    at, here = shard.columns(targets, logits.shape[1])
+    sums = shard.reduce(wide, at, here)
+    in_place = wide is logits
+    losses = losses_(wide, at, sums, count if in_place else 1, smoothing, train, shard.vocab, here)
+    if train and not in_place:  # divided as they become 16 bits, in one pass
+        torch.div(wide, count, out=logits)
+    return losses
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shard: VocabularyShard | None
+    ) -> Tensor:
+        sums = hidden.new_empty((hidden.shape[0], 1), dtype=torch.float32)
+        found = torch.empty_like(sums)
+        head = ChunkedHead(hidden, weight, bias, shard, fused=False)
+        for chunk in head.chunks:
+            logits, t = head.logits(chunk)[:, : head.classes].float(), targets[chunk]
+            if shard is None:
+                sums[chunk], found[chunk] = torch.logsumexp(logits, -1, keepdim=True), logits.gather(1, t[:, None])
+            else:
+                sums[chunk], found[chunk], _ = shard.reduce(logits, *shard.columns(t, head.classes))
+            del logits
+        ctx.shard, ctx.table = shard, weight if ctx.needs_input_grad[1] and is_plain_table(weight) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, sums)
+        return (found - sums).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sums = ctx.saved_tensors
+        if ctx.table is not None:
+            head_gives_gradient(ctx.table, ctx)
+        head = ChunkedHead(hidden, weight, bias, ctx.shard, fused=False)
+        gradients = HeadGradients(head, ctx.needs_input_grad[:3])
+        for chunk in head.chunks:
+            g = grad[chunk, None].float()
+            whole = head.logits(chunk)  # later their gradient
+            logits = whole[:, : head.classes]
+            d = logits.float().sub_(sums[chunk]).exp_().mul_(-g)
+            if ctx.shard is None:
+                at = targets[chunk, None]
+            else:
+                at, here = ctx.shard.columns(targets[chunk], head.classes)
+                g = g * here
+            if d.shape[1]:
+                d.scatter_add_(1, at, g)
+            if d.dtype != whole.dtype:
+                logits.copy_(d)
+            gradients.add(chunk, whole)
+            del whole, logits, d  # before the next chunk, which takes their memory
+        dhidden, dweight, dbias = gradients.finish()
+        if ctx.shard is not None and dhidden is not None:
+            dhidden = ctx.shard.sum(dhidden)
+        return dhidden, dweight, dbias, None, None

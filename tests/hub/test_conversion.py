@@ -1,5 +1,6 @@
 """Conversion there and back, bit for bit: every architecture, every kind of source, any number of ranks."""
 
+import io
 import json
 import multiprocessing.connection
 import os
@@ -7,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import SemLock
 
@@ -19,10 +22,13 @@ import modelcenter as mc
 from engine import testing
 from modelcenter import registry
 from modelcenter.convert.stream import copy_values
+from modelcenter.hub import sidecar
 from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, fill, workers
 from modelcenter.hub.conversion.checkpoint import Request, open_checkpoint
 from modelcenter.hub.conversion.progress import Progress
 from modelcenter.hub.conversion.workers import imap_unordered
+from modelcenter.hub.files.dcp import DCPSource
+from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.verify import verify
 
 
@@ -184,14 +190,43 @@ def test_dtype_on_request(saved, tmp_path):
     assert not result.same and "dtype float32 and bfloat16" in next(iter(result.different.values()))
 
 
-def test_mixed_dtypes_stay(tmp_path):
+@pytest.mark.parametrize("named", ["float32", "float16", None])
+def test_mixed_dtypes_stay(named, config_of, tmp_path):
+    """Also the dtype in which a model of them is loaded."""
     mc.from_config("tiny/gpt2", "causal-lm", seed=2).save_pretrained(tmp_path / "a")
     held = weights(tmp_path / "a")
     held = {n: t.half() if "mlp" in n else t for n, t in held.items()}
     save_file(held, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    config_of(tmp_path / "a", dtype=named)
     convert(tmp_path / "a", tmp_path / "shards", "distributed", workers=1)
     convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
     same_bits(held, weights(tmp_path / "back"))
+    for place in ("a", "shards", "back"):
+        assert mc.from_pretrained(tmp_path / place).dtype == getattr(torch, named or "float32")
+
+
+def test_files_beside_the_weights_come_along(saved, tmp_path):
+    path = saved("masked-lm")
+    texts = {name: f'{{"of": "{name}"}}' for name in ("generation_config.json", "tokenizer.json")}
+    texts |= {name: name for name in ("README.md", "chat_template.jinja", "additional_chat_templates/rag.jinja")}
+    (path / "additional_chat_templates").mkdir()
+    for name, text in texts.items():
+        (path / name).write_text(text)
+    convert(path, tmp_path / "shards", "distributed", workers=1)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    for place in ("shards", "back"):
+        assert {name: (tmp_path / place / name).read_text() for name in texts} == texts
+
+
+def test_files_beside_the_weights_are_of_their_commit(saved, monkeypatch):
+    """The branch may have moved on since, and a preset may name a commit."""
+    asked = []
+    monkeypatch.setattr(sidecar, "is_offline", lambda _: False)
+    monkeypatch.setattr(sidecar, "list_files", lambda _, options: asked.append(options.revision) or ["config.json"])
+    with open_checkpoint(saved("base")) as checkpoint:
+        files = replace(checkpoint.files, repo="me/bert", revision="c0ffee")
+        replace(checkpoint, files=files, options=HubOptions(revision="main")).sidecar.tokenizer()
+    assert asked == ["c0ffee"]
 
 
 def test_manifest(saved, tmp_path):
@@ -322,6 +357,17 @@ def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     plain = mc.from_config(f"tiny/{kind}", "causal-lm")
     engine.checkpoint.load_model(tmp_path / "shards", plain)  # as torch reads it
     same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_archives_are_whole(saved, tmp_path, monkeypatch):
+    """Also those of tensors that are written in several blocks: torch checks the sum."""
+    monkeypatch.setattr("modelcenter.hub.conversion.blocks._BLOCK_BYTES", 300)
+    monkeypatch.setattr("modelcenter.hub.conversion.plan._PART_BYTES", 5000)
+    convert(saved("base"), tmp_path / "shards", "distributed", workers=1)
+    for info in DCPSource(tmp_path / "shards").tensors.values():
+        for _, file, start, length in info.parts:
+            archive = (tmp_path / "shards" / "model" / file).read_bytes()[start : start + length]
+            assert zipfile.ZipFile(io.BytesIO(archive)).testzip() is None
 
 
 def test_a_system_without_locks_for_workers(saved, tmp_path, monkeypatch):

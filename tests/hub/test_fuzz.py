@@ -265,6 +265,18 @@ def test_duplicate_keys(copy, tmp_path):
     assert "'transformer.wte.weight' occurs twice" in refused(path, tmp_path, str(index))
 
 
+def test_two_files_hold_a_tensor_that_the_index_leaves_out(copy, tmp_path):
+    path = copy("many")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    names = list(index["weight_map"])
+    own, other = (path / index["weight_map"][name] for name in (names[0], names[-1]))
+    assert own != other
+    save_file({**load_file(other), names[0]: load_file(own)[names[0]] + 1}, other)
+    del index["weight_map"][names[0]]
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"does not list tensor '{names[0]}', which" in refused(path, tmp_path)
+
+
 def test_two_names_for_one_tensor(copy, tmp_path):
     path = copy("hub")
     held = load_file(path / "model.safetensors")
@@ -514,6 +526,21 @@ def test_another_source_starts_again(good, tmp_path, monkeypatch):
     assert convert(tmp_path / "source", tmp_path / "out", "hf", workers=1).continued == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
     assert verify(tmp_path / "source", tmp_path / "out").same
+
+
+def test_another_dtype_starts_again(good, tmp_path, monkeypatch):
+    """Of the same size, so that the files look like those to write."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion_run._Run, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(good / "hub", tmp_path / "out", "hf", dtype="bf16", workers=1)
+    assert convert(good / "hub", tmp_path / "out", "hf", dtype="fp16", workers=1).continued == 0
+    for name, tensor in load_file(good / "hub" / "model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], tensor.half())
 
 
 def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):

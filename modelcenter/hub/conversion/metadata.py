@@ -17,29 +17,22 @@ from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, CONVERSION_FILE,
 from modelcenter.registry import shipped_file
 
 
-def write_model_files(checkpoint: Checkpoint, plan: Plan, directory: Path, keep_card: bool) -> None:
+def write_model_files(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype, keep_card: bool) -> None:
     """Write config.json and copy the source's sidecar files.
 
     Args:
+        dtype: in which the target is to be loaded.
         keep_card: the target has a README.md of its own, so the source's is left out.
     """
     arch = checkpoint.arch
     hf_class = arch.tasks[checkpoint.whole.task].hf_class
-    write_json(directory / CONFIG_FILE, arch.config.write(checkpoint.config, hf_class, _main_dtype(plan)))
+    write_json(directory / CONFIG_FILE, arch.config.write(checkpoint.config, hf_class, _dtype_name(dtype)))
     for name in arch.files:
         shutil.copyfile(shipped_file(name), directory / Path(name).name)
     for name in (GENERATION_FILE, *(() if keep_card else (CARD_FILE,))):
         if (path := checkpoint.sidecar.file(name)) is not None:
             shutil.copyfile(path, directory / name)
     checkpoint.sidecar.copy_tokenizer(directory)
-
-
-def _main_dtype(plan: Plan) -> str:
-    """The dtype that most bytes of the target have."""
-    sizes: dict[torch.dtype, int] = {}
-    for job in plan.jobs:
-        sizes[job.dtype] = sizes.get(job.dtype, 0) + job.nbytes
-    return _dtype_name(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else "float32"
 
 
 def write_conversion_record(

@@ -79,15 +79,15 @@ def _is_made(path: Path, size: int, head: bytes) -> bool:
 
 
 def target_dtype(checkpoint: Checkpoint, side: int, key: str, requested: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor of the target: `requested` for floating tensors, else that of the tensors it is made of.
+    """The dtype of a tensor of the target: `requested`, else that of the tensors it is made of.
 
     Raises:
         ValueError: it is made of tensors of several dtypes, and none is requested.
     """
+    if requested is not None:
+        return requested
     parts = checkpoint.source_names(side, key)
     dtypes = {checkpoint.source.dtype(name) for name in parts}
-    if requested is not None and all(dtype.is_floating_point for dtype in dtypes):
-        return requested
     if len(dtypes) > 1:
         held = ", ".join(f"{name} is {checkpoint.source.dtype(name)}" for name in parts)
         raise ValueError(f"{checkpoint.origin}: {key!r} is one tensor, but {held}; choose one with --dtype")

@@ -28,7 +28,7 @@ from modelcenter.hub.conversion.metadata import write_conversion_record, write_m
 from modelcenter.hub.conversion.plan import Job, plan_distributed, plan_hub, write_hub_index
 from modelcenter.hub.conversion.progress import Progress, Report
 from modelcenter.hub.conversion.workers import can_fork, flushing, imap_unordered, make_lock
-from modelcenter.hub.dtypes import parse_dtype
+from modelcenter.hub.dtypes import common_dtype, parse_dtype
 from modelcenter.hub.files.atomic_directory import checked_target, finish_replacing, put_in_place
 from modelcenter.hub.files.dcp import DCPSource
 from modelcenter.hub.files.locks import locked
@@ -102,7 +102,7 @@ def convert(
     Args:
         source: a name, a Hugging Face directory, a distributed or training checkpoint, or a run's folder.
         target: a directory to make or replace. to: "hf" or "distributed".
-        request: see Request. dtype: of tensors of floating numbers; None: as they are.
+        request: see Request. dtype: of the tensors; None: as they are.
         workers: processes; None: one for each processor, at most 8.
         verify: read the files again once they are written, and compare every tensor with what was read.
         max_shard_size: of one file of format "hf".
@@ -156,6 +156,8 @@ class _Run:
             self.plan, self.files = plan_hub(checkpoint, dtype, shard_bytes)
         else:
             self.plan = plan_distributed(checkpoint, dtype)
+        # In which it loads: as the source does.
+        self.loaded_dtype = common_dtype({job.dtype for job in self.plan.jobs}, checkpoint.files.config)
         content = checkpoint.whole
         self.result = Conversion(
             checkpoint.origin,
@@ -264,7 +266,7 @@ class _Run:
         journal.remove()
         # A README.md where no checkpoint was is somebody's: it stays.
         keep_card = (self.target / CARD_FILE).is_file() and not (self.target / CONFIG_FILE).is_file()
-        write_model_files(self.checkpoint, self.plan, scratch, keep_card)
+        write_model_files(self.checkpoint, scratch, self.loaded_dtype, keep_card)
         write_conversion_record(self.checkpoint, self.plan, scratch, self.dtype, hashes)
         if self.side == HUB:
             write_hub_index(scratch, self.files)

@@ -453,16 +453,21 @@ def test_killed_and_started_again(to, workers, after, good, tmp_path):
         check_manifest(tmp_path / "out", hashes=True)
 
 
-def test_what_was_written_is_looked_at_again(good, tmp_path, monkeypatch):
-    """After a stop, a tensor that is not as it was written, as after a power cut, is written anew."""
+def convert_until(monkeypatch, owner, name, source, target, to="hf", **how):
+    """A conversion that is interrupted where it calls this function of a class or module."""
 
     def stop(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion_run._Run, "_finish", stop)
+        patch.setattr(owner, name, stop)
         with pytest.raises(KeyboardInterrupt):
-            convert(good / "hub", tmp_path / "out", "hf", workers=1)
+            convert(source, target, to, workers=1, **how)
+
+
+def test_what_was_written_is_looked_at_again(good, tmp_path, monkeypatch):
+    """After a stop, a tensor that is not as it was written, as after a power cut, is written anew."""
+    convert_until(monkeypatch, conversion_run._Run, "_finish", good / "hub", tmp_path / "out")
     (left,) = [p for p in tmp_path.iterdir() if p.is_dir()]
     data = bytearray((left / "model.safetensors").read_bytes())
     data[-3] ^= 1
@@ -497,14 +502,7 @@ def test_stopped_before_the_first_tensor(lost, good, tmp_path, monkeypatch):
 @pytest.mark.parametrize("to", ["hf", "distributed"])
 def test_stopped_at_its_very_end(to, good, tmp_path, monkeypatch):
     """All is written but the name; the texts, a manifest among them, are not taken for files of the next run's."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion_run, "put_in_place", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(good / "hub", tmp_path / "out", to, workers=1)
+    convert_until(monkeypatch, conversion_run, "put_in_place", good / "hub", tmp_path / "out", to)
     convert(good / "hub", tmp_path / "out", to, workers=1, verify=True)
     assert verify(good / "hub", tmp_path / "out").same
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -512,15 +510,8 @@ def test_stopped_at_its_very_end(to, good, tmp_path, monkeypatch):
 
 def test_another_source_starts_again(good, tmp_path, monkeypatch):
     """What is left of a conversion of other files is not taken for this one's."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
     shutil.copytree(good / "hub", tmp_path / "source")
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion_run._Run, "_finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(tmp_path / "source", tmp_path / "out", "hf", workers=1)
+    convert_until(monkeypatch, conversion_run._Run, "_finish", tmp_path / "source", tmp_path / "out")
     held = {name: t + 1 for name, t in load_file(good / "hub" / "model.safetensors").items()}
     save_file(held, tmp_path / "source" / "model.safetensors", {"format": "pt"})
     assert convert(tmp_path / "source", tmp_path / "out", "hf", workers=1).continued == 0
@@ -530,14 +521,7 @@ def test_another_source_starts_again(good, tmp_path, monkeypatch):
 
 def test_another_dtype_starts_again(good, tmp_path, monkeypatch):
     """Of the same size, so that the files look like those to write."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion_run._Run, "_finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(good / "hub", tmp_path / "out", "hf", dtype="bf16", workers=1)
+    convert_until(monkeypatch, conversion_run._Run, "_finish", good / "hub", tmp_path / "out", dtype="bf16")
     assert convert(good / "hub", tmp_path / "out", "hf", dtype="fp16", workers=1).continued == 0
     for name, tensor in load_file(good / "hub" / "model.safetensors").items():
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], tensor.half())

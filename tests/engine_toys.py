@@ -123,17 +123,45 @@ def part_of(func, args) -> str | None:
     return {GATHER_TAG: "allgather", REDUCE_TAG: "reduce_scatter"}[args[3]]
 
 
-class Collectives(TorchDispatchMode):
+class Exchanges(TorchDispatchMode):
+    """Tells ``note`` of what FSDP asks for on CPUs: "allgather" or "reduce_scatter", and what is sent."""
+
+    def __enter__(self):
+        self.patches = [
+            mock.patch.object(kind, "__call__", self._noting(kind.__call__, name))
+            for kind, name in ((collectives.AllGather, "allgather"), (collectives.ReduceScatter, "reduce_scatter"))
+        ]
+        for patch in self.patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for patch in self.patches:
+            patch.stop()
+        return super().__exit__(*error)
+
+    def _noting(self, call, name):
+        def noted(exchange, *args, **kwargs):
+            work = call(exchange, *args, **kwargs)
+            self.note(name, kwargs["input_tensor"])
+            return work
+
+        return noted
+
+
+class Collectives(Exchanges):
     """Notes each collective that is made inside it, with the dtypes of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[str, set[torch.dtype]]] = []
 
+    def note(self, name: str, sent: torch.Tensor) -> None:
+        self.made.append((name, {sent.dtype}))
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            name = part_of(func, args) or func.__name__
-            self.made.append((name, {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor)}))
+            self.made.append((func.__name__, {t.dtype for t in tree_leaves(args) if isinstance(t, torch.Tensor)}))
         return func(*args, **kwargs or {})
 
     def of(self, kind: str) -> list[set[torch.dtype]]:

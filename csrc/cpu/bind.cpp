@@ -284,6 +284,8 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def("transpose_(Tensor(a!) out, Tensor input, bool past_caches) -> ()");
   m.def("crc32(Tensor x, int start) -> int");
   m.def("sha256_(Tensor(a!) first, Tensor x, Tensor(b!) second, Tensor y) -> bool");
+  m.def("count_to_(Tensor(a!) counter, int value) -> ()");
+  m.def("count_reached(Tensor counter, int value, int milliseconds) -> bool");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
   // Of CUDA alone.
   m.def("column_sums(Tensor x, int stream) -> Tensor");
@@ -311,5 +313,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("transpose_", TORCH_BOX(&modelcenter::transpose));
   m.impl("crc32", TORCH_BOX(&modelcenter::checksum));
   m.impl("sha256_", TORCH_BOX(&modelcenter::sha256_states));
+  m.impl("count_to_", TORCH_BOX(&modelcenter::count_to));
+  m.impl("count_reached", TORCH_BOX(&modelcenter::count_reached));
   m.impl("merge_master_", TORCH_BOX(&modelcenter::merge_master));
 }

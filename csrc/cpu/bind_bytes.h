@@ -1,6 +1,7 @@
-// Transposes and checksums of bytes: what is checked before.
+// Transposes and checksums of bytes, and counters that processes share: what is checked before.
 #pragma once
 #include "../core/arguments.h"
+#include "counters.h"
 #include "kernels.h"
 
 namespace modelcenter {
@@ -53,6 +54,21 @@ bool sha256_states(Tensor first, Tensor x, Tensor second, Tensor y) {
   overlaps.check();
   return kernels().sha256((uint32_t*)first.mutable_data_ptr(), (const uint8_t*)x.const_data_ptr(), x.numel(),
                           (uint32_t*)second.mutable_data_ptr(), (const uint8_t*)y.const_data_ptr(), y.numel());
+}
+
+inline void check_counter(const Tensor& counter) {
+  STD_TORCH_CHECK(counter.numel() == 1 && counter.element_size() == 8 && (uintptr_t)counter.const_data_ptr() % 8 == 0,
+                  "a counter must be one aligned number of 8 bytes");
+}
+
+void count_to(Tensor counter, int64_t value) {
+  check_counter(counter);
+  set_counter((int64_t*)counter.mutable_data_ptr(), value);
+}
+
+bool count_reached(Tensor counter, int64_t value, int64_t milliseconds) {
+  check_counter(counter);
+  return wait_for_counter((const int64_t*)counter.const_data_ptr(), value, milliseconds);
 }
 
 }  // namespace

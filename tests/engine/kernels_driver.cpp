@@ -3,6 +3,7 @@
 // section of what it prints is a line "name type count" and then the numbers, as they lie in memory.
 #include "kernels_driver.h"
 
+#include "cpu/counters.h"
 #include "kernels_driver_scratch.h"
 
 #if defined(__x86_64__)  // where these are not linked, the program is of the plain path alone
@@ -193,6 +194,25 @@ static void rows_of_numbers() {
   }
 }
 
+// Two threads in turns: what one writes before it counts up the other sees.
+static void counters() {
+  int64_t sent = 0, read = 0, payload = 0, wrong = 0;
+  on_threads(2, [&](int64_t second) {
+    for (int64_t i = 1; i <= 3000; i++) {
+      if (second) {
+        while (!wait_for_counter(&sent, i, 1)) continue;
+        wrong += payload != i * i;
+        set_counter(&read, i);
+      } else {
+        payload = i * i;
+        set_counter(&sent, i);
+        while (!wait_for_counter(&read, i, 1)) continue;
+      }
+    }
+  });
+  if (wrong || wait_for_counter(&sent, 3001, 2)) abort();
+}
+
 int main() {
   FlushDenormals flush;
   updates(false);
@@ -205,5 +225,6 @@ int main() {
   products();
   attention();
   bytes();
+  counters();
   return 0;
 }

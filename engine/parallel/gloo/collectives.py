@@ -64,12 +64,12 @@ class _Memories:
     def __init__(self) -> None:
         self._of: dict[Any, SharedMemory | None] = {}
 
-    def post(self, send: Sequence[torch.Tensor], group: Any, tag: int) -> Message | None:
+    def post(self, send: Sequence[torch.Tensor], group: Any) -> Message | None:
         """Begin to send ``send[r]`` to each other rank r. None, on all ranks, if it has to go over gloo. Collective."""
         if group not in self._of:
             self._of[group] = share_memory(group)
         memory = self._of[group]
-        return memory.post(send, tag) if memory is not None and memory.fits(send) else None
+        return memory.post(send) if memory is not None and memory.fits(send) else None
 
 
 class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
@@ -79,7 +79,7 @@ class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
         super().__init__()
         send = [rows[group.rank()]] * len(rows)
         self._rows = rows
-        self._coming: Message | _GlooMessage | None = memories.post(send, group, GATHER_TAG)
+        self._coming: Message | _GlooMessage | None = memories.post(send, group)
         if self._coming is None:
             self._coming = _GlooMessage(send, rows, group, GATHER_TAG)
 
@@ -160,7 +160,7 @@ class ReduceScatter(_Allocates):
         self._pending.finish()
         send = input_tensor.view(group.size(), -1).unbind()
         parts: _DenseParts | BlockSparseParts
-        if (message := self._memories.post(send, group, REDUCE_TAG)) is not None:
+        if (message := self._memories.post(send, group)) is not None:
             parts = _DenseParts(message)
         elif self._has_gathered_embedding and send[0].nbytes >= TABLE_BYTES:
             parts = BlockSparseParts(send, group)

@@ -1,99 +1,151 @@
 """Messages between ranks of one machine through shared memory, where gloo would send every byte by TCP.
 
-Each rank writes what it has for the others into its own memory, where they read it in place. Only a header with the
-place goes over gloo, which also tells the others of a rank that fails or hangs, as in any exchange over gloo. The
-memory has no name (``memfd_create``): it is gone with the processes, however they end.
+Each rank writes what it has for the others into its own memory, where they read it in place, and counts up
+(``engine.ops.counters``); gloo has no part in it. Its threads, which compete with the ranks for the processors, cost
+more than the bytes do. The memory has no name (``memfd_create``): it is gone with the processes, however they end.
 """
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import secrets
+import time
+import weakref
 from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine.parallel.gloo.point_to_point import send_parts, wait_for
+from engine import runtime
+from engine.ops import counters
+from engine.parallel.gloo.point_to_point import wait_for
 from engine.torch_compat import all_gather_flat
 
 # For the messages of a model that are under way. The system gives a page when it is first used, and the first places
 # are used again and again, so a small model takes little of it.
 ROOM_BYTES = 2**26
 _LINE = 64  # bytes, of the caches
+_MESSAGES = 1024  # that may be under way
 _NO_PLACE = -1
 _GLOO_TAGS = 2**30  # from here on, so that no message of the user's own is taken for one of these
-_serials = itertools.count()
+_LOOK_EVERY = 0.2  # seconds between two looks at whether a rank that is waited for still runs
+_serials = count()
+
+
+class _Header:
+    """What stands at the beginning of a rank's memory.
+
+    Attributes:
+        identity: whose memory it is.
+        posted: how many messages the rank has begun.
+        read: up to before which message it has read all.
+        places: (messages, ranks), for each rank where in this memory its part of a message begins.
+    """
+
+    def __init__(self, memory: torch.Tensor, ranks: int) -> None:
+        numbers = memory[: self.size(ranks)].view(torch.int64)
+        line = _LINE // 8
+        self.identity, self.posted, self.read = (numbers[i * line : i * line + 1] for i in range(3))
+        self.places = numbers[3 * line :][: _MESSAGES * ranks].view(_MESSAGES, ranks)
+
+    @staticmethod
+    def size(ranks: int) -> int:
+        """Bytes."""
+        return 3 * _LINE + 8 * _MESSAGES * ranks
 
 
 class SharedMemory:
     """Memory of each rank of a group that the other ranks read.
 
-    Messages have numbers, which are the same on all ranks. Each header says up to which number its sender has read, so
-    that the others know which places they may use again; nobody waits for that. A message for which there is no place,
-    because many before it are not read yet, goes over gloo.
+    Messages have numbers, which are the same on all ranks: they are begun in the same order. Each rank says up to which
+    number it has read, so that the others know which places they may use again; nobody waits for that. A message for
+    which there is no place, because many before it are not read yet, goes over gloo.
     """
 
-    def __init__(self, group: Any, serial: int, own: torch.Tensor, others: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self, group: Any, serial: int, own: torch.Tensor, others: dict[int, torch.Tensor], processes: Sequence[int]
+    ) -> None:
         """
         Args:
             serial: a number that no other memory of this group has.
             own, others: uint8, the bytes of this rank and of each other one.
+            processes: of the ranks.
         """
-        self.group, self.others, self._own, self._serial = group, others, own, serial
-        self._numbers = itertools.count()
+        self.group, self.others, self._own, self._serial, self._processes = group, others, own, serial, processes
+        self._header, self._begin = _Header(own, group.size()), _Header.size(group.size())
+        self._headers = {rank: _Header(memory, group.size()) for rank, memory in others.items()}
+        self._posted = 0
         self._unread: set[int] = set()  # messages begun, whose parts from the others are not read yet
-        self._read_by_all = -1  # up to which number all others have read
         self._places: dict[int, tuple[int, int]] = {}  # where in ``own`` each message begins and ends
 
     def fits(self, send: Sequence[torch.Tensor]) -> bool:
         """Whether a message is small enough, which is the same on all ranks."""
-        return self._size(send) <= len(self._own) // 2
+        return self._size(send) <= (len(self._own) - self._begin) // 2
 
-    def post(self, send: Sequence[torch.Tensor], tag: int) -> Message:
-        """Begin to send ``send[r]`` to each other rank r; all are of one size and dtype. Several may be one tensor.
-
-        Args:
-            tag: of the headers. The messages of a tag are begun in the same order on all ranks.
-        """
-        number = next(self._numbers)
-        self._unread.add(number)
+    def post(self, send: Sequence[torch.Tensor]) -> Message:
+        """Begin to send ``send[r]`` to each other rank r; all are of one size and dtype. Several may be one tensor."""
+        number, slots = self._posted, len(self._header.places)
+        for rank, header in self._headers.items():  # the row of places may be of a message that it has not read
+            self._wait(rank, header.read, number - slots + 1)
         written = self._write(number, send)
+        self._header.places[number % slots] = torch.tensor(written)
+        self._posted += 1
+        self._unread.add(number)
+        counters.count_to_(self._header.posted, self._posted)
         gloo_tag = _GLOO_TAGS + (self._serial % 2**14 << 16) + number % 2**16
-        return Message(self, number, send, written, tag, gloo_tag)
+        return Message(self, number, send, _NO_PLACE not in written, gloo_tag)
 
-    def read_to(self) -> int:
-        """The number up to which this rank has read all messages."""
-        return min(self._unread) - 1
-
-    def read_by_all(self, number: int) -> None:
-        """All others have read up to this number."""
-        self._read_by_all = max(self._read_by_all, number)
+    def place(self, rank: int, number: int) -> int:
+        """Wait until a rank has begun a message. Where in its memory this rank's part is, or ``_NO_PLACE``."""
+        header = self._headers[rank]
+        self._wait(rank, header.posted, number + 1)
+        return int(header.places[number % len(header.places), self.group.rank()])
 
     def done(self, number: int) -> None:
-        """This rank has read a message."""
+        """This rank has read a message, or never will."""
         self._unread.discard(number)
+        if (read := min(self._unread, default=self._posted)) > int(self._header.read):
+            counters.count_to_(self._header.read, read)
 
-    def _write(self, number: int, send: Sequence[torch.Tensor]) -> dict[int, int]:
-        """Write a message; for each other rank, where its part begins. None of them if there is no place."""
+    def _wait(self, rank: int, counter: torch.Tensor, value: int) -> None:
+        """Wait for another rank, at most for the timeout of ``init_distributed``. Raises RuntimeError."""
+        end, timeout = None, runtime.last_timeout()
+        while not counters.reached(counter, value, _LOOK_EVERY):
+            end = end or time.monotonic() + timeout
+            # Its last words may have come in the meantime.
+            if _has_ended(self._processes[rank]) and not counters.reached(counter, value, 0):
+                raise RuntimeError(f"lost the connection to {self._name(rank)}, which has ended")
+            if time.monotonic() > end:
+                raise RuntimeError(f"timed out after {timeout:g} s in which nothing came from {self._name(rank)}")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {dist.get_global_rank(self.group, rank)} (process {self._processes[rank]})"
+
+    def _write(self, number: int, send: Sequence[torch.Tensor]) -> list[int]:
+        """Write a message; for each rank, where its part begins, in the others' lists. None of them if there is no
+        place."""
+        places = [0 if rank not in self.others else _NO_PLACE for rank in range(len(send))]
         place = self._reserve(number, self._size(send))
         if place is None:
-            return {}
+            return places
         written: dict[int, int] = {}
         for rank in self.others:
             if (one := id(send[rank])) not in written:
                 written[one] = place
                 at(self._own, place, send[rank]).copy_(send[rank])
                 place += _whole_lines(send[rank])
-        return {rank: written[id(send[rank])] for rank in self.others}
+            places[rank] = written[one]
+        return places
 
     def _reserve(self, number: int, size: int) -> int | None:
         """The first place that is free."""
-        self._places = {n: place for n, place in self._places.items() if n > self._read_by_all}
-        free = _LINE  # the first line says whose memory this is
+        read_by_all = min(int(header.read) for header in self._headers.values())
+        self._places = {n: place for n, place in self._places.items() if n >= read_by_all}
+        free = self._begin
         for begin, end in sorted(self._places.values()):
             if begin - free >= size:
                 break
@@ -111,45 +163,33 @@ class Message:
     """One exchange under way: a part from each rank of a group to each other one."""
 
     def __init__(
-        self,
-        memory: SharedMemory,
-        number: int,
-        send: Sequence[torch.Tensor],
-        written: dict[int, int],
-        tag: int,
-        gloo_tag: int,
+        self, memory: SharedMemory, number: int, send: Sequence[torch.Tensor], written: bool, gloo_tag: int
     ) -> None:
         """
         Args:
             send: what goes to each rank; this rank's own stays.
-            written: for each other rank the place of its part; empty: the parts go over gloo, by ``gloo_tag``.
+            written: whether the parts are in the memory; else they go over gloo, by ``gloo_tag``.
         """
         self._memory, self._number, self._send, self._gloo_tag = memory, number, send, gloo_tag
-        ranks = range(memory.group.size())
-        self._received = [torch.empty(2, dtype=torch.int64) for _ in ranks]
-        self._headers = [torch.tensor([written.get(rank, _NO_PLACE), memory.read_to()]) for rank in ranks]
-        self._works = send_parts(self._headers, self._received, memory.group, tag)
-        if not written:
-            for rank in memory.others:
-                self._works.append(dist.isend(send[rank], group=memory.group, group_dst=rank, tag=gloo_tag))
+        # Of a message that nobody will read the place is free again.
+        weakref.finalize(self, memory.done, number).atexit = False
+        self._works = [
+            dist.isend(send[rank], group=memory.group, group_dst=rank, tag=gloo_tag)
+            for rank in (() if written else memory.others)
+        ]
 
     def parts(self) -> list[torch.Tensor]:
         """Wait for what each rank has sent, in the order of the ranks, and this rank's own. It may be read until
         ``done``, and must not be written."""
         memory, own = self._memory, self._send[self._memory.group.rank()]
         found = {memory.group.rank(): own}
-        others = len(memory.others)
-        for work in self._works[:others]:
-            wait_for(work)
-        memory.read_by_all(min(int(self._received[rank][1]) for rank in memory.others))
         for rank in memory.others:
-            place = int(self._received[rank][0])
-            if place == _NO_PLACE:
+            if (place := memory.place(rank, self._number)) == _NO_PLACE:
                 found[rank] = torch.empty_like(own)
                 wait_for(dist.irecv(found[rank], group=memory.group, group_src=rank, tag=self._gloo_tag))
             else:
                 found[rank] = at(memory.others[rank], place, own)
-        for work in self._works[others:]:
+        for work in self._works:
             wait_for(work)
         return [found[rank] for rank in range(len(found))]
 
@@ -172,45 +212,51 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
 
     Returns:
         None, on all ranks, if they are on several machines, or if the system has no such memory (it is Linux's) or
-        forbids it.
+        forbids it, or no counters.
     """
     identity, file, own = secrets.randbits(63), _NO_PLACE, None
+    size = _Header.size(group.size()) + ROOM_BYTES
     try:
         file = os.memfd_create("modelcenter")
-        os.ftruncate(file, ROOM_BYTES)
-        own = _bytes_of(file)
-        own[:8].view(torch.int64)[0] = identity
+        os.ftruncate(file, size)
+        own = _bytes_of(file, size) if counters.usable() else None
+        if own is not None:
+            own[:8].view(torch.int64)[0] = identity
     except (AttributeError, OSError):
         own = None
     said = torch.tensor([os.getpid(), file, identity, next(_serials)])
     heard = torch.empty(group.size(), len(said), dtype=torch.int64)
     all_gather_flat(heard, said, group)
     serial = int(heard[0, 3])  # the first rank's, who has no other group of these ranks
-    others = {}
+    others: dict[int, torch.Tensor] = {}
     try:
-        others = {r: _open(*heard[r, :3].tolist()) for r in range(group.size()) if r != group.rank()}
+        for rank, (process, number, whose, _) in enumerate(heard.tolist()):
+            if rank != group.rank():
+                others[rank] = _open(process, number, whose, size)
     except OSError:
         own = None
     agreed = torch.empty(group.size(), dtype=torch.bool)
     all_gather_flat(agreed, torch.tensor([own is not None]), group)  # nobody opens a file after it
     if file != _NO_PLACE:
         os.close(file)
-    return SharedMemory(group, serial, own, others) if own is not None and bool(agreed.all()) else None
+    if own is None or not agreed.all():
+        return None
+    return SharedMemory(group, serial, own, others, heard[:, 0].tolist())
 
 
-def _open(process: int, file: int, identity: int) -> torch.Tensor:
+def _open(process: int, file: int, identity: int, size: int) -> torch.Tensor:
     """The memory of another process.
 
     Raises:
         OSError: it cannot be opened, or is not that memory: the process is another machine's.
     """
     path = f"/proc/{process}/fd/{file}"
-    if os.stat(path).st_size != ROOM_BYTES:  # looked at first: to open a stranger's pipe or terminal may do something
+    if os.stat(path).st_size != size:  # looked at first: to open a stranger's pipe or terminal may do something
         raise OSError("another process has this number here")
     # To write too, though nobody does: torch knows no memory that can only be read.
     opened = os.open(path, os.O_RDWR)
     try:
-        found = _bytes_of(opened)
+        found = _bytes_of(opened, size)
     finally:
         os.close(opened)
     if found[:8].view(torch.int64)[0] != identity:
@@ -218,5 +264,13 @@ def _open(process: int, file: int, identity: int) -> torch.Tensor:
     return found
 
 
-def _bytes_of(file: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(file, ROOM_BYTES), dtype=torch.uint8)
+def _bytes_of(file: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a process is gone, or only its parent has not taken note yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

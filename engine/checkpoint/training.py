@@ -31,6 +31,7 @@ from engine.checkpoint.files import (
     atomic_directory,
     check_manifest,
     checked_place,
+    is_complete,
     named_checkpoint,
     remove_directory,
 )
@@ -133,7 +134,8 @@ def save_checkpoint(
             many. On a file system that all ranks share. Links are followed.
         state: the user's own: numbers, strings, tensors, lists, tuples and dicts of them. Rank 0's is saved.
         step: write to ``directory``/step-00000100.
-        keep: with ``step``, remove the oldest of this step and earlier ones until so many are left; the best stays.
+        keep: with ``step``, remove the oldest of this step and earlier ones until so many whole ones are left; the best
+            stays.
         best: with ``step``, let ``directory``/best name this one.
         asynchronous: return as soon as everything is copied to host memory, and write in a thread. What training does
             then changes nothing of what is written. A failure is logged, and raised by the next call of
@@ -265,10 +267,13 @@ def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -
     """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
 
     Collective. ``directory`` may also be the "best" or "last" in such a one, a link or a file (``named_checkpoint``).
-    Broken ones are passed over with a warning that says what is wrong.
+    Broken ones are passed over with a warning that says what is wrong; one that is still being written is not there.
 
     Args:
         verify: compare the files' sha256 too, not only their sizes.
+
+    Raises:
+        ValueError: ``directory`` names one checkpoint, and that is broken.
     """
     return _newest(Path(directory).absolute(), verify)[0]
 
@@ -398,10 +403,15 @@ def _purge(root: Path, step: int, keep: int | None) -> None:
         remove_directory(left)
     for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # see _name
         left.unlink(missing_ok=True)
+    if keep is None:
+        return
     best = named_checkpoint(root / "best").resolve()
     earlier = [path for number, path in _steps(root) if number <= step]
-    for path in earlier[keep:] if keep is not None else []:
-        if path.resolve() != best:
+    whole = 0
+    for path in earlier:
+        if whole < keep:
+            whole += is_complete(path)  # a broken one does not count, or a whole one would be removed for it
+        elif path.resolve() != best:
             gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
             path.rename(gone)  # so that half of it never looks like a checkpoint
             remove_directory(gone)

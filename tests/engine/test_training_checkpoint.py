@@ -215,6 +215,22 @@ def test_keep_and_best_and_last(tmp_path):
     assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000003", "step-00000004", "step-00000005"]
 
 
+def test_no_whole_checkpoint_is_removed_for_a_broken_one(tmp_path):
+    """A broken one is none of those that are kept; it goes when there are enough whole ones that are newer."""
+    model = toys.build()
+    for step in (1, 2, 3, 4):
+        engine.save_checkpoint(tmp_path, model, step=step)
+    next((tmp_path / "step-00000003" / "model").glob("*.distcp")).unlink()
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    engine.save_checkpoint(tmp_path, model, step=5, keep=2)
+    assert names(tmp_path) == ["last", "step-00000002", "step-00000003", "step-00000004", "step-00000005"]
+    finish_save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["last", "step-00000005"]
+    (tmp_path / "step-00000005" / "manifest.json").write_text("")
+    engine.save_checkpoint(tmp_path, model, step=6, keep=1)
+    assert names(tmp_path) == ["last", "step-00000006"]
+
+
 def test_a_save_that_was_killed_before_it_named_its_checkpoint_is_finished(tmp_path, monkeypatch):
     run = Run(3, 1)
     with monkeypatch.context() as patch:

@@ -43,8 +43,8 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     Args:
         model: parameters and persistent buffers are saved.
         file_name: where, on rank 0.
-        non_blocking: return when the values are copied, and write in a thread. The next ``save`` or ``load`` waits for
-            it and raises its error; so does the end of the program wait.
+        non_blocking: return when the values are copied, and write in a thread. An error is logged, and raised by the
+            next ``save`` or ``load``, which waits for it; so does the end of the program wait.
 
     Raises:
         OSError or RuntimeError: it cannot be written; on every rank.
@@ -70,7 +70,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
                 state[name] = collected[id(tensor)]
     with together(f"writing {file_name}"):
         if runtime.rank() == 0 and non_blocking:
-            _writer = Background(functools.partial(_write, state, file_name), f"save {os.fspath(file_name)}")
+            _writer = Background(functools.partial(_write, state, file_name), os.fspath(file_name))
             _writer.start()
         elif runtime.rank() == 0:
             _write(state, file_name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import logging
 import os
 import uuid
 import warnings
@@ -48,7 +47,6 @@ from engine.tensors import local_tensor, with_local
 STATE = "state"
 _COMMON = "common.pt"
 _PATIENCE = 1800.0  # seconds
-_log = logging.getLogger("engine.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class _Job:
 def _start_writer(job: _Job, group: dist.ProcessGroup | None) -> Background:
     # A thread begins on GPU 0, and using that one takes some of its memory for each rank.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    writer = Background(functools.partial(_write_later, job, group, device), f"checkpoint {job.path.name}")
+    writer = Background(functools.partial(_write_later, job, group, device), f"checkpoint {job.path}")
     writer.start()
     return writer
 
@@ -94,16 +92,11 @@ def _write_later(job: _Job, group: dist.ProcessGroup | None, device: int | None)
             event.synchronize()
         _write(job, group)
     except Exception as error:
-        said = error
         if group is not None and not dist.is_initialized():
-            said = RuntimeError(
+            raise RuntimeError(
                 "the process group was destroyed before the checkpoint was written: call "
                 "engine.wait_checkpoint() before destroy_process_group()"
-            )
-        if runtime.rank() == 0:  # all ranks raise what one of them reports
-            _log.error("checkpoint %s could not be written: %s", job.path, said)
-        if said is not error:
-            raise said from error
+            ) from error
         raise
     finally:
         job.contents.release()

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import engine
+from engine import background
 from engine.checkpoint import check_manifest, finish_save
 from engine.checkpoint import training as module
 from modelcenter.hub.run_folder import find_step
@@ -296,7 +297,7 @@ def test_killed_in_a_save_the_older_one_stays_valid(two, tmp_path, asynchronous)
     assert names(tmp_path) == ["last", "step-00000001", "step-00000003"]  # what was left of step 2 is gone
 
 
-@mock.patch.object(module._log, "error")
+@mock.patch.object(background._log, "error")
 def failing_writer(path, logged):
     run = Run(3, 1)
     extra = mock.Mock(side_effect=OSError("disk full"))

@@ -271,6 +271,16 @@ def test_the_newest_valid_one_is_found_with_a_word_about_the_broken(tmp_path):
         engine.load_checkpoint(tmp_path, run.model, run.manager, verify=True)
 
 
+def test_a_damaged_file_of_the_state_is_named(tmp_path):
+    """Of the right size, so that only its hash would have told."""
+    model = toys.build()
+    engine.save_checkpoint(tmp_path, model, step=1)
+    file = tmp_path / "step-00000001" / "state" / "common.pt"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(ValueError, match=r"step-00000001/state/common\.pt cannot be read: "):
+        engine.load_checkpoint(tmp_path, model)
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
 

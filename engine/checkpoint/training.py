@@ -39,6 +39,7 @@ from engine.checkpoint.optimizer import OPTIM, collect_states, load_states, merg
 from engine.checkpoint.random_state import generator_states, reseed_generators, restore_generators
 from engine.checkpoint.safe_pickle import dump, load
 from engine.collectives import from_rank_0, together
+from engine.lockstep import watched
 from engine.optim.manager import OptimManager
 from engine.parallel.mesh import device_mesh, once_per_world
 from engine.parallel.pipeline.stages import gather_from_stages
@@ -145,7 +146,8 @@ def save_checkpoint(
         ValueError: an argument is wrong, ``directory`` has other files or nothing can replace it (the current one, a
             mount point), ``state`` holds something else, an optimizer holds parameters that are not the model's, or a
             parameter is on meta.
-        RuntimeError or OSError: writing failed on a rank; raised on every rank, and what was there before is as it was.
+        RuntimeError or OSError: writing failed on a rank, or a rank was lost, which is named; raised on every rank, and
+            what was there before is as it was.
     """
     wait_checkpoint()
     if step is None and (keep is not None or best):
@@ -190,6 +192,7 @@ def finish_save(
             _clear_up(root, step, best, keep)
 
 
+@watched("engine.load_checkpoint")
 def load_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
@@ -218,6 +221,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: there is no valid checkpoint (each broken file is named), or it does not match model or optimizers.
+        RuntimeError: a rank was lost, which is named.
     """
     wait_checkpoint()
     path, broken = _newest(Path(directory).absolute(), verify)
@@ -294,6 +298,7 @@ def _newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
     return place and Path(place), broken
 
 
+@watched("engine.save_checkpoint")
 def _collect(
     path: Path,
     model: nn.Module,
@@ -351,6 +356,7 @@ def _staged(tensor: torch.Tensor) -> torch.Tensor:
     return with_local(tensor, copy)
 
 
+@watched("engine.save_checkpoint")
 def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
     with atomic_directory(job.path, group) as path:
         for part, tensors in job.contents.tensors.items():

@@ -18,10 +18,10 @@ from engine.bmtrain.model import broadcast_, shard_from_rank_0
 from engine.collectives import from_rank_0, together
 from engine.init import write_
 from engine.names import state_dict_tensors, unmatched
-from engine.parallel.fsdp import reshard
 from engine.parallel.pipeline.stages import whole_tensor
 from engine.precision import Policy
 from engine.registry import stages_of
+from engine.shards import show_own_parameters
 
 
 class LoadResult(NamedTuple):
@@ -125,7 +125,7 @@ def load(
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of ``model.state_dict()``, tied ones under each of their names."""
-    reshard(model)
+    show_own_parameters(model)
     return dict(state_dict_tensors(model))
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import engine_toys as toys
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import engine
 from engine import background
@@ -461,6 +463,28 @@ def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
     writer = module._start_writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=mock.Mock())
     with pytest.raises(RuntimeError, match=r"engine.wait_checkpoint\(\) before destroy_process_group\(\)"):
         writer.finish()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_writer_leaves_the_warnings_of_the_main_thread_alone(tmp_path, monkeypatch):
+    """Those that it ignores for a while are shown afterwards, though a save began meanwhile and ended later."""
+    begun, go_on = threading.Event(), threading.Event()
+    save = torch.distributed.checkpoint.save
+
+    def slowly(*args, **kwargs):
+        begun.set(), go_on.wait(10)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed.checkpoint, "save", slowly)
+    ignores_all = ("ignore", None, Warning, None, 0)
+    assert ignores_all not in warnings.filters
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save_checkpoint(tmp_path / "c", toys.build(), asynchronous=True)
+        assert begun.wait(10)
+    go_on.set()
+    engine.wait_checkpoint()
+    assert ignores_all not in warnings.filters
 
 
 def test_the_staged_copy_is_one_and_shares_nothing():

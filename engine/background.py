@@ -1,16 +1,23 @@
-"""Work that a thread does while training goes on."""
+"""What a thread writes while training goes on."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
 from collections.abc import Callable
 
+from engine import runtime
+
+_log = logging.getLogger("engine.checkpoint")
+
 
 class Background(threading.Thread):
-    """A thread for ``work``, whose error ``finish`` raises. Neither keeps what was worked on.
+    """A thread that writes what ``name`` says by ``work``, whose error ``finish`` raises. Neither keeps what was
+    written.
 
-    Not a daemon: the interpreter waits for it before it ends.
+    The error is logged too, for a program may end without ``finish``. Not a daemon: the interpreter waits for it before
+    it ends.
     """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
@@ -24,6 +31,8 @@ class Background(threading.Thread):
         except Exception as error:
             _forget_frames(error)
             self._error = error
+            if runtime.rank() == 0:  # all ranks raise what one of them reports
+                _log.error("%s could not be written: %s", self.name, error)
         finally:
             del self._work
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from engine import runtime
 from engine.torch_compat import all_gather_flat, set_timeout
+
+Error = TypeVar("Error", bound=Exception)
 
 _PATIENCE = 86400.0  # seconds that ranks wait for another's work, in place of a message that is due
 
@@ -112,9 +114,20 @@ def together(doing: str, group: dist.ProcessGroup | None = None, patient: bool =
             dist.destroy_process_group(own)
         for rank, report in enumerate(reports):
             if report is not None and error is None:
-                raise report[0](f"rank {rank} failed while {doing}: {report[1]}")
+                raise told(report[0](f"rank {rank} failed while {doing}: {report[1]}"))
     if error is not None:
-        raise error
+        raise told(error)
+
+
+def told(error: Error) -> Error:
+    """The same error, with a note that all ranks which could be told of it were: it is not of one that is missing."""
+    vars(error)["_engine_told"] = True
+    return error
+
+
+def is_told(error: Exception) -> bool:
+    """Whether this was noted."""
+    return "_engine_told" in vars(error)
 
 
 def _patient_group() -> dist.ProcessGroup:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from engine import runtime
 from engine.memory import readable
 from engine.names import clean_name
-from engine.parallel.fsdp import reshard
 from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
 from engine.parallel.shard import mixed_precision, unit_parameters
 from engine.registry import STAYS_GATHERED, policy_of, stages_of, zero_level
+from engine.shards import show_own_parameters
 from engine.tensors import local_tensor
 
 
@@ -107,7 +107,7 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     Args:
         show: print it, on rank 0.
     """
-    reshard(model)
+    show_own_parameters(model)
     policy, level = policy_of(model), zero_level(model)
     whole = not isinstance(model, FSDPModule)
     found = []

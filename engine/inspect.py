@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.names import clean_name
-from engine.parallel.fsdp import reshard
 from engine.registry import STAGE_ROLE, stages_of
-from engine.shards import is_first_holder
+from engine.shards import is_first_holder, show_own_parameters
 from engine.tensors import local_tensor
 from engine.torch_compat import all_gather_flat, in_backward
 
@@ -51,7 +50,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> Summar
         For each parameter, in the model's order: name, shape (whole), max, min, mean, std (of a sample, as
         ``torch.std``), grad_mean and grad_std (0.0 without a gradient).
     """
-    reshard(model)
+    show_own_parameters(model)
     held = {clean_name(name): p for name, p in model.named_parameters()}
     stages = stages_of(model)
     everything: dict[str, torch.Tensor] = dict(held)
@@ -125,7 +124,11 @@ class InspectTensor:
 
 
 def inspect_tensor() -> InspectTensor:
-    """A context for ``record_tensor``; backward belongs inside it too. It keeps what is recorded in memory."""
+    """A context for ``record_tensor``; backward belongs inside it too. It keeps what is recorded in memory.
+
+    Gradients are those of the loss that backward was given: ``engine.accumulate`` gives it times ``data_size()``, of
+    which reduction averages the parameters' gradients; a loss scale is in it too.
+    """
     return InspectTensor()
 
 

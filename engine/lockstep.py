@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from engine import runtime
+from engine.collectives import is_told, told
 from engine.torch_compat import default_store
 
 Batch = TypeVar("Batch")
@@ -141,12 +142,13 @@ def watched(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if runtime.world_size() == 1 or not _LOST.search(str(error)):
+        if runtime.world_size() == 1 or is_told(error) or not _LOST.search(str(error)):
             raise
-        raise RuntimeError(
+        lost = RuntimeError(
             f"rank {runtime.rank()} was in {what}, and a collective of it did not complete: "
             f"{_not_waiting(what, number)}. {where_to_look(error)}"
-        ) from error
+        )
+        raise told(lost) from error
 
 
 def _not_waiting(what: str, number: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from engine import runtime
 from engine.mixed_precision import Forward, casting, is_cast
 from engine.ops import leave_to_eager
 from engine.registry import CASTS
@@ -115,7 +115,7 @@ def _noticing_python(forward: Forward) -> Forward:
 
 @functools.cache
 def _warn_of_python(unit: str) -> None:
-    warnings.warn(
+    runtime.warn(
         f"compile with recompute='selective': torch.compile leaves {unit} to Python in training, as a part of it "
         "cannot be in its graph (layers split by tensor parallelism; attention of packed rows with a bias or segments "
         "on a GPU, in 16 bits on a CPU, or by several ranks that share the tokens). Give recompute='full', which "

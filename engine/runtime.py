@@ -7,6 +7,7 @@ distributed starts.
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,3 +162,9 @@ def print_rank(*values: Any, rank: int = 0, **kwargs: Any) -> None:
     """``print`` on one rank only."""
     if _this_rank() == rank:
         print(*values, **kwargs)
+
+
+def warn(message: str, stacklevel: int = 1) -> None:
+    """``warnings.warn`` of what holds on all ranks of a stage, by the first of them alone."""
+    if rank() % (world_size() // stages()) == 0:
+        warnings.warn(message, stacklevel=stacklevel + 1)

@@ -43,13 +43,19 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Sharded parameters are DTensors; all are detached and share the model's memory. Of a model that is split into
     stages, those of this rank's stage.
     """
+    show_own_parameters(model)
+    return {name: detached(tensor) for name, tensor in model_tensors(model)}
+
+
+def show_own_parameters(model: nn.Module) -> None:
+    """Let ``model`` show what it keeps of its parameters: no gathered ones, as it may after a forward without a
+    backward, and no casts, as it may after a backward that raised."""
     if _any_sharded():
         from engine.parallel.fsdp import reshard
 
-        reshard(model)  # after an evaluation the model may still show gathered parameters
+        reshard(model)
     for module in model.modules():
-        hide_casts_of(module)  # a backward may have raised
-    return {name: detached(tensor) for name, tensor in model_tensors(model)}
+        hide_casts_of(module)
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,8 +6,10 @@ longer than loading a model of a gigabyte into one process.
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -82,8 +84,25 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     # In a dimension of their own, so that the bytes are cut as the tensor is.
     local = local_tensor(tensor).detach().unsqueeze(-1).view(torch.uint8)
     shard: Any = as_shard(local, (*tensor.shape, tensor.itemsize), tensor.device_mesh, tensor.placements)
-    whole: torch.Tensor = shard.full_tensor()
+    with _without_advice():
+        whole: torch.Tensor = shard.full_tensor()
     return whole.view(tensor.dtype).squeeze(-1)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """torch advises, on every rank, to gather in one step what tensor parallelism and FSDP have both cut by rows, and
+    adds that it cannot be done."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addFilter(_drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_drop)
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    return False
 
 
 def as_shard(

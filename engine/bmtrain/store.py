@@ -18,10 +18,10 @@ from engine.bmtrain.model import broadcast_, shard_from_rank_0
 from engine.collectives import from_rank_0, together
 from engine.init import write_
 from engine.names import state_dict_tensors, unmatched
-from engine.parallel.fsdp import reshard
 from engine.parallel.pipeline.stages import whole_tensor
 from engine.precision import Policy
 from engine.registry import stages_of
+from engine.shards import show_own_parameters
 
 
 class LoadResult(NamedTuple):
@@ -43,8 +43,8 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     Args:
         model: parameters and persistent buffers are saved.
         file_name: where, on rank 0.
-        non_blocking: return when the values are copied, and write in a thread. The next ``save`` or ``load`` waits for
-            it and raises its error; so does the end of the program wait.
+        non_blocking: return when the values are copied, and write in a thread. An error is logged, and raised by the
+            next ``save`` or ``load``, which waits for it; so does the end of the program wait.
 
     Raises:
         OSError or RuntimeError: it cannot be written; on every rank.
@@ -70,7 +70,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
                 state[name] = collected[id(tensor)]
     with together(f"writing {file_name}"):
         if runtime.rank() == 0 and non_blocking:
-            _writer = Background(functools.partial(_write, state, file_name), f"save {os.fspath(file_name)}")
+            _writer = Background(functools.partial(_write, state, file_name), os.fspath(file_name))
             _writer.start()
         elif runtime.rank() == 0:
             _write(state, file_name)
@@ -125,7 +125,7 @@ def load(
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What this rank holds of ``model.state_dict()``, tied ones under each of their names."""
-    reshard(model)
+    show_own_parameters(model)
     return dict(state_dict_tensors(model))
 
 

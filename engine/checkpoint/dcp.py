@@ -46,16 +46,17 @@ def read(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def _plain_errors(path: Path) -> Iterator[None]:
     """The error of the first rank that failed, on all ranks, in place of torch's of all: that is no Exception, which
     nobody would catch. And without torch's warning that one process without a process group is one process."""
-    with warnings.catch_warnings():
+    if not dist.is_initialized():
+        # For good: catch_warnings would, in the thread that writes, bring back what the main thread had set meanwhile.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            yield
-        except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            if isinstance(cause, OSError) and cause.errno is not None:  # a full disk names no file
-                raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from cause
-            kind = next((kind for kind in (ValueError, OSError) if isinstance(cause, kind)), RuntimeError)
-            raise kind(f"{path}: rank {rank}: {cause}") from cause
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(cause, OSError) and cause.errno is not None:  # a full disk names no file
+            raise OSError(cause.errno, cause.strerror, str(cause.filename or path)) from cause
+        kind = next((kind for kind in (ValueError, OSError) if isinstance(cause, kind)), RuntimeError)
+        raise kind(f"{path}: rank {rank}: {cause}") from cause
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -126,7 +126,7 @@ def _clean_up_after_killed_saves(target: Path) -> None:
     for left in target.parent.glob(f".{name}.partial-*"):
         shutil.rmtree(left, ignore_errors=True)
     for old in target.parent.glob(f".{name}.old-*"):
-        if target.exists() or not _is_complete(old):
+        if target.exists() or not is_complete(old):
             remove_directory(old)
         else:
             old.rename(target)
@@ -140,7 +140,8 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
+    """Whether a directory is a checkpoint that has all its files, at their sizes. Not collective."""
     try:
         check_manifest(path)
     except ValueError:

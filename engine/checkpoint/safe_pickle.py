@@ -24,8 +24,11 @@ def dump(value: Any) -> bytes:
 
 
 def load(path: Path) -> Any:
-    """The value in a file that ``dump`` made, its tensors on the CPU."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+    """The value in a file that ``dump`` made, its tensors on the CPU. Raises ValueError, which names the file."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # a damaged file fails in every way there is; each is reported with its cause
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _pickled(value: Any) -> bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import logging
 import os
 import uuid
 import warnings
@@ -31,6 +30,7 @@ from engine.checkpoint.files import (
     atomic_directory,
     check_manifest,
     checked_place,
+    is_complete,
     named_checkpoint,
     remove_directory,
 )
@@ -39,6 +39,7 @@ from engine.checkpoint.optimizer import OPTIM, collect_states, load_states, merg
 from engine.checkpoint.random_state import generator_states, reseed_generators, restore_generators
 from engine.checkpoint.safe_pickle import dump, load
 from engine.collectives import from_rank_0, together
+from engine.lockstep import watched
 from engine.optim.manager import OptimManager
 from engine.parallel.mesh import device_mesh, once_per_world
 from engine.parallel.pipeline.stages import gather_from_stages
@@ -47,7 +48,6 @@ from engine.tensors import local_tensor, with_local
 STATE = "state"
 _COMMON = "common.pt"
 _PATIENCE = 1800.0  # seconds
-_log = logging.getLogger("engine.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Job:
 def _start_writer(job: _Job, group: dist.ProcessGroup | None) -> Background:
     # A thread begins on GPU 0, and using that one takes some of its memory for each rank.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    writer = Background(functools.partial(_write_later, job, group, device), f"checkpoint {job.path.name}")
+    writer = Background(functools.partial(_write_later, job, group, device), f"checkpoint {job.path}")
     writer.start()
     return writer
 
@@ -93,16 +93,11 @@ def _write_later(job: _Job, group: dist.ProcessGroup | None, device: int | None)
             event.synchronize()
         _write(job, group)
     except Exception as error:
-        said = error
         if group is not None and not dist.is_initialized():
-            said = RuntimeError(
+            raise RuntimeError(
                 "the process group was destroyed before the checkpoint was written: call "
                 "engine.wait_checkpoint() before destroy_process_group()"
-            )
-        if runtime.rank() == 0:  # all ranks raise what one of them reports
-            _log.error("checkpoint %s could not be written: %s", job.path, said)
-        if said is not error:
-            raise said from error
+            ) from error
         raise
     finally:
         job.contents.release()
@@ -133,7 +128,8 @@ def save_checkpoint(
             many. On a file system that all ranks share. Links are followed.
         state: the user's own: numbers, strings, tensors, lists, tuples and dicts of them. Rank 0's is saved.
         step: write to ``directory``/step-00000100.
-        keep: with ``step``, remove the oldest of this step and earlier ones until so many are left; the best stays.
+        keep: with ``step``, remove the oldest of this step and earlier ones until so many whole ones are left; the best
+            stays.
         best: with ``step``, let ``directory``/best name this one.
         asynchronous: return as soon as everything is copied to host memory, and write in a thread. What training does
             then changes nothing of what is written. A failure is logged, and raised by the next call of
@@ -150,7 +146,8 @@ def save_checkpoint(
         ValueError: an argument is wrong, ``directory`` has other files or nothing can replace it (the current one, a
             mount point), ``state`` holds something else, an optimizer holds parameters that are not the model's, or a
             parameter is on meta.
-        RuntimeError or OSError: writing failed on a rank; raised on every rank, and what was there before is as it was.
+        RuntimeError or OSError: writing failed on a rank, or a rank was lost, which is named; raised on every rank, and
+            what was there before is as it was.
     """
     wait_checkpoint()
     if step is None and (keep is not None or best):
@@ -195,6 +192,7 @@ def finish_save(
             _clear_up(root, step, best, keep)
 
 
+@watched("engine.load_checkpoint")
 def load_checkpoint(
     directory: str | os.PathLike[str],
     model: nn.Module,
@@ -223,6 +221,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: there is no valid checkpoint (each broken file is named), or it does not match model or optimizers.
+        RuntimeError: a rank was lost, which is named.
     """
     wait_checkpoint()
     path, broken = _newest(Path(directory).absolute(), verify)
@@ -265,10 +264,13 @@ def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -
     """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
 
     Collective. ``directory`` may also be the "best" or "last" in such a one, a link or a file (``named_checkpoint``).
-    Broken ones are passed over with a warning that says what is wrong.
+    Broken ones are passed over with a warning that says what is wrong; one that is still being written is not there.
 
     Args:
         verify: compare the files' sha256 too, not only their sizes.
+
+    Raises:
+        ValueError: ``directory`` names one checkpoint, and that is broken.
     """
     return _newest(Path(directory).absolute(), verify)[0]
 
@@ -296,6 +298,7 @@ def _newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
     return place and Path(place), broken
 
 
+@watched("engine.save_checkpoint")
 def _collect(
     path: Path,
     model: nn.Module,
@@ -353,6 +356,7 @@ def _staged(tensor: torch.Tensor) -> torch.Tensor:
     return with_local(tensor, copy)
 
 
+@watched("engine.save_checkpoint")
 def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
     with atomic_directory(job.path, group) as path:
         for part, tensors in job.contents.tensors.items():
@@ -398,10 +402,15 @@ def _purge(root: Path, step: int, keep: int | None) -> None:
         remove_directory(left)
     for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # see _name
         left.unlink(missing_ok=True)
+    if keep is None:
+        return
     best = named_checkpoint(root / "best").resolve()
     earlier = [path for number, path in _steps(root) if number <= step]
-    for path in earlier[keep:] if keep is not None else []:
-        if path.resolve() != best:
+    whole = 0
+    for path in earlier:
+        if whole < keep:
+            whole += is_complete(path)  # a broken one does not count, or a whole one would be removed for it
+        elif path.resolve() != best:
             gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
             path.rename(gone)  # so that half of it never looks like a checkpoint
             remove_directory(gone)

@@ -96,9 +96,7 @@ class ForwardHooks:
                 "computes"
             )
         if self._depth == 0:
-            self._recover()
-            if self._collectives is not None:
-                self._collectives.before_forward()
+            self._drop_old()
         self._depth += 1
 
     def leave(self, *_: Any) -> None:
@@ -145,7 +143,8 @@ class ForwardHooks:
             self._check_replaced()
             if not self._started:
                 self._start()
-            self._recover()
+            if not in_backward():  # else it is computed again, and what is gathered ahead is that backward's
+                self._drop_old()
             _with_gathered.add(model)
 
     def _check_replaced(self) -> None:
@@ -161,11 +160,14 @@ class ForwardHooks:
             "that is not sharded"
         )
 
-    def _recover(self) -> None:
-        """Let FSDP forget a backward that an exception ended: else it would never reduce the root's gradients again."""
+    def _drop_old(self) -> None:
+        """Let FSDP forget a backward that an exception ended, for else it would never reduce the root's gradients
+        again, and what was gathered ahead before the parameters may have changed."""
         model = self._model()
         if isinstance(model, FSDPModule) and backward_was_left(model):
             drop_pass(model)
+        if self._collectives is not None:
+            self._collectives.before_forward()
 
     def _start(self) -> None:
         """Before the first call of the model or of a unit."""

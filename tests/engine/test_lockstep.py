@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from unittest import mock
 
 import engine_toys as toys
 import pytest
@@ -158,6 +159,34 @@ def test_a_rank_that_is_lost_in_accumulate_is_named(how):
 def noted(how):
     text, _ = accumulates(how)
     raise RuntimeError(text)
+
+
+def checkpoint_of_which_a_rank_is_lost(what, folder):
+    model = engine.shard(toys.build())
+    if what == "load":
+        engine.save_checkpoint(folder, model)
+    if engine.rank() == 1:
+        part = {"save": "write_tensors", "load": "load_model"}[what]
+        setattr(engine.checkpoint.training, part, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    getattr(engine, f"{what}_checkpoint")(folder, model)
+
+
+@pytest.mark.parametrize("what", ["save", pytest.param("load", marks=pytest.mark.full)])
+def test_a_rank_that_is_lost_in_a_checkpoint_is_named(what, tmp_path):
+    said = rf"(?s)rank 0 .*was in engine\.{what}_checkpoint, .*complete: rank 1 did not say so too"
+    with pytest.raises(RuntimeError, match=said):
+        run(checkpoint_of_which_a_rank_is_lost, 2, what, tmp_path / "c", timeout=30)
+
+
+def cannot_write(folder):
+    extra = mock.Mock(side_effect=RuntimeError("no connection to the tokenizer"))
+    return message(functools.partial(engine.save_checkpoint, extra=extra), folder, toys.build())
+
+
+def test_an_error_that_a_rank_told_the_others_of_is_not_of_a_lost_one(three, tmp_path):
+    own = "RuntimeError: no connection to the tokenizer"
+    told = f"RuntimeError: rank 0 failed while writing to {tmp_path}/c: RuntimeError('no connection to the tokenizer')"
+    assert three.run(cannot_write, tmp_path / "c") == [own, told, told]
 
 
 def messages_that_do_not_come(what):

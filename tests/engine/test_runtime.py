@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,21 @@ def test_print_rank(two, capfd):
     two.run(prints)
     two.close()  # flushes
     assert capfd.readouterr().out == "only once\n"
+
+
+def warned(stages):
+    engine.init_distributed(pp_size=stages)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.runtime.warn("slow")
+    return [(str(warning.message), Path(warning.filename).name) for warning in caught]
+
+
+def test_what_holds_on_all_ranks_is_warned_of_once(two):
+    """By the first rank of each stage: another stage has other units."""
+    once = [("slow", "test_runtime.py")]
+    assert two.run(warned, 1) == [once, []]
+    assert two.run(warned, 2) == [once, once]
 
 
 def again():

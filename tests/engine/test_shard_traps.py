@@ -393,7 +393,7 @@ def test_a_unit_may_be_called_before_the_model(two):
 
 
 def unit_alone(model):
-    """What a unit called by itself has gathered is freed for the step."""
+    """What a unit called by itself has gathered, of its own and ahead for the next one, is not used after the step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(IDS).square().mean().backward()
     x = torch.ones(2, toys.WIDTH)
@@ -401,7 +401,7 @@ def unit_alone(model):
     with torch.no_grad():
         model.layers[0](x)
         optimizer.step()
-        return model.layers[0](x)
+        return model.layers[0](x), model.layers[1](x)
 
 
 def units_alone():
@@ -417,6 +417,37 @@ def test_a_unit_called_by_itself_leaves_nothing_old_behind(two):
     for found, message in two.run(units_alone):
         torch.testing.assert_close(found, expected)
         assert "SGD was built between a forward and its backward" in message
+
+
+def unit_after_a_failure(model):
+    """What a step makes of a unit that is called by itself, after a backward that raised in it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    unit, hidden = model.layers[1], []
+
+    def stop(gradient):
+        raise KeyError("stopped")
+
+    handle = unit.up.register_forward_hook(lambda module, args, output: hidden.append(output))
+    loss = model(IDS).sum()
+    handle.remove()
+    hidden.pop().register_hook(stop)
+    with pytest.raises(KeyError, match="stopped"):
+        loss.backward()
+    optimizer.zero_grad()
+    unit(torch.ones(2, toys.WIDTH)).sum().backward()
+    optimizer.step()
+    return {name: toys.whole(p) for name, p in model.named_parameters()}
+
+
+def sharded_unit_after_a_failure(level):
+    return unit_after_a_failure(sharded(level))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_unit_called_by_itself_after_a_backward_that_raised(two, level):
+    expected = unit_after_a_failure(toys.build())
+    for found in two.run(sharded_unit_after_a_failure, level):
+        torch.testing.assert_close(found, expected)
 
 
 class Box:

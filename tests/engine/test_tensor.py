@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism against one process: loss, every gradient, clip norm, parameters after 3 steps."""
 
 import copy
+import logging
 
 import engine_toys as toys
 import parallel_bert as bert
@@ -15,7 +16,8 @@ import engine
 from engine import torch_compat
 from engine.loss.vocabulary import VocabularyShard
 from engine.parallel import functional, rng, tensor
-from engine.testing import Pool
+from engine.tensors import whole_of
+from engine.testing import Pool, run
 
 SEQUENCE = {"sequence_parallel": True}
 
@@ -378,3 +380,21 @@ def test_the_model_that_was_given_stays_usable_in_one_process():
     model = bert.build("masked-lm")
     before = copy.deepcopy(model)
     assert engine.shard(model) is model and type(model.layers[0].attn.q) is type(before.layers[0].attn.q)
+
+
+def messages_of_gathering():
+    engine.init_distributed(tp_size=2)
+    model = engine.shard(toys.build(), tp_plan=toys.TP_PLAN)
+    logger, records = logging.getLogger("torch.distributed.tensor._redistribute"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    for held in engine.checkpoint.named_tensors(model).values():
+        whole_of(held)
+    logger.removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def test_to_gather_what_is_split_twice_says_nothing():
+    """On ranks of their own: torch says it once for each mesh."""
+    assert run(messages_of_gathering, 2) == [[], []]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,10 @@ import engine_toys as toys
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import engine
+from engine import background
 from engine.checkpoint import check_manifest, finish_save
 from engine.checkpoint import training as module
 from modelcenter.hub.run_folder import find_step
@@ -215,6 +218,22 @@ def test_keep_and_best_and_last(tmp_path):
     assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000003", "step-00000004", "step-00000005"]
 
 
+def test_no_whole_checkpoint_is_removed_for_a_broken_one(tmp_path):
+    """A broken one is none of those that are kept; it goes when there are enough whole ones that are newer."""
+    model = toys.build()
+    for step in (1, 2, 3, 4):
+        engine.save_checkpoint(tmp_path, model, step=step)
+    next((tmp_path / "step-00000003" / "model").glob("*.distcp")).unlink()
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    engine.save_checkpoint(tmp_path, model, step=5, keep=2)
+    assert names(tmp_path) == ["last", "step-00000002", "step-00000003", "step-00000004", "step-00000005"]
+    finish_save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["last", "step-00000005"]
+    (tmp_path / "step-00000005" / "manifest.json").write_text("")
+    engine.save_checkpoint(tmp_path, model, step=6, keep=1)
+    assert names(tmp_path) == ["last", "step-00000006"]
+
+
 def test_a_save_that_was_killed_before_it_named_its_checkpoint_is_finished(tmp_path, monkeypatch):
     run = Run(3, 1)
     with monkeypatch.context() as patch:
@@ -254,6 +273,16 @@ def test_the_newest_valid_one_is_found_with_a_word_about_the_broken(tmp_path):
         engine.load_checkpoint(tmp_path, run.model, run.manager, verify=True)
 
 
+def test_a_damaged_file_of_the_state_is_named(tmp_path):
+    """Of the right size, so that only its hash would have told."""
+    model = toys.build()
+    engine.save_checkpoint(tmp_path, model, step=1)
+    file = tmp_path / "step-00000001" / "state" / "common.pt"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(ValueError, match=r"step-00000001/state/common\.pt cannot be read: "):
+        engine.load_checkpoint(tmp_path, model)
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------------------
 
 
@@ -280,7 +309,7 @@ def test_killed_in_a_save_the_older_one_stays_valid(two, tmp_path, asynchronous)
     assert names(tmp_path) == ["last", "step-00000001", "step-00000003"]  # what was left of step 2 is gone
 
 
-@mock.patch.object(module._log, "error")
+@mock.patch.object(background._log, "error")
 def failing_writer(path, logged):
     run = Run(3, 1)
     extra = mock.Mock(side_effect=OSError("disk full"))
@@ -434,6 +463,28 @@ def test_a_writer_that_lost_its_group_says_what_to_call(monkeypatch, tmp_path):
     writer = module._start_writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=mock.Mock())
     with pytest.raises(RuntimeError, match=r"engine.wait_checkpoint\(\) before destroy_process_group\(\)"):
         writer.finish()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_writer_leaves_the_warnings_of_the_main_thread_alone(tmp_path, monkeypatch):
+    """Those that it ignores for a while are shown afterwards, though a save began meanwhile and ended later."""
+    begun, go_on = threading.Event(), threading.Event()
+    save = torch.distributed.checkpoint.save
+
+    def slowly(*args, **kwargs):
+        begun.set(), go_on.wait(10)
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed.checkpoint, "save", slowly)
+    ignores_all = ("ignore", None, Warning, None, 0)
+    assert ignores_all not in warnings.filters
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.save_checkpoint(tmp_path / "c", toys.build(), asynchronous=True)
+        assert begun.wait(10)
+    go_on.set()
+    engine.wait_checkpoint()
+    assert ignores_all not in warnings.filters
 
 
 def test_the_staged_copy_is_one_and_shares_nothing():

@@ -297,6 +297,11 @@ def test_lazy_clones_are_not_written_with_the_original(either):
     norm = torch.tensor(4.0)
     clone = torch._lazy_clone(norm)
     fused.clip_coef_(torch.tensor(9.0, dtype=torch.float64), 1.0, clone, torch.tensor(0.0), torch.tensor(0.0))
+    whole = torch.ones(40_000)  # in chunks, which threads share
+    fused.cast_scale_copy_([copy := torch._lazy_clone(whole)], [whole], torch.tensor(2.0))
+    low = torch.ones(40_000, dtype=torch.int16)
+    fused.split_master_([whole], [whole.bfloat16()], [parts := torch._lazy_clone(low)])
+    assert (whole == 1).all() and (copy == 2).all() and (low == 1).all() and not parts.any()
     assert [x.unique().tolist() for x in before] == [[1.0], [2.0], [3.0]] and norm == 4.0
     assert (p < 1.0).all() and (m < 2.0).all() and (v < 3.0).all() and clone == 3.0
 

@@ -23,6 +23,7 @@ from engine.optim.states import (
     as_adamw_state,
     check_group,
     check_states,
+    is_number,
     placed_alike,
     placed_as,
     placed_gradient,
@@ -181,8 +182,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, "lr", "eps", "weight_decay")
         betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas is {group['betas']!r}, expected two numbers of at least 0 and below 1")
+        two = isinstance(betas, tuple | list) and len(betas) == 2
+        if not (two and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"betas is {betas!r}, expected two numbers of at least 0 and below 1")
 
     def _check_dtype(self, parameter: torch.Tensor) -> None:
         if parameter.dtype not in FLOATS:

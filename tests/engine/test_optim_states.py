@@ -68,7 +68,7 @@ def test_a_copy_goes_on_as_its_original_does(kind, how):
 
 @each_kind
 def test_what_a_group_asks_for_and_an_optimizer_does_not_do_is_an_error(kind):
-    for flag in ("amsgrad", "maximize"):
+    for flag in ("amsgrad", "maximize", "differentiable"):
         if (kind, flag) != ("adafactor", "maximize"):
             with pytest.raises(ValueError, match=f"{flag} of a parameter group is True"):
                 KINDS[kind]([{"params": list(matrices()), flag: True}], lr=0.1)
@@ -95,6 +95,29 @@ def test_a_group_that_is_refused_is_not_added(kind):
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [second], "lr": 0.2})
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("adam", "lr", torch.ones(2)),
+        ("lion", "betas", ("0.9", 0.99)),
+        ("adam8", "betas", None),
+        ("muon", "momentum", "0.9"),
+        ("adafactor", "eps", 1e-8),  # as of an AdamW
+        ("adafactor", "eps", (None, None)),
+        ("adafactor", "d", "1"),
+        ("adafactor", "beta2_decay", None),
+    ],
+)
+def test_a_value_of_another_kind_is_named(kind, name, value):
+    first, second = matrices()
+    optimizer = KINDS[kind]([first], lr=0.1)
+    with pytest.raises(ValueError, match=f"^{name} is .*, expected "):
+        optimizer.add_param_group({"params": [second], name: value})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=f"^{name} is .*, expected "):
+        KINDS[kind]([second], **{name: value})
 
 
 @each_kind

@@ -223,19 +223,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor = None if grad_scale is None else grad_scale.reciprocal()
         if others := not same_objects(self.state.values(), self._states):
             self._plans.clear()
-        # All are looked at before the first is stepped: an error leaves every parameter as it was.
         try:
+            # All are looked at before the first is stepped: an error leaves every parameter as it was.
             work = [(group, self._batches(group)) for group in self.param_groups]
+            for group, batches in work:
+                for device, batch in batches:
+                    scale = None if factor is None else scalar_on(device, factor)
+                    skip = None if found_inf is None else scalar_on(device, found_inf)
+                    self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, skip)
+                    torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
+                    batch.g = []  # so that zero_grad frees them
         except BaseException:
             self._plans.clear()  # it holds gradients
             raise
-        for group, batches in work:
-            for device, batch in batches:
-                scale = None if factor is None else scalar_on(device, factor)
-                skip = None if found_inf is None else scalar_on(device, found_inf)
-                self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, skip)
-                torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
-                batch.g = []  # so that zero_grad frees them
         if others or len(self.state) != len(self._states):
             self._states = list(self.state.values())
 

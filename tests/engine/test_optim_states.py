@@ -258,6 +258,19 @@ def test_a_step_that_is_refused_holds_no_gradient(kind):
     assert held() is None
 
 
+def test_a_step_that_fails_holds_no_gradient():
+    memory = torch.ones(12)
+    parameters = [nn.Parameter(memory[:8]), nn.Parameter(memory[4:])]
+    optimizer = Lion(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    held = weakref.ref(parameters[0].grad)
+    with pytest.raises(ValueError, match="overlap in memory"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert held() is None and memory.eq(1).all()
+
+
 @each_kind
 def test_hooks_on_loading_see_the_states(kind):
     """As torch's: those before change what is loaded, those behind find it loaded."""

@@ -113,6 +113,8 @@ def test_what_a_manager_cannot_run():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric, which step"):
         manager.add_optimizer(optimizer, plateau)
+    with pytest.raises(ValueError, match=r"LBFGS needs a closure .*: leave it out of add_optimizer and call its step"):
+        manager.add_optimizer(torch.optim.LBFGS([weight]))
     with pytest.raises(ValueError, match="add_optimizer got a Parameter"):
         manager.add_optimizer(weight)
     manager.add_optimizer(optimizer)

@@ -109,7 +109,6 @@ class Adafactor(torch.optim.Optimizer):
             parts = [self._part(p) for p in group["params"] if p.grad is not None]
             if parts:
                 _step(parts, group)
-                torch.autograd.graph.increment_version([part.shard for part in parts])
         return loss
 
     def _part(self, parameter: torch.Tensor) -> _Part:

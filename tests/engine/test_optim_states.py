@@ -121,6 +121,117 @@ def test_a_value_of_another_kind_is_named(kind, name, value):
 
 
 @each_kind
+def test_a_learning_rate_may_be_a_tensor(kind, either):
+    """Which a schedule changes in place."""
+    ours, theirs = matrices(), matrices()
+    lr = torch.tensor(0.125)
+    mine, other = KINDS[kind](ours.parameters(), lr=lr), KINDS[kind](theirs.parameters(), lr=0.125)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (mine, other)]
+    for turn in range(3):
+        for parameters, optimizer, schedule in zip((ours, theirs), (mine, other), schedules, strict=True):
+            steps(parameters, optimizer, turn, 1)
+            schedule.step()
+    assert lr == 0.125 * 0.5**3 == other.param_groups[0]["lr"]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+SCHEDULES = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.3, total_steps=8),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5, 2, cycle_momentum="momentum" in o.defaults),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_of_torch(kind, schedule):
+    """They set what they set in torch's own optimizers, and the steps take it, also after a state is loaded."""
+    if (kind, schedule) == ("adafactor", "one cycle"):
+        pytest.skip("it has no momentum to cycle")
+    torchs = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}.get(kind, torch.optim.AdamW)
+    if kind == "lion":
+        torchs = lambda p, **kwargs: torch.optim.AdamW(p, betas=(0.9, 0.99), **kwargs)  # noqa: E731
+    ours, theirs = matrices(), matrices()
+    optimizers = KINDS[kind](ours.parameters(), lr=0.1), torchs(theirs.parameters(), lr=0.1)
+    made = [SCHEDULES[schedule](optimizer) for optimizer in optimizers]
+    for turn in range(6):
+        if turn == 3:
+            saved = copy.deepcopy((optimizers[0].state_dict(), made[0].state_dict()))
+            optimizers = KINDS[kind](ours.parameters(), lr=0.1), optimizers[1]
+            made[0] = SCHEDULES[schedule](optimizers[0])
+            optimizers[0].load_state_dict(saved[0]), made[0].load_state_dict(saved[1])
+        before = [p.detach().clone() for p in ours]
+        for parameters, optimizer, one in zip((ours, theirs), optimizers, made, strict=True):
+            steps(parameters, optimizer, turn, 1)
+            one.step(*([1.0] if schedule == "plateau" else []))
+        for name in ("lr", "betas", "momentum"):
+            assert optimizers[0].param_groups[0].get(name) == optimizers[1].param_groups[0].get(name), (turn, name)
+        assert not same(before, ours)
+
+
+@each_kind
+def test_torchs_gradient_scaler(kind, either):
+    ours, theirs = matrices(), matrices()
+    mine, other = KINDS[kind](ours.parameters(), lr=0.1), KINDS[kind](theirs.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for turn in range(3):
+        loss = [sum((p * (i + turn + 1)).sin().sum() for i, p in enumerate(some)) for some in (ours, theirs)]
+        for optimizer in (mine, other):
+            optimizer.zero_grad()
+        scaler.scale(loss[0]).backward(), loss[1].backward()
+        scaler.unscale_(mine)
+        nn.utils.clip_grad_norm_(ours.parameters(), 0.5), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        scaler.step(mine), scaler.update(), other.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    before, counts = [p.detach().clone() for p in ours], copy.deepcopy(mine.state_dict()["state"])
+    scaler.scale(ours[1].sum() * float("inf")).backward()
+    scaler.step(mine), scaler.update()
+    assert same(before, ours) and scaler.get_scale() == 512
+    for index, state in mine.state_dict()["state"].items():
+        assert same(state.values(), counts[index].values())
+
+
+@each_kind
+def test_a_closure_computes_the_loss_with_gradients(kind):
+    ours, theirs = matrices(), matrices()
+    mine, other = KINDS[kind](ours.parameters(), lr=0.1), KINDS[kind](theirs.parameters(), lr=0.1)
+
+    def closure():
+        mine.zero_grad()
+        loss = sum(p.square().sum() for p in ours)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        other.zero_grad()
+        wanted = sum(p.square().sum() for p in theirs)
+        wanted.backward()
+        other.step()
+        assert torch.equal(mine.step(closure), wanted)
+    assert same(ours, theirs)
+
+
+@each_kind
+def test_a_step_is_seen_by_autograd(kind):
+    """As of torch's in-place operators: a graph that has kept a parameter refuses to go back after the step."""
+    for dtype in (torch.float32, torch.bfloat16) if kind not in ("muon", "adafactor") else (torch.float32,):
+        model = matrices(dtype)
+        optimizer = KINDS[kind](model.parameters(), lr=0.1)
+        steps(model, optimizer, 0)
+        loss = model[0].square().sum()
+        steps(model, optimizer, 1, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@each_kind
 def test_a_sparse_gradient_of_the_last_group_leaves_the_others_as_they_were(kind):
     first, table = nn.Parameter(torch.ones(60, 4)), nn.Embedding(6, 4, sparse=True)
     optimizer = KINDS[kind]([{"params": [first]}, {"params": table.parameters()}], lr=0.1)
@@ -334,7 +445,7 @@ def test_loaded_states_are_not_made_twice(kind, dtype, monkeypatch):
             for name, value in values.items():
                 assert torch.equal(other.state[parameter][name], value)
                 shared = other.state[parameter][name].data_ptr() == value.data_ptr()
-                if own or kind == "offload" and name != "step":  # which has never shared them
+                if own or name == "step" or kind == "offload":  # counted up by both, or never shared
                     assert shared == own, name
 
 
@@ -378,6 +489,19 @@ def test_whole_states_become_shards_where_they_are(monkeypatch):
         for parameter, theirs in zip(model.parameters(), whole, strict=True):
             found, wanted = optimizer.state[parameter]["exp_avg"], one.state[theirs]["exp_avg"]
             assert found.placements == (Shard(0),) and torch.equal(found.to_local(), wanted[1:2])
+
+
+@pytest.mark.parametrize("kind", ["adam", "offload"])
+def test_parameters_are_their_masters_rounded_once_a_state_of_remainders_is_loaded(kind):
+    """To even, where a remainder has a tie away from zero: the next forward is that of a run that had masters."""
+    parameters = [nn.Parameter(torch.tensor([1 + 2.0**-7]).bfloat16()) for _ in range(2)]
+    saved = AdamOptimizer(parameters[:1], master="remainder")
+    parameters[0].grad = torch.zeros_like(parameters[0])
+    saved.step()
+    saved.state[parameters[0]]["remainder"].fill_(-(2**15))
+    optimizer = KINDS[kind](parameters[1:], lr=0.1)
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.state[parameters[1]]["master"] == 1 + 2.0**-8 and parameters[1] == 1
 
 
 @pytest.mark.parametrize("master", ["fp32", "remainder"])
@@ -458,6 +582,12 @@ def whole_states(kind, dtype):
     for p, state in zip(plain, gathered.values(), strict=True):
         assert same(state.values(), saved.state[p].values())
     assert all(isinstance(v, DTensor) for p in shards for n, v in optimizer.state[p].items() if n != "step")
+    same_shards = KINDS[kind](shards, lr=0.1)
+    same_shards.load_state_dict(optimizer.state_dict())  # which are not gathered for it
+    for p in shards if kind == "adam" else ():
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine, its = (local_tensor(o.state[p][name]).data_ptr() for o in (optimizer, same_shards))
+            assert mine == its
     back = KINDS[kind](plain.parameters(), lr=0.1)
     back.load_state_dict(optimizer.state_dict())
     equal = [

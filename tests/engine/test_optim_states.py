@@ -219,6 +219,34 @@ def test_a_closure_computes_the_loss_with_gradients(kind):
 
 
 @each_kind
+def test_groups_are_stepped_by_their_own_values(kind, either):
+    """As by an optimizer for each."""
+    values = [{"lr": 0.1, "weight_decay": 0.0}, {"lr": 0.02, "weight_decay": 0.3}]
+    if kind not in ("muon", "adafactor"):
+        values[1]["betas"] = (0.5, 0.7)
+    ours, theirs = matrices(), matrices()
+    mine = KINDS[kind]([{"params": [p], **own} for p, own in zip(ours, values, strict=True)], lr=1.0)
+    apart = [KINDS[kind]([p], **own) for p, own in zip(theirs, values, strict=True)]
+    for turn in range(3):
+        steps(ours, mine, turn, 1)
+        for p, q, optimizer in zip(ours, theirs, apart, strict=True):
+            q.grad = p.grad.clone()
+            optimizer.step()
+    assert same(ours, theirs)
+
+
+@each_kind
+def test_a_parameter_without_elements_counts_its_steps(kind):
+    """As the ranks do that have no part of a parameter: one of them may save the count for all."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(n, 4)) for n in (0, 2))
+    optimizer = KINDS[kind](model.parameters(), lr=0.1)
+    steps(model, optimizer, 0, 3)
+    assert {state["step"].item() for state in optimizer.state.values() if "step" in state} == (
+        {3.0} if kind != "muon" else set()
+    )
+
+
+@each_kind
 def test_a_step_is_seen_by_autograd(kind):
     """As of torch's in-place operators: a graph that has kept a parameter refuses to go back after the step."""
     for dtype in (torch.float32, torch.bfloat16) if kind not in ("muon", "adafactor") else (torch.float32,):

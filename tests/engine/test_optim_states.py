@@ -22,7 +22,7 @@ KINDS = {
     "offload": lambda p, **kwargs: AdamOffloadOptimizer(p, bucket=100, **kwargs),
     "adam8": lambda p, **kwargs: AdamW8bit(p, min_size=1, **kwargs),
     "lion": Lion,
-    "muon": lambda p, **kwargs: Muon(p, ns_steps=3, **kwargs),
+    "muon": lambda p, **kwargs: Muon(p, ns_steps=3, adjust_lr="match_rms_adamw", **kwargs),
     "adafactor": Adafactor,
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -233,6 +233,33 @@ def test_groups_are_stepped_by_their_own_values(kind, either):
             q.grad = p.grad.clone()
             optimizer.step()
     assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["adam", "offload", "adam8", "lion"])
+def test_a_group_may_hold_several_dtypes(kind, either):
+    """As of a model whose norms stay fp32."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    ours, theirs = ([matrices(dtype)[0] for dtype in dtypes] for _ in range(2))
+    mine, apart = KINDS[kind](ours, lr=0.1), [KINDS[kind]([p], lr=0.1) for p in theirs]
+    for turn in range(3):
+        steps(ours, mine, turn, 1)
+        for p, q, optimizer in zip(ours, theirs, apart, strict=True):
+            q.grad = p.grad.clone()
+            optimizer.step()
+    assert same(ours, theirs)
+
+
+@each_kind
+def test_gradients_of_zeros_change_nothing(kind, either):
+    """As of a layer that no row has reached, from the first step on."""
+    model = matrices()
+    before = [p.detach().clone() for p in model]
+    optimizer = KINDS[kind](model.parameters(), lr=0.1, weight_decay=0.0)
+    for _ in range(2):
+        for parameter in model:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert same(before, model)
 
 
 @each_kind

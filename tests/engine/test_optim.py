@@ -353,6 +353,11 @@ def test_new_gradients_are_not_those_that_were_clipped():
         manager.step()
         assert manager.skipped == skipped and parameter.isfinite().all()
     assert optimizer.state[parameter]["exp_avg"][0] == pytest.approx(0.1)  # it is not clipped either
+    manager.clip_grad_norm(optimizer.param_groups, 0.5)
+    for skipped in (1, 2):  # nor does a norm outlive its step
+        manager.step()
+        assert manager.skipped == skipped
+        parameter.grad.fill_(float("nan"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params", "bf16-sr"])

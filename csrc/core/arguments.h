@@ -183,7 +183,7 @@ inline void check_cast(const Tensors& out, const Tensors& in) {
     check_pair(out[i], in[i], "out and input");
     same_device(in[i], out[0], "input");
     same_device(out[i], out[0], "out");
-    overlaps.add(out[i].const_data_ptr(), out[i].numel() * size_of(type_of(out[i], "out")), true);
+    overlaps.add(data_of(out[i], true), out[i].numel() * size_of(type_of(out[i], "out")), true);
     overlaps.add(in[i].const_data_ptr(), in[i].numel() * size_of(type_of(in[i], "input")), false);
   }
   overlaps.check();
@@ -200,9 +200,9 @@ inline void check_split(const Tensors& master, const Tensors& p, const Tensors& 
     check_pair(low[i], p[i], "remainder and p");
     same_device(master[i], p[0], "master");
     same_device(low[i], p[0], "remainder");
-    overlaps.add(master[i].const_data_ptr(), master[i].numel() * 4, true);
-    overlaps.add(p[i].const_data_ptr(), p[i].numel() * 2, true);
-    overlaps.add(low[i].const_data_ptr(), low[i].numel() * 2, true);
+    overlaps.add(data_of(master[i], true), master[i].numel() * 4, true);
+    overlaps.add(data_of(p[i], true), p[i].numel() * 2, true);
+    overlaps.add(data_of(low[i], true), low[i].numel() * 2, true);
   }
   overlaps.check();
 }
@@ -234,7 +234,7 @@ inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optiona
     MC_CHECK(t.numel() == x.numel() && type_of(t, name) == type, name, " differs from x in size or dtype");
     MC_CHECK(t.is_contiguous(), name, " is not contiguous");
     same_device(t, x, name);
-    overlaps.add(t.const_data_ptr(), t.numel() * size_of(type), written);
+    overlaps.add(data_of(t, written), t.numel() * size_of(type), written);
   };
   take(x, "x", false);
   take(out, "out", true);

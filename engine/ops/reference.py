@@ -215,8 +215,7 @@ def merged(p: Tensor, remainder: Tensor) -> Tensor:
 
 def split_into(master: Tensor, p: Tensor, remainder: Tensor) -> None:
     """fp32 numbers as bf16 ones, ties away from zero, and the 16 bits that are missing."""
-    bits = torch.where(master.isnan(), float("nan"), master).contiguous().view(torch.int32)
-    bits = torch.where(master.isnan(), 0x7FC00000, bits)
+    bits = torch.where(master.isnan(), 0x7FC00000, master.contiguous().view(torch.int32))
     low = ((bits + 32768) & 65535) - 32768
     remainder.copy_(low)
     p.copy_(((bits - low) >> 16).to(torch.int16).view(torch.bfloat16))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from engine.optim.states import check_gradients, check_group, check_states, placed_gradient, undone_on_error
+from engine.optim.states import check_gradients, check_group, check_states, is_number, placed_gradient, undone_on_error
 from engine.tensors import as_shard, cut_dims, local_box, local_tensor, shard_of
 
 Groups = list[dist.ProcessGroup]
@@ -73,7 +73,7 @@ class Adafactor(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": tuple(eps), "d": d, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "maximize": maximize})
 
     @undone_on_error
@@ -82,12 +82,14 @@ class Adafactor(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_group(group, flags=("maximize",))
-        if not group["beta2_decay"] <= 0:
+        if not (is_number(group["beta2_decay"]) and group["beta2_decay"] <= 0):
             raise ValueError(f"beta2_decay is {group['beta2_decay']!r}, expected at most 0")
-        if not group["d"] >= 1:
+        if not (is_number(group["d"]) and group["d"] >= 1):
             raise ValueError(f"d is {group['d']!r}, expected at least 1")
-        if not ((group["eps"][0] is None or group["eps"][0] >= 0) and group["eps"][1] >= 0):
-            raise ValueError(f"eps is {group['eps']!r}, expected two numbers of at least 0, or None for the first")
+        eps = group["eps"]
+        two = isinstance(eps, tuple | list) and len(eps) == 2
+        if not (two and all(is_number(x) and x >= 0 for x in (eps[1:] if eps[0] is None else eps))):
+            raise ValueError(f"eps is {eps!r}, expected two numbers of at least 0, or None for the first")
         for parameter in group["params"]:
             if parameter.dtype != torch.float32:
                 raise ValueError(
@@ -107,7 +109,6 @@ class Adafactor(torch.optim.Optimizer):
             parts = [self._part(p) for p in group["params"] if p.grad is not None]
             if parts:
                 _step(parts, group)
-                torch.autograd.graph.increment_version([part.shard for part in parts])
         return loss
 
     def _part(self, parameter: torch.Tensor) -> _Part:

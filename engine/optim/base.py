@@ -23,6 +23,7 @@ from engine.optim.states import (
     as_adamw_state,
     check_group,
     check_states,
+    is_number,
     placed_alike,
     placed_as,
     placed_gradient,
@@ -181,8 +182,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(group, "lr", "eps", "weight_decay")
         betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas is {group['betas']!r}, expected two numbers of at least 0 and below 1")
+        two = isinstance(betas, tuple | list) and len(betas) == 2
+        if not (two and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"betas is {betas!r}, expected two numbers of at least 0 and below 1")
 
     def _check_dtype(self, parameter: torch.Tensor) -> None:
         if parameter.dtype not in FLOATS:
@@ -221,19 +223,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor = None if grad_scale is None else grad_scale.reciprocal()
         if others := not same_objects(self.state.values(), self._states):
             self._plans.clear()
-        # All are looked at before the first is stepped: an error leaves every parameter as it was.
         try:
+            # All are looked at before the first is stepped: an error leaves every parameter as it was.
             work = [(group, self._batches(group)) for group in self.param_groups]
+            for group, batches in work:
+                for device, batch in batches:
+                    scale = None if factor is None else scalar_on(device, factor)
+                    skip = None if found_inf is None else scalar_on(device, found_inf)
+                    self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, skip)
+                    torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
+                    batch.g = []  # so that zero_grad frees them
         except BaseException:
             self._plans.clear()  # it holds gradients
             raise
-        for group, batches in work:
-            for device, batch in batches:
-                scale = None if factor is None else scalar_on(device, factor)
-                skip = None if found_inf is None else scalar_on(device, found_inf)
-                self.update({**group, "lr": 0.0} if batch.held else group, batch, scale, skip)
-                torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
-                batch.g = []  # so that zero_grad frees them
         if others or len(self.state) != len(self._states):
             self._states = list(self.state.values())
 

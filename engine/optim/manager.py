@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Iterable, Mapping
@@ -99,7 +100,7 @@ class OptimManager:
         """Add an optimizer, and what ``step`` steps after it (anything with ``step()``).
 
         Raises ValueError if it is no optimizer, if it holds parameters from before ``engine.shard`` or of another
-        optimizer here, or if the schedule's ``step`` needs a metric.
+        optimizer here, if its ``step`` needs a closure, or the schedule's a metric.
         """
         self._check_new(optimizer, lr_scheduler)
         self.optimizers.append(optimizer)
@@ -117,6 +118,12 @@ class OptimManager:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"add_optimizer got a {type(optimizer).__name__}, expected an optimizer of torch's kind")
         check_optimizer(optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"{type(optimizer).__name__} needs a closure that computes the loss anew, which step() does not have: "
+                "leave it out of add_optimizer and call its step(closure)"
+            )
         taken = {id(p): o for o in self.optimizers for p in _parameters(o.param_groups)}
         for parameter in _parameters(optimizer.param_groups):
             if (other := taken.get(id(parameter))) is not None:

@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.optim.states import check_gradients, check_group, check_states, placed_as, placed_gradient, undone_on_error
+from engine.optim.states import (
+    check_gradients,
+    check_group,
+    check_states,
+    is_number,
+    placed_as,
+    placed_gradient,
+    undone_on_error,
+)
 from engine.tensors import cut_dims, local_tensor, part_of, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -86,7 +94,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_group(group)
-        if not 0 <= group["momentum"] < 1:
+        if not (is_number(group["momentum"]) and 0 <= group["momentum"] < 1):
             raise ValueError(f"momentum is {group['momentum']!r}, expected at least 0 and below 1")
         for parameter in group["params"]:
             if parameter.ndim != 2 or parameter.dtype != torch.float32:

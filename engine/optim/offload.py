@@ -292,8 +292,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         kept = super()._loaded(name, value, parameter, own)
         local = local_tensor(kept)
         if not own and name != "step" and local_tensor(value).device == local.device:
-            local = local.clone()
-        return with_local(kept, local.contiguous())  # as the step goes through views of it
+            return with_local(kept, local.clone())
+        return kept
 
     @torch.no_grad()
     def _convert_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:

@@ -19,11 +19,16 @@ class OwnStates(dict[str, Any]):
     """A state dict in tensors that nobody else has: ``load_state_dict`` makes them the states without a copy."""
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number, or a tensor of one."""
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ()) -> None:
     """Raises ValueError where one of these values (lr and weight_decay) is below 0, a parameter is on meta, or the
     group asks for what the optimizer does not do (``flags``: what it does)."""
     for name in names or ("lr", "weight_decay"):
-        if name in group and (not isinstance(group[name], Real | torch.Tensor) or not group[name] >= 0):
+        if name in group and not (is_number(group[name]) and group[name] >= 0):
             raise ValueError(f"{name} is {group[name]!r}, expected a number of at least 0")
     for flag in _FLAGS:
         if group.get(flag) and flag not in flags:

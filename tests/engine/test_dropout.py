@@ -88,6 +88,31 @@ def test_values_and_gradients(either, dtype):
     torch.testing.assert_close(gx.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 
+def test_all_may_be_dropped(either):
+    x, residual = torch.randn(3, 40, requires_grad=True), torch.randn(3, 40)
+    out = dropout_add(x, residual, 1.0, key=4, site=9)
+    assert torch.equal(out, residual) and not dropout(x, 1.0).any()
+    assert not torch.autograd.grad(out.sum(), x)[0].any()
+
+
+def test_a_residual_of_another_shape_or_dtype_is_added_to_what_is_left(either):
+    x = torch.randn(3, 40).bfloat16()
+    left = dropout(x, 0.3, key=4)
+    for residual in (torch.randn(3, 40), torch.randn(40).bfloat16(), torch.randn(2, 3, 40).bfloat16()):
+        assert torch.equal(dropout_add(x, residual, 0.3, key=4), residual + left)
+
+
+def test_the_reference_takes_rows_and_columns_in_parts(monkeypatch):
+    x, residual, tokens, first = masked(torch.float32, (3, 384, 640))
+    found = []
+    for size in (1 << 18, 2 * 384, 100):
+        monkeypatch.setattr(dropout_masks, "_CHUNK", size)
+        out = torch.empty_like(x)
+        dropout_masks._reference(out, x, residual, tokens, first, KEY, 7, 20_000)
+        found.append(out)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_the_reference_has_few_kernels_on_a_gpu():
     """Where no compiler was there to build the operator; on a CPU it works on what fits the caches."""
 

@@ -138,6 +138,7 @@ def test_bad_input(either):
         ({"v": v.to(torch.int8)}, r"v\[0\] is int8, expected uint8"),
         ({"scales": [torch.zeros(2), torch.zeros(4)]}, r"m_scale\[0\] has 2 elements.*expected 4, one for each block"),
         ({"scales": [torch.zeros(4), torch.zeros(4).double()]}, r"v_scale\[0\] has 4 elements, torch.float64"),
+        ({"scales": [torch.zeros(4, 2)[:, :1], scales[1]]}, r"m_scale\[0\] is not contiguous"),
         ({"widths": (100,)}, r"widths\[0\] is 100, which does not divide the 512 elements of p"),
         ({"widths": ()}, "the lists differ in length"),
         ({"places": ()}, "places has 0 numbers"),

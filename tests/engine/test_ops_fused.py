@@ -114,7 +114,7 @@ def test_a_skipped_step_changes_nothing(either, kind):
     case = Case(*kind)
     case.g[-1].fill_(float("nan"))
     before = [t.clone() for t in case.tensors()]
-    case.adamw(found_inf=torch.tensor(1.0))
+    case.adamw(found_inf=torch.tensor(2.0))
     assert all(torch.equal(a, b) for a, b in zip(before, case.tensors(), strict=True))
 
 
@@ -297,6 +297,11 @@ def test_lazy_clones_are_not_written_with_the_original(either):
     norm = torch.tensor(4.0)
     clone = torch._lazy_clone(norm)
     fused.clip_coef_(torch.tensor(9.0, dtype=torch.float64), 1.0, clone, torch.tensor(0.0), torch.tensor(0.0))
+    whole = torch.ones(40_000)  # in chunks, which threads share
+    fused.cast_scale_copy_([copy := torch._lazy_clone(whole)], [whole], torch.tensor(2.0))
+    low = torch.ones(40_000, dtype=torch.int16)
+    fused.split_master_([whole], [whole.bfloat16()], [parts := torch._lazy_clone(low)])
+    assert (whole == 1).all() and (copy == 2).all() and (low == 1).all() and not parts.any()
     assert [x.unique().tolist() for x in before] == [[1.0], [2.0], [3.0]] and norm == 4.0
     assert (p < 1.0).all() and (m < 2.0).all() and (v < 3.0).all() and clone == 3.0
 
@@ -331,6 +336,15 @@ def bad_calls():
     def shared_gradient(case):
         case.g[1] = case.p[1]
 
+    def counted_in_a_moment(case):
+        case.step[1] = case.m[1][:1]
+
+    def half_moments(case):
+        case.m, case.v = ([x.half() for x in moments] for moments in (case.m, case.v))
+
+    def coarse_masters(case):
+        case.aux = [x.bfloat16() for x in case.p]
+
     def gradient_before(case):
         room = torch.zeros(10)
         case.g[1], case.p[1] = room[:5], room[4:9]
@@ -343,6 +357,11 @@ def bad_calls():
         call("p.1. is float64, expected float32", replace("p", torch.zeros(5, dtype=torch.float64))),
         call("p.1. is not contiguous", replace("p", torch.zeros(10)[::2])),
         call("on meta", replace("m", torch.zeros(5, device="meta"))),
+        call("m holds several dtypes", replace("m", torch.zeros(5, dtype=BF16))),
+        call("m.0. is float16, expected float32 or bfloat16", half_moments),
+        call("aux.0. is bfloat16, expected float32", coarse_masters, "master"),
+        call("step has 2 elements", replace("step", torch.zeros(2))),
+        call("overlap in memory", counted_in_a_moment),
         call("v.1. is bfloat16, expected float32", replace("v", torch.zeros(5, dtype=BF16))),
         call("step has 1 elements, torch.float64", replace("step", torch.zeros((), dtype=torch.float64))),
         call("overlap in memory", overlap),
@@ -383,6 +402,10 @@ def test_bad_calls_of_the_small_operators(either):
     with pytest.raises(ValueError, match="overlap"):
         room = torch.ones(4)
         fused.cast_scale_copy_([room[:3]], [room[1:]])
+    with pytest.raises(ValueError, match="overlap"):
+        fused.split_master_([room], [room.view(BF16)[:4]], [torch.ones(4, dtype=torch.int16)])
+    with pytest.raises(ValueError, match=r"remainder\[0\] has 2 elements, p\[0\] has 3"):
+        fused.split_master_([torch.ones(3)], [torch.ones(3, dtype=BF16)], [torch.ones(2, dtype=torch.int16)])
     with pytest.raises(ValueError, match=r"remainder\[0\] is int32, expected int16"):
         fused.split_master_([torch.ones(3)], [torch.ones(3, dtype=BF16)], [torch.ones(3, dtype=torch.int32)])
 

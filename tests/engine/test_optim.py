@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import engine
-from engine.optim import AdamOptimizer, OptimManager, clip_grad_norm_
+from engine.optim import AdamOptimizer, OptimManager, adam, clip_grad_norm_
 from engine.optim.clip import grad_norm
 from engine.registry import STAGE_ROLE
 from engine.tensors import local_tensor
@@ -113,6 +113,8 @@ def test_what_a_manager_cannot_run():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric, which step"):
         manager.add_optimizer(optimizer, plateau)
+    with pytest.raises(ValueError, match=r"LBFGS needs a closure .*: leave it out of add_optimizer and call its step"):
+        manager.add_optimizer(torch.optim.LBFGS([weight]))
     with pytest.raises(ValueError, match="add_optimizer got a Parameter"):
         manager.add_optimizer(weight)
     manager.add_optimizer(optimizer)
@@ -338,6 +340,46 @@ def test_partial_gradients_are_summed_at_every_step(two, clips):
         assert not clips or torch.stack(norms).tolist() == pytest.approx([3 * 2**0.5] * 3)
 
 
+def test_new_gradients_are_not_those_that_were_clipped():
+    """What zero_grad drops, its norm goes with: the step looks at those that came afterwards."""
+    parameter = nn.Parameter(torch.ones(2))
+    manager, optimizer = OptimManager(), AdamOptimizer([parameter], lr=0.1)
+    manager.add_optimizer(optimizer)
+    for old, new, skipped in ((1.0, float("nan"), 1), (float("nan"), 1.0, 1)):
+        parameter.grad = torch.full((2,), old)
+        manager.clip_grad_norm(optimizer.param_groups, 0.5, defer=True)
+        manager.zero_grad()
+        parameter.grad = torch.full((2,), new)
+        manager.step()
+        assert manager.skipped == skipped and parameter.isfinite().all()
+    assert optimizer.state[parameter]["exp_avg"][0] == pytest.approx(0.1)  # it is not clipped either
+    manager.clip_grad_norm(optimizer.param_groups, 0.5)
+    for skipped in (1, 2):  # nor does a norm outlive its step
+        manager.step()
+        assert manager.skipped == skipped
+        parameter.grad.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params", "bf16-sr"])
+def test_parameters_are_stepped_once_whatever_the_chunk_of_torchs_kernel(either, monkeypatch, precision):
+    results = []
+    for size in (1 << 24, 60):
+        monkeypatch.setattr(adam, "_CHUNK", size)
+        model = toys.build()
+        model.empty = nn.Parameter(torch.ones(0, 3))
+        engine.Policy(precision=precision).cast_parameters_(model)
+        if precision == "bf16-sr":
+            for name, parameter in model.named_parameters():
+                engine.registry.round_at_random(parameter, name)
+        optimizer = AdamOptimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for step in range(3):
+            with_gradients(model, step)
+            optimizer.step(found_inf=torch.tensor(float(step == 1)))
+        results.append(list(model.parameters()))
+        assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_manager_clips_a_parameter_or_a_group_by_itself():
     parameter = nn.Parameter(torch.ones(2, 2))
     for given in (parameter, {"params": [parameter]}, {"params": parameter}):
@@ -518,6 +560,9 @@ def test_steps_see_what_changed_since_the_last_one(either):
     step([0, 1, 2])
     for optimizer in (mine, other):
         optimizer.state.clear()
+    step([0, 1, 2])
+    for optimizer, parameters in ((mine, ours), (other, theirs)):
+        optimizer.state[parameters[0]]["exp_avg"] = torch.ones(3)
     step([0, 1, 2])
     for optimizer, parameters in ((mine, ours), (other, theirs)):
         optimizer.param_groups[0]["params"][1] = parameters[3]

@@ -7,6 +7,7 @@ import engine_toys as toys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -348,6 +349,21 @@ def cut_inside_a_block():
 
 def test_a_block_that_ranks_cut_is_an_error(two):
     two.run(cut_inside_a_block)
+
+
+def stepped_without_columns():
+    engine.init_distributed()
+    mesh = engine.parallel.mesh.device_mesh()["dp_shard"]
+    cut = [distribute_tensor(torch.ones(4, 1), mesh, [Shard(1)]) for _ in range(2)]
+    parameter = nn.Parameter(cut[0])
+    parameter.grad = cut[1]
+    optimizer = AdamW8bit([parameter], lr=0.5, min_size=1)
+    optimizer.step()
+    return optimizer.state[parameter]["step"].item(), parameter.full_tensor().unique().tolist()
+
+
+def test_a_rank_may_have_no_columns_of_8_bit_moments(two):
+    assert two.run(stepped_without_columns) == [(1, [pytest.approx(0.5)])] * 2
 
 
 def test_8_bit_moments_train_as_fp32_ones_do():

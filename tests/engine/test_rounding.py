@@ -6,7 +6,7 @@ import torch
 
 import engine
 import engine.tensors
-from engine.optim.rounding import _places, stochastic_round_
+from engine.optim.rounding import _places, place_of, stochastic_round_
 from engine.registry import ROUNDS_AT_RANDOM
 
 
@@ -51,6 +51,13 @@ def test_places_of_a_box_in_the_whole():
     box = whole[1:3, 2:5, 3:4]
     assert torch.equal(_places(0, 6, (2, 3, 1), (1, 2, 3), (3, 5, 7), box.device), box.reshape(-1))
     assert torch.equal(_places(2, 5, (2, 3, 1), (1, 2, 3), (3, 5, 7), box.device), box.reshape(-1)[2:5])
+
+
+def test_the_place_of_a_shard_is_looked_up_again_where_its_shape_changes():
+    parameter = torch.nn.Parameter(torch.ones(4, 2))
+    assert place_of(parameter) == (8, 0, 0)
+    parameter.data = torch.ones(6, 2)
+    assert place_of(parameter) == (12, 0, 0)
 
 
 def given_gradients(level, copies, precision, steps=3):

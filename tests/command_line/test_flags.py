@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import resource
 import subprocess
 import sys
 
@@ -356,3 +357,17 @@ def test_a_switch_of_another_program_takes_no_word_by_place():
 def test_flags_need_no_torch():
     code = "import sys, modelcenter.training.config; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_flags_that_find_no_room_leave_their_file_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    read("--lr", "0.5").save(path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a file that grows beyond it is an OSError
+    try:
+        with pytest.raises(OSError, match="config.yaml'$"):
+            read("--lr", "0.1").save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -1,5 +1,5 @@
 """Paths: where the shipped data lives (inside the wheel under `modelcenter/`, beside the package in a checkout), what a
-mistyped one may mean, and which one did not fit on its disk."""
+mistyped one may mean, which one did not fit on its disk, and files that are whole or what they were before."""
 
 import difflib
 import errno
@@ -43,3 +43,18 @@ def naming_full_disk(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file; where the disk is full or the process is killed meanwhile, it stays what it was.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
+    work = path.with_name(f".{path.name}")
+    try:
+        with naming_full_disk(path):
+            work.write_bytes(content)
+        work.replace(path)
+    finally:
+        work.unlink(missing_ok=True)

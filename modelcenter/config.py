@@ -79,7 +79,7 @@ class ModelConfig:
                 "problem_type: got 'single_label_classification' with num_labels=1, of which nothing can be told apart "
                 "(transformers refuses it, too); give 2 labels or more, or problem_type='regression' for one score"
             )
-        self._check_values(vars(self))
+        self.check_values(vars(self), {})
         for f in dataclasses.fields(self):
             setattr(self, f.name, _plain_number(f.type, getattr(self, f.name)))
 
@@ -129,8 +129,11 @@ class ModelConfig:
         return tuple(f.name for f in dataclasses.fields(cls))
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
+    def from_dict(cls, values: dict[str, Any], spelled: Mapping[str, str] | None = None) -> Self:
         """Build from our own names.
+
+        Args:
+            spelled: what the file or the caller called fields by, for messages, where that is another name.
 
         Raises:
             ValueError: a key is unknown (the nearest is offered) or a required one is missing.
@@ -152,14 +155,16 @@ class ModelConfig:
         ]
         if missing:
             raise ValueError(f"{cls.__name__}: missing field {missing[0]!r} (of {len(missing)}: {', '.join(missing)})")
-        cls._check_values(values)  # before __post_init__ computes with them
+        cls.check_values(values, spelled or {})  # before __post_init__ computes with them
         return cls(**values)
 
     @classmethod
-    def _check_values(cls, values: Mapping[str, Any]) -> None:
+    def check_values(cls, values: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
+        """Raise ValueError for a value of the wrong type. values: by our own names. spelled: as of from_dict."""
         for f in dataclasses.fields(cls):
             if f.name in values and (expected := _expected_value(f.name, f.type, values[f.name])):
-                raise ValueError(f"{cls.model_type} config: {f.name} is {values[f.name]!r}, expected {expected}")
+                name = spelled.get(f.name, f.name)
+                raise ValueError(f"{cls.model_type} config: {name} is {values[f.name]!r}, expected {expected}")
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of our own names; `from_dict` reads it back equal."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from modelcenter._paths import naming_full_disk
+from modelcenter._paths import write_whole
 from modelcenter.command_line.arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
 from modelcenter.command_line.spellings import TRANSLATED, all_spellings, translate, translated, what_instead
 from modelcenter.command_line.values import BOOLEANS, convert, type_of
@@ -109,8 +109,7 @@ class Flags:
         """Write a YAML file that `from_yaml` reads back equal."""
         task = getattr(self, "task", "")
         values = {**({"task": task} if task else {}), **self.to_dict()}
-        with naming_full_disk(path):
-            path.write_text(yaml_text(values), encoding="utf-8")
+        write_whole(path, yaml_text(values).encode())
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> Self:

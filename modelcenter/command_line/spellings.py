@@ -55,7 +55,7 @@ INSTEAD = {
     "load_in_4bit": _FOUR_BITS,
     "load_in_8bit": _FOUR_BITS,
     "local_rank": "torchrun says it to each rank; leave it out",
-    "logging_dir": "trackers write into tracking/ of --output_dir",
+    "logging_dir": "tensorboard and aim write into tracking/ of --output_dir, others where their own settings say",
     "logging_first_step": "it is always logged; leave it out",
     "logging_strategy": "--log_every says after how many steps",
     "max_eval_samples": _FEWER,

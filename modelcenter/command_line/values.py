@@ -23,6 +23,7 @@ class FieldType(typing.NamedTuple):
     container: type | None  # list, dict or None
     scalar: type  # bool, int, float, str, or Any for a dict of anything
     optional: bool
+    words: tuple[str, ...] = ()  # that may stand in place of a number
 
 
 def type_of(cls: type, name: str) -> FieldType:
@@ -38,11 +39,15 @@ def _types(cls: type) -> dict[str, FieldType]:
 def _taken_apart(hint: Any) -> FieldType:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # typing's, where one member is a Literal
     members = typing.get_args(hint) if union else (hint,)
-    (base,) = (member for member in members if member is not type(None))
+    optional = type(None) in members
+    literals = [member for member in members if typing.get_origin(member) is typing.Literal]
+    others = [member for member in members if member is not type(None) and member not in literals]
+    if not others:  # of texts, which are the choices of the field
+        return FieldType(None, str, optional)
+    (base,) = others
     container = typing.get_origin(base)
-    if container is typing.Literal:  # of texts, which are the choices of the field
-        return FieldType(None, str, type(None) in members)
-    return FieldType(container, typing.get_args(base)[-1] if container else base, type(None) in members)
+    words = tuple(word for member in literals for word in typing.get_args(member))
+    return FieldType(container, typing.get_args(base)[-1] if container else base, optional, words)
 
 
 def convert(field: Any, kind: FieldType, value: Any) -> Any:
@@ -66,7 +71,12 @@ def convert(field: Any, kind: FieldType, value: Any) -> Any:
         return _mapping(name, value, kind.scalar)
     if isinstance(value, (str, bool)) and not choices:
         value = means.get(str(value).lower(), value)
-    converted = _SCALARS[kind.scalar](name, value)
+    if isinstance(value, str) and value.lower() in kind.words:
+        return value.lower()
+    try:
+        converted = _SCALARS[kind.scalar](name, value)
+    except ValueError as error:
+        raise ValueError(" or ".join((str(error), *kind.words))) from None
     if choices:
         converted = means.get(converted, converted)
         if converted not in choices:

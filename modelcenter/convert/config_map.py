@@ -156,7 +156,19 @@ class ConfigMap:
             ours.pop("num_labels", None)
         elif count is not None and ours.get("id2label") is not None and len(ours["id2label"]) != count:
             ours["id2label"] = None
-        return config_class.from_dict({**ours, **changed, "extra": {**extra, **changed_extra}})
+        mapped = {**COMMON, **self.fields}.items()
+        spelled = {name: key for key, name in mapped if key in changes or (key in given and name not in changes)}
+        return config_class.from_dict({**ours, **changed, "extra": {**extra, **changed_extra}}, spelled)
+
+    def check_values(self, values: Mapping[str, Any], config_class: type[ModelConfig]) -> None:
+        """Raise ValueError for a field of a config.json with a value of the wrong type, whatever else it has or lacks.
+
+        Arguments: as of `read`.
+        """
+        mapped = {**COMMON, **self.fields}
+        names = {key: mapped.get(key, key) for key in values}
+        given = {name: values[key] for key, name in names.items() if not _is_default(name, values[key])}
+        config_class.check_values(given, {name: key for key, name in names.items()})
 
     def _without_dropped(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any]
@@ -199,7 +211,7 @@ class ConfigMap:
                 self._check_unmapped(key, value, config_class, what)
                 extra[key] = value
                 continue
-            if value is None and key in _NULL_IS_DEFAULT and what != "override":
+            if _is_default(key, value) and what != "override":
                 continue
             if key in ours and ours[key] != value and what != "override":
                 raise ValueError(f"{what} {key!r} is given twice, as {ours[key]!r} and as {value!r}")
@@ -246,6 +258,11 @@ class ConfigMap:
         out |= {"model_type": config.model_type, "architectures": [hf_class], "dtype": dtype}
         out = out if self.translation is None else self.translation.write(out)
         return dict(sorted(out.items()))
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a field of ours is left to its default by the value that a file gives it."""
+    return value is None and name in _NULL_IS_DEFAULT
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

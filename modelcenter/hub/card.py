@@ -2,16 +2,14 @@
 
 import json
 import math
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
 from modelcenter import registry
-from modelcenter._paths import naming_full_disk
+from modelcenter._paths import write_whole
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
 
 PIPELINES = {
@@ -274,15 +272,13 @@ def complete_card(run: str | Path, summary: Mapping[str, Any]) -> None:
         raise ValueError(f"{folder}: the model card cannot be completed: {error}") from None
     curve = None
     if (folder / CURVES_FILE).is_file():
-        shutil.copyfile(folder / CURVES_FILE, model / CURVES_FILE)
+        write_whole(model / CURVES_FILE, (folder / CURVES_FILE).read_bytes())
         curve = CURVES_FILE
     if (padding := _padding(folder / "metrics.jsonl")) is not None:
         summary = {**summary, "padding": padding}
     head = text.partition(f"\n{_RUN}\n")[0].rstrip()
-    work = model / f".{CARD_FILE}"
-    with naming_full_disk(model / CARD_FILE):
-        work.write_text(f"{head}\n\n{describe_run(summary, curve)}\n", encoding="utf-8", errors="backslashreplace")
-    os.replace(work, model / CARD_FILE)
+    text = f"{head}\n\n{describe_run(summary, curve)}\n"
+    write_whole(model / CARD_FILE, text.encode("utf-8", "backslashreplace"))
 
 
 def _padding(metrics: Path) -> float | None:

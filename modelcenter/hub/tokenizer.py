@@ -90,6 +90,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         for path in held:
             if path.suffix == ".json":
                 read_json(path)  # a file that was cut off says so itself
+        if config_file is not None:
+            _check_config(fields, config_file)
         if message := _lacks_packages(directory, source, kwargs):
             raise ValueError(f"no tokenizer could be loaded from {source}: {message}") from error
         why = " ".join(str(error).split())
@@ -138,6 +140,18 @@ def _lacks_packages(directory: Path | None, source: str, kwargs: Mapping[str, An
         f"{models[0]} is read by the packages sentencepiece and protobuf, of which {' and '.join(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'modelcenter[sentencepiece]'"
     )
+
+
+def _check_config(fields: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError for a value of the wrong type in the config of a family that is known here: transformers reads
+    it for the tokenizer beside it, too, and fails with an error of its own."""
+    kind = model_type_of(fields)
+    if str(kind) in ARCHITECTURES:
+        spec = registry.get(kind, fields.get("architectures"))
+        try:
+            spec.arch_map().config.check_values(fields, spec.config_class())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _config_that_transformers_lacks(fields: Mapping[str, Any]) -> Any:

@@ -83,6 +83,7 @@ def _length_lines(cfg: TrainConfig, examples: Any) -> list[tuple[str, str]]:
     if _is_stream(examples):
         return [("lengths", f"up to {cfg.max_length} tokens; longer texts make several rows"), ("padding", "none")]
     lengths = examples.lengths
+    assert cfg.batch_size != "auto"
     batch_rows = cfg.batch_size if cfg.batch_tokens is None else max(1, cfg.batch_tokens // int(lengths.mean()))
     points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
     return [

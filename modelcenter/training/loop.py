@@ -339,9 +339,10 @@ class Run:
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
         self.step, self.clock = state["step"], Clock(state["seconds"])
         if self.step > self.batch_source.steps:
+            name = "epochs" if self.cfg.max_steps is None else "max_steps"
             raise ValueError(
-                f"max_steps: the run has {self.batch_source.steps} steps, but {continuation.checkpoint} has done "
-                f"{self.step}"
+                f"{name}: the run has {self.batch_source.steps} steps, but {continuation.checkpoint} has done "
+                f"{self.step}; give more"
             )
         self.throughput.load(state, self.clock.seconds)
         self.skipped_steps.start_from(self.step)

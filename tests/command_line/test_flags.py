@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import resource
 import subprocess
 import sys
 
@@ -87,10 +88,11 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--max-train-samples 100", "--max_train_samples is no flag here: give a file of fewer rows; --max_steps ends"),
         ("--lea 3", "unknown flag --lea"),  # no guessing from a beginning
         ("train.csv", "unexpected argument 'train.csv'"),
-        ("--batch_size 3.5", "batch_size: got '3.5', expected a whole number"),
-        ("--batch_size x", "batch_size: got 'x', expected a whole number"),
-        ("--batch_size 0", "batch_size: got 0, expected a number above 0"),
-        ("--batch_size -2", "batch_size: got -2, expected a number above 0"),
+        ("--batch_size 3.5", "batch_size: got '3.5', expected a whole number or auto"),
+        ("--batch_size x", "batch_size: got 'x', expected a whole number or auto"),
+        ("--batch_size 0", "batch_size: got 0, expected a number above 0 or auto"),
+        ("--batch_size -1", "batch_size: got -1, expected a number above 0 or auto"),
+        ("--log_every 3.5", "log_every: got '3.5', expected a whole number$"),
         ("--lr fast", "lr: got 'fast', expected a number"),
         ("--lr nan", "lr: got 'nan', expected a number"),
         ("--lr -1", "lr: got -1.0, expected 0 or more"),
@@ -355,3 +357,17 @@ def test_a_switch_of_another_program_takes_no_word_by_place():
 def test_flags_need_no_torch():
     code = "import sys, modelcenter.training.config; assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_flags_that_find_no_room_leave_their_file_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    read("--lr", "0.5").save(path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a file that grows beyond it is an OSError
+    try:
+        with pytest.raises(OSError, match="config.yaml'$"):
+            read("--lr", "0.1").save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import re
+import resource
 import shlex
 import socket
 import types
@@ -512,6 +513,23 @@ def test_a_card_that_is_no_utf8(tmp_path):
     for work in (lambda: push_directory(path, "me/x"), lambda: mc.from_config("tiny/bert").save_pretrained(path)):
         with pytest.raises(ValueError, match="README.md is not in UTF-8"):
             work()
+
+
+def test_a_full_disk_leaves_the_card_and_the_curve_as_they_were(tmp_path):
+    small(tmp_path / "model")
+    card = (tmp_path / "model/README.md").read_bytes()
+    (tmp_path / "curves.png").write_bytes(bytes(5000))
+    (tmp_path / "model/curves.png").write_bytes(b"before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))  # a file that grows beyond it is an OSError
+    try:
+        with pytest.raises(OSError, match="model/curves.png'$"):
+            complete_card(tmp_path, SUMMARY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "model/curves.png").read_bytes() == b"before"
+    assert (tmp_path / "model/README.md").read_bytes() == card
+    assert not [path for path in (tmp_path / "model").iterdir() if path.name.startswith(".")]
 
 
 def test_a_card_that_cannot_be_completed(tmp_path):

@@ -332,6 +332,17 @@ def test_a_tokenizer_beside_a_damaged_config(tokenizer, tmp_path):
         mc.AutoTokenizer.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("value", ["16", None, [16]])
+def test_a_tokenizer_beside_a_config_of_values_of_other_types(value, saved, tokenizer):
+    """transformers reads the config for the tokenizer, too, and says less of it."""
+    tokenizer.save_pretrained(path := saved("base"))
+    values = json.loads((path / "config.json").read_text())
+    write_json(path / "config.json", values | {"num_hidden_layers": value})
+    said = re.escape(f"{path}/config.json: bert config: num_hidden_layers is {value!r}, expected a ")
+    with pytest.raises(ValueError, match=f"^{said}"):
+        mc.AutoTokenizer.from_pretrained(path)
+
+
 def test_a_tokenizer_of_a_newer_library(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "new")
     path = tmp_path / "new/tokenizer.json"

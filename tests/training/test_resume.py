@@ -335,6 +335,9 @@ def test_more_steps_and_other_rates_are_those_of_the_flags(folder, monkeypatch):
     assert seen["groups"][0]["betas"] == (0.9, 0.9)
     rates = {row["step"]: row["lr"] for row in curve(folder, "more") if "lr" in row}
     assert rates == pytest.approx({step: 1e-3 * (11 - step) / 10 for step in range(5, 11)})
+    for name, fewer in (("max_steps", 9), ("epochs", 2)):  # an epoch has 4 steps
+        with pytest.raises(ValueError, match=rf"^{name}: the run has [89] steps, but .* has done 10; give more"):
+            main(command(run_values(folder, "fewer", resume=str(folder / "more"), **{name: fewer})))
 
 
 @pytest.mark.parametrize("forced", [False, True])

@@ -19,7 +19,7 @@ def read_parquet(path: Path, raw: bytes) -> ParsedFile:
         ValueError: no parquet file, or a damaged one; two columns of one name; pyarrow is missing.
     """
     with _opened(path, io.BytesIO(raw)) as file:
-        table = _with_texts(file.read())
+        table = _with_plain_types(file.read())
         about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         inner = {name: spec.get("feature", spec) for name, spec in about.items() if isinstance(spec, dict)}
         classes = {name: spec["names"] for name, spec in inner.items() if isinstance(spec, dict) and spec.get("names")}
@@ -39,7 +39,7 @@ def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
         while group < file.num_row_groups and file.metadata.row_group(group).num_rows <= start:
             start, group = start - file.metadata.row_group(group).num_rows, group + 1
         for batch in file.iter_batches(1024, row_groups=list(range(group, file.num_row_groups))):
-            yield from _with_texts(pyarrow.Table.from_batches([batch[start:]])).to_pylist()
+            yield from _with_plain_types(pyarrow.Table.from_batches([batch[start:]])).to_pylist()
             start = max(start - len(batch), 0)
 
 
@@ -65,34 +65,40 @@ def _opened(path: Path, source: Path | io.BytesIO) -> Iterator[Any]:
         raise ValueError(f"{path}: not a parquet file, or a truncated or damaged one ({reason})") from None
 
 
-def _with_texts(table: Any) -> Any:
-    """The table with texts in place of bytes that are UTF-8; other bytes stay as they are.
+def _with_plain_types(table: Any) -> Any:
+    """The table with texts in place of bytes that are UTF-8, other bytes as they are, and with numbers in place of
+    decimals.
 
-    Some programs (Impala, Hive, old Spark) write texts without marking them as such.
+    Some programs (Impala, Hive, old Spark) write texts without marking them as such; databases export decimals.
     """
     import pyarrow
 
     for i, field in enumerate(table.schema):
-        text_type = _as_text(field.type)
-        if text_type != field.type:
+        plain = _plain_type(field.type)
+        if plain != field.type:
             try:
-                table = table.set_column(i, field.with_type(text_type), table.column(i).cast(text_type))
-            except pyarrow.ArrowInvalid:  # an image, perhaps, in a column that nobody reads
+                table = table.set_column(i, field.with_type(plain), table.column(i).cast(plain))
+            except pyarrow.ArrowException:  # an image, perhaps, in a column that nobody reads
                 continue
     return table
 
 
-def _as_text(kind: Any) -> Any:
-    """A type of pyarrow with strings in place of binary, at any depth."""
+def _plain_type(kind: Any) -> Any:
+    """A type of pyarrow with strings in place of binary and numbers in place of decimals, at any depth."""
     import pyarrow
     from pyarrow import types
 
     if types.is_binary(kind):
         return pyarrow.string()
-    if types.is_large_binary(kind):
+    if types.is_large_binary(kind) or types.is_binary_view(kind):
         return pyarrow.large_string()
-    if types.is_list(kind):
-        return pyarrow.list_(kind.value_field.with_type(_as_text(kind.value_type)))
+    if types.is_decimal(kind):
+        return pyarrow.float64() if kind.scale else pyarrow.int64()
+    if types.is_dictionary(kind) and _plain_type(kind.value_type) != kind.value_type:
+        return _plain_type(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind):
+        of = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return of(kind.value_field.with_type(_plain_type(kind.value_type)))
     if types.is_struct(kind):
-        return pyarrow.struct([field.with_type(_as_text(field.type)) for field in kind])
+        return pyarrow.struct([field.with_type(_plain_type(field.type)) for field in kind])
     return kind

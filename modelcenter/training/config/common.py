@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.command_line.spellings import INSTEAD
@@ -64,8 +64,6 @@ class TrainConfig(Flags):
     Raises:
         ValueError: naming the flag, for a value of the wrong type or outside its range.
     """
-
-    AUTO: ClassVar[int] = -1  # batch_size that is yet to be found
 
     task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
@@ -146,8 +144,8 @@ class TrainConfig(Flags):
     push_to_hub: str | None = _output(None, "Hub repository (owner/name) to push the final model to", "hub_model_id")
     dry_run: bool = _output(False, "print the plan, run one step and write nothing")
 
-    batch_size: int = _batches(32, "rows per rank and microbatch; auto: as many as fit in memory, with "
-        "global_batch_size unchanged", "per_device_train_batch_size", "train_batch_size", means={"auto": -1})
+    batch_size: int | Literal["auto"] = _batches(32, "rows per rank and microbatch; auto: as many as fit in memory, "
+        "with global_batch_size unchanged", "per_device_train_batch_size", "train_batch_size")
     batch_tokens: int | None = _batches(None, "tokens per rank and microbatch, instead of batch_size: batches are "
         "filled up to this number")
     global_batch_tokens: int | None = _batches(None, "tokens per step over all ranks, a multiple of batch_tokens; "
@@ -270,8 +268,8 @@ class TrainConfig(Flags):
         check_positive(self, "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "epochs")
         check_positive(self, "batch_tokens", "global_batch_tokens", "max_steps", "max_length", "log_every", "keep")
         check_positive(self, "early_stopping", "save_minutes")
-        if self.batch_size != self.AUTO:
-            check_positive(self, "batch_size")
+        if self.batch_size != "auto" and self.batch_size < 1:
+            raise ValueError(f"batch_size: got {self.batch_size}, expected a number above 0 or auto")
         check_positive(self, "dp_replicate", "tp", "cp", "pp", "peak_flops", "adam_epsilon")  # 0 / 0 of rare words
         check_not_negative(self, "lr", "weight_decay", "max_grad_norm", "warmup", "seed", "prefetch")
         for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
@@ -301,7 +299,7 @@ class TrainConfig(Flags):
                 "batch_tokens: it fills batches by tokens, so they have no fixed number of rows; give it with "
                 "global_batch_tokens, or batch_size with global_batch_size"
             )
-        if self.batch_tokens is not None and self.batch_size == self.AUTO:
+        if self.batch_tokens is not None and self.batch_size == "auto":
             raise ValueError("batch_size: auto counts rows, but batch_tokens fills microbatches by tokens; give either")
         if self.global_batch_tokens is not None and self.batch_tokens is None:
             raise ValueError(

@@ -49,7 +49,7 @@ class PretrainConfig(TrainConfig):
             raise ValueError(f"packing: got {self.packing!r}; a stream is cut document by document, use none")
         if self.eval_fraction is not None:
             raise ValueError("eval_fraction: a stream has no known size; with streaming give eval_data")
-        if self.batch_size == self.AUTO:
+        if self.batch_size == "auto":
             raise ValueError("batch_size: auto looks at all rows first; with streaming give a number, or batch_tokens")
         if self.eval_every == "epoch":
             self.eval_every = STREAM_EVERY

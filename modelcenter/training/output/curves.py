@@ -1,10 +1,13 @@
 """curves.png: loss, learning rate and evaluation metrics of a run, drawn."""
 
+import io
 import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from modelcenter._paths import write_whole
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -36,7 +39,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.ticklabel_format(axis="y", scilimits=(-2, 4))
         if axes.get_legend_handles_labels()[0] and axes is not rate:
             axes.legend()
-    figure.savefig(path, dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110)
+    write_whole(path, drawn.getvalue())
 
 
 def _nan(value: float | None) -> float:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from modelcenter._paths import naming_full_disk
+from modelcenter._paths import write_whole
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.output.curves import plot
 from modelcenter.training.output.display import Display
@@ -119,10 +119,7 @@ class Record:
 
 
 def _write_summary(path: Path, summary: dict[str, Any]) -> None:
-    work = path.with_name(f".{path.name}")
-    with naming_full_disk(path):
-        work.write_text(json_text(summary, indent=2) + "\n", encoding="utf-8")
-    work.rename(path)
+    write_whole(path, (json_text(summary, indent=2) + "\n").encode())
 
 
 def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
@@ -138,8 +135,5 @@ def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
             continue
         if isinstance(row, dict) and row.get("step", math.inf) <= step:
             rows.append(row)
-    work = path.with_name(f".{path.name}")
-    with naming_full_disk(path):
-        work.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
-    work.replace(path)
+    write_whole(path, "".join(json_text(row) + "\n" for row in rows).encode())
     return rows

@@ -1,5 +1,6 @@
 """Where the numbers of a run go besides metrics.jsonl: the experiment trackers that accelerate supports."""
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,11 +80,14 @@ def _start(name: str, path: Path, cfg: TrainConfig) -> Any:
 
     PartialState()  # accelerate's trackers write to its log, which refuses every line before this; not collective
     kind = LOGGER_TYPE_TO_CLASS[name]
-    folder = {"logging_dir": str(path / FOLDER)} if kind.requires_logging_directory else {}
-    run = path.absolute().name
-    if folder:
+    project = run = path.absolute().name
+    options = {}
+    if kind.requires_logging_directory:
         (path / FOLDER).mkdir(exist_ok=True)
-    tracker = kind(run, **folder)
+        options["logging_dir"] = str(path / FOLDER)
+    if name == "wandb":  # which lets arguments win over its variables, and accelerate passes it the project
+        project, options["name"] = os.environ.get("WANDB_PROJECT", run), os.environ.get("WANDB_NAME", run)
+    tracker = kind(project, **options)
     tracker.main_process_only = False  # this rank writes, whatever accelerate takes it for
     tracker.start()
     if name != "tensorboard":  # its table of hyper-parameters makes a second run of each

@@ -21,6 +21,7 @@ def step_sizes(cfg: TrainConfig, ranks: int) -> dict[str, int | None]:
     steps = cfg.accumulation(ranks)
     if cfg.batch_tokens is not None:
         return {"gradient_accumulation_steps": steps, "global_batch_tokens": cfg.batch_tokens * steps * ranks}
+    assert cfg.batch_size != "auto"
     return {
         "gradient_accumulation_steps": steps,
         "global_batch_size": cfg.batch_size * steps * ranks,
@@ -46,7 +47,7 @@ def continued_batch_sizes(cfg: TrainConfig, continuation: Continuation, ranks: i
             f"global_batch_size: the run in {continuation.checkpoint} has {kept}, which {ranks} ranks cannot share "
             "equally; use a number of ranks that divides it"
         )
-    if cfg.batch_size == cfg.AUTO:
+    if cfg.batch_size == "auto":
         return {"global_batch_size": kept, "gradient_accumulation_steps": None}
     _report_kept(continuation, cfg.batch_size * (cfg.gradient_accumulation_steps or 1) * ranks, kept, "size")
     batch_size = largest_divisor(rows_per_rank, cfg.batch_size)

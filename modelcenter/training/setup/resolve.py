@@ -29,7 +29,7 @@ def resolve_for_ranks(cfg: TrainConfig, continuation: Continuation | None) -> No
     cfg.precision = resolve_precision(cfg.precision)
     if continuation is not None:
         _set_flags(cfg, continued_batch_sizes(cfg, continuation, engine.data_size()))
-    if cfg.batch_tokens is not None or cfg.batch_size != cfg.AUTO:
+    if cfg.batch_tokens is not None or cfg.batch_size != "auto":
         _set_flags(cfg, step_sizes(cfg, engine.data_size()))
 
 
@@ -56,7 +56,7 @@ def resolve_automatic_batch_size(cfg: TrainConfig, task: Any, model: Model, exam
     Raises:
         ValueError: see largest_batch_sizes.
     """
-    if cfg.batch_size == cfg.AUTO:
+    if cfg.batch_size == "auto":
         _set_flags(cfg, largest_batch_sizes(cfg, task, model, examples))
         _set_flags(cfg, step_sizes(cfg, engine.data_size()))
 

@@ -229,7 +229,8 @@ class DPO(LanguageModelling):
                 f"{longest} tokens; cut them by --max_length {positions}, or give a reference with more"
             )
         for examples in given:
-            size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)  # auto is not settled yet
+            batch_size = 8 if self.cfg.batch_size == "auto" else self.cfg.batch_size  # auto is not settled yet
+            size = self.cfg.eval_batch_size or max(batch_size, 8)
             rows = rank_batches(examples, size)
             places = [torch.from_numpy(part) for part in rows]
             batches = Batches(examples, rows)

@@ -1,6 +1,7 @@
 """Parquet: names of classes, texts stored as bytes, damaged files."""
 
 import json
+from decimal import Decimal
 
 import pytest
 from file_toys import read
@@ -43,6 +44,9 @@ def test_parquet_of_texts_as_bytes(tmp_path):
         "label": pyarrow.array([b"pos", b"neg", b"pos"], pyarrow.large_binary()),
         "words": pyarrow.array([[b"a", text.encode()], [], None], pyarrow.list_(pyarrow.binary())),
         "said": pyarrow.array([{"x": b"a", "n": 1}] * 3, pyarrow.struct({"x": pyarrow.binary(), "n": pyarrow.int64()})),
+        "kind": pyarrow.array([b"x", b"y", None]).dictionary_encode(),
+        "view": pyarrow.array([b"x", b"y", None], pyarrow.binary_view()),
+        "many": pyarrow.array([[b"a"], [], None], pyarrow.large_list(pyarrow.binary())),
         "image": pyarrow.array([b"\xff\x00", b"a", b"b"], pyarrow.binary()),
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), str(tmp_path / "a.parquet"), row_group_size=2)
@@ -51,6 +55,9 @@ def test_parquet_of_texts_as_bytes(tmp_path):
         "label": ["pos", "neg", "pos"],
         "words": [["a", text], [], None],
         "said": [{"x": "a", "n": 1}] * 3,
+        "kind": ["x", "y", None],
+        "view": ["x", "y", None],
+        "many": [["a"], [], None],
     }
     table = read_file(tmp_path / "a.parquet")
     assert table.columns == {**expected, "image": [b"\xff\x00", b"a", b"b"]}
@@ -64,6 +71,24 @@ def test_parquet_of_texts_as_bytes(tmp_path):
         list(column_texts(table, "image"))
     with pytest.raises(ValueError, match=r"row 1: the label is b'.xff.x00', expected a text"):
         find_labels(table.columns["image"], table.where)
+
+
+def test_decimals_are_numbers(tmp_path):
+    """As databases export them: labels keep the order of numbers, and fractions are values to predict."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    numbers = [Decimal(i % 12) for i in range(48)]
+    kinds = {"whole": pyarrow.decimal128(10, 0), "places": pyarrow.decimal128(10, 2)}
+    columns = {name: pyarrow.array(numbers, kind) for name, kind in kinds.items()}
+    columns["part"] = pyarrow.array([number / 4 for number in numbers], pyarrow.decimal128(10, 2))
+    pyarrow.parquet.write_table(pyarrow.table(columns), str(tmp_path / "a.parquet"))
+    table = read_file(tmp_path / "a.parquet")
+    for name in kinds:
+        assert find_labels(table.columns[name], table.where).names == tuple(map(str, range(12)))
+    assert find_labels(table.columns["part"], table.where).problem_type == "regression"
+    assert table.columns["part"][:3] == [0.0, 0.25, 0.5]
+    assert [row["whole"] for row, _ in FileRows([tmp_path / "a.parquet"]).read(Cursor(0, 46))] == [10, 11]
 
 
 def test_two_columns_of_one_name(tmp_path):

@@ -78,6 +78,30 @@ def test_trackers_get_the_numbers(tmp_path, monkeypatch):
     assert told == ["my-run", "started", 0.5, (3, {"loss": 0.25, "skipped": 1}), "finished"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "project", "name"),
+    [({}, "my-run", "my-run"), ({"WANDB_PROJECT": "sst2", "WANDB_NAME": "first"}, "sst2", "first")],
+)
+def test_wandb_has_the_project_and_the_name_that_its_variables_say(variables, project, name, tmp_path, monkeypatch):
+    from accelerate import state
+
+    monkeypatch.setattr(state.PartialState, "_shared_state", state.SharedDict())
+    told = {}
+    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    config = SimpleNamespace(update=lambda *_, **__: None)
+    wandb = SimpleNamespace(init=lambda **given: told.update(given) or run, config=config)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("modelcenter.training.output.trackers.find_spec", lambda name: shutil)
+    for variable in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    trackers = Trackers(tmp_path / "my-run", ClassificationConfig(trackers=["wandb"]))
+    trackers.log({"step": 3, "loss": 0.25})
+    trackers.close()
+    assert told == {"project": project, "name": name}
+
+
 def test_a_tracker_that_cannot_start_ends_no_run(tmp_path, monkeypatch, capsys):
     def refused(*_):
         raise ConnectionError("no login")

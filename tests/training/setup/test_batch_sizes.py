@@ -63,13 +63,13 @@ def test_a_step_that_keeps_its_size_against_the_flags_is_said(given, flags, says
 def test_automatic_batches_fit_the_other_flags(monkeypatch, ranks, longest, given, found):
     """Rows of a microbatch on a CPU, whose batches have 8,192 tokens at most; microbatches; rows of a step."""
     monkeypatch.setattr(engine, "data_size", lambda: ranks)
-    cfg = ClassificationConfig(batch_size=-1, **given)
+    cfg = ClassificationConfig(batch_size="auto", **given)
     resolve_automatic_batch_size(cfg, None, None, SimpleNamespace(lengths=np.array([3, longest])))
     assert (cfg.batch_size, cfg.gradient_accumulation_steps, cfg.global_batch_size) == found
 
 
 def test_automatic_batches_that_no_ranks_can_share():
-    cfg = ClassificationConfig(batch_size=-1, global_batch_size=30, gradient_accumulation_steps=4)
+    cfg = ClassificationConfig(batch_size="auto", global_batch_size=30, gradient_accumulation_steps=4)
     with pytest.raises(ValueError, match="global_batch_size: got 30, expected a multiple of 1 ranks times 4 microb"):
         largest_batch_sizes(cfg, None, None, SimpleNamespace(lengths=np.array([8])))
 
@@ -117,7 +117,7 @@ def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
     monkeypatch.setattr(automatic_batch_size, "accumulate", accumulate)
     monkeypatch.setattr(engine, "device", lambda: torch.device("cuda"))
-    cfg = ClassificationConfig(batch_size=-1, global_batch_size=10**6, gradient_accumulation_steps=1, **more)
+    cfg = ClassificationConfig(batch_size="auto", global_batch_size=10**6, gradient_accumulation_steps=1, **more)
     found = []
     model = torch.nn.Linear(1000, 1, bias=False).requires_grad_(trained)
     examples = SimpleNamespace(lengths=np.array([3, 8]), batch=lambda rows: found.append(rows.tolist()) or rows)

@@ -37,7 +37,6 @@ class Model(TrainerProtocol, ModelInputs):
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
-    tasks: ClassVar[tuple[str, ...]] = ("base",)
     # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
     is_encoder_decoder: ClassVar[bool] = False
@@ -87,8 +86,9 @@ class Model(TrainerProtocol, ModelInputs):
     def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
         """`run`, after checks of the inputs that every forward has.
 
-        Raises ValueError as `run`, and for logits_to_keep and output_hidden_states.
+        Raises ValueError as `run`, and for logits_to_keep, output_hidden_states and inputs of other heads.
         """
+        self.refuse_inputs_of_other_heads(batch)
         if (kept := batch.get("logits_to_keep", 0)) not in (0, 1):
             raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
         if not isinstance(value := batch.get("output_hidden_states", False), bool):

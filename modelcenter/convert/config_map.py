@@ -198,6 +198,8 @@ class ConfigMap:
             elif key not in names:
                 self._check_unmapped(key, value, config_class, what)
                 extra[key] = value
+            elif key == "_name_or_path":
+                continue  # from where transformers loaded it, maybe a path on another machine: version 5 drops it, too
                 continue
             if value is None and key in _NULL_IS_DEFAULT and what != "override":
                 continue

@@ -341,7 +341,8 @@ SUMMARY = {
     "last": {"step": 120, "loss": 0.31234, "padding": 0.5},
     "peak_memory": {"host_bytes": 1_500_000_000},
     "data": {"train": {"rows": 1234, "sha256": {"/home/me/train.jsonl": "ab" * 32}}, "eval": None},
-    "command": "modelcenter finetune classification --model bert-base-uncased --hub_token hf_" + "abcdef" * 6,
+    "command": "/home/me/.venv/bin/modelcenter finetune classification --model bert-base-uncased --columns text=/a "
+    "--train_data=/home/me/train.jsonl --output_dir '/home/me/my runs/a' --cache runs/x --hub_token hf_" + "abcdef" * 6,
     "finished_at": "2026-11-21T10:00:00+0000",
     "versions": {"modelcenter": "2.0", "torch": "2.13.0"},
     "hardware": {"device": "cpu", "ranks": 2, "cpus": 8, "machine": "x86_64"},

@@ -66,6 +66,8 @@ class Model(TrainerProtocol, ModelInputs):
         self.config, self.task = config, task
         self.tuned_prompt = None
         self.generation_config = {}
+        # Settings with which it was loaded: what `generate` does where its caller does not say.
+        self.generation_defaults: dict[str, Any] = {}
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -354,6 +356,12 @@ class Model(TrainerProtocol, ModelInputs):
         from modelcenter.generation.generate import generate
 
         return generate(self, input_ids, attention_mask, *args, **kwargs)
+
+    def set_generation_defaults(self, settings: Mapping[str, Any]) -> None:
+        """See modelcenter.generation.settings.set_defaults."""
+        from modelcenter.generation.settings import set_defaults
+
+        set_defaults(self, settings)
 
     def save_pretrained(self, path: str | os.PathLike[str], format: str = "hf", **kwargs: Any) -> None:
         """See modelcenter.hub.save.save_pretrained."""

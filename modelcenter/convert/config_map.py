@@ -48,6 +48,7 @@ _HINTS = {
     "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs",
     "device_map": _PLACED,
     "force_download": "what changed on the Hub is downloaded anyway; delete a cached repository to download it again",
+    "generation_config": "give its settings one by one: num_beams=4, max_new_tokens=64",
     "gradient_checkpointing": "engine.Policy(recompute=...), or --recompute in training, computes activations again",
     "load_in_4bit": _UNQUANTISED,
     "load_in_8bit": _UNQUANTISED,

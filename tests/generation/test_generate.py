@@ -492,6 +492,7 @@ def test_settings_that_the_caller_names_when_loading_are_what_generate_does(pair
         ("causal-lm", {"stop_strings": ["a", ""]}, "stop_strings: got .*, none of them empty"),
         ("causal-lm", {"min_length": -4}, "min_length: got -4, expected a whole number of at least 0"),
         ("causal-lm", {"bad_words_ids": [[4]]}, "bad_words_ids: generate does not do that here"),
+        ("causal-lm", {"generation_config": {"num_beams": 4}}, "generation_config.*give its settings one by one"),
         ("causal-lm", {"temperatur": 0.5}, "'temperatur' = 0.5.*Did you mean 'temperature'"),
         ("sequence-classification", {"num_beams": 4}, "num_beams: task 'sequence-classification' writes no text"),
     ],

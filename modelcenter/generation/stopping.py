@@ -1,5 +1,6 @@
 """Ends of a text beside its end token."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,8 +29,13 @@ class StopStrings:
         self.reach = max((len(text.encode()) for text in self.strings), default=0) + 8
 
     def found(self, tokens: Tensor) -> list[bool]:
-        """For each row of new tokens (rows, n)."""
+        """For each row of new tokens and the one before them (rows, 1 + n)."""
         if not self.strings:
             return [False] * len(tokens)
-        texts = self.tokenizer.batch_decode(tokens[:, -self.reach :], skip_special_tokens=False)
-        return [any(text in decoded for text in self.strings) for decoded in texts]
+        return [any(text in new for text in self.strings) for new in self._new_texts(tokens[:, -self.reach - 1 :])]
+
+    def _new_texts(self, tokens: Tensor) -> list[str]:
+        """What all but the first token of each row add to its text: decoders leave out a space that begins one."""
+        decode = functools.partial(self.tokenizer.batch_decode, skip_special_tokens=False)
+        parts = zip(decode(tokens), decode(tokens[:, :1]), decode(tokens[:, 1:]), strict=True)
+        return [whole[len(first) :] if whole.startswith(first) else rest for whole, first, rest in parts]

@@ -216,6 +216,21 @@ def test_stop_strings_end_a_row(pair):
         ours.generate(ids, None, 20, stop_strings="x")
 
 
+class Words(Letters):
+    """A word for each token, the first without its space, as SentencePiece's decoders have it."""
+
+    def decode(self, tokens, **_):
+        return "".join(f" {chr(ord('A') + int(t))}" for t in tokens).removeprefix(" ")
+
+
+def test_stop_strings_that_begin_with_the_space_before_the_first_new_word(pair):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    more = {"tokenizer": Words(), "eos_token_id": [], "pad_token_id": 11}
+    first = ours.generate(ids, None, 1, **more)
+    stop = f" {Words().decode(first[0, 9:])}"
+    assert torch.equal(ours.generate(ids, None, 20, stop_strings=stop, **more), first)
+
+
 def test_stop_strings_end_beams_where_the_longest_ends(pair):
     """As transformers cuts them; the padding that ends texts, too, is no sign of an end."""
     theirs, folder = pair

@@ -35,12 +35,13 @@ def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = Non
         kwargs: num_labels, id2label, revision, dtype (None: as the file says), token, cache_dir, local_files_only,
             strict, ignore_mismatched_sizes (heads only), policy (None: sharded as engine.init_distributed said; False:
             plain), seed (of a head that the file lacks); config, prefix and ignore of local files (a weight file's
-            config; what to take off its names; patterns of names to pass over); and config overrides in our names or
-            Hugging Face's, of which None drops a field of the file that is not understood.
+            config; what to take off its names; patterns of names to pass over); config overrides in our names or
+            Hugging Face's, of which None drops a field of the file that is not understood; and settings of generation
+            (num_beams, temperature, ...), the defaults of model.generate, which generation_config then has, too.
 
     Raises:
-        ValueError: unknown name, task or config field; an override without effect here; missing, unknown or misshapen
-            tensors; a missing, truncated or malformed file.
+        ValueError: unknown name, task, config field or setting; an override without effect; missing, unknown or
+            misshapen tensors; a missing, truncated or malformed file.
     """
     from modelcenter.hub.load import load_model
 
@@ -55,7 +56,7 @@ def from_config(config: Any, task: str | None = None, *, seed: int = 0, **kwargs
             such as "tiny/bert".
         task: one of registry.TASKS; None: "base" (of an encoder-decoder of two families its one task, seq2seq-lm).
         seed: of the random weights.
-        kwargs: num_labels, id2label, dtype, policy, and config overrides, as from_pretrained.
+        kwargs: num_labels, id2label, dtype, policy, config overrides and settings of generation, as from_pretrained.
     """
     from modelcenter.hub.load import build_model
 

@@ -135,6 +135,7 @@ def _push(argv: Sequence[str]) -> None:
         token=cfg.token,
         private=cfg.private,
         revision=cfg.revision,
+        create_pr=cfg.create_pr,
         message=cfg.message,
         say=_to_stderr,
     )

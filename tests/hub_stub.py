@@ -24,6 +24,7 @@ import yaml
 
 READ, WRITE = "hf_read", "hf_write"  # tokens: one may read private repositories, the other may write too
 _NAME = r"((?:[\w.-]+/)?[\w.-]+)"
+_REVISION = r"(refs/pr/\d+|[^/]+)"
 _LARGE = (".safetensors", ".bin")
 
 
@@ -217,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.large[oid] = body
         self._send(200, {})
 
-    def commit(self, name: str, revision: str, body: bytes, **_: Any) -> None:
+    def commit(self, name: str, revision: str, body: bytes, query: dict[str, list[str]], **_: Any) -> None:
         repo = self._repo(name)
         if repo is None or not self._may_write():
             return
@@ -235,8 +236,13 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.large[value["oid"]]
             elif entry["key"] == "deletedFile":
                 files.pop(value["path"], None)
+        answer = {}
+        if "create_pr" in query:
+            number = 1 + sum(branch.startswith("refs/pr/") for branch in repo.branches)
+            revision, answer["pullRequestUrl"] = f"refs/pr/{number}", f"{self.hub.url}/{name}/discussions/{number}"
         commit = repo.commit(files, revision)
-        self._send(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{commit}", "commitOid": commit, "hookOutput": ""})
+        answer |= {"commitUrl": f"{self.hub.url}/{name}/commit/{commit}", "commitOid": commit, "hookOutput": ""}
+        self._send(200, answer)
 
     def info(self, name: str, revision: str | None = None, **_: Any) -> None:
         found = self._files(name, revision or "main")
@@ -321,8 +327,8 @@ _ROUTES: list[tuple[tuple[str, ...], str, Any]] = [
     (("POST",), rf"/api/models/{_NAME}/commit/(.+)", _Handler.commit),
     (("POST",), rf"/{_NAME}\.git/info/lfs/objects/batch", _Handler.batch),
     (("PUT",), r"/large/(\w+)", _Handler.large),
-    (("GET", "HEAD"), rf"/{_NAME}/resolve/([^/]+)/(.+)", _Handler.resolve),
-    (("GET",), rf"/api/models/{_NAME}/tree/([^/]+).*", _Handler.tree),
-    (("GET",), rf"/api/models/{_NAME}/revision/([^/]+)", _Handler.info),
+    (("GET", "HEAD"), rf"/{_NAME}/resolve/{_REVISION}/(.+)", _Handler.resolve),
+    (("GET",), rf"/api/models/{_NAME}/tree/{_REVISION}.*", _Handler.tree),
+    (("GET",), rf"/api/models/{_NAME}/revision/{_REVISION}", _Handler.info),
     (("GET",), rf"/api/models/{_NAME}", _Handler.info),
 ]

@@ -20,20 +20,25 @@ _METADATA = frozenset(
     sentence_transformers transformers.js_config unsloth_fixed unsloth_version welcome""".split()
 )
 
+# Settings of generation. Version 4 wrote them into config.json, too; they belong to generation_config.json.
+GENERATION = frozenset(
+    """bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    forced_bos_token_id forced_decoder_ids forced_eos_token_id guidance_scale length_penalty max_length max_new_tokens
+    max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_beam_groups num_beams
+    num_return_sequences output_scores penalty_alpha remove_invalid_values renormalize_logits repetition_penalty
+    return_dict_in_generate sequence_bias stop_strings suppress_tokens temperature top_k top_p typical_p
+    watermarking_config""".split()
+)
+
 # Fields of every transformers config that do not change what our models compute. Names that begin with "_" are
 # transformers' own notes, and need no entry.
-IGNORED = _METADATA | frozenset(
+IGNORED = _METADATA.union(
+    GENERATION,
     """attn_implementation bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id eos_token_id
     eos_token_ids finetuning_task gradient_checkpointing mask_token_id output_attentions output_hidden_states
-    output_past return_dict sep_token_id task_specific_params tokenizer_class torchscript transformers_version
-    unk_token_id use_bfloat16 use_cache use_return_dict xla_device""".split()
-    # Generation settings that version 4 wrote into config.json; they belong to generation_config.json.
-    + """bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_decoder_ids
-    forced_eos_token_id length_penalty max_length max_new_tokens max_time min_length min_new_tokens min_p
-    no_repeat_ngram_size num_assistant_tokens num_beam_groups num_beams num_return_sequences output_scores
-    penalty_alpha prefix remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
-    suppress_tokens temperature tf_legacy_loss top_k top_p typical_p""".split()
+    output_past prefix return_dict sep_token_id task_specific_params tf_legacy_loss tokenizer_class torchscript
+    transformers_version unk_token_id use_bfloat16 use_cache use_return_dict xla_device""".split(),
 )
 
 _PLACED = "engine.init_distributed shards a model; one process puts it where .to(device) says"
@@ -43,6 +48,7 @@ _HINTS = {
     "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs",
     "device_map": _PLACED,
     "force_download": "what changed on the Hub is downloaded anyway; delete a cached repository to download it again",
+    "generation_config": "give its settings one by one: num_beams=4, max_new_tokens=64",
     "gradient_checkpointing": "engine.Policy(recompute=...), or --recompute in training, computes activations again",
     "load_in_4bit": _UNQUANTISED,
     "load_in_8bit": _UNQUANTISED,
@@ -137,8 +143,8 @@ class ConfigMap:
 
         Raises:
             ValueError: a field is not understood, has a value that the model does not implement, or an override is
-                unknown or has no effect here (ids of tokens and settings of generation are kept all the same); it names
-                the field and the nearest known ones.
+                unknown or has no effect here (ids of tokens are kept all the same); it names the field and the nearest
+                known ones.
         """
         given, changes = self._without_dropped(values, config_class, _with_id2label(overrides or {}))
         model_type = given.pop("model_type", None) or config_class.model_type
@@ -205,6 +211,8 @@ class ConfigMap:
                 value = None if not value else _as_labels(value)
             elif key == "label2id":
                 continue  # the inverse of id2label, which our config derives
+            elif key == "_name_or_path":
+                continue  # from where transformers loaded it, maybe a path on another machine: version 5 drops it, too
             elif key in mapped:
                 key = mapped[key]
             elif key not in names:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelcenter.generation.search import beam, extend
-from modelcenter.generation.settings import Settings, SpecialTokens
+from modelcenter.generation.settings import LEAST, MOST, Settings, SpecialTokens, with_defaults
 from modelcenter.generation.state import State, guessed_mask
 from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.layout import check_tensor
@@ -57,16 +57,18 @@ def generate(
     max_new_tokens: int | None = None,
     *,
     max_length: int | None = None,
-    num_beams: int = 1,
-    do_sample: bool = False,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
-    length_penalty: float = 1.0,
-    no_repeat_ngram_size: int = 0,
-    num_return_sequences: int = 1,
-    early_stopping: bool | str = False,
+    min_new_tokens: int | None = None,
+    min_length: int | None = None,
+    num_beams: int | None = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float | None = None,
+    length_penalty: float | None = None,
+    no_repeat_ngram_size: int | None = None,
+    num_return_sequences: int | None = None,
+    early_stopping: bool | str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
@@ -80,11 +82,14 @@ def generate(
 ) -> Tensor:
     """Continue prompts, or write what an encoder-decoder makes of its input; as transformers' `generate`.
 
+    A setting that is None is what the model was loaded with (from_pretrained(name, num_beams=4)), else greedy search's.
+
     Args:
         input_ids: (batch, seq). attention_mask: (batch, seq), 0 at padding, which may stand on either side; None: at
             the padding token, unless that ends sequences, too.
-        max_new_tokens: tokens to add at most; None: as max_length says, or 20.
+        max_new_tokens: tokens to add at most; without either of the two 20.
         max_length: of the result, with the columns of the prompts, or with the token that a decoder begins with.
+        min_new_tokens, min_length: no token ends a sequence before it has so many; counted alike.
         num_beams: sequences that beam search keeps for each row; 1: none. early_stopping: end a row's search when
             num_beams have ended, whatever might still come; "never": only when no longer one could be better.
             length_penalty: exponent of the length that divides a sequence's score; above 0 favours long ones.
@@ -118,9 +123,12 @@ def generate(
     token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
     checkpoint = {**model.config.special_tokens(), **model.generation_config}
     encodes = bool(getattr(model, "is_encoder_decoder", False))
-    settings = Settings(
-        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),
-        max_new_tokens=_new_tokens(max_new_tokens, max_length, 1 if encodes else input_ids.shape[1]),
+    asked = with_defaults(
+        model.generation_defaults,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        min_new_tokens=min_new_tokens,
+        min_length=min_length,
         num_beams=num_beams,
         do_sample=do_sample,
         temperature=temperature,
@@ -131,21 +139,30 @@ def generate(
         no_repeat_ngram_size=no_repeat_ngram_size,
         num_return_sequences=num_return_sequences,
         early_stopping=early_stopping,
+        stop_strings=stop_strings,
         seed=seed,
     )
-    stop = StopStrings(stop_strings, tokenizer)
-    file, asked = _settings_of_file(model)
-    _warn_unused(file, _unused_settings(asked, {**vars(settings), "stop_strings": stop.strings}))
+    stop = StopStrings(asked.pop("stop_strings", None), tokenizer)
+    max_new_tokens, max_length, min_new_tokens, min_length = (asked.pop(name, None) for name in (*MOST, *LEAST))
+    length = 1 if encodes else input_ids.shape[1]
+    settings = Settings(
+        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),
+        max_new_tokens=_new_tokens(max_new_tokens, max_length, length),
+        min_new_tokens=_least_tokens(min_new_tokens, min_length, length),
+        **asked,
+    )
+    used = {**vars(settings), "stop_strings": stop.strings, "min_length": min_length}
+    _warn_unused(*_unused_settings(model, used))
     if attention_mask is None and settings.tokens.marks_padding:
         attention_mask = guessed_mask(input_ids, settings.tokens.pad)
-    if streamer is not None and (num_beams > 1 or len(input_ids) * num_return_sequences > 1):
+    if streamer is not None and (settings.num_beams > 1 or len(input_ids) * settings.num_return_sequences > 1):
         raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
     with _evaluating(model), _uncompiled():
         state = State(model, input_ids, attention_mask, settings, token_inputs, other_inputs, banned)
         if streamer is not None:
             streamer.put(state.tokens.cpu())
-        if num_beams == 1:
+        if settings.num_beams == 1:
             tokens = extend(state, settings, stop, streamer, rng)
         else:
             tokens = beam(state, settings, stop, rng)
@@ -158,7 +175,7 @@ def generate(
 
 def _check_call(model: Any, input_ids: Any) -> None:
     """Raise ValueError for a model that writes no text, or prompts that are no tensor of tokens."""
-    if model.task not in ("causal-lm", "seq2seq-lm"):
+    if not model.writes_text:
         raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
     check_tensor("input_ids", input_ids, "a tensor of shape (batch, seq)")
     if input_ids.dim() != 2 or not input_ids.numel():
@@ -175,6 +192,15 @@ def _new_tokens(max_new_tokens: int | None, max_length: int | None, length: int)
     if not isinstance(max_length, Integral) or max_length <= length:
         raise ValueError(f"max_length: got {max_length!r}, expected more than the {length} tokens to begin with")
     return max_length - length
+
+
+def _least_tokens(min_new_tokens: int | None, min_length: int | None, length: int) -> int:
+    """The number of tokens to add at least to the first `length`. Raises ValueError: min_length is no number."""
+    if min_new_tokens is not None or min_length is None:
+        return min_new_tokens or 0
+    if not isinstance(min_length, Integral) or min_length < 0:
+        raise ValueError(f"min_length: got {min_length!r}, expected a whole number of at least 0")
+    return max(min_length - length, 0)
 
 
 def _generator(model: Any, settings: Settings, device: torch.device) -> torch.Generator:
@@ -234,10 +260,13 @@ def _settings_of_file(model: Any) -> tuple[str, Mapping[str, Any]]:
     return "config.json", {name: v for part in parts for name, v in part.extra.items() if v is not None}
 
 
-def _unused_settings(checkpoint: Mapping[str, Any], used: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a checkpoint asks for and is not used, as NAME=VALUE."""
-    asked = ((name, checkpoint[name]) for name in _NO_EFFECT if checkpoint.get(name) is not None)
-    return tuple(f"{name}={v!r}" for name, v in asked if v not in _NO_EFFECT[name] and v != used.get(name))
+def _unused_settings(model: Any, used: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The file of a checkpoint and what it asks for and is not used, as NAME=VALUE; without what the model was loaded
+    with, which the caller knows of."""
+    file, asked = _settings_of_file(model)
+    names = [name for name in _NO_EFFECT if asked.get(name) is not None and name not in model.generation_defaults]
+    left = [name for name in names if asked[name] not in _NO_EFFECT[name] and asked[name] != used.get(name)]
+    return file, tuple(f"{name}={asked[name]!r}" for name in left)
 
 
 @functools.cache

@@ -7,10 +7,13 @@ from modelcenter.generation.settings import Settings
 
 
 def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
-    """Scores (rows, vocab_size) after repetition_penalty and no_repeat_ngram_size.
+    """Scores (rows, vocab_size) after repetition_penalty, no_repeat_ngram_size and min_new_tokens.
 
     prompts: (rows, longest), each at the right end of its row, -1 before it; new: (rows, n), the tokens behind them.
     """
+    if new.shape[1] < s.min_new_tokens:
+        ends = torch.tensor(s.tokens.eos, dtype=torch.long, device=scores.device)
+        scores = scores.index_fill(1, ends, -torch.inf)
     n = s.no_repeat_ngram_size
     if s.repetition_penalty == 1.0 and not n:
         return scores

@@ -42,7 +42,7 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
         if s.tokens.eos:
             done |= _ends_text(new, s)
         if stop.strings:
-            done |= torch.tensor(stop.found(tokens[:, start:]), device=done.device)
+            done |= torch.tensor(stop.found(tokens[:, start - 1 :]), device=done.device)
         full = tokens.shape[1] - start == s.max_new_tokens
         if full or (can_end and bool(done.all())):
             break
@@ -147,7 +147,7 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
         texts = torch.cat((running.gather(1, origin[:, :, None].expand(-1, -1, length - 1)), new[:, :, None]), 2)
         ends = _ends_text(new, s)
         if stop.strings:
-            found = stop.found(texts[:, :, start:].flatten(0, 1))
+            found = stop.found(texts[:, :, start - 1 :].flatten(0, 1))
             ends = ends | torch.tensor(found, device=device).view(ends.shape)
         if length == longest:
             ends = torch.ones_like(ends)

@@ -2,12 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from modelcenter.generation.stopping import stop_texts
+
+# The same in new tokens and in all of the result.
+MOST, LEAST = ("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")
 
 
 def _numbers(value: Any, name: str) -> list[int]:
@@ -94,6 +99,7 @@ class Settings:
 
     tokens: SpecialTokens
     max_new_tokens: int = 20
+    min_new_tokens: int = 0
     num_beams: int = 1
     do_sample: bool = False
     temperature: float = 1.0
@@ -121,6 +127,7 @@ class Settings:
         if self.seed is not None:
             self._check_whole("seed", 0)
         self._check_whole("max_new_tokens", 1)
+        self._check_whole("min_new_tokens", 0)
         self._check("do_sample", isinstance(self.do_sample, bool), "True or False")
         self._check("temperature", self.temperature > 0, "a number above 0 (do_sample=False takes the best)")
         self._check_whole("top_k", 0)
@@ -145,3 +152,36 @@ class Settings:
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
         self._check(name, isinstance(value, Integral) and int(value) >= least, f"a whole number of at least {least}")
+
+
+def with_defaults(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """What the caller of `generate` gave, and for what is None the defaults. A length is the caller's however it is
+    given."""
+    own = {name: value for name, value in given.items() if value is not None}
+    lengths = [name for pair in (MOST, LEAST) if any(name in own for name in pair) for name in pair]
+    return {**{name: value for name, value in defaults.items() if name not in lengths}, **own}
+
+
+def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
+    """Let `generate` of a model follow the settings where its caller does not say, and its generation_config.json name
+    them.
+
+    Raises:
+        ValueError: the model writes no text; `generate` has no such argument; a value that it does not take.
+    """
+    searched = {f.name for f in fields(Settings)} - {"tokens", "seed"}
+    known = searched | {"max_length", "min_length", "stop_strings"}
+    for name in settings:
+        if not model.writes_text:
+            raise ValueError(f"{name}: task {model.task!r} writes no text; leave it out")
+        if name not in known:
+            raise ValueError(f"{name}: generate does not do that here; leave it out. It has {', '.join(sorted(known))}")
+    for name, least in (("max_length", 1), ("min_length", 0)):
+        value = settings.get(name, least)
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}")
+    stop_texts(settings.get("stop_strings"))
+    Settings(tokens=SpecialTokens(), **{name: settings[name] for name in searched & settings.keys()})
+    model.generation_defaults = dict(settings)
+    if settings:  # what names any takes the place of the tokens in config.json
+        model.generation_config = {**(model.generation_config or model.config.special_tokens()), **settings}

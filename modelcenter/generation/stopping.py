@@ -1,27 +1,41 @@
 """Ends of a text beside its end token."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+
+
+def stop_texts(strings: Any) -> list[str]:
+    """The argument stop_strings as a list. Raises ValueError: other than texts, or an empty one."""
+    texts = [strings] if isinstance(strings, str) else list(strings) if isinstance(strings, Iterable) else [strings]
+    if strings is None:
+        return []
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop_strings: got {strings!r}, expected a text or several of them, none of them empty")
+    return texts
 
 
 class StopStrings:
     """Whether the text of the newest tokens holds one of some strings."""
 
     def __init__(self, strings: str | Sequence[str] | None, tokenizer: Any):
-        self.strings = [strings] if isinstance(strings, str) else list(strings or ())
+        self.strings = stop_texts(strings)
         if self.strings and tokenizer is None:
             raise ValueError("stop_strings: needs tokenizer=, which turns tokens into the text they are looked for in")
-        if not all(self.strings):
-            raise ValueError("stop_strings: got an empty string; leave it out")
         self.tokenizer = tokenizer
         # A token holds at least one byte, but for those that hold none: the margin is for these.
         self.reach = max((len(text.encode()) for text in self.strings), default=0) + 8
 
     def found(self, tokens: Tensor) -> list[bool]:
-        """For each row of new tokens (rows, n)."""
+        """For each row of new tokens and the one before them (rows, 1 + n)."""
         if not self.strings:
             return [False] * len(tokens)
-        texts = self.tokenizer.batch_decode(tokens[:, -self.reach :], skip_special_tokens=False)
-        return [any(text in decoded for text in self.strings) for decoded in texts]
+        return [any(text in new for text in self.strings) for new in self._new_texts(tokens[:, -self.reach - 1 :])]
+
+    def _new_texts(self, tokens: Tensor) -> list[str]:
+        """What all but the first token of each row add to its text: decoders leave out a space that begins one."""
+        decode = functools.partial(self.tokenizer.batch_decode, skip_special_tokens=False)
+        parts = zip(decode(tokens), decode(tokens[:, :1]), decode(tokens[:, 1:]), strict=True)
+        return [whole[len(first) :] if whole.startswith(first) else rest for whole, first, rest in parts]

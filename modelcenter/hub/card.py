@@ -35,6 +35,10 @@ _RUN = "## How it was made"
 _TOKEN = re.compile(r"\bhf_(?:oauth|jwt)_[\w.-]{20,}|\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")
 
 
+# The folders of an absolute path, which say where things lie on the machine of who wrote it.
+_FOLDERS = re.compile(r"(?<![^\s=,:'\"])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])")
+
+
 def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = None) -> str:
     """The text of README.md.
 
@@ -188,7 +192,8 @@ def without_tokens(text: str) -> str:
 
 
 def describe_run(summary: Mapping[str, Any], curve: str | None = None) -> str:
-    """Markdown: the exact command, data, steps, tokens, padding, hardware, versions, and the curve.
+    """Markdown: the command (of absolute paths the names alone), data, steps, tokens, padding, hardware, versions, and
+    the curve.
 
     Args:
         summary: what summary.json says; a field that is not there gets no line. `padding` may be added to it.
@@ -197,7 +202,7 @@ def describe_run(summary: Mapping[str, Any], curve: str | None = None) -> str:
     rows = [(label, text) for label, text in _run_facts(summary) if text]
     lines = [_RUN, ""]
     if summary.get("command"):
-        lines += ["```bash", without_tokens(str(summary["command"])), "```", ""]
+        lines += ["```bash", _FOLDERS.sub("", without_tokens(str(summary["command"]))), "```", ""]
     lines += ["| | |", "| --- | --- |", *(f"| {label} | {_cell(text)} |" for label, text in rows)]
     if curve:
         lines += ["", f"![loss, learning rate and evaluation over the steps]({curve})"]

@@ -37,6 +37,7 @@ class PushConfig(Flags):
         "hub_private_repo")
     revision: str | None = _hub(None, "branch to commit to, created if it does not exist; main if not given",
         "hub_revision")
+    create_pr: bool = _hub(False, "open a pull request instead of committing to the branch")
     token: str | None = _hub(None, _TOKEN, "hub_token")
     message: str = _hub("Upload model", "commit message", "commit_message")
     json: bool = _output(False, "print one JSON object")

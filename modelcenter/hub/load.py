@@ -14,6 +14,7 @@ import torch
 import engine
 from engine.collectives import gather_objects
 from modelcenter.config import ModelConfig
+from modelcenter.convert.config_map import GENERATION
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
 from modelcenter.hub.dtypes import common_dtype, parse_dtype
 from modelcenter.hub.files.json_files import read_json
@@ -105,7 +106,8 @@ def load_model(
         ignore: patterns of names in it to pass over ("dense.*").
         adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
         config_overrides: fields of the config, in our names or Hugging Face's; None drops a field of the file that is
-            not understood, model_type says what a file is that does not.
+            not understood, model_type says what a file is that does not. Settings of generation (num_beams, ...) become
+            the defaults of `generate` and go into generation_config, tokens (eos_token_id, ...) into both.
 
     Raises:
         ValueError: no such model; a file is missing, truncated or malformed; a config field is not understood, or an
@@ -118,8 +120,13 @@ def load_model(
     sharded = policy is not False and engine.is_initialized()
     files = _find_checkpoint(name_or_path, options, config, prefix, ignore, architecture, sharded)
     began = time.perf_counter()
+    generation = _taken_generation(config_overrides)
     blueprint = blueprint_of(files, task, architecture, _with_labels(config_overrides, num_labels, id2label))
     model = blueprint.model
+    if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
+        tokens = {name: value for name, value in config_overrides.items() if name.endswith("_token_id")}
+        model.generation_config = read_json(files.directory / GENERATION_FILE) | tokens  # generate looks there first
+    model.set_generation_defaults(generation)
     model.base_name, model.base_revision = files.repo or str(files.directory or files.origin), files.revision
     with open_weights(files, blueprint) as weights:
         weights.check(strict, ignore_mismatched_sizes, head_requested=task is not None)
@@ -132,9 +139,6 @@ def load_model(
     _start(model, policy, adapters, seed)
     report = _report(files, options, blueprint, weights, fresh, time.perf_counter() - began)
     model.load_report = report
-    if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
-        tokens = {name: value for name, value in config_overrides.items() if name.endswith("_token_id")}
-        model.generation_config = read_json(files.directory / GENERATION_FILE) | tokens  # generate looks there first
     _log_report(report, adapters)
     return model.eval()
 
@@ -166,6 +170,7 @@ def build_model(
     dtype = _requested_dtype(dtype, config_overrides.pop("torch_dtype", None))
     architecture = architecture or config_overrides.pop("model_type", None)
     adapters = _adapter_list(adapter)
+    generation = _taken_generation(config_overrides)
     overrides = _with_labels(config_overrides, num_labels, id2label)
     values, origin = _config_values(config)
     identity = {"model_type": config.model_type} if isinstance(config, ModelConfig) else values
@@ -174,6 +179,7 @@ def build_model(
     usual = "base" if "base" in tasks else next(iter(tasks))
     chosen = choose_task(spec.arch_map(), task or usual, values, "the config")
     model = make_blueprint(spec, chosen, values, overrides, "the config").model
+    model.set_generation_defaults(generation)
     _place(model, parse_dtype(dtype) or torch.float32, policy, adapters)
     engine.init.init_parameters_(model, seed)
     _start(model, policy, adapters, seed)
@@ -188,6 +194,11 @@ def _requested_dtype(dtype: str | torch.dtype | None, old: str | torch.dtype | N
     if old is not None and dtype is not None and parse_dtype(old) != parse_dtype(dtype):
         raise ValueError(f"dtype is {dtype!r} and torch_dtype, its old name, {old!r}; give either")
     return old if dtype is None else dtype
+
+
+def _taken_generation(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Take the settings of generation out of the overrides."""
+    return {name: overrides.pop(name) for name in [*overrides] if name in GENERATION and overrides[name] is not None}
 
 
 def _with_labels(overrides: Mapping[str, Any], num_labels: int | None, id2label: Any) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def push_to_hub(
     token: str | bool | None = None,
     private: bool | None = None,
     revision: str | None = None,
+    create_pr: bool = False,
     commit_message: str = "Upload model",
     max_shard_size: int | str = "5GB",
     dtype: str | torch.dtype | None = None,
@@ -121,11 +122,12 @@ def push_to_hub(
     Args:
         repo_id: "owner/name". token: with write access; None: HF_TOKEN or that of `hf auth login`.
         private: for a new repository; True is refused where it is public.
-        revision: branch to commit to, made if there is none.
+        revision: branch to commit to, made if there is none, or a pull request (refs/pr/1).
+        create_pr: open a pull request with the commit; the repository stays as it is.
         The rest: as save_pretrained, where a card and a tokenizer that the repository has stay unless others are given.
 
     Returns:
-        The address of the commit.
+        The address of the commit, or of the pull request that was opened.
 
     Raises:
         ValueError: the Hub refuses, or cannot be reached; as save_pretrained.
@@ -138,7 +140,8 @@ def push_to_hub(
             if engine.rank() == 0:
                 keep: tuple[tuple[str, ...], ...] = ((CARD_FILE,),) if card is None else ()
                 keep += ((*TOKENIZER_FILES, f"{TEMPLATES_FOLDER}/*"),) if tokenizer is None else ()
-                address = upload(target, repo_id, token, private, revision, commit_message, keep)["address"]
+                pushed = upload(target, repo_id, token, private, revision, commit_message, keep, create_pr)
+                address = pushed["address"]
         return from_rank_0(address)
 
 

@@ -37,7 +37,6 @@ class Model(TrainerProtocol, ModelInputs):
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
-    tasks: ClassVar[tuple[str, ...]] = ("base",)
     # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
     is_encoder_decoder: ClassVar[bool] = False
@@ -67,6 +66,8 @@ class Model(TrainerProtocol, ModelInputs):
         self.config, self.task = config, task
         self.tuned_prompt = None
         self.generation_config = {}
+        # Settings with which it was loaded: what `generate` does where its caller does not say.
+        self.generation_defaults: dict[str, Any] = {}
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -87,8 +88,9 @@ class Model(TrainerProtocol, ModelInputs):
     def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
         """`run`, after checks of the inputs that every forward has.
 
-        Raises ValueError as `run`, and for logits_to_keep and output_hidden_states.
+        Raises ValueError as `run`, and for logits_to_keep, output_hidden_states and inputs of other heads.
         """
+        self.refuse_inputs_of_other_heads(batch)
         if (kept := batch.get("logits_to_keep", 0)) not in (0, 1):
             raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
         if not isinstance(value := batch.get("output_hidden_states", False), bool):
@@ -354,6 +356,12 @@ class Model(TrainerProtocol, ModelInputs):
         from modelcenter.generation.generate import generate
 
         return generate(self, input_ids, attention_mask, *args, **kwargs)
+
+    def set_generation_defaults(self, settings: Mapping[str, Any]) -> None:
+        """See modelcenter.generation.settings.set_defaults."""
+        from modelcenter.generation.settings import set_defaults
+
+        set_defaults(self, settings)
 
     def save_pretrained(self, path: str | os.PathLike[str], format: str = "hf", **kwargs: Any) -> None:
         """See modelcenter.hub.save.save_pretrained."""

@@ -220,8 +220,6 @@ class Encoder(CrossAttentionMixin):
 
     def _check_inputs(self, batch: Batch) -> None:
         """Raise ValueError for inputs that this model has no use for, or a task its config cannot do."""
-        if "next_sentence_label" in batch and "pretraining" not in self.tasks:
-            raise ValueError(f"next_sentence_label: {type(self).__name__} has no next-sentence head; leave it out")
         is_decoder = self.config.is_decoder
         if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
             self.config.require(is_decoder, "is_decoder", "True for causal-lm: else a token sees the one it predicts")

@@ -29,10 +29,14 @@ from modelcenter.layers.heads import (
 from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.packing import Packed
 from modelcenter.models.decoder_inputs import DecoderInputs
-from modelcenter.models.inputs import Batch, given_inputs
+from modelcenter.models.inputs import HEAD_INPUTS, Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
 CACHE_INPUTS = ("past_key_values", "use_cache")
+DECODER_INPUTS = tuple(
+    f"decoder_{x}" for x in ("input_ids", "inputs_embeds", "attention_mask", "cu_seqlens", "max_seqlen")
+)
+ENCODER_TASKS = ("token-classification", "text-encoding")  # which have no decoder
 
 
 class Side(nn.Module):
@@ -66,6 +70,8 @@ class EncoderDecoder(DecoderInputs):
         "question-answering",
         "text-encoding",
     )
+
+    head_inputs = {task: x if task in ENCODER_TASKS else (*x, *DECODER_INPUTS) for task, x in HEAD_INPUTS.items()}
 
     encoder: Side
     decoder: Side | None

@@ -211,13 +211,11 @@ class GPT2(CrossAttentionMixin, Decoder):
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
         )  # fmt: skip
         if self.task != "double-heads":
-            if mc_token_ids is not None or mc_labels is not None:
-                raise ValueError(f"mc_token_ids, mc_labels: of task double-heads; this model has {self.task!r}")
             return self.run_checked(batch)
         if any(name in batch for name in INPUTS):
             raise ValueError(f"{INPUTS[0]}: not with double heads; load the model with task causal-lm")
-        if use_cache or "past_key_values" in batch or logits_to_keep or output_log_probs:
-            raise ValueError("use_cache, logits_to_keep, output_log_probs: load the model with task causal-lm")
+        if use_cache or "past_key_values" in batch:
+            raise ValueError("use_cache, past_key_values: not with double heads; load the model with task causal-lm")
         return self.run_checked(flatten_batch(batch))
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:

@@ -38,6 +38,23 @@ def given_inputs(**inputs: Any) -> dict[str, Any]:
     return batch
 
 
+# {task: what its head reads, and those of other tasks have no use for}.
+HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "base": (),
+    "text-encoding": (),
+    "masked-lm": ("labels", "logits_to_keep"),
+    "causal-lm": ("labels", "logits_to_keep", "output_log_probs"),
+    "seq2seq-lm": ("labels", "logits_to_keep"),
+    "sequence-classification": ("labels",),
+    "token-classification": ("labels",),
+    "question-answering": ("start_positions", "end_positions"),
+    "multiple-choice": ("labels", "num_choices"),
+    "pretraining": ("labels", "logits_to_keep", "next_sentence_label"),
+    "next-sentence-prediction": ("labels",),
+    "double-heads": ("labels", "mc_labels", "mc_token_ids", "num_choices"),
+}
+
+
 class GivenCounts(dict[str, Any]):
     """`loss_counts` as the caller gave them. Raises ValueError: they are no mapping, or lack a term of the loss."""
 
@@ -67,7 +84,26 @@ class ModelInputs(nn.Module):
     token_split: Any = None
 
     config: ModelConfig
+    task: str
+    tasks: ClassVar[tuple[str, ...]] = ("base",)
+    # Of each task; a task that is not named here takes all that forward takes.
+    head_inputs: ClassVar[Mapping[str, tuple[str, ...]]] = HEAD_INPUTS
     _sites_named = False
+
+    def refuse_inputs_of_other_heads(self, batch: Batch) -> None:
+        """Raise ValueError for an input that the head of another task reads: all heads of a family have one forward,
+        which would pass it over."""
+        own = self.head_inputs.get(self.task)
+        if own is None:
+            return
+        others = {name for names in self.head_inputs.values() for name in names}.difference(own)
+        for name, value in batch.items():
+            if name in others and (isinstance(value, Tensor) or value):
+                takers = [task for task in self.tasks if name in self.head_inputs.get(task, ())]
+                known = f"load it with task={' or '.join(map(repr, takers))}" if takers else "no task of it does"
+                raise ValueError(
+                    f"{name}: {type(self).__name__} of task {self.task!r} does not take it, {known}; or leave it out"
+                )
 
     def pack(self, batch: Batch, prefix: str = "") -> Packed:
         """The tokens in `{prefix}input_ids` or `{prefix}inputs_embeds`, padded or packed.

@@ -22,9 +22,7 @@ from modelcenter.layers.mlp import ACTIVATIONS, MLP, GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.relative import RelativeBias
-from modelcenter.models.encoder_decoder import EncoderDecoder, Side
-
-ENCODER_TASKS = ("token-classification", "text-encoding")  # which have no decoder
+from modelcenter.models.encoder_decoder import ENCODER_TASKS, EncoderDecoder, Side
 
 
 @dataclass(kw_only=True)

@@ -65,6 +65,11 @@ class TrainerProtocol(nn.Module):
         return head is None or len(head.counts({})) == 1
 
     @property
+    def writes_text(self) -> bool:
+        """Whether the task has `generate`."""
+        return self.task in ("causal-lm", "seq2seq-lm")
+
+    @property
     def loss_type(self) -> str | None:
         """Of a type that predicts label t + 1 at token t, Trainer counts no first label in num_items_in_batch."""
         return "ForCausalLM" if self.task == "causal-lm" else None
@@ -79,7 +84,8 @@ class TrainerProtocol(nn.Module):
 
     @property
     def generation_config(self) -> GenerationSettings:
-        """The checkpoint's generation_config.json: its end and padding tokens are what `generate` takes."""
+        """The checkpoint's generation_config.json, with the settings that the model was loaded with. `generate` takes
+        end and padding tokens from it, and these settings."""
         return self._generation_config
 
     @generation_config.setter
@@ -89,8 +95,7 @@ class TrainerProtocol(nn.Module):
                 f"generation_config: got {type(values).__name__}, expected a mapping, such as its to_diff_dict(); "
                 "`generate` uses its special tokens and takes other settings as arguments"
             )
-        writes = self.task in ("causal-lm", "seq2seq-lm")
-        self._generation_config = GenerationSettings(values, self.config.special_tokens(), writes)
+        self._generation_config = GenerationSettings(values, self.config.special_tokens(), self.writes_text)
 
     def activation_checkpointing_enable(
         self,

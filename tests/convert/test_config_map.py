@@ -69,6 +69,7 @@ def test_written_config_loads_equal(values, tmp_path):
     """transformers builds the same config from what we write as from what we read."""
     config = CONFIG.read(values, BertConfig)
     written = CONFIG.write(config, "BertForTokenClassification", "float16")
+    assert "_name_or_path" not in written  # may be a path of whoever made it
     for name, content in (("theirs", values), ("ours", json.loads(json.dumps(written)))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(content))

@@ -60,6 +60,8 @@ KINDS = {
     "early beams": {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True, "eos_token_id": MANY},
     "never early": {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0, "eos_token_id": MANY},
     "never early, short": {"num_beams": 3, "early_stopping": "never", "length_penalty": -1.0, "eos_token_id": MANY},
+    "at least": {"min_new_tokens": 9, "eos_token_id": MANY},
+    "beams of at least": {"num_beams": 3, "min_length": 20, "eos_token_id": MANY},
     "many ends": {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": MANY},
 }
 
@@ -137,7 +139,7 @@ def test_padding_on_the_right_gives_the_same_texts(pair, beams, n):
 def test_a_prompt_shorter_than_the_n_grams_bans_no_token_for_its_empty_places():
     scores = torch.zeros(2, 4)
     prompts = torch.tensor([[2, 1, 3], [-1, -1, 3]])
-    s = types.SimpleNamespace(repetition_penalty=2.0, no_repeat_ngram_size=1)
+    s = types.SimpleNamespace(repetition_penalty=2.0, no_repeat_ngram_size=1, min_new_tokens=0)
     found = penalised(scores + 1, prompts, torch.zeros(2, 0, dtype=torch.long), s)
     assert found.tolist() == [[1, -torch.inf, -torch.inf, -torch.inf], [1, 1, 1, -torch.inf]]
 
@@ -212,6 +214,21 @@ def test_stop_strings_end_a_row(pair):
     assert torch.equal(found, free[:end])
     with pytest.raises(ValueError, match="stop_strings: needs tokenizer"):
         ours.generate(ids, None, 20, stop_strings="x")
+
+
+class Words(Letters):
+    """A word for each token, the first without its space, as SentencePiece's decoders have it."""
+
+    def decode(self, tokens, **_):
+        return "".join(f" {chr(ord('A') + int(t))}" for t in tokens).removeprefix(" ")
+
+
+def test_stop_strings_that_begin_with_the_space_before_the_first_new_word(pair):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    more = {"tokenizer": Words(), "eos_token_id": [], "pad_token_id": 11}
+    first = ours.generate(ids, None, 1, **more)
+    stop = f" {Words().decode(first[0, 9:])}"
+    assert torch.equal(ours.generate(ids, None, 20, stop_strings=stop, **more), first)
 
 
 def test_stop_strings_end_beams_where_the_longest_ends(pair):
@@ -389,7 +406,10 @@ def test_compiled_units_write_as_they_are_written():
             "num_return_sequences: got 4, expected at most num_beams=2: raise num_beams, or .* num_beams=1",
         ),
         ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected the number of a token"),
-        ({"temperature": None}, "temperature: got None, expected a number"),
+        ({"temperature": "hot"}, "temperature: got 'hot', expected a number"),
+        ({"min_new_tokens": -1}, "min_new_tokens: got -1, expected a whole number of at least 0"),
+        ({"min_length": 2.5}, "min_length: got 2.5, expected a whole number of at least 0"),
+        ({"stop_strings": 5}, "stop_strings: got 5, expected a text or several"),
         ({"repetition_penalty": "1.2"}, "repetition_penalty: got '1.2', expected a number"),
         ({"seed": 1.5}, "seed: got 1.5, expected a whole number"),
         ({"length_penalty": 1000.0}, r"length_penalty: got 1000.0, expected a number between -55\.1 and 55\.1"),
@@ -456,6 +476,45 @@ def test_tokens_that_the_caller_names_when_loading_come_before_those_of_the_file
     for name, value in tokens.items():
         assert ours.generation_config[name] == value == getattr(theirs, name)
     assert ours.generate(torch.tensor([[8, 9, 1]]), None, 1)[0, 0] == 11
+
+
+def test_settings_that_the_caller_names_when_loading_are_what_generate_does(pair, tmp_path, caplog):
+    """Unless its caller says otherwise; transformers reads them in the export."""
+    theirs, folder = pair
+    ids, mask = prompts("left")
+    settings = {"num_beams": 3, "length_penalty": 0.5, "max_new_tokens": 6, "no_repeat_ngram_size": 2}
+    ours = mc.from_pretrained(folder, **settings)
+    assert torch.equal(ours.generate(ids, mask), mc.from_pretrained(folder).generate(ids, mask, **settings))
+    _warn_unused.cache_clear()
+    plain = {"num_beams": 1, "length_penalty": 1.0, "no_repeat_ngram_size": 0}
+    assert torch.equal(ours.generate(ids, mask, 4, **plain), mc.from_pretrained(folder).generate(ids, mask, 4))
+    assert ours.generate(ids, mask, max_length=11).shape[1] == 11  # a length of the call, however it is said
+    assert not caplog.records
+    ours.save_pretrained(tmp_path)
+    written = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).generation_config
+    assert written.eos_token_id == 7 and {name: getattr(written, name) for name in settings} == settings
+    assert "num_beams" not in json.loads((tmp_path / "config.json").read_text())
+    fresh = mc.from_config("tiny/gpt2", "causal-lm", temperature=0.5, pad_token_id=4)
+    assert fresh.generation_config.temperature == 0.5 and fresh.generation_config.pad_token_id == 4
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "message"),
+    [
+        ("causal-lm", {"num_beams": 0}, "num_beams: got 0, expected a whole number of at least 1"),
+        ("causal-lm", {"temperature": -1.0}, "temperature: got -1.0"),
+        ("causal-lm", {"max_length": "9"}, "max_length: got '9', expected a whole number"),
+        ("causal-lm", {"stop_strings": ["a", ""]}, "stop_strings: got .*, none of them empty"),
+        ("causal-lm", {"min_length": -4}, "min_length: got -4, expected a whole number of at least 0"),
+        ("causal-lm", {"bad_words_ids": [[4]]}, "bad_words_ids: generate does not do that here"),
+        ("causal-lm", {"generation_config": {"num_beams": 4}}, "generation_config.*give its settings one by one"),
+        ("causal-lm", {"temperatur": 0.5}, "'temperatur' = 0.5.*Did you mean 'temperature'"),
+        ("sequence-classification", {"num_beams": 4}, "num_beams: task 'sequence-classification' writes no text"),
+    ],
+)
+def test_wrong_settings_when_loading(pair, task, settings, message):
+    with pytest.raises(ValueError, match=message):
+        mc.from_pretrained(pair[1], task, **settings)
 
 
 def on_ranks(folder, beams):

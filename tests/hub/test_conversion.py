@@ -235,12 +235,24 @@ def test_manifest(saved, tmp_path):
     path = saved("masked-lm")
     convert(path, tmp_path / "out", "hf", workers=1)
     said = json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())
-    assert said["source"]["origin"] == str(path) and said["tool"]["version"] == mc.__version__
+    assert said["source"]["origin"] == path.name and said["tool"]["version"] == mc.__version__
     assert said["task"] == "masked-lm" and said["format"] == "hf" and said["dtype"] is None
     for name, tensor in weights(tmp_path / "out").items():
         entry = said["tensors"][name]
         assert (entry["shape"], entry["dtype"]) == (list(tensor.shape), "float32")
         assert entry["sha256"] == hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("form", ["hf", "distributed"])
+def test_nothing_that_is_written_says_where_the_source_lies(saved, tmp_path, form):
+    source = tmp_path / "home" / "source"
+    shutil.copytree(saved("masked-lm"), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"_name_or_path": str(source)}))  # as transformers 4
+    convert(source, tmp_path / "converted", form, workers=1)
+    mc.from_pretrained(source).save_pretrained(tmp_path / "saved", form)
+    for file in (path for name in ("converted", "saved") for path in (tmp_path / name).rglob("*") if path.is_file()):
+        assert str(tmp_path / "home").encode() not in file.read_bytes(), file
 
 
 # -- checkpoints of many ranks ---------------------------------------------------------------------------------------

@@ -100,6 +100,22 @@ def test_there_and_back(hub, home, tmp_path):
     assert "me/tiny@" in verb(hub, home, "info", "me/tiny", HF_HUB_OFFLINE="1")[0]
 
 
+def test_pull_requests(hub, home, tmp_path):
+    """One is opened, and filled again; the branch stays as it is. It loads by its revision."""
+    hub.add("me/tiny", small(tmp_path / "m"))
+    before = hub.files("me/tiny")
+    path = small(tmp_path / "new", num_labels=5)
+    out, _ = verb(hub, home, "push", path, "me/tiny", "--create_pr", token=WRITE)
+    assert out.strip() == f"{hub.url}/me/tiny/discussions/1" and hub.files("me/tiny") == before
+    assert hub.files("me/tiny", "refs/pr/1")["config.json"] == (path / "config.json").read_bytes()
+    small(path, num_labels=7)
+    verb(hub, home, "push", path, "me/tiny", "--revision", "refs/pr/1", token=WRITE)
+    assert hub.files("me/tiny", "refs/pr/1")["config.json"] == (path / "config.json").read_bytes()
+    out, _ = verb(hub, home, "download", "me/tiny", "--revision", "refs/pr/1", "--json")
+    assert Path(json.loads(out)["path"], "config.json").read_bytes() == (path / "config.json").read_bytes()
+    assert hub.files("me/tiny") == before and not any("/branch/" in path for _, path in hub.requests)
+
+
 def test_a_broken_download_goes_on(hub, home, tmp_path):
     path = small(tmp_path / "m", vocab_size=70_000)  # what came is kept by chunks of 10 MiB
     hub.add("me/tiny", path)
@@ -342,7 +358,8 @@ SUMMARY = {
     "last": {"step": 120, "loss": 0.31234, "padding": 0.5},
     "peak_memory": {"host_bytes": 1_500_000_000},
     "data": {"train": {"rows": 1234, "sha256": {"/home/me/train.jsonl": "ab" * 32}}, "eval": None},
-    "command": "modelcenter finetune classification --model bert-base-uncased --hub_token hf_" + "abcdef" * 6,
+    "command": "/home/me/.venv/bin/modelcenter finetune classification --model bert-base-uncased --columns text=/a "
+    "--train_data=/home/me/train.jsonl --output_dir '/home/me/my runs/a' --cache runs/x --hub_token hf_" + "abcdef" * 6,
     "finished_at": "2026-11-21T10:00:00+0000",
     "versions": {"modelcenter": "2.0", "torch": "2.13.0"},
     "hardware": {"device": "cpu", "ranks": 2, "cpus": 8, "machine": "x86_64"},
@@ -373,6 +390,7 @@ def test_a_run_s_card_is_whole(hub, home, tmp_path):
     for fact in FACTS:
         assert fact in text, fact
     assert "hf_abcdef" not in text and "--hub_token hf_..." in text and "/home/me" not in text
+    assert "\nmodelcenter finetune" in text and "text=/a --train_data=train.jsonl " in text and "--cache runs/x" in text
     assert "More" not in text and "Needed" not in text and "![" in text and "(curves.png)" in text
     data = ModelCard(text).data
     assert data.base_model == "google-bert/bert-base-uncased" and data.base_model_relation == "finetune"
@@ -452,7 +470,7 @@ class FakeApi:
         if self.error is not None:
             raise self.error
         type(self).deleted = [n for n in self.there if any(fnmatch.fnmatchcase(n, p) for p in delete_patterns)]
-        return types.SimpleNamespace(oid="0" * 40, commit_url="address")
+        return types.SimpleNamespace(oid="0" * 40, commit_url="address", pr_url=None)
 
 
 @pytest.fixture

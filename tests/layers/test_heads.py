@@ -31,6 +31,7 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
         ("sequence-classification", {"labels": IDS[0].byte()}, "labels: got torch.uint8, expected .*torch.int64"),
         ("masked-lm", {"labels": torch.cat((IDS, IDS)), "attention_mask": IDS > 0}, r"labels: got shape \(4, 4\)"),
         ("masked-lm", {"labels": IDS[:, None]}, r"labels: got shape \(2, 1, 4\), expected \(2, 4\)"),
+        ("question-answering", {"start_positions": IDS[:, 0]}, "end_positions: .* pass both, or neither"),
         ("pretraining", {"next_sentence_label": IDS[:, :3]}, r"next_sentence_label: got shape \(2, 3\)"),
         ("base", {"input_ids": IDS / 1}, "input_ids: got torch.float32, expected torch.int64"),
         (

@@ -136,7 +136,9 @@ def test_errors(pair, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             ours(**batch)
-    with pytest.raises(ValueError, match="mc_token_ids, mc_labels: of task double-heads"):
+    with pytest.raises(
+        ValueError, match="mc_labels: GPT2 of task 'causal-lm' does not take it, load it with task='double-heads'"
+    ):
         mc.from_pretrained(folder, "causal-lm")(IDS[0], mc_labels=torch.tensor([0]))
     with pytest.raises(ValueError, match="summary_type is 'mean', expected 'cls_index' for double-heads"):
         mc.from_pretrained(folder, summary_type="mean")

@@ -8,9 +8,12 @@ import textwrap
 
 import pytest
 import torch
+import transformers
 
 import modelcenter as mc
 import modelcenter.models
+from modelcenter import registry
+from modelcenter.hub.architecture import make_blueprint
 from modelcenter.models.base import Model
 
 for module in pkgutil.iter_modules(modelcenter.models.__path__):
@@ -35,6 +38,40 @@ def test_each_input_is_given(cls):
     )
     passed = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     assert passed == {name: name for name in inspect.signature(cls.forward).parameters if name != "self"}
+
+
+@pytest.mark.parametrize("name", [name for name in registry.preset_names() if name.startswith("tiny/")])
+def test_inputs_of_another_head_are_refused(name):
+    """A head takes what transformers' class of it takes; what another head of the family takes is an error."""
+    config = registry.preset(name)["config"]
+    spec = registry.get(config["model_type"], config.get("architectures"))
+    anything, flags = torch.ones(1, dtype=torch.long), {"logits_to_keep", "output_log_probs"}
+    ours_alone = {"num_choices", "decoder_cu_seqlens", "decoder_max_seqlen", *flags}
+    for task, info in spec.arch_map().tasks.items():
+        more = {"is_decoder": True} if task == "causal-lm" and name.endswith(("bert", "roberta")) else {}
+        model = make_blueprint(spec, task, config, more, name).model
+        ids = torch.ones(1, 1, 3, dtype=torch.long)
+        ids = ids if task in ("multiple-choice", "double-heads") else ids[0]
+        of_heads = {given for names in model.head_inputs.values() for given in names}
+        known, own = inspect.signature(model.forward).parameters.keys() & of_heads, set(model.head_inputs[task])
+        if (theirs := getattr(transformers, info.hf_class, None)) is not None:
+            shared = known - ours_alone
+            assert shared & inspect.signature(theirs.forward).parameters.keys() == shared & own, task
+        for other in known - own - flags:
+            with pytest.raises(ValueError, match=f"{other}: {type(model).__name__} of task '{task}' does not take it"):
+                model(ids, **{other: anything})
+        for other in known & flags - own:
+            with pytest.raises(ValueError, match=f"{other}: "):  # of which encoders have more to say
+                model(ids, **{other: 1})
+        model.refuse_inputs_of_other_heads({"labels": None, "logits_to_keep": 0, "output_log_probs": False})
+
+
+def test_the_head_that_takes_an_input_is_named():
+    model, ids = mc.from_config("tiny/bert", "sequence-classification"), torch.ones(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="start_positions: .* load it with task='question-answering'; or leave it out"):
+        model(ids, start_positions=torch.tensor([1]), end_positions=torch.tensor([1]))
+    with pytest.raises(ValueError, match="next_sentence_label: Roberta .* no task of it does; or leave it out"):
+        mc.from_config("tiny/roberta", "masked-lm")(ids, next_sentence_label=torch.tensor([1]))
 
 
 @torch.no_grad()

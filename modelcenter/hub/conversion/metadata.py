@@ -14,6 +14,7 @@ from modelcenter.hub.conversion.fill import file_parts
 from modelcenter.hub.conversion.plan import Job, Plan
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, CONVERSION_FILE, GENERATION_FILE, MANIFEST_FILE
+from modelcenter.hub.resolve import ModelFiles
 from modelcenter.registry import shipped_file
 
 
@@ -59,7 +60,7 @@ def write_conversion_record(
             "format_version": 1,
             "tool": {"name": "modelcenter", "version": __version__, "torch": torch.__version__},
             "source": {
-                "origin": files.origin,
+                "origin": _public_origin(files),
                 "repository": files.repo,
                 "revision": files.revision,
                 "format": SIDES[checkpoint.side],
@@ -93,6 +94,11 @@ def write_manifest(plan: Plan, directory: Path, hashes: Mapping[str, str]) -> No
             with open(path, "rb", buffering=0) as file:
                 files[name]["sha256"] = hash_ranges(file, [(0, size)])
     write_json(directory / MANIFEST_FILE, {"format_version": FORMAT_VERSION, "files": files})
+
+
+def _public_origin(files: ModelFiles) -> str:
+    """The repository with its commit, or the name of the directory: what is pushed tells nobody where it lay."""
+    return files.origin if files.directory is None or files.repo is not None else files.directory.resolve().name
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

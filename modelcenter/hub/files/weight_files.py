@@ -16,7 +16,7 @@ def open_weight_files(weights: Path) -> FileSource:
     """Open a weight file, or the files an index lists (find_weights), and check them; reads headers only.
 
     Raises:
-        ValueError: a file is missing, truncated or malformed; two hold a tensor that the index does not list.
+        ValueError: a file is missing, truncated or malformed; two hold the same tensor.
     """
     if weights.name == MEGATRON_FIRST_PART:
         return _open_megatron_parts(sorted(weights.parent.glob(MEGATRON_PARTS)))
@@ -42,14 +42,14 @@ def _open_shards(index: Path) -> FileSource:
             tensors[name] = shard[name]
         else:  # the Hub's own converter copied indices, and left repetitions of tied tensors out of the shards
             lacking[name] = f"{index} says that {file} holds tensor {name!r}, but it does not"
-    for path, shard in shards.items():  # transformers takes only file names from an index, and all tensors of the files
-        for name in sorted(shard.keys() - entries.keys()):
-            if name in tensors:
+    # transformers takes only file names from an index, and all tensors of the files: the last of one that is in two.
+    for path, shard in shards.items():
+        for name in sorted(shard.keys() - lacking.keys()):
+            if tensors.setdefault(name, shard[name]) is not shard[name]:
                 raise ValueError(
-                    f"{index} does not list tensor {name!r}, which {tensors[name].file.name} and {path.name} hold; "
-                    "add it with the file to read it from"
+                    f"tensor {name!r} is in {tensors[name].file.name} and in {path.name}, which {index} lists; "
+                    "transformers takes the last. Remove one of them, or save the model again"
                 )
-            tensors[name] = shard[name]
     return FileSource(tensors, loaded, lacking)
 
 

@@ -156,6 +156,7 @@ def push_directory(
     token: str | bool | None = None,
     private: bool | None = None,
     revision: str | None = None,
+    create_pr: bool = False,
     message: str = "Upload model",
     say: Callable[[str], None] = lambda text: None,
 ) -> PushResult:
@@ -163,7 +164,8 @@ def push_directory(
 
     Args:
         repo_id: "owner/name"; made if there is none. private: for a new repository; True is refused where it is public.
-        token: with write access; None: HF_TOKEN or that of `hf auth login`. revision: a branch, made if there is none.
+        token: with write access; None: HF_TOKEN or that of `hf auth login`.
+        revision, create_pr: as of upload.
         say: told what was checked and is about to happen.
 
     Raises:
@@ -176,7 +178,7 @@ def push_directory(
     else:
         say(f"{directory} has no {CARD_FILE}: the repository will have no model card")
     say(f"uploading {len(files)} files, {readable(sum(files.values()))}, of {directory} to {repo_id}")
-    commit = upload(directory, repo_id, token, private, revision, message)
+    commit = upload(directory, repo_id, token, private, revision, message, create_pr=create_pr)
     return PushResult(commit["repo"], commit["commit"], commit["address"], files)
 
 
@@ -188,14 +190,17 @@ def upload(
     revision: str | None = None,
     message: str = "Upload model",
     keep: tuple[tuple[str, ...], ...] = (),
+    create_pr: bool = False,
 ) -> Mapping[str, str]:
     """Upload a model's directory; files of an earlier model in the repository are deleted, as when saving over one.
 
     Args:
+        revision: a branch, made if there is none, or a pull request (refs/pr/1). create_pr: open a pull request with
+            the commit, against `revision` or main.
         keep: groups of patterns; of a group of which the repository has a file already, none is uploaded.
 
     Returns:
-        repo: its id, owner included. commit: its hash. address: of the commit.
+        repo: its id, owner included. commit: its hash. address: of the commit, or of the new pull request.
 
     Raises:
         ValueError: the Hub refuses, or cannot be reached; the repository is public, though a private one is wanted.
@@ -212,7 +217,7 @@ def upload(
                 f"{constants.ENDPOINT}/{repo_id} exists and is public, so a push with private=True (--private) would "
                 "publish the model; nothing was sent. Make it private in its settings, or name another repository"
             )
-        if revision is not None:
+        if revision is not None and not create_pr and not revision.startswith("refs/"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         there = api.list_repo_files(repo_id, revision=revision)
         held = [name for group in keep if any(fnmatch.filter(there, name) for name in group) for name in group]
@@ -224,6 +229,7 @@ def upload(
             ignore_patterns=[".*", "*/.*", *held],
             folder_path=folder,
             revision=revision,
+            create_pr=create_pr,
             commit_message=message,
             delete_patterns=[glob.escape(name) for name in stale],
         )
@@ -233,7 +239,7 @@ def upload(
         advice = _advice(error.__cause__ if within and error.__cause__ is not None else error)
         told = f"pushing to {constants.ENDPOINT}/{repo_id} failed: {advice}"
         raise ValueError(without_tokens(told)) from None
-    return {"repo": repo_id, "commit": str(commit.oid), "address": str(commit.commit_url)}
+    return {"repo": repo_id, "commit": str(commit.oid), "address": str(commit.pr_url or commit.commit_url)}
 
 
 def check_push(repo_id: str) -> None:

@@ -50,8 +50,11 @@ class ExtractiveQA(Linear):
         lowest = torch.finfo(both.dtype).min  # so that an argmax over columns never falls on padding
         padded = ctx.repad(both, lowest)
         out = {"start_logits": padded[..., 0], "end_logits": padded[..., 1], "logits": padded}
-        if batch.get("start_positions") is None or batch.get("end_positions") is None:
+        missing = [name for name in ("start_positions", "end_positions") if batch.get(name) is None]
+        if len(missing) == 2:
             return out
+        if missing:
+            raise ValueError(f"{missing[0]}: the loss is of starts and ends; pass both, or neither")
         loss = x.new_zeros((), dtype=torch.float32)
         for i, name in enumerate(("start", "end")):
             at, valid = self._valid(f"{name}_positions", batch)

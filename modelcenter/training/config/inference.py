@@ -24,6 +24,7 @@ class SearchFlags(Flags):
 
     max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, 128, or fewer if "
         "the model has no positions left for so many")
+    min_new_tokens: int = _search(0, "number of tokens before which no token ends a text")
     num_beams: int = _search(1, "number of beams; 1: no beam search", "beam_size")
     do_sample: bool = _search(False, "sample tokens instead of always taking the most probable one")
     temperature: float = _search(1.0, "divides the scores before sampling; above 1 is more random, below 1 less")

@@ -115,7 +115,7 @@ def _generate(
         search["context"] = (places < torch.tensor(context)[:, None]).long().to(model.device)
     output = model.generate(ids, mask, tokenizer=tokenizer, **_tokenizers_end(model, tokenizer), **search)
     new = output[:, 1:] if model.is_encoder_decoder else output[:, ids.shape[1] :]
-    return [part.tolist() for part in new.split(search.get("num_return_sequences", 1))]
+    return [part.tolist() for part in new.split(len(new) // len(prompts))]
 
 
 def _tokenizers_end(model: Model, tokenizer: Any) -> dict[str, int]:

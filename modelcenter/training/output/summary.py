@@ -44,9 +44,15 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
         "data": {"train": run.train_set.fingerprint(), "eval": run.eval_set and run.eval_set.fingerprint()},
         **_last_and_best(run.record.rows, run.selection),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": shlex.join(sys.argv),
+        "command": _command(),
         **_versions_and_hardware(),
     }
+
+
+def _command() -> str:
+    """The command line, without a launcher's: as the verb, where the package was run by `python -m`."""
+    program, *words = sys.argv
+    return shlex.join(["modelcenter" if os.path.basename(program) == "__main__.py" else program, *words])
 
 
 def _parameters(model: Model) -> int:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import engine
-from engine.parallel.gloo import collectives
+from engine.parallel.gloo import collectives, shared_memory
 from engine.parallel.gloo.collectives import GATHER_TAG, REDUCE_TAG
 
 VOCAB, WIDTH = 11, 6  # 11 and 6 rows over 2 and 4 ranks: odd and empty shards
@@ -111,8 +111,8 @@ def loss_of(model: nn.Module):
 @contextmanager
 def several_machines() -> Iterator[None]:
     """Models sharded in it share no memory between ranks: the messages that are seen hold all that is exchanged."""
-    none = mock.Mock(**{"return_value.post.return_value": None})
-    with mock.patch.object(collectives, "_Memories", none):
+    none = mock.Mock(**{"return_value.of.return_value": None})
+    with mock.patch.object(shared_memory, "SharedMemories", none):
         yield
 
 

@@ -10,9 +10,10 @@ processes.
 
 ZeRO-3 is compared with fully_shard on each block (PyTorch's FSDP2), clip_grad_norm_ and fused AdamW; ZeRO-2, which
 keeps whole parameters between forward and backward, with DistributedDataParallel and the same clipping and optimizer.
---peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own; DeepSpeed is installed from
-PyPI into an environment of its own. On a CPU accelerate always gives DistributedDataParallel; the JSON records the
-class that it made. On GPUs the model is larger, because a small one would only measure kernel launches.
+--peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own, each just after this engine in
+processes of its own; DeepSpeed is installed from PyPI into an environment of its own. On a CPU accelerate always gives
+DistributedDataParallel; the JSON records the class that it made. On GPUs the model is larger, because a small one would
+only measure kernel launches.
 """
 
 import argparse
@@ -79,14 +80,14 @@ def main() -> None:
             rows.append(against(what, rival, ms[f"zero{level}"], ms[key], "ms", target, why))
         numbers[f"{ranks} ranks"] = {"milliseconds": ms}
         for name, level in PEERS.items() if args.peers else ():
+            # Alone, as the peer: in turns with other contenders a step also finds the caches cold.
+            own = measure_peer(f"modelcenter ZeRO-{level}", ranks, shape)["ms"]
             result = measure_peer(name, ranks, shape)
-            numbers[f"{ranks} ranks"][name] = result
+            numbers[f"{ranks} ranks"][name] = {**result, "own_ms": own}
             if "ms" in result:
-                what = f"step at ZeRO-{level}, {ranks} ranks"
+                what = f"step at ZeRO-{level}, {ranks} ranks, alone"
                 why = "on a CPU it shards nothing, and so gathers nothing" if result["made"] == DDP else ""
-                rows.append(
-                    against(what, f"{name} ({result['made']})", ms[f"zero{level}"], result["ms"], "ms", why=why)
-                )
+                rows.append(against(what, f"{name} ({result['made']})", round(own, 2), result["ms"], "ms", why=why))
             else:
                 notes.append(f"{name} on {ranks} ranks does not run here: {result['failed']}")
     finish(args, "sharded_step", numbers, rows, notes, packages=packages(args.peers))
@@ -119,7 +120,7 @@ def run_child(args: Any) -> None:
 
 def measure_peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
     """{"ms": median of a step, "made": the class that holds the model}, or {"failed": why it does not run here}."""
-    python = sys.executable if name.startswith("accelerate") else environments.python_of("deepspeed")
+    python = environments.python_of("deepspeed") if name.startswith("DeepSpeed") else sys.executable
     script = str(ROOT / "scripts" / "bench" / "lib" / "sharded_peer.py")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), script, name]
     try:

@@ -1,5 +1,8 @@
 """Tables of embeddings whose rows stay on their ranks: what one process computes, and no more travels than is read."""
 
+from contextlib import nullcontext
+
+import engine_toys as toys
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,12 +43,13 @@ def ids_of(rank: int, turn: int) -> torch.Tensor:
     return torch.randint(0, WORDS, (2, 3), generator=torch.Generator().manual_seed(10 * rank + turn))
 
 
-def trained(level: int, precision: str, frozen: bool):
+def trained(level: int, precision: str, frozen: bool, apart: bool):
     """(the outputs of two batches, whole gradients, where the table is) of this rank."""
     sharded_embedding.TABLE_BYTES = 1
     reader = Reader()
     reader.table.weight.requires_grad_(not frozen)
-    model = engine.shard(reader, units=[reader.unit], policy=engine.Policy(precision=precision, zero_level=level))
+    with toys.several_machines() if apart else nullcontext():
+        model = engine.shard(reader, units=[reader.unit], policy=engine.Policy(precision=precision, zero_level=level))
     outputs = []
     for turn in range(2):
         outputs.append(model(ids_of(engine.rank(), turn)))
@@ -65,11 +69,18 @@ def expected(ranks: int, frozen: bool):
 
 
 @pytest.mark.parametrize(
-    ("pool", "level", "precision", "frozen"),
-    [("four", 3, "fp32", False), ("two", 2, "fp32", False), ("two", 1, "fp32", True), ("two", 3, "bf16", False)],
+    ("pool", "level", "precision", "frozen", "apart"),
+    [
+        ("four", 3, "fp32", False, False),
+        ("four", 2, "fp32", False, True),
+        ("two", 2, "fp32", False, False),
+        ("two", 1, "fp32", True, False),
+        ("two", 3, "bf16", False, False),
+    ],
 )
-def test_ranks_compute_what_one_process_does(pool, level, precision, frozen, request):
-    found = request.getfixturevalue(pool).run(trained, level, precision, frozen)
+def test_ranks_compute_what_one_process_does(pool, level, precision, frozen, apart, request):
+    """On one machine or, ``apart``, on several."""
+    found = request.getfixturevalue(pool).run(trained, level, precision, frozen, apart)
     outputs, gradients = expected(len(found), frozen)
     near = {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 0.05, "atol": 0.2}
     for rank, (own, grads, (placements, kept, said)) in enumerate(found):
@@ -86,7 +97,8 @@ def travelled():
     """Shapes of what this rank sends: what it wants, rows and their gradients."""
     sharded_embedding.TABLE_BYTES = 1
     reader, sent, send = Reader(), [], dist.isend
-    model = engine.shard(reader, units=[reader.unit])
+    with toys.several_machines():
+        model = engine.shard(reader, units=[reader.unit])
     dist.isend = lambda tensor, **how: (sent.append((how["tag"], tensor.shape)), send(tensor, **how))[1]
     try:
         model(torch.tensor([[0, 8, 8, 0]] if engine.rank() else [[5, 0]])).backward()
@@ -94,9 +106,9 @@ def travelled():
         dist.isend = send
     tags = (sharded_embedding._WANTED_TAG, sharded_embedding._ROWS_TAG, sharded_embedding._GRADIENTS_TAG)
     with pytest.raises(IndexError, match="the table has 9 rows"):
-        sharded_embedding._ShardedForward(reader.table, None)(torch.tensor([WORDS]))
+        reader.table.forward(torch.tensor([WORDS]))
     with pytest.raises(IndexError, match="the table has 9 rows"):
-        sharded_embedding._ShardedForward(reader.table, None)(torch.tensor([-1]))
+        reader.table.forward(torch.tensor([-1]))
     return [[tuple(shape) for tag, shape in sent if tag == wanted] for wanted in tags]
 
 

@@ -27,8 +27,8 @@ def part(sender: int, receiver: int, number: int, size: int, dtype: torch.dtype)
 
 
 def conversation(room):
-    """Messages of many sizes, up to five at once, read in another order than they were begun in: those that were not
-    what was sent, and for how many there was no place."""
+    """Messages of many sizes, also of another for each two ranks, up to five at once, read in another order than they
+    were begun in: those that were not what was sent, and for how many there was no place."""
     ranks, me = engine.world_size(), engine.rank()
     with pytest.MonkeyPatch.context() as patch:  # the pool's ranks go on to other tests
         patch.setattr(shared_memory, "ROOM_BYTES", room)
@@ -39,21 +39,25 @@ def conversation(room):
     plan, own = random.Random(5), random.Random(me)  # the plan is the same on all ranks
     waiting, wrong = [], []
 
-    def read(number, size, dtype, same, message):
+    def read(number, sizes, dtype, same, message):
         for _ in range(own.choice([0, 0, 1, 20])):  # some are faster than others
             torch.randn(30_000).sum()
         for sender, found in enumerate(message.parts()):
-            expected = part(sender, 0 if same else me, number, size, dtype)
+            expected = part(sender, 0 if same else me, number, sizes[sender][me], dtype)
             wrong.extend([] if torch.equal(found, expected) else [(number, sender)])
         message.done()
 
     for number in range(MESSAGES):
-        size, same = plan.choice([1, 5, 200, 900, 1500]), plan.random() < 0.5
+        size, kind = plan.choice([1, 5, 200, 900, 1500]), plan.choice(["same", "each", "uneven"])
+        sizes = [
+            [size if kind != "uneven" else plan.choice([0, 1, 300, 900]) for _ in range(ranks)] for _ in range(ranks)
+        ]
         dtype = plan.choice([torch.float32, torch.bfloat16, torch.float64])
         to_all = part(me, 0, number, size, dtype)
-        send = [to_all if same else part(me, rank, number, size, dtype) for rank in range(ranks)]
+        send = [to_all if kind == "same" else part(me, rank, number, sizes[me][rank], dtype) for rank in range(ranks)]
+        coming = [torch.empty(sizes[rank][me], dtype=dtype) for rank in range(ranks)] if kind == "uneven" else None
         assert memory.fits(send)
-        waiting.append((number, size, dtype, same, memory.post(send)))
+        waiting.append((number, sizes, dtype, kind == "same", memory.post(send, coming)))
         while len(waiting) > 5 or (waiting and plan.random() < 0.4):
             read(*waiting.pop(plan.randrange(len(waiting))))
     for one in waiting:

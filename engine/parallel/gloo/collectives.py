@@ -25,10 +25,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import unserializable_hook
 
 from engine.parallel.fsdp import gather_ahead, sums_are_only_viewed
+from engine.parallel.gloo import shared_memory
 from engine.parallel.gloo.block_sparse import BlockSparseParts, has_gathered_embedding
 from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.parallel.gloo.sharded_embedding import TABLE_BYTES
-from engine.parallel.gloo.shared_memory import Message, SharedMemory, share_memory
+from engine.parallel.gloo.shared_memory import Message
 from engine.torch_compat import in_backward, run_after_backward
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -58,28 +59,21 @@ class _GlooMessage:
         """What was sent has been read."""
 
 
-class _Memories:
-    """The memory that the ranks of each group share, made when the group first exchanges something."""
-
-    def __init__(self) -> None:
-        self._of: dict[Any, SharedMemory | None] = {}
-
-    def post(self, send: Sequence[torch.Tensor], group: Any) -> Message | None:
-        """Begin to send ``send[r]`` to each other rank r. None, on all ranks, if it has to go over gloo. Collective."""
-        if group not in self._of:
-            self._of[group] = share_memory(group)
-        memory = self._of[group]
-        return memory.post(send) if memory is not None and memory.fits(send) else None
+def _post(send: Sequence[torch.Tensor], group: Any, memories: shared_memory.SharedMemories) -> Message | None:
+    """Begin to send ``send[r]``, all of one size and dtype, to each other rank r. None, on all ranks, if it has to go
+    over gloo. Collective."""
+    memory = memories.of(group)
+    return memory.post(send) if memory is not None and memory.fits(send) else None
 
 
 class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
     """An all-gather under way: this rank's row goes to all others, and each of theirs comes from them."""
 
-    def __init__(self, rows: Sequence[torch.Tensor], group: Any, memories: _Memories) -> None:
+    def __init__(self, rows: Sequence[torch.Tensor], group: Any, memories: shared_memory.SharedMemories) -> None:
         super().__init__()
         send = [rows[group.rank()]] * len(rows)
         self._rows = rows
-        self._coming: Message | _GlooMessage | None = memories.post(send, group)
+        self._coming: Message | _GlooMessage | None = _post(send, group, memories)
         if self._coming is None:
             self._coming = _GlooMessage(send, rows, group, GATHER_TAG)
 
@@ -107,7 +101,7 @@ class _Allocates:
 class AllGather(_Allocates):
     """What FSDP calls in place of ``dist.all_gather_single`` for a unit (its ``AllGather`` protocol)."""
 
-    def __init__(self, memories: _Memories) -> None:
+    def __init__(self, memories: shared_memory.SharedMemories) -> None:
         self._memories = memories
         self._gather: _AllGatherWork | None = None
 
@@ -148,7 +142,7 @@ class _DenseParts:
 class ReduceScatter(_Allocates):
     """What FSDP calls in place of ``dist.reduce_scatter_single`` for a unit (its ``ReduceScatter`` protocol)."""
 
-    def __init__(self, unit: FSDPModule, pending: _PendingSum, memories: _Memories) -> None:
+    def __init__(self, unit: FSDPModule, pending: _PendingSum, memories: shared_memory.SharedMemories) -> None:
         self._unit, self._pending, self._memories = weakref.ref(unit), pending, memories
         self._has_gathered_embedding = has_gathered_embedding(unit)
 
@@ -160,7 +154,7 @@ class ReduceScatter(_Allocates):
         self._pending.finish()
         send = input_tensor.view(group.size(), -1).unbind()
         parts: _DenseParts | BlockSparseParts
-        if (message := self._memories.post(send, group)) is not None:
+        if (message := _post(send, group, self._memories)) is not None:
             parts = _DenseParts(message)
         elif self._has_gathered_embedding and send[0].nbytes >= TABLE_BYTES:
             parts = BlockSparseParts(send, group)
@@ -207,7 +201,7 @@ class GlooCollectives:
             order: the units as forward comes to them: each begins the gather of the next. One that forward does not
                 come to next is found out, and is not gathered ahead again. Empty: nothing is gathered ahead.
         """
-        self._pending, memories = _PendingSum(), _Memories()
+        self._pending, memories = _PendingSum(), shared_memory.SharedMemories()
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._gathers: dict[FSDPModule, AllGather] = {module: AllGather(memories) for module in modules}
         for module, gather in self._gathers.items():

@@ -1,4 +1,4 @@
-"""Embedding tables that are never gathered, over gloo: ranks send each other the rows that a batch reads.
+"""Embedding tables that are never gathered, on CPUs: ranks send each other the rows that a batch reads.
 
 A table may be most of a small model, and a batch reads a few hundred of its rows. Where a model says that it does
 nothing else with a table (``model.looked_up_tables()``), no rank gathers it and none has a gradient of all of it: each
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine.ops.autograd import once_differentiable
 from engine.ops.embeddings import Embedding, check_ids
+from engine.parallel.gloo import shared_memory
 from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.tensors import shard_of
 
@@ -39,6 +40,7 @@ def shard_embeddings(
     """
     tables: list[nn.Embedding] = getattr(model, "looked_up_tables", list)()
     places: dict[torch.Tensor, int] = {}
+    memories = shared_memory.SharedMemories()
     for _, parameter in model.named_parameters(remove_duplicate=False):
         places[parameter] = places.get(parameter, 0) + 1
     for table in tables:
@@ -51,7 +53,7 @@ def shard_embeddings(
             continue
         part = shard_of(table.weight.detach(), mesh, (Shard(0),))
         table.weight = nn.Parameter(part, requires_grad=table.weight.requires_grad)
-        table.forward = _ShardedForward(table, dtype)  # type: ignore[method-assign, assignment]
+        table.forward = _ShardedForward(table, dtype, memories)  # type: ignore[method-assign, assignment]
     return {p for table in tables if is_sharded_embedding(table) for p in table.parameters()}
 
 
@@ -63,8 +65,8 @@ def is_sharded_embedding(module: nn.Module) -> bool:
 class _ShardedForward:
     """The forward of a table whose rows are on several ranks."""
 
-    def __init__(self, table: nn.Embedding, dtype: torch.dtype | None) -> None:
-        self._table, self._dtype = weakref.ref(table), dtype
+    def __init__(self, table: nn.Embedding, dtype: torch.dtype | None, memories: shared_memory.SharedMemories) -> None:
+        self._table, self._dtype, self._memories = weakref.ref(table), dtype, memories
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Collective.
@@ -83,7 +85,7 @@ class _ShardedForward:
         flat, words = ids.reshape(-1), len(table.weight)
         check_ids(flat, words)
         group = table.weight.device_mesh.get_group()
-        exchange = _RowExchange(flat, words, group, table.padding_idx)
+        exchange = _RowExchange(flat, words, group, self._memories.of(group), table.padding_idx)
         found: torch.Tensor = _LookUp.apply(table.weight.to_local(), exchange, self._dtype or table.weight.dtype)
         return found.view(*ids.shape, table.embedding_dim)
 
@@ -91,8 +93,15 @@ class _ShardedForward:
 class _RowExchange:
     """Which rows travel for a batch: ``read[r]`` of rank r's come here, ``asked[r]`` of this rank's go to rank r."""
 
-    def __init__(self, ids: torch.Tensor, words: int, group: Any, padding: int | None) -> None:
-        self.group, self.ranks, self.me = group, group.size(), group.rank()
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        words: int,
+        group: Any,
+        memory: shared_memory.SharedMemory | None,
+        padding: int | None,
+    ) -> None:
+        self.group, self.memory, self.ranks, self.me = group, memory, group.size(), group.rank()
         wanted = torch.zeros(words, dtype=torch.bool)
         wanted[ids] = True
         # The rows that are read stand in the order of the table, so those of one rank are next to each other.
@@ -110,8 +119,15 @@ class _RowExchange:
 
     def swap(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int) -> None:
         """Send ``send[r]`` to each other rank r and receive ``into[r]`` from it."""
-        for work in send_parts(send, into, self.group, tag):
-            wait_for(work)
+        if self.memory is None:
+            for work in send_parts(send, into, self.group, tag):
+                wait_for(work)
+            return
+        message = self.memory.post(send, into)
+        for rank, part in enumerate(message.parts()):
+            if rank != self.me:
+                into[rank].copy_(part)
+        message.done()
 
 
 class _LookUp(torch.autograd.Function):

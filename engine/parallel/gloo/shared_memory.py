@@ -86,8 +86,12 @@ class SharedMemory:
         """Whether a message is small enough, which is the same on all ranks."""
         return self._size(send) <= (len(self._own) - self._begin) // 2
 
-    def post(self, send: Sequence[torch.Tensor]) -> Message:
-        """Begin to send ``send[r]`` to each other rank r; all are of one size and dtype. Several may be one tensor."""
+    def post(self, send: Sequence[torch.Tensor], coming: Sequence[torch.Tensor] | None = None) -> Message:
+        """Begin to send ``send[r]`` to each other rank r. Several may be one tensor.
+
+        Args:
+            coming: for each rank a tensor of the dtype and shape of what it sends here; None: as ``send``, all of one.
+        """
         number, slots = self._posted, len(self._header.places)
         for rank, header in self._headers.items():  # the row of places may be of a message that it has not read
             self._wait(rank, header.read, number - slots + 1)
@@ -97,7 +101,7 @@ class SharedMemory:
         self._unread.add(number)
         counters.count_to_(self._header.posted, self._posted)
         gloo_tag = _GLOO_TAGS + (self._serial % 2**14 << 16) + number % 2**16
-        return Message(self, number, send, _NO_PLACE not in written, gloo_tag)
+        return Message(self, number, send, coming or send, _NO_PLACE not in written, gloo_tag)
 
     def place(self, rank: int, number: int) -> int:
         """Wait until a rank has begun a message. Where in its memory this rank's part is, or ``_NO_PLACE``."""
@@ -163,32 +167,43 @@ class Message:
     """One exchange under way: a part from each rank of a group to each other one."""
 
     def __init__(
-        self, memory: SharedMemory, number: int, send: Sequence[torch.Tensor], written: bool, gloo_tag: int
+        self,
+        memory: SharedMemory,
+        number: int,
+        send: Sequence[torch.Tensor],
+        coming: Sequence[torch.Tensor],
+        written: bool,
+        gloo_tag: int,
     ) -> None:
         """
         Args:
             send: what goes to each rank; this rank's own stays.
-            written: whether the parts are in the memory; else they go over gloo, by ``gloo_tag``.
+            coming: tensors like what comes from each.
+            written: whether the parts are in the memory; else they go over gloo, by ``gloo_tag``, but for empty ones.
         """
         self._memory, self._number, self._send, self._gloo_tag = memory, number, send, gloo_tag
+        self._coming = coming
         # Of a message that nobody will read the place is free again.
         weakref.finalize(self, memory.done, number).atexit = False
         self._works = [
             dist.isend(send[rank], group=memory.group, group_dst=rank, tag=gloo_tag)
             for rank in (() if written else memory.others)
+            if send[rank].numel()
         ]
 
     def parts(self) -> list[torch.Tensor]:
         """Wait for what each rank has sent, in the order of the ranks, and this rank's own. It may be read until
         ``done``, and must not be written."""
-        memory, own = self._memory, self._send[self._memory.group.rank()]
-        found = {memory.group.rank(): own}
+        memory, me = self._memory, self._memory.group.rank()
+        found = {me: self._send[me]}
         for rank in memory.others:
-            if (place := memory.place(rank, self._number)) == _NO_PLACE:
-                found[rank] = torch.empty_like(own)
+            place, like = memory.place(rank, self._number), self._coming[rank]
+            if place != _NO_PLACE:
+                found[rank] = at(memory.others[rank], place, like)
+                continue
+            found[rank] = torch.empty_like(like)
+            if like.numel():
                 wait_for(dist.irecv(found[rank], group=memory.group, group_src=rank, tag=self._gloo_tag))
-            else:
-                found[rank] = at(memory.others[rank], place, own)
         for work in self._works:
             wait_for(work)
         return [found[rank] for rank in range(len(found))]
@@ -196,6 +211,19 @@ class Message:
     def done(self) -> None:
         """What was sent has been read."""
         self._memory.done(self._number)
+
+
+class SharedMemories:
+    """The memory that the ranks of each group share, made when the group first exchanges something."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, SharedMemory | None] = {}
+
+    def of(self, group: Any) -> SharedMemory | None:
+        """That of a group; None, on all ranks, if it has none. The first time it is collective."""
+        if group not in self._of:
+            self._of[group] = share_memory(group)
+        return self._of[group]
 
 
 def at(memory: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:

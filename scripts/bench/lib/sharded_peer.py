@@ -1,4 +1,5 @@
-"""A contender of sharded_step.py under torchrun: accelerate's FSDP2 or DeepSpeed, on the same model and batches.
+"""A contender of sharded_step.py under torchrun: accelerate's FSDP2, DeepSpeed or this engine, on the same model and
+batches.
 
 Usage: torchrun ... scripts/bench/lib/sharded_peer.py NAME SHAPE, with SHAPE as JSON. Prints the median milliseconds of
 a step, and the class that holds the model, because accelerate on a CPU makes DistributedDataParallel of FSDP2.
@@ -15,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from scripts.bench.lib import steps
-from scripts.bench.sharded_step import batch_of, build
+from scripts.bench.sharded_step import batch_of, build, ours
 
 
 def accelerate_step(model: Any, batch: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
@@ -59,22 +60,37 @@ def deepspeed_step(model: Any, batch: dict[str, Any], level: int) -> tuple[Any, 
     return run, step
 
 
+def ours_step(shape: argparse.Namespace, level: int) -> Callable[[], None]:
+    import engine
+
+    engine.memory.keep_freed_memory()
+    engine.init_distributed(device="cpu")
+    step: Callable[[], None] = ours(shape, batch_of(shape, engine.rank()), level)
+    return step
+
+
 def main() -> None:
     name, shape = sys.argv[1], argparse.Namespace(**json.loads(sys.argv[2]))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if name.startswith("modelcenter"):
+        import engine
+
+        engine.memory.prepare_torch()
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     batch = batch_of(shape, int(os.environ["RANK"]))
-    model = build(shape, False)
-    if name.startswith("accelerate"):
-        wrapped, step = accelerate_step(model, batch)
+    made: Any
+    if name.startswith("modelcenter"):
+        made, step = None, ours_step(shape, int(name[-1]))
+    elif name.startswith("accelerate"):
+        made, step = accelerate_step(build(shape, False), batch)
     else:
-        wrapped, step = deepspeed_step(model, batch, int(name[-1]))
+        made, step = deepspeed_step(build(shape, False), batch, int(name[-1]))
     ms = steps.median_ms({name: step}, shape.rounds, warmup=3, before=dist.barrier)[name]
     if dist.get_rank() == 0:
-        print(json.dumps({"ms": ms, "made": type(wrapped).__name__}), flush=True)
+        print(json.dumps({"ms": ms, "made": type(made).__name__}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

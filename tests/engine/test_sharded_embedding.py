@@ -119,6 +119,22 @@ def test_what_is_read_travels_and_nothing_else(two):
     assert second == [[(5,)] * 2, [(1, WIDTH)] * 2, [(1, WIDTH)] * 2]
 
 
+def trained_after_inference() -> bool:
+    sharded_embedding.TABLE_BYTES = 1
+    reader = Reader()
+    model = engine.shard(reader, units=[reader.unit])
+    ids = ids_of(engine.rank(), 1)
+    with torch.inference_mode():
+        before = model(ids)
+    after = model(ids)
+    after.backward()
+    return torch.equal(before, after) and sharded_embedding.is_sharded_embedding(reader.table)
+
+
+def test_a_training_step_after_inference(two):
+    assert two.run(trained_after_inference) == [True, True]
+
+
 def gathered(kind: str) -> bool:
     sharded_embedding.TABLE_BYTES = 2**18 if kind == "small" else 1
     reader = Reader(tied=kind == "tied")

@@ -235,6 +235,7 @@ def _whole_lines(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // _LINE) * _LINE
 
 
+@torch.inference_mode(False)  # else a training step could not write into what an evaluation before it has made
 def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
     """Let the ranks of a gloo group share memory. Collective.
 
@@ -300,5 +301,7 @@ def _has_ended(process: int) -> bool:
     """Whether a process is gone, or only its parent has not taken note yet."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # such as too many open files: nobody knows
+        return False

@@ -37,10 +37,9 @@ _serials = count()
 
 
 class _Header:
-    """What stands at the beginning of a rank's memory.
+    """What stands at the beginning of a rank's memory, after a number that says whose memory it is.
 
     Attributes:
-        identity: whose memory it is.
         posted: how many messages the rank has begun.
         read: up to before which message it has read all.
         places: (messages, ranks), for each rank where in this memory its part of a message begins.
@@ -49,7 +48,7 @@ class _Header:
     def __init__(self, memory: torch.Tensor, ranks: int) -> None:
         numbers = memory[: self.size(ranks)].view(torch.int64)
         line = _LINE // 8
-        self.identity, self.posted, self.read = (numbers[i * line : i * line + 1] for i in range(3))
+        self.posted, self.read = (numbers[i * line : i * line + 1] for i in (1, 2))  # no two in one line
         self.places = numbers[3 * line :][: _MESSAGES * ranks].view(_MESSAGES, ranks)
 
     @staticmethod

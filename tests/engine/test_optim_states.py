@@ -218,6 +218,16 @@ def test_a_closure_computes_the_loss_with_gradients(kind):
     assert same(ours, theirs)
 
 
+def steps_as_apart(ours, mine, theirs, apart):
+    """Whether one optimizer of all parameters does what one for each of their copies does."""
+    for turn in range(3):
+        steps(ours, mine, turn, 1)
+        for p, q, optimizer in zip(ours, theirs, apart, strict=True):
+            q.grad = p.grad.clone()
+            optimizer.step()
+    return same(ours, theirs)
+
+
 @each_kind
 def test_groups_are_stepped_by_their_own_values(kind, either):
     """As by an optimizer for each."""
@@ -227,12 +237,7 @@ def test_groups_are_stepped_by_their_own_values(kind, either):
     ours, theirs = matrices(), matrices()
     mine = KINDS[kind]([{"params": [p], **own} for p, own in zip(ours, values, strict=True)], lr=1.0)
     apart = [KINDS[kind]([p], **own) for p, own in zip(theirs, values, strict=True)]
-    for turn in range(3):
-        steps(ours, mine, turn, 1)
-        for p, q, optimizer in zip(ours, theirs, apart, strict=True):
-            q.grad = p.grad.clone()
-            optimizer.step()
-    assert same(ours, theirs)
+    assert steps_as_apart(ours, mine, theirs, apart)
 
 
 @pytest.mark.parametrize("kind", ["adam", "offload", "adam8", "lion"])
@@ -241,12 +246,7 @@ def test_a_group_may_hold_several_dtypes(kind, either):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     ours, theirs = ([matrices(dtype)[0] for dtype in dtypes] for _ in range(2))
     mine, apart = KINDS[kind](ours, lr=0.1), [KINDS[kind]([p], lr=0.1) for p in theirs]
-    for turn in range(3):
-        steps(ours, mine, turn, 1)
-        for p, q, optimizer in zip(ours, theirs, apart, strict=True):
-            q.grad = p.grad.clone()
-            optimizer.step()
-    assert same(ours, theirs)
+    assert steps_as_apart(ours, mine, theirs, apart)
 
 
 @each_kind

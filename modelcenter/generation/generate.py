@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelcenter.generation.search import beam, extend
-from modelcenter.generation.settings import LEAST, MOST, Settings, SpecialTokens, with_defaults
+from modelcenter.generation.settings import LEAST, MOST, Settings, SpecialTokens, check_whole, with_defaults
 from modelcenter.generation.state import State, guessed_mask
 from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.layout import check_tensor
@@ -198,8 +198,7 @@ def _least_tokens(min_new_tokens: int | None, min_length: int | None, length: in
     """The number of tokens to add at least to the first `length`. Raises ValueError: min_length is no number."""
     if min_new_tokens is not None or min_length is None:
         return min_new_tokens or 0
-    if not isinstance(min_length, Integral) or min_length < 0:
-        raise ValueError(f"min_length: got {min_length!r}, expected a whole number of at least 0")
+    check_whole("min_length", min_length, 0)
     return max(min_length - length, 0)
 
 

@@ -15,6 +15,12 @@ from modelcenter.generation.stopping import stop_texts
 MOST, LEAST = ("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")
 
 
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise ValueError, which names the argument, for another value than a whole number of at least `least`."""
+    if not isinstance(value, Integral) or int(value) < least:
+        raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}")
+
+
 def _numbers(value: Any, name: str) -> list[int]:
     """Token numbers from one, several or none. Raises ValueError: one that is no number."""
     value = value.tolist() if isinstance(value, Tensor) else value
@@ -150,8 +156,7 @@ class Settings:
             raise ValueError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
 
     def _check_whole(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        self._check(name, isinstance(value, Integral) and int(value) >= least, f"a whole number of at least {least}")
+        check_whole(name, getattr(self, name), least)
 
 
 def with_defaults(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
@@ -177,9 +182,7 @@ def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
         if name not in known:
             raise ValueError(f"{name}: generate does not do that here; leave it out. It has {', '.join(sorted(known))}")
     for name, least in (("max_length", 1), ("min_length", 0)):
-        value = settings.get(name, least)
-        if not isinstance(value, Integral) or value < least:
-            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}")
+        check_whole(name, settings.get(name, least), least)
     stop_texts(settings.get("stop_strings"))
     Settings(tokens=SpecialTokens(), **{name: settings[name] for name in searched & settings.keys()})
     model.generation_defaults = dict(settings)

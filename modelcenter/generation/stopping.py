@@ -9,9 +9,10 @@ from torch import Tensor
 
 def stop_texts(strings: Any) -> list[str]:
     """The argument stop_strings as a list. Raises ValueError: other than texts, or an empty one."""
-    texts = [strings] if isinstance(strings, str) else list(strings) if isinstance(strings, Iterable) else [strings]
     if strings is None:
         return []
+    several = isinstance(strings, Iterable) and not isinstance(strings, str)
+    texts = list(strings) if several else [strings]
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop_strings: got {strings!r}, expected a text or several of them, none of them empty")
     return texts

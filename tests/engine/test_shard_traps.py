@@ -216,15 +216,20 @@ def penalised(model):
     return {name: toys.whole(p.grad) for name, p in model.named_parameters()}
 
 
-def sharded_and_penalised(level):
-    return penalised(sharded(level))
+def of_sharded(what, level):
+    return what(sharded(level))
+
+
+def check_as_in_one_process(pool, what, level):
+    """What a function makes of a model is the same of a sharded one."""
+    expected = what(toys.build())
+    for found in pool.run(of_sharded, what, level):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_penalty_on_the_shards_adds_to_their_gradients(two, level):
-    expected = penalised(toys.build())
-    for found in two.run(sharded_and_penalised, level):
-        torch.testing.assert_close(found, expected)
+    check_as_in_one_process(two, penalised, level)
 
 
 def steps_in_backward(model):
@@ -439,15 +444,9 @@ def unit_after_a_failure(model):
     return {name: toys.whole(p) for name, p in model.named_parameters()}
 
 
-def sharded_unit_after_a_failure(level):
-    return unit_after_a_failure(sharded(level))
-
-
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_unit_called_by_itself_after_a_backward_that_raised(two, level):
-    expected = unit_after_a_failure(toys.build())
-    for found in two.run(sharded_unit_after_a_failure, level):
-        torch.testing.assert_close(found, expected)
+    check_as_in_one_process(two, unit_after_a_failure, level)
 
 
 class Box:

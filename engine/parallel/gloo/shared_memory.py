@@ -95,12 +95,13 @@ class SharedMemory:
         for rank, header in self._headers.items():  # the row of places may be of a message that it has not read
             self._wait(rank, header.read, number - slots + 1)
         written = self._write(number, send)
-        self._header.places[number % slots] = torch.tensor(written)
+        places = [written.get(rank, _NO_PLACE) for rank in range(len(send))]
+        self._header.places[number % slots] = torch.tensor(places)
         self._posted += 1
         self._unread.add(number)
         counters.count_to_(self._header.posted, self._posted)
         gloo_tag = _GLOO_TAGS + (self._serial % 2**14 << 16) + number % 2**16
-        return Message(self, number, send, coming or send, _NO_PLACE not in written, gloo_tag)
+        return Message(self, number, send, coming or send, bool(written), gloo_tag)
 
     def place(self, rank: int, number: int) -> int:
         """Wait until a rank has begun a message. Where in its memory this rank's part is, or ``_NO_PLACE``."""
@@ -116,9 +117,9 @@ class SharedMemory:
 
     def _wait(self, rank: int, counter: torch.Tensor, value: int) -> None:
         """Wait for another rank, at most for the timeout of ``init_distributed``. Raises RuntimeError."""
-        end, timeout = None, runtime.last_timeout()
+        timeout = runtime.last_timeout()
+        end = time.monotonic() + timeout
         while not counters.reached(counter, value, _LOOK_EVERY):
-            end = end or time.monotonic() + timeout
             # Its last words may have come in the meantime.
             if _has_ended(self._processes[rank]) and not counters.reached(counter, value, 0):
                 raise RuntimeError(f"lost the connection to {self._name(rank)}, which has ended")
@@ -128,21 +129,18 @@ class SharedMemory:
     def _name(self, rank: int) -> str:
         return f"rank {dist.get_global_rank(self.group, rank)} (process {self._processes[rank]})"
 
-    def _write(self, number: int, send: Sequence[torch.Tensor]) -> list[int]:
-        """Write a message; for each rank, where its part begins, in the others' lists. None of them if there is no
-        place."""
-        places = [0 if rank not in self.others else _NO_PLACE for rank in range(len(send))]
+    def _write(self, number: int, send: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Write a message; for each other rank, where its part begins. None of them if there is no place."""
         place = self._reserve(number, self._size(send))
         if place is None:
-            return places
+            return {}
         written: dict[int, int] = {}
         for rank in self.others:
             if (one := id(send[rank])) not in written:
                 written[one] = place
                 at(self._own, place, send[rank]).copy_(send[rank])
                 place += _whole_lines(send[rank])
-            places[rank] = written[one]
-        return places
+        return {rank: written[id(send[rank])] for rank in self.others}
 
     def _reserve(self, number: int, size: int) -> int | None:
         """The first place that is free."""
@@ -247,8 +245,8 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
     try:
         file = os.memfd_create("modelcenter")
         os.ftruncate(file, size)
-        own = _bytes_of(file, size) if counters.usable() else None
-        if own is not None:
+        if counters.usable():
+            own = _bytes_of(file, size)
             own[:8].view(torch.int64)[0] = identity
     except (AttributeError, OSError):
         own = None

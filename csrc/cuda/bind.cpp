@@ -168,7 +168,7 @@ Tensor column_sums(Tensor given, int64_t stream) {
   return out;
 }
 
-thread_local std::string failure;  // of this thread's last call; empty: it went well
+thread_local std::string failure;  // of this thread's last call, until it is told; empty: it went well
 
 // Results of this type for a call that has none: the tensor that was given, over and over.
 template <class Result>
@@ -205,9 +205,14 @@ struct Reporting<Result(Arguments...), kFunction> {
 }  // namespace
 }  // namespace modelcenter
 
-// Why this thread's last call failed; null if it did not.
+// Why this thread's last call failed; null if it did not, or if that was told before: who asks next may have called an
+// operator of a CPU, which knows nothing of this.
 extern "C" __attribute__((visibility("default"))) const char* modelcenter_failure() {
-  return modelcenter::failure.empty() ? nullptr : modelcenter::failure.c_str();
+  static thread_local std::string told;
+  if (modelcenter::failure.empty()) return nullptr;
+  told.swap(modelcenter::failure);
+  modelcenter::failure.clear();
+  return told.c_str();
 }
 
 #define REPORTING(function) TORCH_BOX((&modelcenter::Reporting<decltype(function), (function)>::call))

@@ -125,6 +125,17 @@ def test_a_target_that_is_no_class_stops_the_kernel(library_file, target):
         run(library_file, code)
 
 
+def test_a_failure_is_told_once(library_file):
+    """An operator of a CPU asks too whether one of a GPU has failed."""
+    code = (
+        "import pytest\nx = torch.ones(2, 3)\n"
+        "with pytest.raises(RuntimeError, match='weight'):\n"
+        "    library.operator('norm')(x, torch.ones(4), None, 1e-5, None, None, 0, 0, 0, 0)\n"
+        "assert library._failure() is None\n"
+    )
+    run(library_file, code)
+
+
 def test_norms_and_sums_are_those_of_fp64(library_file):
     """With rows, weights and gradients between pages that may not be touched."""
     run(library_file, "import rows_cases, test_cuda_on_cpu as t\nrows_cases.check_all(t.fenced)", seed=1, processors=3)

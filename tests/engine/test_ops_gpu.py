@@ -374,3 +374,6 @@ def test_what_does_not_fit_an_operator_raises():
     for norm in (LayerNorm(8), RMSNorm(8, 1e-5)):
         with pytest.raises((RuntimeError, ValueError), match="weight has shape|normalized_shape"):
             norm.cuda()(x[:, :7])
+    with pytest.raises(RuntimeError, match="another device"):
+        library.operator("norm")(x, weight, None, 1e-5, None, None, 0, 0, 0, library.stream(x.device))
+    rms_norm(x.cpu(), weight, 1e-5)  # an operator of a CPU is not blamed for it

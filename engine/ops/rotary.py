@@ -59,10 +59,11 @@ def rotate(
     """
     if library.plain_cuda(q, k, cos, sin) and not (cos.requires_grad or sin.requires_grad):
         return _turn(q, k, cos, sin, head_dim, interleaved, False)
-    return _composed(q, cos, sin, head_dim, interleaved), _composed(k, cos, sin, head_dim, interleaved)
+    return composed(q, cos, sin, head_dim, interleaved), composed(k, cos, sin, head_dim, interleaved)
 
 
-def _composed(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
+def composed(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
+    """`rotate` of one matrix, by torch's operators."""
     dim = 2 * cos.shape[2]
     heads = x.unflatten(1, (-1, head_dim))
     turning = heads[..., :dim]

@@ -9,42 +9,40 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Threads take the units of all tokens one by one. A unit is what a thread turns, or copies, at a time.
-struct Walk {
-  uint32_t of_head, turning;      // units of a head, the first of which turn
-  uint32_t of_token;              // of all heads of queries and keys
-  uint32_t tokens_on, units_on;   // from one unit of a thread to its next
+// A unit is what a thread turns, or copies, of a token. It goes on with the same unit of other tokens.
+struct Units {
+  uint32_t of_head, turning;  // of a head, the first of which turn
+  uint32_t of_token;          // of all heads of queries and keys
+  uint32_t tokens_on;         // from one token of a thread to its next
 };
 
-// Where the numbers of a unit's head are.
+// Where a thread is: its unit of a head, and the beginning of that head.
 struct At {
+  int64_t token;
+  uint32_t unit;
   const char* x;
   char* out;
-};
+  int64_t x_on, out_on;  // bytes to its next token
 
-struct Step {
-  int64_t token;
-  uint32_t unit;  // of the token
-
-  __device__ __forceinline__ explicit Step(const Walk& walk) {
-    const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
-    token = thread / walk.of_token;
-    unit = thread % walk.of_token;
-  }
-  __device__ __forceinline__ void next(const Walk& walk) {
-    token += walk.tokens_on;
-    unit += walk.units_on;
-    if (unit >= walk.of_token) unit -= walk.of_token, token++;
-  }
-  __device__ __forceinline__ At find(const Rotation& r, uint32_t head, int size) const {
+  __device__ __forceinline__ At(const Rotation& r, const Units& units, int size) {
+    const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, first = thread / units.of_token;
+    const uint32_t head = thread % units.of_token / units.of_head;
     const bool query = head < r.q.count;
-    const int64_t count = query ? r.q.count : r.k.count, stride = query ? r.q.stride : r.k.stride;
-    const int64_t number = query ? head : head - r.q.count;
-    const char* const x = (const char*)(query ? r.q.x : r.k.x);
-    char* const out = (char*)(query ? r.q.out : r.k.out);
-    return {x + (token * stride + number * r.head_dim) * size, out + (token * count + number) * r.head_dim * size};
+    const int64_t number = query ? head : head - r.q.count, count = query ? r.q.count : r.k.count;
+    const int64_t x_row = (query ? r.q.stride : r.k.stride) * size, out_row = count * r.head_dim * size;
+    token = first < units.tokens_on ? first : r.tokens;
+    unit = thread % units.of_token % units.of_head;
+    x = (const char*)(query ? r.q.x : r.k.x) + first * x_row + number * r.head_dim * size;
+    out = (char*)(query ? r.q.out : r.k.out) + first * out_row + number * r.head_dim * size;
+    x_on = units.tokens_on * x_row, out_on = units.tokens_on * out_row;
+  }
+  __device__ __forceinline__ void next(const Units& units) {
+    token += units.tokens_on;
+    x += x_on, out += out_on;
   }
 };
+
+__device__ __forceinline__ float direction(const Rotation& r) { return r.back ? -1.0f : 1.0f; }
 
 // (a, b) by the angle whose cosine and sine these are.
 __device__ __forceinline__ void turn(float& a, float& b, float cos, float sin) {
@@ -55,21 +53,20 @@ __device__ __forceinline__ void turn(float& a, float& b, float cos, float sin) {
 
 // Where all that is read and written begins at multiples of 16 bytes, a unit is 8 pairs: two times 8 neighbours.
 template <int kType, bool kInterleaved>
-__global__ void __launch_bounds__(kThreads) rotate_vectors(const Rotation r, const Walk walk) {
+__global__ void __launch_bounds__(kThreads) rotate_vectors(const Rotation r, const Units units) {
   constexpr int kSize = kType == kFloat ? 4 : 2;
   const Place<true> all(kPer, 0, 1);
-  for (Step at(walk); at.token < r.tokens; at.next(walk)) {
-    const uint32_t head = at.unit / walk.of_head, unit = at.unit % walk.of_head;
-    const At here = at.find(r, head, kSize);
-    if (unit >= walk.turning) {
-      const int64_t place = (2 * r.half + (unit - walk.turning) * kPer) * kSize;
-      store<kType>(here.out + place, all, load<kType>(here.x + place, all));
-      continue;
-    }
-    const int64_t first = (int64_t)unit * (kInterleaved ? 2 * kPer : kPer) * kSize;
-    const int64_t second = first + (kInterleaved ? kPer : r.half) * kSize;
-    const int64_t angle = (at.token * r.half + unit * kPer) * kSize;
-    const Packed<kType> packed_a = load<kType>(here.x + first, all), packed_b = load<kType>(here.x + second, all);
+  At at(r, units, kSize);
+  if (at.unit >= units.turning) {
+    const int64_t place = (2 * r.half + (at.unit - units.turning) * kPer) * kSize;
+    for (; at.token < r.tokens; at.next(units)) store<kType>(at.out + place, all, load<kType>(at.x + place, all));
+    return;
+  }
+  const int64_t first = (int64_t)at.unit * (kInterleaved ? 2 * kPer : kPer) * kSize;
+  const int64_t second = first + (kInterleaved ? kPer : r.half) * kSize;
+  for (; at.token < r.tokens; at.next(units)) {
+    const int64_t angle = (at.token * r.half + at.unit * kPer) * kSize;
+    const Packed<kType> packed_a = load<kType>(at.x + first, all), packed_b = load<kType>(at.x + second, all);
     float a[kPer], b[kPer], cos[kPer], sin[kPer];
     unpack<kType>(load<kType>((const char*)r.cos + angle, all), cos);
     unpack<kType>(load<kType>((const char*)r.sin + angle, all), sin);
@@ -77,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) rotate_vectors(const Rotation r, con
     unpack<kType>(packed_b, b);
 #pragma unroll
     for (int k = 0; k < kPer; k++) {
-      const float by = r.back ? -sin[k] : sin[k];
+      const float by = sin[k] * direction(r);
       if constexpr (kInterleaved) {
         float(&pairs)[kPer] = k < kPer / 2 ? a : b;
         turn(pairs[2 * k % kPer], pairs[2 * k % kPer + 1], cos[k], by);
@@ -85,29 +82,27 @@ __global__ void __launch_bounds__(kThreads) rotate_vectors(const Rotation r, con
         turn(a[k], b[k], cos[k], by);
       }
     }
-    store<kType>(here.out + first, all, pack<kType>(a));
-    store<kType>(here.out + second, all, pack<kType>(b));
+    store<kType>(at.out + first, all, pack<kType>(a));
+    store<kType>(at.out + second, all, pack<kType>(b));
   }
 }
 
 // Else a unit is a pair, or a number that is copied.
-__global__ void __launch_bounds__(kThreads) rotate_numbers(const Rotation r, const Walk walk) {
-  const int size = r.type == kFloat ? 4 : 2;
-  for (Step at(walk); at.token < r.tokens; at.next(walk)) {
-    const uint32_t head = at.unit / walk.of_head, unit = at.unit % walk.of_head;
-    const At here = at.find(r, head, size);
-    if (unit >= walk.turning) {
-      const int64_t place = r.half + unit;
-      set_number(here.out, r.type, place, number(here.x, r.type, place));
-      continue;
+__global__ void __launch_bounds__(kThreads) rotate_numbers(const Rotation r, const Units units) {
+  At at(r, units, r.type == kFloat ? 4 : 2);
+  const bool turns = at.unit < units.turning;
+  const int64_t first = !turns ? r.half + at.unit : r.interleaved ? 2 * (int64_t)at.unit : at.unit;
+  const int64_t second = first + (r.interleaved ? 1 : r.half);
+  for (; at.token < r.tokens; at.next(units)) {
+    float a = number(at.x, r.type, first);
+    if (turns) {
+      const int64_t angle = at.token * r.half + at.unit;
+      const float sin = number(r.sin, r.type, angle) * direction(r);
+      float b = number(at.x, r.type, second);
+      turn(a, b, number(r.cos, r.type, angle), sin);
+      set_number(at.out, r.type, second, b);
     }
-    const int64_t first = r.interleaved ? 2 * (int64_t)unit : unit, second = first + (r.interleaved ? 1 : r.half);
-    const int64_t angle = at.token * r.half + unit;
-    const float sin = number(r.sin, r.type, angle);
-    float a = number(here.x, r.type, first), b = number(here.x, r.type, second);
-    turn(a, b, number(r.cos, r.type, angle), r.back ? -sin : sin);
-    set_number(here.out, r.type, first, a);
-    set_number(here.out, r.type, second, b);
+    set_number(at.out, r.type, first, a);
   }
 }
 
@@ -123,13 +118,14 @@ int cuda_rotate(const Rotation& of, void* stream) {
                        is_aligned(of.k, of.head_dim, size);
   const int64_t per = aligned ? kPer : 1, turning = of.half / per;
   const int64_t of_head = turning + (of.head_dim - 2 * of.half) / per, of_token = of_head * (of.q.count + of.k.count);
-  const int64_t grid = blocks((of.tokens * of_token + kThreads - 1) / kThreads);
-  if (!grid) return 0;
-  const Walk walk{(uint32_t)of_head, (uint32_t)turning, (uint32_t)of_token,
-                  (uint32_t)(grid * kThreads / of_token), (uint32_t)(grid * kThreads % of_token)};
-  if (!aligned) return launch(stream, grid, kThreads, rotate_numbers, of, walk);
+  const int64_t threads = blocks((of.tokens * of_token + kThreads - 1) / kThreads) * kThreads;
+  if (!threads) return 0;
+  const int64_t tokens_on = (threads + of_token - 1) / of_token;
+  const int64_t grid = (tokens_on * of_token + kThreads - 1) / kThreads;
+  const Units units{(uint32_t)of_head, (uint32_t)turning, (uint32_t)of_token, (uint32_t)tokens_on};
+  if (!aligned) return launch(stream, grid, kThreads, rotate_numbers, of, units);
   return with_constants(of.type, of.interleaved, [&](auto type, auto interleaved) {
-    return launch(stream, grid, kThreads, rotate_vectors<type.value, interleaved.value>, of, walk);
+    return launch(stream, grid, kThreads, rotate_vectors<type.value, interleaved.value>, of, units);
   });
 }
 

@@ -1,6 +1,7 @@
-"""Norms of rows and sums of columns by the operators against float64: on a CPU, on a GPU, or where csrc/cuda runs on a
-CPU."""
+"""Norms of rows, sums of columns and rotary positions by the operators against float64: on a CPU, on a GPU, or where
+csrc/cuda runs on a CPU."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -147,3 +148,47 @@ def check_all(place: Place = at_odd, device: str = "cpu") -> None:
     for index, (rows, n) in enumerate(SUMS):
         for number, dtype in enumerate(DTYPES):
             check_sums(rows, n, dtype, device, (index + number) % 2, place)
+    for shape, dtype, odd in itertools.product(ROTATIONS, DTYPES, (0, 1)):
+        check_rotation(shape, dtype, device, odd, place)
+
+
+# -- rotary positions --------------------------------------------------------------------------------------------------
+
+# Tokens, heads of queries and of keys, channels of a head, pairs that turn: all of a head, the first of it, none.
+ROTATIONS = [
+    (5, 4, 2, 16, 8), (37, 2, 2, 128, 64), (7, 3, 1, 24, 8), (9, 3, 1, 80, 10), (4, 2, 1, 10, 3), (3, 5, 5, 2, 1),
+    (6, 1, 0, 48, 24), (6, 0, 2, 8, 2), (2, 2, 1, 8, 0), (0, 2, 1, 16, 8), (70, 6, 2, 64, 16),
+]  # fmt: skip
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool, back: bool) -> Tensor:
+    """x in fp64, its pairs turned as complex numbers."""
+    dim, whole = 2 * cos.shape[-1], x.double().reshape(x.shape[0], x.shape[1] // head_dim, head_dim).clone()
+    a, b = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(dim // 2), slice(dim // 2, dim))
+    turned = torch.complex(whole[..., a], whole[..., b])
+    turned = turned * torch.complex(cos.double(), -sin.double() if back else sin.double())
+    whole[..., a], whole[..., b] = turned.real, turned.imag
+    return whole.view(x.shape)
+
+
+def check_rotation(shape: tuple[int, ...], dtype: torch.dtype, device: str, odd: int, place: Place = at_odd) -> None:
+    tokens, heads, kv_heads, head_dim, pairs = shape
+    generator = torch.Generator().manual_seed(tokens * head_dim + pairs)
+    angles = 9 * torch.rand(tokens, 1, pairs, generator=generator)
+    cos, sin = (place(t.to(dtype).to(device), odd) for t in (angles.cos(), angles.sin()))
+    q, k = (
+        place(torch.randn(tokens, count * head_dim, generator=generator).to(dtype).to(device), odd)
+        for count in (heads, kv_heads)
+    )
+    layouts = [(q, k), (q.t().contiguous().t(), k)]
+    for more in (8, 1):  # columns of one product, whose rows begin at multiples of 16 bytes or do not
+        product = place(torch.cat([q, k, q.new_full((tokens, more), torch.nan)], 1), odd)
+        layouts.append((product[:, : q.shape[1]], product[:, q.shape[1] : -more]))
+    for (each_q, each_k), interleaved, back in itertools.product(layouts, (False, True), (False, True)):
+        how = head_dim, interleaved, back
+        found = library.operator("rotate")(each_q, each_k, cos, sin.flatten(1), *how, library.stream(q.device))
+        for ours, x in zip(found, (q, k), strict=True):
+            assert ours.is_contiguous() and ours.dtype == dtype
+            close(ours, rotated(x, cos, sin, *how))
+            still = [t.unflatten(1, (-1, head_dim))[..., 2 * pairs :] for t in (ours, x)]
+            assert torch.equal(*still)

@@ -289,6 +289,9 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
   // Of CUDA alone.
   m.def("column_sums(Tensor x, int stream) -> Tensor");
+  m.def(
+      "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, int head_dim, bool interleaved, bool back, int stream)"
+      " -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {

@@ -23,11 +23,12 @@ from engine.ops.dropout_masks import (
 from engine.ops.embeddings import Embedding, embedding
 from engine.ops.gemm import linear, linears, matmul, matmul_nt, onednn_linear
 from engine.ops.norm import Added, layer_norm, norm_after, norm_before, rms_norm
+from engine.ops.rotary import rotate
 from engine.torch_compat import is_just
 
 __all__ = [
     "Added", "Draws", "Embedding", "cross_entropy_", "drawn_key", "draws_of", "dropout", "dropout_add", "dropout_key",
     "dropout_rows", "eager", "embedding", "fresh_key", "gelu_tanh", "host_number", "is_just", "layer_norm",
     "leave_to_eager", "linear", "linears", "matmul", "matmul_nt", "norm_after", "norm_before", "onednn_linear",
-    "rms_norm",
+    "rms_norm", "rotate",
 ]  # fmt: skip

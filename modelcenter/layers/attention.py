@@ -2,13 +2,13 @@
 
 from torch import Tensor, nn
 
+from engine.ops import rotate
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout, DrawingModule
 from modelcenter.layers.linear import Linear, each, first_output
 from modelcenter.layers.mask import NO_MASK, Mask
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
-from modelcenter.layers.rotary import rotate
 
 
 class MultiHeadAttention(DrawingModule):
@@ -87,7 +87,7 @@ class SelfAttention(MultiHeadAttention):
             q = self.q_norm(q.unflatten(1, (-1, self.head_dim))).flatten(1)
             k = self.k_norm(k.unflatten(1, (-1, self.head_dim))).flatten(1)
         if ctx.rotary is not None:
-            q, k = (rotate(y, ctx.rotary, self.head_dim, self.interleaved) for y in (q, k))
+            q, k = rotate(q, k, *ctx.rotary, self.head_dim, self.interleaved)
         return q, k, v
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:

@@ -140,20 +140,3 @@ class Rotary:
 def mscale(factor: float, by: float = 1.0) -> float:
     """What YaRN multiplies queries and keys by, in a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], head_dim: int, interleaved: bool = False) -> Tensor:
-    """Turn the first channels of each head of x (T, heads * head_dim).
-
-    Pairs are channels i and i + dim / 2 (GPT-NeoX, Llama), or with `interleaved` 2 i and 2 i + 1 (GPT-J).
-    """
-    cos, sin = rotary
-    dim = 2 * cos.shape[2]
-    heads = x.unflatten(1, (-1, head_dim))
-    turning = heads[..., :dim]
-    a, b = turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    if dim < head_dim:
-        out = torch.cat((out, heads[..., dim:]), -1)
-    return out.view(x.shape)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.loss import ExtendedVocabulary
-from engine.ops import Embedding
+from engine.ops import Embedding, rotate
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.layers.rotary import Rotary, rotate
+from modelcenter.layers.rotary import Rotary
 from modelcenter.layers.segments import RelatedSegments, RelationBias
 from modelcenter.models.cpm import CPM, CPMConfig, check_range, check_whole_numbers
 from modelcenter.models.inputs import Batch, given_inputs
@@ -51,7 +51,8 @@ class SubIdRotary(nn.Module):
         self.angles = Rotary(hidden_size, 10000.0)
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        return rotate(x, self.angles(number * DISTANCE, x.dtype), x.shape[1])
+        nothing = x.new_empty(x.shape[0], 0)
+        return rotate(x, nothing, *self.angles(number * DISTANCE, x.dtype), x.shape[1])[0]
 
 
 class CPMBee(CPM):

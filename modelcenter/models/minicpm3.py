@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.ops import rotate
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.linear import Linear, inner
 from modelcenter.layers.mlp import GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.layers.rotary import mscale, rotate
+from modelcenter.layers.rotary import mscale
 from modelcenter.models.minicpm import ScaledBody, ScaledConfig
 
 # The norms of latents have this eps whatever the others have.
@@ -100,13 +101,12 @@ class LatentAttention(SelfAttention):
         kv = self.kv_up(self.kv_norm(kv)).unflatten(1, (-1, still + self.value_dim))
         if (split := getattr(inner(self.kv_up), "tp_group", None)) is not None:  # every rank's heads read it
             shared = split.whole_input(shared)
-        shared = rotate(shared, ctx.rotary, self.turning)
         q_still, q_turning = q.unflatten(1, (-1, self.head_dim)).split((still, self.turning), 2)
-        q_turning = rotate(q_turning.flatten(1), ctx.rotary, self.turning).view(q_turning.shape)
+        turned, shared = rotate(q_turning.flatten(1), shared, *ctx.rotary, self.turning)
         k_still, v = kv.split((still, self.value_dim), 2)
         k = torch.cat((k_still, shared[:, None].expand(-1, kv.shape[1], -1)), 2)
         v = F.pad(v, (0, self.head_dim - self.value_dim))
-        return torch.cat((q_still, q_turning), 2).flatten(1), k.flatten(1), v.flatten(1)
+        return torch.cat((q_still, turned.view(q_turning.shape)), 2).flatten(1), k.flatten(1), v.flatten(1)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         mixed = ctx.narrow(self.mix(*self.project(x, ctx), ctx)).unflatten(1, (-1, self.head_dim))

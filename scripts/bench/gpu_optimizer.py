@@ -3,10 +3,10 @@
 Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with
 fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); dropout of
 activations; and, forward and backward, norms of activations with and without what is added before, the gradient of a
-bias and the loss over a vocabulary. Contenders take turns in one process. A time is the GPU's for one of four calls
-that stand behind other work of it, as a step stands behind a backward pass, so that the host is ahead; what the host
-takes to start a call (milliseconds for 2,000 tensors) is recorded beside it. Results without such `host_ms` were timed
-by the host, with four calls between two synchronisations.
+bias, rotary positions and the loss over a vocabulary. Contenders take turns in one process. A time is the GPU's for one
+of four calls that stand behind other work of it, as a step stands behind a backward pass, so that the host is ahead;
+what the host takes to start a call (milliseconds for 2,000 tensors) is recorded beside it. Results without such
+`host_ms` were timed by the host, with four calls between two synchronisations.
 
     python scripts/bench/gpu_optimizer.py --output result.json
 """
@@ -49,7 +49,7 @@ def main() -> None:
     rows.append(against("dropout of bf16 activations", "torch", ms["here"], ms["torch"], "ms"))
     times = measured(of_rows(total // 32_000_000, args.device), args)
     numbers["of rows"], ms = rounded(times), times["ms"]
-    for name in ("layer norm", "RMS norm", "gradient of a bias", "cross-entropy"):
+    for name in ("layer norm", "RMS norm", "gradient of a bias", "rotary positions", "cross-entropy"):
         rows.append(against(f"{name}, bf16", "torch", ms[name], ms[f"torch, {name}"], "ms"))
     name = "sum and layer norm"
     rows.append(against(f"{name}, bf16", "one after the other", ms[name], ms[f"apart, {name}"], "ms"))
@@ -134,7 +134,8 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
     import torch
     import torch.nn.functional as F
 
-    from engine.ops import Added, cross_entropy_, dropout_add, layer_norm, linear, norm_before, rms_norm
+    from engine.ops import Added, cross_entropy_, dropout_add, layer_norm, linear, norm_before, rms_norm, rotate
+    from engine.ops.rotary import composed
 
     tokens, width, classes = max(1, thousands) * 1024, 1024, 50_304 if device == "cuda" else 320
 
@@ -160,6 +161,12 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
         total = dropout_add(branch, x, 0.1, **keyed)
         both((total, layer_norm(total, shape, weight, bias, 1e-5)))
 
+    angles = torch.rand(tokens, 1, 64, device=device)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def turned(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        torch.autograd.grad(pair, [x, branch], [grad, grad])
+
     def their_loss() -> None:
         asked = logits.detach().requires_grad_()
         F.cross_entropy(asked, targets, reduction="sum").backward()
@@ -173,6 +180,10 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
         "torch, gradient of a bias": lambda: trained(F.linear(x, matrix, bias)),
         "sum and layer norm": lambda: both(norm_before(x, weight, bias, 1e-5, Added(branch, 0.1, **keyed))),
         "apart, sum and layer norm": apart,
+        "rotary positions": lambda: turned(rotate(x, branch, cos, sin, 128)),
+        "torch, rotary positions": lambda: turned(
+            (composed(x, cos, sin, 128, False), composed(branch, cos, sin, 128, False))
+        ),
         # The logits become their gradient: numbers of other sizes, at the same cost.
         "cross-entropy": lambda: cross_entropy_(logits, targets, 1.0),
         "torch, cross-entropy": their_loss,

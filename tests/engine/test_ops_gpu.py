@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from engine import loss
-from engine.ops import dropout_masks, fused, gemm, library, rms_norm
+from engine.ops import dropout_masks, fused, gemm, library, rms_norm, rotate
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
 from engine.recompute import wrap_units_
+from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.norm import LayerNorm, RMSNorm
+from modelcenter.layers.rotary import Rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -361,12 +363,99 @@ def test_layers_with_norms_have_torchs_gradients(how, dtype, monkeypatch):
         assert (ours.double() - theirs).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-3) * theirs.norm()
 
 
+# -- rotary positions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("dtype", rows_cases.DTYPES, ids=str)
+def test_rotary_positions_are_those_of_fp64(dtype, odd):
+    """Also of more tokens than threads that run at a time."""
+    more = [(9523, 16, 4, 128, 64), (30_001, 3, 1, 24, 4), (2000, 8, 8, 256, 32), (300_000, 1, 1, 2, 1)]
+    for shape in [*rows_cases.ROTATIONS, *more]:
+        rows_cases.check_rotation(shape, dtype, "cuda", odd)
+
+
+def test_rotary_positions_of_more_than_2_to_the_31_numbers():
+    rows, width = (1 << 31) // 4096 + 5, 4096
+    angles = torch.rand(rows, 1, 64, device="cuda")
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    q = torch.randn(64, width, device="cuda").bfloat16().repeat(-(-rows // 64), 1)[:rows]
+    whole, last = rotate(q, q[:, :256], cos, sin, 128), rotate(q[-9:], q[-9:, :256], cos[-9:], sin[-9:], 128)
+    assert all(torch.equal(a[-9:], b) for a, b in zip(whole, last, strict=True))
+
+
+class Rotating(SelfAttention):
+    """What comes before and behind the attention itself."""
+
+    def forward(self, x, rotary):
+        self.rotary = rotary
+        q, k, v = self.project(x, self)
+        return self.out(q * torch.cat((k, v), 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["stream", "graph", "selective", "frozen", "autocast"])
+def test_layers_with_rotary_positions_have_torchs_gradients(how, dtype, monkeypatch):
+    torch.manual_seed(0)
+    model = Rotating(64, 4, 0.0, num_kv_heads=2, head_dim=32, interleaved=dtype == torch.float32).to("cuda", dtype)
+    if how == "frozen":
+        model.q.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rotary = Rotary(32, 100.0)(torch.arange(150, device="cuda"), dtype)
+    x, dy = (torch.randn(150, 64, device="cuda", dtype=dtype) for _ in range(2))
+    x.requires_grad_()
+
+    def work():
+        return torch.autograd.grad(model(x, rotary), [x, *trained], dy)
+
+    calls = []
+    run = library.operator
+    monkeypatch.setattr(library, "operator", lambda name: calls.append(name) or run(name))
+    if how == "autocast":
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x, rotary)
+        assert not calls
+        return
+    if how == "selective":
+        wrap_units_([model], "selective", False)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = work()
+    torch.cuda.synchronize()
+    assert calls.count("rotate") == (3 if how == "selective" else 2)
+    if how == "graph":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = work()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(captured, found)
+    calls.clear()
+    with torch.no_grad():
+        model(x, rotary)
+    assert calls == ["rotate"]
+    exact = copy.deepcopy(model).double()
+    exact.__dict__.pop("forward", None)
+    wanted = torch.autograd.grad(
+        exact(y := x.detach().double().requires_grad_(), tuple(t.double() for t in rotary)),
+        [y, *(p for p in exact.parameters() if p.requires_grad)], dy.double(),
+    )  # fmt: skip
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == dtype
+        assert (ours.double() - theirs).norm() <= (0.03 if dtype == torch.bfloat16 else 1e-3) * theirs.norm()
+
+
 def test_what_does_not_fit_an_operator_raises():
     x, weight = torch.ones(3, 8, device="cuda"), torch.ones(8)
     with pytest.raises(RuntimeError, match="same device"):
         rms_norm(x, weight, 1e-5)
     with pytest.raises(RuntimeError, match="weight is on another device than the rest"):
         library.operator("norm")(x, weight, None, 1e-5, None, None, 0, 0, 0, library.stream(x.device))
+    with pytest.raises(RuntimeError, match="same device"):
+        rotate(x, x.cpu(), x[:, None, :2], x[:, None, :2], 4)
+    for other, wrong in ((x.cpu(), "k is on another device than the rest"), (x[:2], "k has 2 rows, q has 3")):
+        with pytest.raises(RuntimeError, match=wrong):
+            library.operator("rotate")(x, other, x[:, :2], x[:, :2], 4, False, False, library.stream(x.device))
     with pytest.raises(ValueError, match="the lists differ in length: step has 0 tensors, p has 1"):
         fused.adamw_([x], [x.clone()], [x.clone()], [x.clone()], [], lr=0.1)
     with pytest.raises(ValueError, match=r"out\[0\] has 24 elements, input\[0\] has 16"):

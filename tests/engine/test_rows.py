@@ -1,5 +1,5 @@
-"""Norms and linear layers by way of the CUDA operators, which torch stands for here: what autograd, recomputation and
-the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators themselves."""
+"""Norms, linear layers and rotary positions by way of the CUDA operators, which torch stands for here: what autograd,
+recomputation and the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators themselves."""
 
 import re
 import subprocess
@@ -24,8 +24,11 @@ from engine.ops import (
     norm_after,
     norm_before,
     rms_norm,
+    rotary,
+    rotate,
 )  # fmt: skip
 from engine.recompute import wrap_units_
+from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.linear import Linear, each
 from modelcenter.layers.norm import LayerNorm, RMSNorm
 
@@ -54,7 +57,13 @@ def _norm_backward(
     return dx, dbranch, found[0], found[1] if centered else x.new_empty(0)
 
 
-OPERATORS = {"norm": _norm, "norm_backward": _norm_backward, "column_sums": lambda x, stream: x.sum(0)}
+def _rotate(q, k, cos, sin, head_dim, interleaved, back, stream):
+    return tuple(rotary.composed(x, cos, -sin if back else sin, head_dim, interleaved) for x in (q, k))
+
+
+OPERATORS = {
+    "norm": _norm, "norm_backward": _norm_backward, "column_sums": lambda x, stream: x.sum(0), "rotate": _rotate,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -267,6 +276,91 @@ def test_recomputation(called, recompute):
     assert products == [3, 6 if recompute == "full" else 3]
 
 
+# -- rotary positions --------------------------------------------------------------------------------------------------
+
+
+def turned(q, k, cos, sin):
+    return torch.cat(rotate(q, k, cos, sin, 6, True), 1)
+
+
+def by_torch(q, k, cos, sin):
+    return torch.cat([rotary.composed(x, cos, sin, 6, True) for x in (q, k)], 1)
+
+
+ROTATED = (5, 12), (5, 6), (5, 1, 2), (5, 1, 2)
+
+
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+def test_rotary_positions_have_torchs_gradients(called, trained):
+    tensors, kept = drawn(*ROTATED), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = gradients(turned, tensors, (*trained, False, False))
+    same(found, gradients(by_torch, tensors, (*trained, False, False)))
+    assert called == ["rotate", "rotate"]
+    assert len(kept) == 2 and all(torch.equal(a, b) for a, b in zip(kept, tensors[2:], strict=True))
+
+
+def test_rotary_positions_have_any_derivative(called):
+    tensors = drawn(*ROTATED)
+    found = []
+    for function in (turned, by_torch):
+        q, k = (t.clone().requires_grad_() for t in tensors[:2])
+        first = torch.autograd.grad(function(q, k, *tensors[2:]).pow(3).sum(), (q, k), create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(t.square().sum() for t in first), (q, k))])
+    same(*found)
+    assert called.count("rotate") >= 4
+
+
+def test_rotary_positions_without_gradients(called):
+    q, k, cos, sin = drawn(*ROTATED)
+    with torch.no_grad():
+        same([turned(q.requires_grad_(), k, cos, sin)], [by_torch(q, k, cos, sin)])
+    assert not turned(q.detach(), k, cos, sin).requires_grad
+    assert called == ["rotate", "rotate"]
+    # Of one matrix, and of no tokens.
+    for tokens in (5, 0):
+        one, nothing = rotate(q[:tokens], k[:tokens, :0], cos[:tokens], sin[:tokens], 4)
+        assert nothing.shape == (tokens, 0)
+        same([one.detach()], [rotary.composed(q[:tokens], cos[:tokens], sin[:tokens], 4, False).detach()])
+
+
+def test_rotary_positions_that_are_left_to_torch(called):
+    q, k, cos, sin = drawn(*ROTATED)
+    same(
+        gradients(turned, (q, k, cos, sin), (True, True, True, False)),
+        gradients(by_torch, (q, k, cos, sin), (True, True, True, False)),
+    )
+    rotate(q, k, cos.float(), sin, 6)
+    assert not called
+    with pytest.raises(RuntimeError):
+        rotate(q, k, cos[:3], sin[:3], 6)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", "offload"])
+def test_recomputation_of_rotary_positions(called, recompute):
+    class Unit(SelfAttention):
+        def forward(self, x, ctx):
+            q, k, v = self.project(x, ctx)
+            return self.out(q * k + v)
+
+    torch.manual_seed(0)
+    unit, ctx = Unit(12, 2, 0.0, interleaved=True).double(), SimpleNamespace(rotary=drawn((5, 1, 2), (5, 1, 2)))
+    found, counts = [], []
+    for how in ("none", recompute):
+        wrap_units_([unit], how, False)
+        unit.zero_grad()
+        (x,) = drawn((5, 12))
+        x.requires_grad_()
+        with _Count() as count:
+            unit(x, ctx).square().sum().backward()
+        counts.append((called.count("rotate"), sum(name.startswith("addmm.") for name in count.names)))
+        found.append([x.grad, *(p.grad.clone() for p in unit.parameters())])
+        called.clear()
+        unit.__dict__.pop("forward", None)
+    same(*found)
+    assert counts == [(2, 4), {"selective": (3, 4), "full": (3, 8), "offload": (2, 4)}[recompute]]
+
+
 # -- which tensors go there --------------------------------------------------------------------------------------------
 
 
@@ -327,7 +421,7 @@ def test_rows_are_moved_16_bytes_at_a_time_and_held_in_registers(tmp_path):
     if (nvcc := build.nvcc()) is None:
         pytest.skip("nvcc is not here, so the CUDA operators cannot be compiled")
     text = ""
-    for name in ("norm", "columns"):
+    for name in ("norm", "columns", "rotary"):
         command = [nvcc, *build._CUDA, "-arch=compute_90", "-ptx", "-o", tmp_path / f"{name}.ptx"]
         subprocess.run([*command, build.sources() / "cuda" / f"{name}.cu"], check=True, timeout=300)
         text += (tmp_path / f"{name}.ptx").read_text()

@@ -1,0 +1,75 @@
+"""Rotary position embeddings of queries and keys (Su et al. 2021, arXiv:2104.09864): pairs of channels are turned.
+
+torch composes them of eight operators for each of both, and of as many in backward. The compiled operator
+(csrc/cuda/rotary.cu) reads and writes queries and keys once, and turns the gradients back in the same way. It computes
+in fp32 and rounds once, where torch rounds each product to 16 bits first.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.ops import library
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool, back: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.how = head_dim, interleaved, not back
+        return _run(q, k, cos, sin, head_dim, interleaved, back)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        # A function of its gradients alone, which any derivative of it goes through again.
+        return *_turn(dq, dk, *ctx.saved_tensors, *ctx.how), None, None, None, None, None
+
+
+def _run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = library.operator("rotate")(q, *arguments, library.stream(q.device))
+    return found
+
+
+def _turn(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        found: tuple[Tensor, Tensor] = _Rotate.apply(q, k, *arguments)
+        return found
+    return _run(q, k, *arguments)
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Turn the first channels of each head of q and of k.
+
+    Pairs are channels i and i + dim / 2 (GPT-NeoX, Llama), or with `interleaved` 2 i and 2 i + 1 (GPT-J).
+
+    Args:
+        q: (T, heads * head_dim). k: (T, kv_heads * head_dim); of no heads, (T, 0), where there is but one of both.
+        cos, sin: (T, 1, dim / 2), of the angle by which each pair of a token turns; dim is at most head_dim.
+
+    Returns:
+        (q, k), turned.
+
+    Raises:
+        RuntimeError: the tensors do not fit together.
+    """
+    if library.plain_cuda(q, k, cos, sin) and not (cos.requires_grad or sin.requires_grad):
+        return _turn(q, k, cos, sin, head_dim, interleaved, False)
+    return composed(q, cos, sin, head_dim, interleaved), composed(k, cos, sin, head_dim, interleaved)
+
+
+def composed(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
+    """`rotate` of one matrix, by torch's operators."""
+    dim = 2 * cos.shape[2]
+    heads = x.unflatten(1, (-1, head_dim))
+    turning = heads[..., :dim]
+    a, b = turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    if dim < head_dim:
+        out = torch.cat((out, heads[..., dim:]), -1)
+    return out.view(x.shape)

@@ -12,8 +12,11 @@ namespace modelcenter {
 namespace {
 
 constexpr int kForwardThreads = 128;   // of a block with several short rows
-constexpr int kBackwardThreads = 512;  // of such a block in backward, where each block writes sums
-constexpr int kMostAtOnce = 2;         // rows that forward loads before it waits for one, where there is no branch
+constexpr int kBackwardThreads = 256;  // of such a block in backward, where each block writes sums
+constexpr int kMostAtOnce = 2;         // rows of 16-bit numbers that forward loads at a time, where there is no branch
+constexpr int kShort = 256;            // threads of blocks that load rows while they sum those before; more lack registers
+constexpr int kForwardBlocks = 4;      // of these at a time on a multiprocessor
+constexpr int kBackwardBlocks = 3;
 static_assert(kLongestRow == (int64_t)kMost * kPer, "a block holds the longest row");
 
 // Threads of a block work on rows in groups of as many warps as a row needs.
@@ -63,19 +66,12 @@ __device__ __forceinline__ uint32_t kept(const Draw& d, int64_t row, int thread)
   return bits >> (thread % kWarp - lane + lane % 2 * kPer) & 0xFFu;
 }
 
-// x += a row's numbers.
-template <int kType, bool kAligned>
-__device__ __forceinline__ void add(const void* row, const Place<kAligned>& at, float (&x)[kPer]) {
-  float more[kPer];
-  unpack<kType>(load<kType>(row, at), more);
-#pragma unroll
-  for (int k = 0; k < kPer; k++) x[k] += more[k];
-}
-
 // kAdds: whether there is a branch, of aligned rows.
-template <int kType, bool kCentered, bool kAligned, bool kAdds>
-__global__ void __launch_bounds__(kMost) norm(const NormJob job, int threads, float inverse) {
-  constexpr int kAtOnce = kAdds ? 1 : kMostAtOnce;
+template <int kType, bool kCentered, bool kAligned, bool kAdds, int kBlock>
+__global__ void __launch_bounds__(kBlock, kBlock == kShort ? kForwardBlocks : 1)
+    norm(const NormJob job, int threads, float inverse) {
+  constexpr int kAtOnce = kAdds || kType == kFloat ? 1 : kMostAtOnce;
+  constexpr bool kAhead = kBlock == kShort;
   __shared__ float room[2][kMost / kWarp][kAtOnce];
   constexpr int64_t kSize = kType == kFloat ? 4 : 2;
   const int64_t rows = job.rows;
@@ -85,11 +81,9 @@ __global__ void __launch_bounds__(kMost) norm(const NormJob job, int threads, fl
   const Packed<kType> w = load<kType>(job.weight, at);
   Packed<kType> b = {};
   if (kCentered) b = load<kType>(job.bias, at);
-  const int64_t of_block = (int64_t)((int)blockDim.x / threads) * kAtOnce;
-  int round = 0;
-  for (int64_t begin = blockIdx.x * of_block; begin < rows; begin += gridDim.x * of_block, round ^= 1) {
-    const int64_t first = begin + group.number * kAtOnce;
-    Packed<kType> packed[kAtOnce], branch[kAtOnce];
+  const int64_t of_block = (int64_t)((int)blockDim.x / threads) * kAtOnce, step = gridDim.x * of_block;
+  Packed<kType> packed[kAtOnce], branch[kAtOnce];
+  const auto fetch = [&](int64_t first) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
       packed[i] = branch[i] = {};
@@ -97,6 +91,12 @@ __global__ void __launch_bounds__(kMost) norm(const NormJob job, int threads, fl
       packed[i] = load<kType>((const char*)job.x + (first + i) * n * kSize, at);
       if (kAdds) branch[i] = load<kType>((const char*)job.branch + (first + i) * n * kSize, at);
     }
+  };
+  int round = 0;
+  if (kAhead) fetch(blockIdx.x * of_block + group.number * kAtOnce);
+  for (int64_t begin = blockIdx.x * of_block; begin < rows; begin += step, round ^= 1) {
+    const int64_t first = begin + group.number * kAtOnce;
+    if (!kAhead) fetch(first);
     float v[kAtOnce][kPer], mean[kAtOnce] = {}, square[kAtOnce] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(kMost) norm(const NormJob job, int threads, fl
       store<kType>((char*)job.sum + (first + i) * n * kSize, at, sum);
       unpack<kType>(sum, v[i]);
     }
+    if (kAhead) fetch(first + step);
     if (kCentered) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; i++)
@@ -152,10 +153,11 @@ __global__ void __launch_bounds__(kMost) norm(const NormJob job, int threads, fl
 
 // kAdds: whether there is more of a gradient, or, of aligned rows, a dropout. sums: of each block those over its rows for
 // the weight and, if centered, the bias; null where they are not wanted.
-template <int kType, bool kCentered, bool kAligned, bool kAdds>
-__global__ void __launch_bounds__(kMost)
+template <int kType, bool kCentered, bool kAligned, bool kAdds, int kBlock>
+__global__ void __launch_bounds__(kBlock, kBlock == kShort ? kBackwardBlocks : 1)
     norm_backward(const NormBackwardJob job, float* sums, int threads, float inverse) {
   constexpr int kSums = kCentered ? 2 : 1;
+  constexpr bool kAhead = kBlock == kShort && kType != kFloat;
   // Where registers would be short, the weight is read again for each row.
   constexpr bool kKeepsWeight = !kAdds && (kAligned || kType == kFloat);
   __shared__ float room[2][kMost / kWarp][kSums];
@@ -171,37 +173,54 @@ __global__ void __launch_bounds__(kMost)
   float total[kSums][kPer] = {};
   int64_t row = rows * blockIdx.x / gridDim.x;
   int left = (int)(rows * (blockIdx.x + 1) / gridDim.x - row), round = 0;
-  for (row += group.number; left > 0; row += groups, left -= groups, round ^= 1) {
-    const int64_t place = row * n * kSize;
-    const bool here = group.number < left;
-    Packed<kType> packed_x = {}, packed_grad = {};
-    float mean = 0.0f, rstd = 0.0f;
-    if (here) {
-      packed_x = load<kType>((const char*)job.sum + place, at);
-      packed_grad = load<kType>((const char*)job.grad + place, at);
-      if (kCentered) mean = job.stats[row];
-      rstd = job.stats[(kCentered ? rows : 0) + row];
+  struct Loaded {
+    Packed<kType> x, grad, extra;
+    float mean, rstd;
+  };
+  const auto fetch = [&](int64_t next, bool there) {
+    Loaded found = {};
+    if (there) {
+      found.x = load<kType>((const char*)job.sum + next * n * kSize, at);
+      found.grad = load<kType>((const char*)job.grad + next * n * kSize, at);
+      if (kAhead && kAdds && job.extra) found.extra = load<kType>((const char*)job.extra + next * n * kSize, at);
+      if (kCentered) found.mean = job.stats[next];
+      found.rstd = job.stats[(kCentered ? rows : 0) + next];
     }
+    return found;
+  };
+  row += group.number;
+  Loaded ahead = {};
+  if (kAhead) ahead = fetch(row, group.number < left);
+  for (; left > 0; row += groups, left -= groups, round ^= 1) {
+    const bool here = group.number < left;
+    const Loaded now = kAhead ? ahead : fetch(row, here);
     float normal[kPer], g[kPer], w[kPer], along[kSums] = {};  // the means of g along the normalized row, and of g
-    unpack<kType>(packed_x, normal);
-    unpack<kType>(packed_grad, g);
-    if (kAdds && here && job.extra && !job.extra_of_sum) add<kType>((const char*)job.extra + place, at, g);
+    unpack<kType>(now.x, normal);
+    unpack<kType>(now.grad, g);
+    const auto add_extra = [&] {
+      float more[kPer];
+      unpack<kType>(kAhead ? now.extra : load<kType>((const char*)job.extra + row * n * kSize, at), more);
+#pragma unroll
+      for (int k = 0; k < kPer; k++) g[k] += more[k];
+    };
+    if (kAdds && here && job.extra && !job.extra_of_sum) add_extra();
     unpack<kType>(kKeepsWeight ? packed_weight : load<kType>(job.weight, at), w);
 #pragma unroll
     for (int k = 0; k < kPer; k++) {
-      normal[k] = (normal[k] - mean) * rstd;
+      normal[k] = (normal[k] - now.mean) * now.rstd;
       total[0][k] = fmaf(g[k], normal[k], total[0][k]);
       if (kCentered) total[kSums - 1][k] += g[k];
       g[k] *= w[k];  // zero behind the end of a row, as the weight is
       along[0] = fmaf(g[k], normal[k], along[0]);
       if (kCentered) along[kSums - 1] += g[k];
     }
+    if (kAhead) ahead = fetch(row + groups, group.number < left - groups);
     add_up_group(along, room[round], group);
     if (!here) continue;
     const float slope = along[0] * inverse, shift = kCentered ? along[kSums - 1] * inverse : 0.0f;
 #pragma unroll
-    for (int k = 0; k < kPer; k++) g[k] = rstd * (g[k] - fmaf(normal[k], slope, shift));
-    if (kAdds && job.extra && job.extra_of_sum) add<kType>((const char*)job.extra + place, at, g);
+    for (int k = 0; k < kPer; k++) g[k] = now.rstd * (g[k] - fmaf(normal[k], slope, shift));
+    if (kAdds && job.extra && job.extra_of_sum) add_extra();
     const Packed<kType> dx = pack<kType>(g);
     store<kType>((char*)job.dx + row * n * kSize, at, dx);
     if (!kAdds || !kAligned || !job.dbranch) continue;
@@ -234,10 +253,22 @@ int threads_of(int64_t n) { return (int)((n + kWarp * kPer - 1) / (kWarp * kPer)
 
 int groups_of(int threads, int at_most) { return threads < at_most ? at_most / threads : 1; }
 
+// Blocks of so many threads that run at a time, where `most` of kShort threads do on a multiprocessor.
+int64_t blocks_at_once(int threads, int most) {
+  return processors() * (threads <= kShort ? most * kShort / threads : kMost / threads);
+}
+
+// work(kBlock) with the most threads of a block of the kernel that is to run. kEver: whether there is one of short blocks.
+template <bool kEver, class Work>
+int with_blocks(int threads, const Work& work) {
+  if (kEver && threads <= kShort) return work(std::integral_constant<int, kEver ? kShort : kMost>());
+  return work(std::integral_constant<int, kMost>());
+}
+
 // Blocks of norm_backward: as many as run at a time, unless there are fewer rows.
 int64_t backward_blocks(const NormBackwardJob& job) {
   const int threads = threads_of(job.n), groups = groups_of(threads, kBackwardThreads);
-  const int64_t wanted = (job.rows + groups - 1) / groups, most = processors() * (kMost / (threads * groups));
+  const int64_t wanted = (job.rows + groups - 1) / groups, most = blocks_at_once(threads * groups, kBackwardBlocks);
   return wanted < most ? wanted : most;
 }
 
@@ -253,26 +284,32 @@ int cuda_norm(const NormJob& given, void* stream) {
     job.x = job.sum, job.branch = nullptr;
   }
   const int threads = threads_of(job.n), groups = groups_of(threads, kForwardThreads);
-  const int64_t of_block = groups * (job.branch ? 1 : kMostAtOnce);
-  const int64_t wanted = (job.rows + of_block - 1) / of_block, most = (int64_t)1 << 30;
+  const int64_t of_block = groups * (job.branch || job.type == kFloat ? 1 : kMostAtOnce);
+  const int64_t wanted = (job.rows + of_block - 1) / of_block, most = blocks_at_once(threads * groups, kForwardBlocks);
   return with_constants(job.type, aligned, [&](auto type, auto is_aligned) {
     constexpr int kType = type.value;
     constexpr bool kAligned = is_aligned.value;
-    const auto kernel = job.branch ? job.bias ? norm<kType, true, true, true> : norm<kType, false, true, true>
-                        : job.bias ? norm<kType, true, kAligned, false>
-                                   : norm<kType, false, kAligned, false>;
-    return launch(stream, wanted < most ? wanted : most, threads * groups, kernel, job, threads, 1.0f / (float)job.n);
+    return with_blocks<kAligned>(threads * groups, [&](auto block) {
+      constexpr int kBlock = block.value;
+      const auto kernel = job.branch
+                              ? job.bias ? norm<kType, true, true, true, kBlock> : norm<kType, false, true, true, kBlock>
+                          : job.bias ? norm<kType, true, kAligned, false, kBlock>
+                                     : norm<kType, false, kAligned, false, kBlock>;
+      return launch(stream, wanted < most ? wanted : most, threads * groups, kernel, job, threads, 1.0f / (float)job.n);
+    });
   });
 }
 
 int64_t cuda_norm_room(const NormBackwardJob& job) { return backward_blocks(job) * job.n * (job.centered ? 2 : 1); }
 
-// Rows that are not aligned are dropped out by themselves; and for what is added to those of fp32, registers would be
-// short.
+// Rows that are not aligned are dropped out by themselves; and so is what would need more registers than there are: what
+// is added to long rows of fp32, or to those that are not aligned.
 int cuda_norm_backward(const NormBackwardJob& given, float* room, void* stream) {
   NormBackwardJob job = given;
   const bool aligned = on_16_bytes(job.n, {job.grad, job.extra, job.sum, job.weight, job.dx, job.dbranch});
-  const bool drops = job.dbranch && !aligned, adds = job.extra && !aligned && job.type == kFloat;
+  const int threads = threads_of(job.n), groups = groups_of(threads, kBackwardThreads);
+  const bool fits = aligned && (job.type != kFloat || threads <= kShort);
+  const bool drops = job.dbranch && !fits, adds = job.extra && !fits && job.type == kFloat;
   const auto dropout = [&](const Draw& draw, const void* x, const void* residual, void* out) {
     return cuda_dropout(draw, x, residual, out, job.type, job.rows, job.n, stream);
   };
@@ -284,18 +321,21 @@ int cuda_norm_backward(const NormBackwardJob& given, float* room, void* stream) 
   }
   if (adds) job.extra = nullptr;
   if (drops) job.dbranch = nullptr;
-  const int threads = threads_of(job.n), groups = groups_of(threads, kBackwardThreads);
   const int64_t blocks = backward_blocks(job), width = job.n * (job.centered ? 2 : 1);
   const bool more = job.extra || job.dbranch;
   if (!error) error = with_constants(job.type, aligned, [&](auto type, auto is_aligned) {
     constexpr int kType = type.value;
-    constexpr bool kAligned = is_aligned.value, kMore = kAligned || kType != kFloat;
-    const auto kernel = more ? job.centered ? norm_backward<kType, true, kAligned, kMore>
-                                            : norm_backward<kType, false, kAligned, kMore>
-                        : job.centered ? norm_backward<kType, true, kAligned, false>
-                                       : norm_backward<kType, false, kAligned, false>;
-    return launch(stream, blocks, threads * groups, kernel, job, job.dweight ? room : nullptr, threads,
-                  1.0f / (float)job.n);
+    constexpr bool kAligned = is_aligned.value;
+    return with_blocks<kAligned>(threads * groups, [&](auto block) {
+      constexpr int kBlock = block.value;
+      constexpr bool kMore = kType != kFloat || kBlock == kShort;
+      const auto kernel = more ? job.centered ? norm_backward<kType, true, kAligned, kMore, kBlock>
+                                              : norm_backward<kType, false, kAligned, kMore, kBlock>
+                          : job.centered ? norm_backward<kType, true, kAligned, false, kBlock>
+                                         : norm_backward<kType, false, kAligned, false, kBlock>;
+      return launch(stream, blocks, threads * groups, kernel, job, job.dweight ? room : nullptr, threads,
+                    1.0f / (float)job.n);
+    });
   });
   if (!error && adds && job.extra_of_sum) error = dropout(nothing, job.dx, given.extra, job.dx);
   if (!error && drops) error = dropout(job.draw, job.dx, nullptr, given.dbranch);

@@ -289,6 +289,10 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
   // Of CUDA alone.
   m.def("column_sums(Tensor x, int stream) -> Tensor");
+  m.def("activation(Tensor x, Tensor? up, int kind, int stream) -> Tensor");
+  m.def(
+      "activation_backward(Tensor grad, Tensor x, Tensor? up, int kind, bool sums, int stream) "
+      "-> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {

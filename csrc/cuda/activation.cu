@@ -128,30 +128,34 @@ struct Inputs {
     if constexpr (kBackward) grad = load<kType>((const char*)job.grad + place, at);
   }
 
-  // Stores what it is for. Returns dx, or what comes out.
+  // Stores what it is for, and adds dx, or what comes out, to total.
   template <bool kAligned>
   __device__ __forceinline__ void run(const ActivationJob& job, int64_t first, const Place<kAligned>& at,
-                                      float (&out)[kPer]) const {
-    const int64_t place = first * (kType == kFloat ? 4 : 2);
-    float v[kPer], u[kPer], g[kPer], dup[kPer];
-    unpack<kType>(x, v);
-    if constexpr (kGated) unpack<kType>(up, u);
-    if constexpr (kBackward) unpack<kType>(grad, g);
+                                      float (&total)[kPer]) const {
+    Packed<kType> out, dup;
     with_kind(job.kind, [&](auto kind) {
+      float v[kPer], u[kPer], g[kPer];
+      unpack<kType>(x, v);
+      if constexpr (kGated) unpack<kType>(up, u);
+      if constexpr (kBackward) unpack<kType>(grad, g);
 #pragma unroll
       for (int k = 0; k < kPer; k++) {
         if constexpr (kBackward) {
           float value;
-          out[k] = derived<kind.value>(v[k], kGated ? g[k] * u[k] : g[k], value);
-          if constexpr (kGated) dup[k] = g[k] * value;
+          v[k] = derived<kind.value>(v[k], kGated ? g[k] * u[k] : g[k], value);
+          if constexpr (kGated) u[k] = g[k] * value;
         } else {
-          out[k] = activated<kind.value>(v[k]);
-          if constexpr (kGated) out[k] *= u[k];
+          v[k] = activated<kind.value>(v[k]);
+          if constexpr (kGated) v[k] *= u[k];
         }
+        total[k] += v[k];
       }
+      out = pack<kType>(v);
+      if constexpr (kGated && kBackward) dup = pack<kType>(u);
     });
-    store<kType>((char*)(kBackward ? job.dx : job.out) + place, at, pack<kType>(out));
-    if constexpr (kGated && kBackward) store<kType>((char*)job.dup + place, at, pack<kType>(dup));
+    const int64_t place = first * (kType == kFloat ? 4 : 2);
+    store<kType>((char*)(kBackward ? job.dx : job.out) + place, at, out);
+    if constexpr (kGated && kBackward) store<kType>((char*)job.dup + place, at, dup);
   }
 };
 
@@ -177,8 +181,8 @@ __global__ void __launch_bounds__(kThreads, 4) activate(const ActivationJob job,
   for (int i = 0; i < kAtOnce; i++) read[i].load_at(job, begin + i * kSlice, place(i));
 #pragma unroll
   for (int i = 0; i < kAtOnce; i++) {
-    float out[kPer];
-    read[i].run(job, begin + i * kSlice, place(i), out);
+    float nobody_asks[kPer] = {};
+    read[i].run(job, begin + i * kSlice, place(i), nobody_asks);
   }
 }
 
@@ -203,10 +207,7 @@ __global__ void __launch_bounds__(kWarps * kWarp, kType == kFloat && kGated ? 3 
       if (row >= part.end) continue;
       const Read read = next[i];
       if (after < part.end) next[i].load_at(job, after * job.n + part.column, part.at);
-      float dx[kPer];
-      read.run(job, row * job.n + part.column, part.at, dx);
-#pragma unroll
-      for (int k = 0; k < kPer; k++) total[k] += dx[k];
+      read.run(job, row * job.n + part.column, part.at, total);
     }
   }
   store_sums(total, part, sums, job.n);

@@ -1,5 +1,5 @@
-"""Norms of rows, sums of columns and rotary positions by the operators against float64: on a CPU, on a GPU, or where
-csrc/cuda runs on a CPU."""
+"""Norms of rows, sums of columns, activations and rotary positions by the operators against float64: on a CPU, on a
+GPU, or where csrc/cuda runs on a CPU."""
 
 import itertools
 from collections.abc import Callable
@@ -15,6 +15,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows of one thread, of part of a warp, of several warps and of a block; of groups of them, more than blocks; none.
 NORMS = [(3, 1), (5, 9), (70, 64), (150, 72), (41, 256), (9, 264), (13, 1024), (5, 1608), (3, 4097), (2, 8192), (0, 40)]
 SUMS = [(1, 1), (3, 7), (100, 64), (300, 257), (33, 256), (700, 40), (0, 24), (70, 1000), (5, 0), (40, 5000)]
+# Of one thread, of part of a tile and several, of more numbers than a block takes; none.
+ACTIVATED = [(3, 1), (5, 9), (70, 64), (40, 264), (70, 33), (9, 520), (0, 24), (5, 0)]
+# By their numbers in csrc/cuda/activation.h.
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.silu, F.relu)
 EPS = 1e-5
 
 Place = Callable[[Tensor, int], Tensor]
@@ -125,6 +129,65 @@ def check_sums(rows: int, n: int, dtype: torch.dtype, device: str, odd: int, pla
         close(found, each.double().sum(0))
 
 
+def check_activations(
+    rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd, kinds: Any = range(4)
+) -> None:
+    """Alone and with a gate, with and without sums; the gradient also where it is repeated or lies by columns."""
+    generator, stream = torch.Generator().manual_seed(rows * n + odd), library.stream(torch.device(device))
+    drawn = (torch.randn(rows, n, generator=generator) * scale for scale in (2.0, 1.0, 1.0))
+    x, up, grad = (place(t.to(dtype).to(device), odd) for t in drawn)
+    run, back = library.operator("activation"), library.operator("activation_backward")
+    for kind in kinds:
+        for factor in (None, up):
+            exact = [t.double().requires_grad_() for t in (x, factor) if t is not None]
+            wanted = ACTIVATIONS[kind](exact[0]) * (1 if factor is None else exact[1])
+            found = run(x, factor, kind, stream)
+            assert found.dtype == dtype
+            scale = torch.ones_like(exact[0]) if factor is None else exact[1].detach().abs()
+            precise(found, wanted.detach(), scale)
+            for g in (grad, grad.t().contiguous().t(), grad[:1].expand(rows, n))[: 1 if factor is None or kind else 3]:
+                gradients = torch.autograd.grad(wanted, exact, g.double(), retain_graph=True)
+                for sums in (True, False):
+                    found = [back(g, x, factor, kind, sums, stream) for _ in range(1 + sums)]
+                    assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+                    dx, dup, total = found[0]
+                    precise(dx, gradients[0], scale * g.double().abs())
+                    if factor is None:
+                        assert not dup.numel()
+                    else:
+                        precise(dup, gradients[1], (exact[0].detach().abs() + 1) * g.double().abs())
+                    if sums:
+                        assert total.dtype == dtype
+                        close(total, gradients[0].sum(0))
+                    else:
+                        assert not total.numel()
+
+
+def check_ends_of_activations(dtype: torch.dtype, device: str) -> None:
+    """Of numbers beyond all others, and of what is none."""
+    ends = torch.tensor([torch.nan, torch.inf, 6e4, -6e4, 300.0, -300.0, 0.0, -0.0], device=device).to(dtype)
+    stream = library.stream(ends.device)
+    for kind, torchs in enumerate(ACTIVATIONS):
+        x = ends.double().requires_grad_()
+        wanted = torchs(x)
+        slopes = torch.autograd.grad(wanted.sum(), x)[0]
+        found = library.operator("activation")(ends, None, kind, stream)
+        assert torch.equal(found.isnan(), ends.isnan())
+        close(found[2:], wanted.detach()[2:])
+        assert found[1] == torch.inf
+        dx = library.operator("activation_backward")(torch.ones_like(ends), ends, None, kind, False, stream)[0]
+        close(dx[2:], slopes[2:])
+        assert dx[0].isnan() or kind == 3  # as torch, relu takes it for more than zero
+
+
+def precise(found: Tensor, wanted: Tensor, scale: Tensor) -> None:
+    """`close`, and in fp32 within a millionth of the number and of what its factors make of 1."""
+    close(found, wanted)
+    if found.dtype is torch.float32 and found.numel():
+        error = (found.double() - wanted).abs() / (1e-6 * (wanted.abs() + scale) + 1e-30)
+        assert error.max().item() <= 1, error.max().item()
+
+
 def close(found: Tensor, wanted: Tensor, roundings: int = 1) -> None:
     """As close as results in fp32 that are rounded so many times to the dtype of `found`."""
     assert found.shape == wanted.shape
@@ -148,6 +211,12 @@ def check_all(place: Place = at_odd, device: str = "cpu") -> None:
     for index, (rows, n) in enumerate(SUMS):
         for number, dtype in enumerate(DTYPES):
             check_sums(rows, n, dtype, device, (index + number) % 2, place)
+    for index, (rows, n) in enumerate(ACTIVATED):
+        for number, dtype in enumerate(DTYPES):
+            for kind in range(4):
+                check_activations(rows, n, dtype, device, (index + number + kind) % 2, place, (kind,))
+    for dtype in DTYPES:
+        check_ends_of_activations(dtype, device)
     for shape, dtype, odd in itertools.product(ROTATIONS, DTYPES, (0, 1)):
         check_rotation(shape, dtype, device, odd, place)
 

@@ -292,6 +292,10 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, int head_dim, bool interleaved, bool back, int stream)"
       " -> (Tensor, Tensor)");
+  m.def("activation(Tensor x, Tensor? up, int kind, int stream) -> Tensor");
+  m.def(
+      "activation_backward(Tensor grad, Tensor x, Tensor? up, int kind, bool sums, int stream) "
+      "-> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "../core/norm_arguments.h"
+#include "activation.h"
 #include "columns.h"
 #include "dropout.h"
 #include "kernels.h"
@@ -208,6 +209,58 @@ std::tuple<Tensor, Tensor> rotate(Tensor given_q, Tensor given_k, Tensor given_c
   return {new_q, new_k};
 }
 
+// The tensors hold the memory that the job refers to.
+struct ActivationCall {
+  Tensor x, up;
+  ActivationJob job{};
+};
+
+ActivationCall lay_out_activation(const Tensor& x, const std::optional<Tensor>& up, int64_t kind) {
+  MC_CHECK(x.dim() > 0, "x has no dimensions, expected at least 1");
+  MC_CHECK(kind >= 0 && kind < kActivations, "kind is ", kind, ", expected 0 to ", kActivations - 1);
+  ActivationCall call;
+  call.x = in_a_row(x);
+  const int64_t all = x.numel(), n = x.size(x.dim() - 1);
+  call.job.type = type_of(x, "x"), call.job.kind = (int)kind;
+  call.job.n = n, call.job.rows = n ? all / n : 0;
+  call.job.x = call.x.const_data_ptr();
+  if (!up) return call;
+  call.up = in_a_row(*up);
+  call.job.up = take_numbers(call.up, "up", all, call.job.type, x);
+  return call;
+}
+
+Tensor activation(Tensor x, std::optional<Tensor> up, int64_t kind, int64_t stream) {
+  ActivationCall call = lay_out_activation(x, up, kind);
+  const Tensor out = torch::stable::empty_like(call.x);
+  call.job.out = out.mutable_data_ptr();
+  const DeviceGuard guard(x.get_device_index());
+  done(cuda_activation(call.job, (void*)stream));
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> activation_backward(Tensor given, Tensor x, std::optional<Tensor> up, int64_t kind,
+                                                       bool sums, int64_t stream) {
+  ActivationCall call = lay_out_activation(x, up, kind);
+  ActivationJob& job = call.job;
+  const Tensor grad = in_a_row(given), dx = torch::stable::empty_like(call.x);
+  job.grad = take_numbers(grad, "grad", x.numel(), job.type, x);
+  job.dx = dx.mutable_data_ptr();
+  const Tensor dup = up ? torch::stable::empty_like(call.up) : torch::stable::new_empty(x, {0});
+  if (up) job.dup = dup.mutable_data_ptr();
+  const bool adds = sums && job.n;
+  const Tensor total = torch::stable::new_empty(x, {adds ? job.n : 0});
+  Tensor room;
+  if (adds) {
+    const int64_t numbers = of_device(x, [&] { return cuda_activation_room(job); });
+    room = torch::stable::new_empty(x, {numbers}, ScalarType::Float);
+  }
+  const DeviceGuard guard(x.get_device_index());
+  done(cuda_activation_backward(job, adds ? total.mutable_data_ptr() : nullptr,
+                                adds ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
+  return {dx, dup, total};
+}
+
 thread_local std::string failure;  // of this thread's last call, until it is told; empty: it went well
 
 // Results of this type for a call that has none: the tensor that was given, over and over.
@@ -273,4 +326,6 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CUDA, m) {
   m.impl("norm_backward", REPORTING(modelcenter::norm_backward_operator<modelcenter::norm_backward>));
   m.impl("column_sums", REPORTING(modelcenter::column_sums));
   m.impl("rotate", REPORTING(modelcenter::rotate));
+  m.impl("activation", REPORTING(modelcenter::activation));
+  m.impl("activation_backward", REPORTING(modelcenter::activation_backward));
 }

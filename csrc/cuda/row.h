@@ -1,5 +1,5 @@
 // What kernels over the rows of a matrix share: how a thread holds 8 numbers of a row in registers, so that a row is read
-// once; and the sums over blocks of what each has summed over its rows.
+// once; sums of columns; and the sums over blocks of what each has summed over its rows.
 #pragma once
 #include <initializer_list>
 #include <type_traits>
@@ -110,6 +110,49 @@ inline int add_up(const float* sums, int64_t count, int64_t width, void* first, 
                   void* stream) {
   return launch(stream, (width + kColumns - 1) / kColumns, kMost, add_up_blocks, sums, count, width, first, second, n,
                 type);
+}
+
+// Sums of columns: a block takes a tile of them and a part of the rows, of which each of its warps takes others.
+constexpr int kTile = kWarp * kPer;  // columns
+constexpr int kWarps = 8;
+constexpr int kRows = 32;  // of a block at the least
+constexpr int kBlocks = 4;  // on a multiprocessor
+
+inline int64_t tiles_of(int64_t n) { return (n + kTile - 1) / kTile; }
+
+// Into how many parts the rows are cut: for as many blocks as run at a time. There are columns.
+inline int64_t parts_of(int64_t rows, int64_t n) {
+  const int64_t wanted = (rows + kRows - 1) / kRows, room = processors() * kBlocks / tiles_of(n);
+  const int64_t most = room > 1 ? room : 1;
+  return wanted < most ? wanted : most;
+}
+
+// What is a block's of a matrix (rows, n).
+template <bool kAligned>
+struct Part {
+  int64_t column, number, begin, end;  // its first column, which part it is, its rows
+  Place<kAligned> at;
+
+  __device__ Part(int64_t rows, int64_t n, int64_t tiles)
+      : column(blockIdx.x % tiles * kTile),
+        number(blockIdx.x / tiles),
+        begin(rows * number / (gridDim.x / tiles)),
+        end(rows * (number + 1) / (gridDim.x / tiles)),
+        at((int)(n - column < kTile ? n - column : kTile), (int)threadIdx.x % kWarp, kWarp) {}
+};
+
+// Adds up what the threads of a block have added up, and stores it as a row of sums (parts, n).
+template <bool kAligned>
+__device__ __forceinline__ void store_sums(float (&total)[kPer], const Part<kAligned>& part, float* sums, int64_t n) {
+  __shared__ float of_warps[kPer][kWarps * kWarp];
+#pragma unroll
+  for (int k = 0; k < kPer; k++) of_warps[k][threadIdx.x] = total[k];
+  __syncthreads();
+  if (threadIdx.x >= kWarp) return;
+  for (int warp = 1; warp < kWarps; warp++)
+#pragma unroll
+    for (int k = 0; k < kPer; k++) total[k] += of_warps[k][warp * kWarp + threadIdx.x];
+  store<kFloat>(sums + part.number * n + part.column, part.at, pack<kFloat>(total));
 }
 
 // Whether rows of n numbers can be moved 16 bytes at a time, where they begin at these places.

@@ -7,7 +7,7 @@ matrix product beside it. Here 16 bits of a counter-based generator decide an el
 """
 
 from engine.ops import graphs as graphs  # for its operators, which others call by their names
-from engine.ops.activation import gelu_tanh
+from engine.ops.activation import Activation, gated, gelu, gelu_tanh, silu
 from engine.ops.compilation import eager, host_number, leave_to_eager
 from engine.ops.cross_entropy import cross_entropy_
 from engine.ops.dropout_masks import (
@@ -21,14 +21,14 @@ from engine.ops.dropout_masks import (
     fresh_key,
 )
 from engine.ops.embeddings import Embedding, embedding
-from engine.ops.gemm import linear, linears, matmul, matmul_nt, onednn_linear
+from engine.ops.gemm import linear, linear_activated, linears, matmul, matmul_nt, onednn_linear
 from engine.ops.norm import Added, layer_norm, norm_after, norm_before, rms_norm
 from engine.ops.rotary import rotate
 from engine.torch_compat import is_just
 
 __all__ = [
-    "Added", "Draws", "Embedding", "cross_entropy_", "drawn_key", "draws_of", "dropout", "dropout_add", "dropout_key",
-    "dropout_rows", "eager", "embedding", "fresh_key", "gelu_tanh", "host_number", "is_just", "layer_norm",
-    "leave_to_eager", "linear", "linears", "matmul", "matmul_nt", "norm_after", "norm_before", "onednn_linear",
-    "rms_norm", "rotate",
+    "Activation", "Added", "Draws", "Embedding", "cross_entropy_", "drawn_key", "draws_of", "dropout", "dropout_add",
+    "dropout_key", "dropout_rows", "eager", "embedding", "fresh_key", "gated", "gelu", "gelu_tanh", "host_number",
+    "is_just", "layer_norm", "leave_to_eager", "linear", "linear_activated", "linears", "matmul", "matmul_nt",
+    "norm_after", "norm_before", "onednn_linear", "rms_norm", "rotate", "silu",
 ]  # fmt: skip

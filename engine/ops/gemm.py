@@ -10,6 +10,7 @@ threads: a run repeats bit for bit.
 
 On a GPU the products are torch's. The gradient of a bias, which is the sum over all rows, takes torch twice the time of
 reading them; the compiled operator (csrc/cuda/columns.cu) adds them up in one pass, in an order that does not change.
+Those of a layer with an activation come out of the activation's backward pass (csrc/cuda/activation.cu).
 """
 
 import functools
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.ops import activation as activations
 from engine.ops import library
 from engine.ops.autograd import once_differentiable
 
@@ -159,15 +161,44 @@ class _LinearWithSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        rows = grad if grad.dim() == 2 else grad.reshape(grad.shape[:-1].numel(), -1)
+        return *_of_products(rows, grad.shape[:-1], x, weight), _column_sums(rows)
+
+
+def _of_products(
+    grad: Tensor, shape: torch.Size, x: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x (*shape, in) and the weight, for the other and a gradient (rows, out), by torch's products."""
+    dx = None if weight is None else torch.mm(grad, weight)
+    if dx is not None and len(shape) != 1:
+        dx = dx.view(*shape, -1)
+    if x is not None and len(shape) != 1:
+        x = x.reshape(grad.shape[0], -1)
+    return dx, None if x is None else torch.mm(grad.t(), x)
+
+
+class _LinearActivated(torch.autograd.Function):
+    """`_LinearWithSums` and an activation of what comes out: for the gradient of the bias nothing is read again. It
+    keeps what the two would: of relu, whose gradient can be found from it, what comes out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, kind: int) -> Tensor:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        product = F.linear(x, weight, bias)
+        out = activations.run(product, None, kind)
+        kept = out if kind == activations.RELU else product
+        ctx.save_for_backward(kept, x if need_weight else None, weight if need_x else None)
+        ctx.kind = kind
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, x, weight = ctx.saved_tensors
         shape = grad.shape[:-1]
-        if len(shape) != 1:
-            grad = grad.reshape(shape.numel(), -1)
-            x = x if x is None else x.reshape(shape.numel(), -1)
-        dx = None if weight is None else torch.mm(grad, weight)
-        dweight = None if x is None else torch.mm(grad.t(), x)
-        if dx is not None and len(shape) != 1:
-            dx = dx.view(*shape, -1)
-        return dx, dweight, _column_sums(grad)
+        grad, _, dbias = activations.run_backward(grad, kept, None, ctx.kind, True)
+        rows = grad if len(shape) == 1 else grad.view(shape.numel(), -1)
+        return *_of_products(rows, shape, x, weight), dbias, None
 
 
 class _Linears(torch.autograd.Function):
@@ -243,3 +274,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Without gradients an autograd function is all cost: in generation it took as long as the products beside it.
     out = _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _product_nt(rows, weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+
+def linear_activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: activations.Activation) -> Tensor:
+    """activation(x (..., in) @ weight (out, in).T + bias (out,)), elementwise."""
+    if bias is not None and bias.requires_grad and not torch.compiler.is_compiling():
+        kind = activations.kind_of(activation)
+        if kind is not None and _function_pays(x, weight, bias):
+            found: Tensor = _LinearActivated.apply(x, weight, bias, kind)
+            return found
+    return activation(linear(x, weight, bias))

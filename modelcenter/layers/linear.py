@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.ops import is_just, linear, linears
+from engine.ops import Activation, is_just, linear, linear_activated, linears
 
 
 class Linear(nn.Linear):
@@ -23,6 +23,13 @@ def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     if len(plain) < len(layers):
         return tuple(layer(x) for layer in layers)
     return linears(x, [(layer.weight, layer.bias) for layer in plain])
+
+
+def activated(x: Tensor, layer: nn.Module, activation: Activation) -> Tensor:
+    """activation(layer(x)), in training by one operator where the layer is no more than a `Linear`."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_just(layer, Linear):
+        return linear_activated(x, layer.weight, layer.bias, activation)
+    return activation(layer(x))
 
 
 def inner(layer: nn.Module) -> Any:

@@ -1,25 +1,23 @@
 """Feed-forward networks."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops import gelu_tanh
+from engine.ops import Activation, gated, gelu, gelu_tanh, silu
 from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.linear import Linear, each, first_output
+from modelcenter.layers.linear import Linear, activated, each, first_output
 from modelcenter.layers.packing import Packed
 
 # Hugging Face's names. "gelu_new" and its synonyms are the tanh approximation.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": gelu,
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
+    "silu": silu,
+    "swish": silu,
     "tanh": torch.tanh,
 }
 
@@ -36,7 +34,7 @@ class MLP(nn.Module):
         self.down = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        x = ctx.scaled(self.activation(self.up(x)))
+        x = ctx.scaled(activated(x, self.up, self.activation))
         return self.down(self.dropout(x, ctx, first_channel=first_output(self.up)))
 
 
@@ -54,5 +52,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         gate, x = each(x, self.gate, self.up)
-        x = self.activation(gate) * ctx.scaled(x)
+        x = gated(self.activation, gate, ctx.scaled(x))
         return self.down(self.dropout(x, ctx, first_channel=first_output(self.up)))

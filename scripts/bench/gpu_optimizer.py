@@ -3,10 +3,10 @@
 Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with
 fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); dropout of
 activations; and, forward and backward, norms of activations with and without what is added before, the gradient of a
-bias, rotary positions and the loss over a vocabulary. Contenders take turns in one process. A time is the GPU's for one
-of four calls that stand behind other work of it, as a step stands behind a backward pass, so that the host is ahead;
-what the host takes to start a call (milliseconds for 2,000 tensors) is recorded beside it. Results without such
-`host_ms` were timed by the host, with four calls between two synchronisations.
+bias, activations, rotary positions and the loss over a vocabulary. Contenders take turns in one process. A time is the
+GPU's for one of four calls that stand behind other work of it, as a step stands behind a backward pass, so that the
+host is ahead; what the host takes to start a call (milliseconds for 2,000 tensors) is recorded beside it. Results
+without such `host_ms` were timed by the host, with four calls between two synchronisations.
 
     python scripts/bench/gpu_optimizer.py --output result.json
 """
@@ -49,7 +49,8 @@ def main() -> None:
     rows.append(against("dropout of bf16 activations", "torch", ms["here"], ms["torch"], "ms"))
     times = measured(of_rows(total // 32_000_000, args.device), args)
     numbers["of rows"], ms = rounded(times), times["ms"]
-    for name in ("layer norm", "RMS norm", "gradient of a bias", "rotary positions", "cross-entropy"):
+    of_torch = ("layer norm", "RMS norm", "gradient of a bias", "rotary positions", "cross-entropy")
+    for name in (*of_torch, "GELU and the gradient of its bias", "SwiGLU"):
         rows.append(against(f"{name}, bf16", "torch", ms[name], ms[f"torch, {name}"], "ms"))
     name = "sum and layer norm"
     rows.append(against(f"{name}, bf16", "one after the other", ms[name], ms[f"apart, {name}"], "ms"))
@@ -130,11 +131,25 @@ def dropouts(elements: int, device: str) -> dict[str, Callable[[], Any]]:
 
 
 def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Operators on so many thousand tokens, 1,024 wide, or a quarter as many with logits of 50,304 classes."""
+    """Operators on so many thousand tokens, 1,024 wide, activations 4,096 wide, or a quarter as many with logits of
+    50,304 classes. The layer before GELU is one of 64 inputs, whose products take little time."""
     import torch
     import torch.nn.functional as F
 
-    from engine.ops import Added, cross_entropy_, dropout_add, layer_norm, linear, norm_before, rms_norm, rotate
+    from engine.ops import (
+        Added,
+        cross_entropy_,
+        dropout_add,
+        gated,
+        gelu,
+        layer_norm,
+        linear,
+        linear_activated,
+        norm_before,
+        rms_norm,
+        rotate,
+        silu,
+    )
     from engine.ops.rotary import composed
 
     tokens, width, classes = max(1, thousands) * 1024, 1024, 50_304 if device == "cuda" else 320
@@ -167,6 +182,13 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
     def turned(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
         torch.autograd.grad(pair, [x, branch], [grad, grad])
 
+    narrow, flat = drawn(tokens, 64).requires_grad_(), drawn(4 * width, 64)
+    wide_bias, wide_grad = drawn(4 * width).requires_grad_(), drawn(tokens, 4 * width)
+    gate, up = (drawn(tokens, 4 * width).requires_grad_() for _ in range(2))
+
+    def derived(out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        torch.autograd.grad(out, inputs, wide_grad)
+
     def their_loss() -> None:
         asked = logits.detach().requires_grad_()
         F.cross_entropy(asked, targets, reduction="sum").backward()
@@ -184,6 +206,14 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
         "torch, rotary positions": lambda: turned(
             (composed(x, cos, sin, 128, False), composed(branch, cos, sin, 128, False))
         ),
+        "GELU and the gradient of its bias": lambda: derived(
+            linear_activated(narrow, flat, wide_bias, gelu), narrow, wide_bias
+        ),
+        "torch, GELU and the gradient of its bias": lambda: derived(
+            F.gelu(F.linear(narrow, flat, wide_bias)), narrow, wide_bias
+        ),
+        "SwiGLU": lambda: derived(gated(silu, gate, up), gate, up),
+        "torch, SwiGLU": lambda: derived(F.silu(gate) * up, gate, up),
         # The logits become their gradient: numbers of other sizes, at the same cost.
         "cross-entropy": lambda: cross_entropy_(logits, targets, 1.0),
         "torch, cross-entropy": their_loss,

@@ -136,7 +136,7 @@ def test_a_failure_is_told_once(library_file):
     run(library_file, code)
 
 
-def test_norms_and_sums_are_those_of_fp64(library_file):
+def test_norms_and_other_operators_of_rows_are_those_of_fp64(library_file):
     """With rows, weights and gradients between pages that may not be touched."""
     run(library_file, "import rows_cases, test_cuda_on_cpu as t\nrows_cases.check_all(t.fenced)", seed=1, processors=2)
 

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fused_cases as cases
 import fused_cases_8bit as eight
@@ -14,11 +15,12 @@ import torch
 from torch import nn
 
 from engine import loss
-from engine.ops import dropout_masks, fused, gemm, library, rms_norm, rotate
+from engine.ops import activation, dropout_masks, fused, gemm, library, rms_norm, rotate
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion
 from engine.recompute import wrap_units_
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.linear import Linear
+from modelcenter.layers.mlp import MLP, GatedMLP
 from modelcenter.layers.norm import LayerNorm, RMSNorm
 from modelcenter.layers.rotary import Rotary
 
@@ -305,24 +307,65 @@ def test_a_target_that_is_no_class_is_an_assertion_of_the_device():
 
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("dtype", rows_cases.DTYPES, ids=str)
-def test_norms_and_sums_are_those_of_fp64(dtype, odd):
+def test_norms_sums_and_activations_are_those_of_fp64(dtype, odd):
     """Also of more rows than blocks that run at a time, and of the longest."""
     for rows, n in [*rows_cases.NORMS, (9523, 1024), (30_001, 64), (2000, 4096), (700, 5120), (500, 8192), (3001, 771)]:
         rows_cases.check_norms(rows, n, dtype, "cuda", odd)
     for rows, n in [*rows_cases.SUMS, (9523, 1024), (9523, 4096), (50_001, 300), (33, 200_000)]:
         rows_cases.check_sums(rows, n, dtype, "cuda", odd)
+    for rows, n in [*rows_cases.ACTIVATED, (9523, 1024), (4000, 5504), (50_001, 300), (33, 200_000), (3001, 771)]:
+        rows_cases.check_activations(rows, n, dtype, "cuda", odd)
+    rows_cases.check_ends_of_activations(dtype, "cuda")
+
+
+HOW = pytest.mark.parametrize("how", ["stream", "graph", "selective", "frozen", "autocast"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", ["stream", "graph", "selective", "frozen", "autocast"])
+@HOW
 def test_layers_with_norms_have_torchs_gradients(how, dtype, monkeypatch):
-    monkeypatch.setattr(gemm, "_PAYING", 1)
     torch.manual_seed(0)
     norms = [LayerNorm(72, 1e-5), RMSNorm(72, 1e-5)]
-    model = nn.Sequential(norms[0], Linear(72, 40), nn.GELU(), Linear(40, 72), norms[1]).to("cuda", dtype)
+    model = nn.Sequential(norms[0], Linear(72, 40), nn.GELU(), Linear(40, 72), norms[1])
     if how == "frozen":
         for module in (norms[0], model[1]):
             module.weight.requires_grad_(False)
+    check_layers(model, how, dtype, {"column_sums", "norm", "norm_backward"}, monkeypatch)
+
+
+class FeedForward(nn.Module):
+    """The networks of BERT, GPT-2, OPT, Llama and T5, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        plain = [MLP(72, 40, name) for name in ("gelu", "gelu_new", "relu")]
+        self.layers = nn.ModuleList([*plain, GatedMLP(72, 40, "silu"), GatedMLP(72, 40, "gelu_new", bias=True)])
+        self.norm = LayerNorm(72, 1e-5)  # so that what comes out is not small
+
+    def forward(self, x):
+        whole = SimpleNamespace(scaled=lambda x: x)  # what networks without dropout ask of a batch
+        return self.norm(sum(layer(x, whole) for layer in self.layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@HOW
+def test_feed_forward_networks_have_torchs_gradients(how, dtype, monkeypatch):
+    torch.manual_seed(0)
+    model = FeedForward()
+    if how == "frozen":
+        model.layers[0].up.weight.requires_grad_(False)
+        model.layers[1].up.bias.requires_grad_(False)
+        model.layers[3].gate.weight.requires_grad_(False)
+    wanted = {"column_sums", "norm", "norm_backward", "activation", "activation_backward"}
+    check_layers(model, how, dtype, wanted, monkeypatch)
+
+
+def check_layers(model, how, dtype, operators, monkeypatch):
+    """That they call these, and that their gradients are those of torch in float64."""
+    monkeypatch.setattr(gemm, "_PAYING", 1)
+    monkeypatch.setattr(activation, "_PAYING", 1)
+    monkeypatch.setattr(activation, "_PAYING_GATED", 1)
+    model.to("cuda", dtype)
     trained = [p for p in model.parameters() if p.requires_grad]
     x = torch.randn(3, 50, 72, device="cuda", dtype=dtype, requires_grad=True)
     dy = torch.randn(3, 50, 72, device="cuda", dtype=dtype)
@@ -351,7 +394,7 @@ def test_layers_with_norms_have_torchs_gradients(how, dtype, monkeypatch):
         graph.replay()
         torch.cuda.synchronize()
         torch.testing.assert_close(captured, found)
-    assert set(calls) == {"column_sums", "norm", "norm_backward"}
+    assert set(calls) == operators
     exact = copy.deepcopy(model).double()
     exact.__dict__.pop("forward", None)
     wanted = torch.autograd.grad(
@@ -456,6 +499,10 @@ def test_what_does_not_fit_an_operator_raises():
     for other, wrong in ((x.cpu(), "k is on another device than the rest"), (x[:2], "k has 2 rows, q has 3")):
         with pytest.raises(RuntimeError, match=wrong):
             library.operator("rotate")(x, other, x[:, :2], x[:, :2], 4, False, False, library.stream(x.device))
+    with pytest.raises(RuntimeError, match="up is on another device than the rest"):
+        library.operator("activation")(x, x.cpu(), 0, library.stream(x.device))
+    with pytest.raises(RuntimeError, match="grad has 16 numbers, expected 24"):
+        library.operator("activation_backward")(x[:2], x, None, 0, True, library.stream(x.device))
     with pytest.raises(ValueError, match="the lists differ in length: step has 0 tensors, p has 1"):
         fused.adamw_([x], [x.clone()], [x.clone()], [x.clone()], [], lr=0.1)
     with pytest.raises(ValueError, match=r"out\[0\] has 24 elements, input\[0\] has 16"):

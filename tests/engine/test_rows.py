@@ -1,5 +1,6 @@
-"""Norms, linear layers and rotary positions by way of the CUDA operators, which torch stands for here: what autograd,
-recomputation and the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators themselves."""
+"""Norms, linear layers, activations and rotary positions by way of the CUDA operators, which torch stands for here:
+what autograd, recomputation and the choice between them and torch make of it. `test_cuda_on_cpu.py` runs the operators
+themselves."""
 
 import re
 import subprocess
@@ -13,26 +14,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.ops import (
     Added,
+    activation,
     build,
     dropout,
     dropout_add,
+    gated,
+    gelu,
+    gelu_tanh,
     gemm,
     layer_norm,
     library,
     linear,
+    linear_activated,
     linears,
     norm_after,
     norm_before,
     rms_norm,
     rotary,
     rotate,
+    silu,
 )  # fmt: skip
 from engine.recompute import wrap_units_
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.linear import Linear, each
+from modelcenter.layers.mlp import MLP, GatedMLP
 from modelcenter.layers.norm import LayerNorm, RMSNorm
 
 EPS = 1e-5
+PLAIN = SimpleNamespace(scaled=lambda x: x)  # what an MLP without dropout asks of a batch
 
 
 def _norm(x, weight, bias, eps, branch, tokens, key, site, threshold, stream):
@@ -61,8 +70,26 @@ def _rotate(q, k, cos, sin, head_dim, interleaved, back, stream):
     return tuple(rotary.composed(x, cos, -sin if back else sin, head_dim, interleaved) for x in (q, k))
 
 
+def _activation(x, up, kind, stream):
+    out = ACTIVATIONS[kind][1](x)
+    return out if up is None else out * up
+
+
+def _activation_backward(grad, x, up, kind, sums, stream):
+    inputs = [t.detach().requires_grad_() for t in (x, up) if t is not None]
+    with torch.enable_grad():
+        found = torch.autograd.grad(_activation(*inputs, *[None] * (up is None), kind, stream), inputs, grad)
+    nothing = x.new_empty(0)
+    return found[0], nothing if up is None else found[1], found[0].reshape(-1, x.shape[-1]).sum(0) if sums else nothing
+
+
+# As engine.ops has them and as torch has them, in the order of their numbers.
+ACTIVATIONS = (
+    (gelu, F.gelu), (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")), (silu, F.silu), (F.relu, F.relu),
+)  # fmt: skip
 OPERATORS = {
     "norm": _norm, "norm_backward": _norm_backward, "column_sums": lambda x, stream: x.sum(0), "rotate": _rotate,
+    "activation": _activation, "activation_backward": _activation_backward,
 }  # fmt: skip
 
 
@@ -74,6 +101,8 @@ def called(monkeypatch):
     monkeypatch.setattr(library, "plain_fp32", lambda *tensors: False)
     monkeypatch.setattr(library, "operator", lambda name: names.append(name) or OPERATORS[name])
     monkeypatch.setattr(gemm, "_PAYING", 1)
+    monkeypatch.setattr(activation, "_PAYING", 1)
+    monkeypatch.setattr(activation, "_PAYING_GATED", 1)
     return names
 
 
@@ -141,6 +170,57 @@ def test_what_a_linear_layer_keeps(called):
         assert len(kept) == len(wanted) and all(torch.equal(a, b) for a, b in zip(kept, wanted, strict=True))
 
 
+@pytest.mark.parametrize(("ours", "torchs"), ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (6,)])
+def test_activations_have_torchs_gradients(called, shape, ours, torchs):
+    x, up = drawn(shape, shape)
+    same(gradients(ours, [x - 0.5], [True]), gradients(torchs, [x - 0.5], [True]))
+    assert called == ["activation", "activation_backward"] * (ours is not F.relu)  # torch's is as fast
+    for trained in ((True, True), (True, False), (False, True)):
+        called.clear()
+        found = gradients(lambda x, up: gated(ours, x, up), [x - 0.5, up], trained)
+        same(found, gradients(lambda x, up: torchs(x) * up, [x - 0.5, up], trained))
+        assert called == ["activation", "activation_backward"]
+
+
+@pytest.mark.parametrize(("ours", "torchs"), ACTIVATIONS)
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (6,), (4, 1, 1, 6)])
+def test_a_linear_layer_with_its_activation_has_torchs_gradients(called, shape, trained, ours, torchs):
+    tensors = drawn(shape, (7, 6), (7,))
+    found = gradients(lambda x, weight, bias: linear_activated(x, weight, bias, ours), tensors, trained)
+    same(found, gradients(lambda *t: torchs(F.linear(*t)), tensors, trained))
+    if trained[2]:
+        assert called == ["activation", "activation_backward"]
+
+
+@pytest.mark.parametrize("part", [lambda y: y.sum(), lambda y: y.t().contiguous(), lambda y: y[:, 2:5]])
+def test_gradients_of_an_activation_that_lie_otherwise(called, part):
+    tensors = drawn((4, 6), (7, 6), (7,))
+    found = gradients(lambda *t: part(linear_activated(*t, gelu)), tensors, (True,) * 3)
+    same(found, gradients(lambda *t: part(F.gelu(F.linear(*t))), tensors, (True,) * 3))
+
+
+@pytest.mark.parametrize(("ours", "torchs"), ACTIVATIONS)
+def test_what_an_activation_keeps(called, ours, torchs):
+    """Together with the layer behind it, and in place of torch's: no more, and of a gate less."""
+    x, weight, bias, up, down = (t.requires_grad_() for t in drawn((4, 6), (7, 6), (7,), (4, 7), (3, 7)))
+
+    def kept(work):
+        found: dict[int, Tensor] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(t.data_ptr(), t), lambda t: t):
+            F.linear(work(), down)
+        return sum(t.numel() for t in found.values())
+
+    def layer():
+        return torchs(F.linear(x, weight, bias))
+
+    assert kept(lambda: linear_activated(x, weight, bias, ours)) == kept(layer)
+    gate = F.linear(x, weight).detach().requires_grad_()
+    less = gate.numel() * (torchs is not F.relu)
+    assert kept(lambda: gated(ours, gate, up)) == kept(lambda: torchs(gate) * up) - less
+
+
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (6,)])
 def test_norms_have_torchs_gradients(called, shape, trained):
@@ -195,14 +275,19 @@ def test_without_gradients_no_autograd_function_runs(called):
     with torch.no_grad():
         found = [layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)]
         wanted = [F.layer_norm(x, (6,), weight, bias, EPS), F.rms_norm(x, (6,), weight, EPS), x * weight + bias]
+        found += [silu(x), gated(silu, x, x), linear_activated(x, weight.diag(), bias, silu)]
+        wanted += [F.silu(x), F.silu(x) * x, F.silu(x * weight + bias)]
     same(found, wanted)
-    assert called == ["norm", "norm"]
+    assert called == ["norm", "norm"] + ["activation"] * 3
 
 
 def test_a_second_derivative_raises(called):
     x, weight, bias = (t.requires_grad_() for t in drawn((5, 6), (6,), (6,)))
-    for out in (layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)):
-        with pytest.raises(RuntimeError, match="(Norm|LinearWithSums) has no second derivative"):
+    found = [layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)]
+    found += [gelu(x), gated(gelu, x, x), linear_activated(x, weight.diag(), bias, gelu)]
+    kinds = "Norm|LinearWithSums|Activation|Gated|LinearActivated"
+    for out in found:
+        with pytest.raises(RuntimeError, match=f"({kinds}) has no second derivative"):
             torch.autograd.grad(out.square().sum(), x, create_graph=True)
 
 
@@ -217,6 +302,10 @@ def test_what_is_left_to_torch(called):
     layer_norm(long, (8193,), long[0], long[0], EPS), rms_norm(long, long[0], EPS)
     weights = [t.requires_grad_() for t in drawn((7, 6), (7,))]
     linear(x, weights[0]), linear(x, weights[0], weights[1].detach())
+    linear_activated(x, *weights, torch.tanh), linear_activated(x, weights[0], weights[1].detach(), F.relu)
+    linear_activated(x, weights[0], None, F.relu), gated(torch.tanh, x, x), gated(silu, x.float(), x)
+    assert called.pop() == "activation" and not called  # silu alone, of the last
+    same([gated(F.relu, x, x[:1])], [F.relu(x) * x[:1]])
     assert not called
     with pytest.raises(RuntimeError, match="normalized_shape"):
         layer_norm(x, (5,), *drawn((5,), (5,)), EPS)
@@ -231,6 +320,14 @@ def test_only_many_numbers_pay_for_python(called, monkeypatch):
         linear(torch.ones(rows, 6, dtype=torch.float64), weight, bias).sum().backward()
         assert called == ["column_sums"] * wanted
         called.clear()
+    monkeypatch.setattr(activation, "_PAYING", 21)
+    monkeypatch.setattr(activation, "_PAYING_GATED", 14)
+    x = torch.ones(3, 7, dtype=torch.float64, requires_grad=True)
+    for call, rows in ((gelu, 3), (gelu_tanh, 3), (silu, 3), (lambda x: gated(gelu, x, x), 2)):
+        call(x[:rows])
+        assert called.pop() == "activation"
+        call(x[: rows - 1])
+        assert not called
 
 
 class _Count(TorchDispatchMode):
@@ -251,11 +348,13 @@ def test_recomputation(called, recompute):
         def __init__(self):
             super().__init__()
             self.first, self.gate, self.second = Linear(6, 8), Linear(6, 8), Linear(8, 6)
+            self.mlp, self.gated = MLP(6, 8, "gelu"), GatedMLP(6, 8, "silu")
             self.norm, self.other = LayerNorm(6), RMSNorm(6, EPS)
 
         def forward(self, x):
             first, gate = each(self.norm(x).flatten(0, 1), self.first, self.gate)
-            return x + self.second(F.gelu(first) * gate).view_as(x) + self.other(x)
+            x = x + self.second(F.gelu(first) * gate).view_as(x) + self.other(x)
+            return self.gated(self.mlp(x, PLAIN), PLAIN)
 
     torch.manual_seed(0)
     found, products = [], []
@@ -269,11 +368,11 @@ def test_recomputation(called, recompute):
             unit(x).square().sum().backward()
         products.append(sum(name.startswith("addmm.") for name in count.names))
         found.append([x.grad, *(p.grad.clone() for p in unit.parameters())])
-        assert called.count("column_sums") == 3
+        assert called.count("column_sums") == 4 and called.count("activation_backward") == 2
         called.clear()
         unit.__dict__.pop("forward", None)
     same(*found)
-    assert products == [3, 6 if recompute == "full" else 3]
+    assert products == [5, 10 if recompute == "full" else 5]
 
 
 # -- rotary positions --------------------------------------------------------------------------------------------------
@@ -421,7 +520,7 @@ def test_rows_are_moved_16_bytes_at_a_time_and_held_in_registers(tmp_path):
     if (nvcc := build.nvcc()) is None:
         pytest.skip("nvcc is not here, so the CUDA operators cannot be compiled")
     text = ""
-    for name in ("norm", "columns", "rotary"):
+    for name in ("norm", "columns", "activation", "rotary"):
         command = [nvcc, *build._CUDA, "-arch=compute_90", "-ptx", "-o", tmp_path / f"{name}.ptx"]
         subprocess.run([*command, build.sources() / "cuda" / f"{name}.cu"], check=True, timeout=300)
         text += (tmp_path / f"{name}.ptx").read_text()

@@ -81,8 +81,8 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
     def bench(seconds: int, script: str, *words: str) -> Step:
         return Step([f"scripts/bench/{script}.py", *words, *more], seconds, rows_of, True)
 
-    def training(seconds: int, case: str) -> Step:
-        return bench(seconds, "gpu_training", "--rounds", "5", "--cases", case)
+    def training(seconds: int, *cases: str) -> Step:
+        return bench(seconds, "gpu_training", "--rounds", "4", "--cases", *cases)
 
     small = [*PYTEST, "tests/engine/test_ops_gpu.py", "-k", "(lists_longer and 513) or skip_norm or 8_bit"]
     # PyTorch cuts small tensors out of large blocks, and memcheck only knows blocks: with a block for each tensor it
@@ -97,9 +97,11 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
         "optimizer": bench(90, "gpu_optimizer"),
         "bert-large": training(120, "bert-large"),
         "gpt-1.3b": training(120, "gpt-1.3b"),
-        "gpt-1.3b-12": training(60, "gpt-1.3b, 12 rows"),
-        "bert-large-full": training(60, "bert-large, full rows"),
+        "gpt-1.3b-12": training(60, "gpt-1.3b, 12 rows", "gpt-1.3b, 12 rows, no dropout"),
+        "bert-large-full": training(60, "bert-large, full rows, no dropout", "bert-large, 256 rows"),
         "bert-large-11gb": training(60, "bert-large, 11 GB"),
+        "llama-1.3b": training(120, "llama-1.3b"),
+        "gpt-1.3b-ragged": training(90, "gpt-1.3b, ragged"),
         "t5-large": training(120, "t5-large"),
         # A call of CUDA that fails is no defect where its caller handles it, as PyTorch does.
         "memcheck": Step(small, 90, outcomes, under=[*checker, "--report-api-errors", "no"], environment=blocks),

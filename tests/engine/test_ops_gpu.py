@@ -360,6 +360,23 @@ def test_feed_forward_networks_have_torchs_gradients(how, dtype, monkeypatch):
     check_layers(model, how, dtype, wanted, monkeypatch)
 
 
+def on_a_stream(work):
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = work()
+    torch.cuda.synchronize()
+    return found
+
+
+def check_graph(work, wanted):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(captured, wanted)
+
+
 def check_layers(model, how, dtype, operators, monkeypatch):
     """That they call these, and that their gradients are those of torch in float64."""
     monkeypatch.setattr(gemm, "_PAYING", 1)
@@ -383,18 +400,10 @@ def check_layers(model, how, dtype, operators, monkeypatch):
         return
     if how == "selective":
         wrap_units_([model], "selective", False)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        found = work()
-    torch.cuda.synchronize()
-    if how == "graph":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = work()
-        graph.replay()
-        torch.cuda.synchronize()
-        torch.testing.assert_close(captured, found)
+    found = on_a_stream(work)
     assert set(calls) == operators
+    if how == "graph":
+        check_graph(work, found)
     exact = copy.deepcopy(model).double()
     exact.__dict__.pop("forward", None)
     wanted = torch.autograd.grad(
@@ -461,18 +470,10 @@ def test_layers_with_rotary_positions_have_torchs_gradients(how, dtype, monkeypa
         return
     if how == "selective":
         wrap_units_([model], "selective", False)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        found = work()
-    torch.cuda.synchronize()
+    found = on_a_stream(work)
     assert calls.count("rotate") == (3 if how == "selective" else 2)
     if how == "graph":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = work()
-        graph.replay()
-        torch.cuda.synchronize()
-        torch.testing.assert_close(captured, found)
+        check_graph(work, found)
     calls.clear()
     with torch.no_grad():
         model(x, rotary)

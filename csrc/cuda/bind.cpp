@@ -145,13 +145,16 @@ void norm(const NormJob& job, const Tensor& x, int64_t stream) {
   done(cuda_norm(job, (void*)stream));
 }
 
+// For as many sums in fp32 as `numbers()`, which is asked on the device of x.
+template <class Numbers>
+Tensor room_for(const Tensor& x, const Numbers& numbers) {
+  return torch::stable::new_empty(x, {of_device(x, numbers)}, ScalarType::Float);
+}
+
 void norm_backward(const NormBackwardJob& job, const Tensor& x, int64_t stream) {
   in_registers(job.n);
   Tensor room;
-  if (job.dweight) {
-    const int64_t numbers = of_device(x, [&] { return cuda_norm_room(job); });
-    room = torch::stable::new_empty(x, {numbers}, ScalarType::Float);
-  }
+  if (job.dweight) room = room_for(x, [&] { return cuda_norm_room(job); });
   const DeviceGuard guard(x.get_device_index());
   done(cuda_norm_backward(job, job.dweight ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
 }
@@ -168,17 +171,20 @@ Tensor column_sums(Tensor given, int64_t stream) {
   const Columns of{x.const_data_ptr(), type_of(x, "x"), x.size(0), x.size(1), x.stride(0)};
   const Tensor out = torch::stable::new_empty(x, {of.n});
   if (!of.n) return out;
-  const int64_t numbers = of_device(x, [&] { return cuda_column_sums_room(of); });
-  const Tensor room = torch::stable::new_empty(x, {numbers}, ScalarType::Float);
+  const Tensor room = room_for(x, [&] { return cuda_column_sums_room(of); });
   const DeviceGuard guard(x.get_device_index());
   done(cuda_column_sums(of, out.mutable_data_ptr(), (float*)room.mutable_data_ptr(), (void*)stream));
   return out;
 }
 
+void of_its_kind(const Tensor& t, const Tensor& q, const char* name) {
+  same_device(t, q, name);
+  MC_CHECK(t.scalar_type() == q.scalar_type(), name, " has another dtype than q");
+}
+
 // The heads of x, for which q says how many tokens there are and of which type all is.
 Heads heads_of(const Tensor& x, const char* name, const Tensor& out, int64_t head_dim, const Tensor& q) {
-  same_device(x, q, name);
-  MC_CHECK(x.scalar_type() == q.scalar_type(), name, " has another dtype than q");
+  of_its_kind(x, q, name);
   MC_CHECK(x.size(0) == q.size(0), name, " has ", x.size(0), " rows, q has ", q.size(0));
   MC_CHECK(head_dim > 0 && x.size(1) % head_dim == 0, name, " has rows of ", x.size(1), " numbers, expected heads of ",
            head_dim);
@@ -187,8 +193,7 @@ Heads heads_of(const Tensor& x, const char* name, const Tensor& out, int64_t hea
 }
 
 const void* angles_of(const Tensor& t, const char* name, int64_t half, const Tensor& q) {
-  same_device(t, q, name);
-  MC_CHECK(t.scalar_type() == q.scalar_type(), name, " has another dtype than q");
+  of_its_kind(t, q, name);
   MC_CHECK(t.numel() == q.size(0) * half, name, " has ", t.numel(), " numbers, expected ", q.size(0), " rows of ", half);
   return t.const_data_ptr();
 }
@@ -251,10 +256,7 @@ std::tuple<Tensor, Tensor, Tensor> activation_backward(Tensor given, Tensor x, s
   const bool adds = sums && job.n;
   const Tensor total = torch::stable::new_empty(x, {adds ? job.n : 0});
   Tensor room;
-  if (adds) {
-    const int64_t numbers = of_device(x, [&] { return cuda_activation_room(job); });
-    room = torch::stable::new_empty(x, {numbers}, ScalarType::Float);
-  }
+  if (adds) room = room_for(x, [&] { return cuda_activation_room(job); });
   const DeviceGuard guard(x.get_device_index());
   done(cuda_activation_backward(job, adds ? total.mutable_data_ptr() : nullptr,
                                 adds ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));

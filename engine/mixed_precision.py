@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from engine.ops import fused, library
+from engine.ops import fused, library, remade
 from engine.outputs import trained_tensors
 from engine.registry import CASTS, SHOWN
 from engine.torch_compat import in_backward, run_after_backward
 
 Forward = Callable[..., Any]
-_PLAIN = (torch.Tensor, nn.Parameter)
 _ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own might
 
 
@@ -143,12 +142,14 @@ def _casts(parameters: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[int,
     shown: dict[int, torch.Tensor] = {}
     together: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for number, p in parameters.items():
-        if type(p) in _PLAIN and p.is_contiguous():
+        if type(p) in library.PLAIN and p.is_contiguous():
             together[p.requires_grad and torch.is_grad_enabled()].append(p)
         else:  # a subclass has a way of its own
             shown[number] = p.to(dtype)
     if trained := together[True]:
-        shown |= zip(map(id, trained), _Cast.apply(dtype, *trained), strict=True)
+        for p, cast in zip(trained, _Cast.apply(dtype, *trained), strict=True):
+            # Of a matrix it is worth a launch in backward.
+            shown[id(p)] = remade.note(cast, lambda p: p.to(dtype), p) if p.ndim > 1 else cast
     if others := together[False]:
         with torch.no_grad():
             shown |= zip(map(id, others), _cast_list(others, dtype), strict=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-RECOMPUTE = ("none", "full", "selective", "offload")
+RECOMPUTE = ("none", "cheap", "full", "selective", "offload")
 OFFLOAD = ("none", "optimizer", "all")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 
@@ -31,6 +31,9 @@ class Policy:
             that its expectation is exact (``engine.optim.rounding``); another optimizer rounds to nearest.
         recompute: of what forward computes inside a unit, for backward:
             "none": all is kept;
+            "cheap": all but the results of this project's norms, activations and dropouts that a product takes, and
+            16-bit casts of parameters: these take little longer to make again than memory does. torch.compile decides
+            by itself what of a unit it computes again;
             "full": nothing but the unit's input; backward computes the rest again;
             "selective": the outputs of matrix products and attention operators are kept, the rest is computed again;
             "offload": all is kept, in host memory.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from engine import runtime
 from engine.mixed_precision import Forward, casting, is_cast
-from engine.ops import leave_to_eager
+from engine.ops import leave_to_eager, remade
 from engine.registry import CASTS
 from engine.torch_compat import compile_often, run_scripts_as_written
 
@@ -77,7 +77,8 @@ def wrap_units_(
             # Any unit that is compiled can be computed again; for that it needs its casts again.
             if compile:
                 forward = _compiled(forward, compile)
-            forward = _WRAPPERS[recompute](cast(forward, recomputed=recompute in ("full", "selective")))
+            wrap = _none if compile and recompute == "cheap" else _WRAPPERS[recompute]  # the compiler decides on that
+            forward = wrap(cast(forward, recomputed=recompute in ("full", "selective")))
         CASTS.set(unit, cast_to is not None)
         # A bound method: copy.deepcopy binds it to the copy.
         unit.forward = types.MethodType(_marked(forward, recompute), unit)
@@ -224,4 +225,12 @@ def _from_host(packed: Any) -> torch.Tensor:
     return copy.to(device, non_blocking=True) if device.type == "cuda" else copy
 
 
-_WRAPPERS = {"none": _none, "full": _full, "selective": _selective, "offload": _offload}
+def _cheap(forward: Forward) -> Forward:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with remade.remaking():
+            return forward(self, *args, **kwargs)
+
+    return call
+
+
+_WRAPPERS = {"none": _none, "cheap": _cheap, "full": _full, "selective": _selective, "offload": _offload}

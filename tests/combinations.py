@@ -28,7 +28,9 @@ def _ways() -> list[Way]:
         Way("interleaved pipeline", {"pp_size": 2, "pp_chunks": 2}, {}, 2),
     ]
     hybrid = [Way("2 copies of ZeRO 3", {"zero_level": 3, "dp_replicate": 2}, {}, 4)]
-    saving = [Way(f"recompute {kind}", {}, {"recompute": kind}, 2) for kind in ("full", "selective", "offload")]
+    saving = [
+        Way(f"recompute {kind}", {}, {"recompute": kind}, 2) for kind in ("cheap", "full", "selective", "offload")
+    ]
     found = [*levels, *hybrid, *split, *saving]
     pairs = [*itertools.product(split, levels), *itertools.combinations(split, 2), *itertools.product(split, saving)]
     for a, b in pairs:

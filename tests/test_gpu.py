@@ -114,6 +114,48 @@ def test_16_bits_train(precision: str):
         assert 0 < manager.skipped < 10 and manager.loss_scale == 2.0**22 / 2**manager.skipped
 
 
+def kept_by(model, batch):
+    """(the loss, the bytes that autograd keeps for backward beside the parameters)."""
+    import torch
+
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch).loss
+    for parameter in model.parameters():
+        sizes.pop(parameter.untyped_storage().data_ptr(), None)
+    return loss, sum(sizes.values())
+
+
+@pytest.mark.parametrize(("name", "task"), [("tiny/bert", "masked-lm"), ("tiny/llama", "causal-lm")])
+def test_what_is_cheap_is_made_again(name: str, task: str):
+    """With the loss of what keeps all, its gradients, and less memory."""
+    import engine
+    import modelcenter as mc
+    from modelcenter.compare import pack_rows, rows_for
+    from modelcenter.testing import randomize_
+
+    shape = {"hidden_size": 64, "num_heads": 2, **(NO_DROPOUT if name == "tiny/bert" else {})}
+    found, kept = [], []
+    for recompute in ("none", "cheap"):
+        model = randomize_(mc.from_config(name, task=task, policy=False, **shape)).to(DEVICE).train()
+        engine.shard(model, policy=engine.Policy(precision="bf16", recompute=recompute))
+        batch = pack_rows(task, rows_for(task, model.config, lengths=(7, 3, 11, 5)))
+        batch = {name: value.to(DEVICE) if hasattr(value, "to") else value for name, value in batch.items()}
+        loss, size = kept_by(model, batch)
+        loss.backward()
+        kept.append(size)
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert kept[1] < 0.8 * kept[0]
+    for plain, ours in zip(*found, strict=True):
+        assert (ours - plain).norm() <= 1e-2 * plain.norm()
+
+
 @pytest.mark.parametrize(
     ("name", "task", "precision"), [("tiny/bert", "masked-lm", "bf16"), ("tiny/gpt2", "causal-lm", "fp32")]
 )

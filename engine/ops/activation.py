@@ -8,6 +8,7 @@ for the tensors between: what multiplies an activation takes part in the same pa
 bias before it comes out of the activation's (`engine.ops.linear_activated`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import library
+from engine.ops import library, remade
 from engine.ops.autograd import once_differentiable
 
 Activation = Callable[[Tensor], Tensor]
@@ -78,6 +79,22 @@ class _Activation(torch.autograd.Function):
         return run_backward(grad, x, None, ctx.kind)[0], None
 
 
+class _Times(torch.autograd.Function):
+    """a * b, elementwise, of which an activation may be made again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        remade.keep(ctx, a, b)
+        return a * b
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = remade.kept(ctx)
+        need_a, need_b = ctx.needs_input_grad
+        return grad * b if need_a else None, grad * a if need_b else None
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: int) -> Tensor:
@@ -107,21 +124,23 @@ def _activate(x: Tensor, kind: int) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """x times how much of a standard normal distribution is below x (Hendrycks and Gimpel 2016), elementwise."""
-    return _activate(x, _GELU) if _pays(_PAYING, x) else F.gelu(x)
+    return remade.note(_activate(x, _GELU) if _pays(_PAYING, x) else F.gelu(x), gelu, x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), elementwise (Hendrycks and Gimpel 2016)."""
     if _pays(_PAYING, x):
-        return _activate(x, _GELU_TANH)
-    if not library.takes_fp32(x) or library.cpu().isa == "plain":
-        return F.gelu(x, approximate="tanh")
-    return _Gelu.apply(x) if torch.is_grad_enabled() else _gelu_on_cpu(x, None)
+        out = _activate(x, _GELU_TANH)
+    elif not library.takes_fp32(x) or library.cpu().isa == "plain":
+        out = F.gelu(x, approximate="tanh")
+    else:
+        out = _Gelu.apply(x) if torch.is_grad_enabled() else _gelu_on_cpu(x, None)
+    return remade.note(out, gelu_tanh, x)
 
 
 def silu(x: Tensor) -> Tensor:
     """x / (1 + e^-x), elementwise (Hendrycks and Gimpel 2016)."""
-    return _activate(x, _SILU) if _pays(_PAYING, x) else F.silu(x)
+    return remade.note(_activate(x, _SILU) if _pays(_PAYING, x) else F.silu(x), silu, x)
 
 
 _KINDS: dict[Activation, int] = {gelu: _GELU, gelu_tanh: _GELU_TANH, silu: _SILU, F.relu: RELU}
@@ -143,6 +162,9 @@ def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
         gate, up: (..., n).
     """
     if not _pays(_PAYING_GATED, gate, up) or gate.shape != up.shape or (kind := kind_of(activation)) is None:
-        return activation(gate) * up
-    found: Tensor = _Gated.apply(gate, up, kind) if torch.is_grad_enabled() else run(gate, up, kind)
-    return found
+        activated = activation(gate)
+        plain = gate.shape == up.shape and gate.dtype == up.dtype and remade.is_on(up)
+        out: Tensor = _Times.apply(activated, up) if plain else activated * up
+        return remade.note(out, torch.mul, activated, up)
+    out = _Gated.apply(gate, up, kind) if torch.is_grad_enabled() else run(gate, up, kind)
+    return remade.note(out, functools.partial(run, kind=kind), gate, up)

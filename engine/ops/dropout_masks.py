@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import library
+from engine.ops import library, remade
 from engine.ops.compilation import host_number
 from engine.ops.philox import random_bits, scale_of
 
@@ -212,7 +212,11 @@ def _drop(
     if torch.compiler.is_compiling():
         key, site = host_number(key), host_number(site)
         return torch.ops.modelcenter_graph.dropout(x, residual, tokens, threshold, key, site, first_channel)
-    return Dropout.apply(x, residual, tokens, threshold, int(key), int(site), first_channel)
+    settings = threshold, int(key), int(site), first_channel
+    found: Tensor = Dropout.apply(x, residual, tokens, *settings)
+    if residual is not None:
+        return found
+    return remade.note(found, lambda x, tokens: run(x, None, tokens, *settings), x, tokens)
 
 
 class Dropout(torch.autograd.Function):

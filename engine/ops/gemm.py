@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import activation as activations
-from engine.ops import library
+from engine.ops import library, remade
 from engine.ops.autograd import once_differentiable
 
 _CPU = torch.device("cpu")
@@ -129,13 +129,13 @@ def _product(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        remade.keep(ctx, x, weight)
         return _product_nt(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = remade.kept(ctx)
         need_x, need_weight, need_bias = ctx.needs_input_grad
         dx = matmul(grad, weight) if need_x else None
         if not need_weight:
@@ -148,21 +148,23 @@ def _column_sums(grad: Tensor) -> Tensor:
     return total
 
 
-class _LinearWithSums(torch.autograd.Function):
-    """On a GPU: torch's products, which selective recomputation knows, with the compiled gradient of the bias."""
+class _TorchLinear(torch.autograd.Function):
+    """torch's products, which selective recomputation knows: on a GPU for the compiled gradient of the bias, and
+    anywhere for what is not kept but made again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         need_x, need_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        remade.keep(ctx, x if need_weight else None, weight if need_x else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = remade.kept(ctx)
         rows = grad if grad.dim() == 2 else grad.reshape(grad.shape[:-1].numel(), -1)
-        return *_of_products(rows, grad.shape[:-1], x, weight), _column_sums(rows)
+        dbias = None if not ctx.needs_input_grad[2] else _column_sums(rows) if _sums_pay(rows) else rows.sum(0)
+        return *_of_products(rows, grad.shape[:-1], x, weight), dbias
 
 
 def _of_products(
@@ -182,23 +184,25 @@ class _LinearActivated(torch.autograd.Function):
     keeps what the two would: of relu, whose gradient can be found from it, what comes out."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, kind: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, kind: int, remakes: bool) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
         product = F.linear(x, weight, bias)
         out = activations.run(product, None, kind)
         kept = out if kind == activations.RELU else product
-        ctx.save_for_backward(kept, x if need_weight else None, weight if need_x else None)
+        remade.keep(ctx, kept, x if need_weight else None, weight if need_x else None)
+        if remakes and kept is product:
+            remade.attach(out, lambda product: activations.run(product, None, kind), product)
         ctx.kind = kind
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, x, weight = ctx.saved_tensors
+        kept, x, weight = remade.kept(ctx)
         shape = grad.shape[:-1]
         grad, _, dbias = activations.run_backward(grad, kept, None, ctx.kind, True)
         rows = grad if len(shape) == 1 else grad.view(shape.numel(), -1)
-        return *_of_products(rows, shape, x, weight), dbias, None
+        return *_of_products(rows, shape, x, weight), dbias, None, None
 
 
 class _Linears(torch.autograd.Function):
@@ -209,14 +213,14 @@ class _Linears(torch.autograd.Function):
         layers = [(w, b) for w, b in zip(parameters[::2], parameters[1::2], strict=True) if w is not None]
         need_x, *needed = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if any(needed[::2]) else None, *(w if need_x else None for w, _ in layers))
+        remade.keep(ctx, x if any(needed[::2]) else None, *(w if need_x else None for w, _ in layers))
         forward = _product_nt if onednn_linear()[0] and x.is_cpu else F.linear
         return tuple(forward(x, w, b) for w, b in layers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *weights = remade.kept(ctx)
         _, *needed = ctx.needs_input_grad
         dx: Tensor | None = None
         found: list[Tensor | None] = []
@@ -262,13 +266,20 @@ def _function_pays(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return many and torch.is_grad_enabled() and library.plain_cuda(x, weight, bias)
 
 
+def _is_remade(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's own function would keep what backward is to make again."""
+    return remade.is_on(x) and (remade.is_noted(x) or remade.is_noted(weight))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) @ weight (out, in).T + bias (out,)."""
     if torch.compiler.is_compiling():  # the compiler has its own ways with it
         return F.linear(x, weight, bias)
     if bias is not None and bias.requires_grad and _function_pays(x, weight, bias):
-        return _LinearWithSums.apply(x, weight, bias)
+        return _TorchLinear.apply(x, weight, bias)
     if not (onednn_linear()[0] and library.plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
+        if _is_remade(x, weight):
+            return _TorchLinear.apply(x, weight, bias)
         return F.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     # Without gradients an autograd function is all cost: in generation it took as long as the products beside it.
@@ -281,6 +292,6 @@ def linear_activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation:
     if bias is not None and bias.requires_grad and not torch.compiler.is_compiling():
         kind = activations.kind_of(activation)
         if kind is not None and _function_pays(x, weight, bias):
-            found: Tensor = _LinearActivated.apply(x, weight, bias, kind)
+            found: Tensor = _LinearActivated.apply(x, weight, bias, kind, remade.is_on(x))
             return found
     return activation(linear(x, weight, bias))

@@ -18,7 +18,7 @@ from engine.ops import build
 from engine.torch_compat import current_stream, in_function_transform
 
 _CPU = torch.device("cpu")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of ordinary tensors: no DTensor or other subclass
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that compiled operators take
 _OLDEST = (7, 5)  # compute capability that the CUDA library is compiled for
 # cudaError_t: no function, no image for the device; the driver is older than the runtime, or than the PTX.
@@ -126,7 +126,7 @@ def plain_fp32(*tensors: torch.Tensor | None) -> bool:
     for t in tensors:  # every operator of every layer asks this: a loop takes half the time of all()
         if t is None:
             continue
-        if type(t) not in _PLAIN or t.dtype is not torch.float32 or not t.is_cpu or not t.numel():
+        if type(t) not in PLAIN or t.dtype is not torch.float32 or not t.is_cpu or not t.numel():
             return False
     return torch.compiler.is_compiling() or not in_function_transform()
 
@@ -148,10 +148,10 @@ def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
 def same_rows(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary CUDA tensors of one dtype that the operators of rows take, not under autocast."""
     dtype = x.dtype
-    if type(x) not in _PLAIN or dtype not in FLOATS or torch.is_autocast_enabled("cuda"):
+    if type(x) not in PLAIN or dtype not in FLOATS or torch.is_autocast_enabled("cuda"):
         return False
     for t in others:
-        if type(t) not in _PLAIN or t.dtype is not dtype or not t.is_cuda:
+        if type(t) not in PLAIN or t.dtype is not dtype or not t.is_cuda:
             return False
     return True
 

@@ -6,6 +6,7 @@ They also take what stands around a norm: `norm_before` and `norm_after` add a d
 two gradients that come back to one tensor on the way back.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops import library
+from engine.ops import library, remade
 from engine.ops.autograd import once_differentiable
 from engine.ops.compilation import host_number
 from engine.ops.dropout_masks import check_tokens, drawn_key, dropout_add, numbers_of, threshold_of
@@ -73,9 +74,12 @@ class Norm(torch.autograd.Function):
         eps: float,
         draw: tuple[Any, ...],
         form: str,
+        remakes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         total, out, stats = _run(x, weight, bias, eps, branch, draw)
         ctx.save_for_backward(total, weight, stats, draw[0])
+        if remakes:
+            remade.attach(out, functools.partial(_of_sum, eps), total, weight, bias)
         ctx.set_materialize_grads(False)
         ctx.centered, ctx.numbers, ctx.form = bias is not None, draw[1:], form
         if form == "norm":
@@ -89,7 +93,7 @@ class Norm(torch.autograd.Function):
         grad, extra = (*grads, None) if ctx.form == "norm" else grads if ctx.form == "after" else grads[::-1]
         if grad is None:  # nobody used what comes first
             if extra is None:
-                return (None,) * 7
+                return (None,) * 8
             grad, extra = (extra, None) if ctx.form == "after" else (torch.zeros_like(extra), extra)
         need_x, need_weight, need_bias, need_branch = ctx.needs_input_grad[:4]
         call = torch.ops.modelcenter_graph.norm_backward_part if isinstance(ctx.numbers[0], Tensor) else run_backward
@@ -102,10 +106,12 @@ class Norm(torch.autograd.Function):
             dweight if need_weight else None,
             dbias if need_bias else None,
             (dbranch if ctx.numbers[-1] else dx) if need_branch else None,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
+
+
+def _of_sum(eps: float, total: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _run(total, weight, bias, eps, None, _NOTHING_DROPPED)[1]
 
 
 def _on_a_gpu(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
@@ -129,9 +135,9 @@ def _goes_into_a_graph(x: Tensor, weight: Tensor, *others: Tensor | None) -> boo
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     if torch.is_grad_enabled():
-        found: Tensor = Norm.apply(x, weight, bias, None, eps, _NOTHING_DROPPED, "norm")
+        found: Tensor = Norm.apply(x, weight, bias, None, eps, _NOTHING_DROPPED, "norm", remade.is_on(x))
         return found
-    return _run(x, weight, bias, eps, None, _NOTHING_DROPPED)[1]
+    return _of_sum(eps, x, weight, bias)
 
 
 def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -147,7 +153,8 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
     if weight is not None and bias is not None and x.shape[-1:] == weight.shape == bias.shape:
         if _on_a_gpu(x, weight, bias):  # on a CPU torch is as fast
             return _norm(x, weight, bias, eps)
-    return F.layer_norm(x, shape, weight, bias, eps)
+    out = F.layer_norm(x, shape, weight, bias, eps)
+    return remade.note(out, lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps), x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -166,7 +173,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if _is_compiled(x, weight):
         return _norm(x, weight, None, eps)
     # Rounded once, from fp32, as of a copy in fp32, which backward would keep.
-    return F.rms_norm(x, weight.shape, eps=eps) * weight
+    normal = F.rms_norm(x, weight.shape, eps=eps)
+    return remade.note(normal * weight, torch.mul, normal, weight)
 
 
 def norm_before(
@@ -205,7 +213,8 @@ def _add_and_norm(
             draw = draw[0], host_number(draw[1]), host_number(draw[2]), draw[3]
             return torch.ops.modelcenter_graph.add_and_norm(x, weight, bias, eps, added.branch, *draw, form)
         if torch.is_grad_enabled():
-            found: tuple[Tensor, Tensor] = Norm.apply(x, weight, bias, added.branch, eps, draw, form)
+            remakes = remade.is_on(x)
+            found: tuple[Tensor, Tensor] = Norm.apply(x, weight, bias, added.branch, eps, draw, form, remakes)
             return found
         total, out, _ = _run(x, weight, bias, eps, added.branch, draw)
         return (total, out) if form == "before" else (out, out)

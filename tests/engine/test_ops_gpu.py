@@ -318,7 +318,7 @@ def test_norms_sums_and_activations_are_those_of_fp64(dtype, odd):
     rows_cases.check_ends_of_activations(dtype, "cuda")
 
 
-HOW = pytest.mark.parametrize("how", ["stream", "graph", "selective", "frozen", "autocast"])
+HOW = pytest.mark.parametrize("how", ["stream", "graph", "selective", "cheap", "frozen", "autocast"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -398,8 +398,8 @@ def check_layers(model, how, dtype, operators, monkeypatch):
             model(x)
         assert not calls
         return
-    if how == "selective":
-        wrap_units_([model], "selective", False)
+    if how in ("selective", "cheap"):
+        wrap_units_([model], how, False)
     found = on_a_stream(work)
     assert set(calls) == operators
     if how == "graph":

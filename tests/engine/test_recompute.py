@@ -105,7 +105,7 @@ def gradients(model, batches=3):
 @pytest.mark.parametrize(
     ("dropout", "switches"),
     [
-        (0.3, [("full", False), ("selective", False), ("offload", False), ("selective", "aot_eager")]),
+        (0.3, [*((recompute, False) for recompute in RECOMPUTE[1:]), ("selective", "aot_eager")]),
         pytest.param(0.0, SWITCHES, marks=pytest.mark.full),
         pytest.param(0.3, SWITCHES, marks=pytest.mark.full),
     ],
@@ -355,7 +355,7 @@ def test_selective_recomputation_of_units_in_units_is_an_error():
 
 
 def test_wrong_values():
-    with pytest.raises(ValueError, match="recompute is 'some', expected one of none, full, selective, offload"):
+    with pytest.raises(ValueError, match="recompute is 'some', expected one of none, cheap, full, selective, offload"):
         engine.Policy(recompute="some")
     with pytest.raises(ValueError, match="compile is 3, expected True"):
         engine.Policy(compile=3)

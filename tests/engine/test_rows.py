@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_by_torch import ACTIVATIONS, OPERATORS, take_the_ways_of_a_gpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,6 @@ from engine.ops import (
     Added,
     activation,
     build,
-    dropout,
     dropout_add,
     gated,
     gelu,
@@ -44,66 +44,10 @@ EPS = 1e-5
 PLAIN = SimpleNamespace(scaled=lambda x: x)  # what an MLP without dropout asks of a batch
 
 
-def _norm(x, weight, bias, eps, branch, tokens, key, site, threshold, stream):
-    out = x if branch is None else x + dropout(branch, threshold / 65536, key=key, site=site, tokens=tokens)
-    mean = out.mean(-1) if bias is not None else x.new_zeros(x.shape[:-1])
-    rstd = ((out - mean.unsqueeze(-1)).square().mean(-1) + eps).rsqrt()
-    normed = (out - mean.unsqueeze(-1)) * rstd.unsqueeze(-1) * weight + (0 if bias is None else bias)
-    return x.new_empty(0) if branch is None else out, normed, torch.stack([mean, rstd])
-
-
-def _norm_backward(
-    grad, extra, extra_of_sum, x, weight, stats, centered, sums, tokens, key, site, threshold, stream
-):  # fmt: skip
-    mean, rstd = stats
-    normal = (x - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
-    grad = grad if extra is None or extra_of_sum else grad + extra
-    g = grad * weight
-    dx = g - normal * (g * normal).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centered else 0)
-    dx = dx * rstd.unsqueeze(-1) + (extra if extra_of_sum and extra is not None else 0)
-    dbranch = dropout(dx, threshold / 65536, key=key, site=site, tokens=tokens) if threshold else x.new_empty(0)
-    found = [t.reshape(-1, x.shape[-1]).sum(0) if sums else x.new_empty(0) for t in (grad * normal, grad)]
-    return dx, dbranch, found[0], found[1] if centered else x.new_empty(0)
-
-
-def _rotate(q, k, cos, sin, head_dim, interleaved, back, stream):
-    return tuple(rotary.composed(x, cos, -sin if back else sin, head_dim, interleaved) for x in (q, k))
-
-
-def _activation(x, up, kind, stream):
-    out = ACTIVATIONS[kind][1](x)
-    return out if up is None else out * up
-
-
-def _activation_backward(grad, x, up, kind, sums, stream):
-    inputs = [t.detach().requires_grad_() for t in (x, up) if t is not None]
-    with torch.enable_grad():
-        found = torch.autograd.grad(_activation(*inputs, *[None] * (up is None), kind, stream), inputs, grad)
-    nothing = x.new_empty(0)
-    return found[0], nothing if up is None else found[1], found[0].reshape(-1, x.shape[-1]).sum(0) if sums else nothing
-
-
-# As engine.ops has them and as torch has them, in the order of their numbers.
-ACTIVATIONS = (
-    (gelu, F.gelu), (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")), (silu, F.silu), (F.relu, F.relu),
-)  # fmt: skip
-OPERATORS = {
-    "norm": _norm, "norm_backward": _norm_backward, "column_sums": lambda x, stream: x.sum(0), "rotate": _rotate,
-    "activation": _activation, "activation_backward": _activation_backward,
-}  # fmt: skip
-
-
 @pytest.fixture
 def called(monkeypatch):
     """CPU tensors take the ways of a GPU's; what was called."""
-    names = []
-    monkeypatch.setattr(library, "plain_cuda", lambda *tensors: len({t.dtype for t in tensors}) == 1)
-    monkeypatch.setattr(library, "plain_fp32", lambda *tensors: False)
-    monkeypatch.setattr(library, "operator", lambda name: names.append(name) or OPERATORS[name])
-    monkeypatch.setattr(gemm, "_PAYING", 1)
-    monkeypatch.setattr(activation, "_PAYING", 1)
-    monkeypatch.setattr(activation, "_PAYING_GATED", 1)
-    return names
+    return take_the_ways_of_a_gpu(monkeypatch)
 
 
 def drawn(*shapes, dtype=torch.float64):
@@ -261,7 +205,8 @@ def test_norms_of_sums_have_torchs_gradients(called, form, centered):
 
 def test_frozen_weights_cost_no_sums(called, monkeypatch):
     asked = []
-    monkeypatch.setitem(OPERATORS, "norm_backward", lambda *args: asked.append(args[7]) or _norm_backward(*args))
+    run = OPERATORS["norm_backward"]
+    monkeypatch.setitem(OPERATORS, "norm_backward", lambda *args: asked.append(args[7]) or run(*args))
     x, weight, bias = drawn((5, 6), (6,), (6,))
     for trained in ((True, False, False), (True, False, True), (False, True, False)):
         gradients(lambda x, w, b: layer_norm(x, (6,), w, b, EPS), (x, weight, bias), trained)
@@ -285,7 +230,7 @@ def test_a_second_derivative_raises(called):
     x, weight, bias = (t.requires_grad_() for t in drawn((5, 6), (6,), (6,)))
     found = [layer_norm(x, (6,), weight, bias, EPS), rms_norm(x, weight, EPS), linear(x, weight.diag(), bias)]
     found += [gelu(x), gated(gelu, x, x), linear_activated(x, weight.diag(), bias, gelu)]
-    kinds = "Norm|LinearWithSums|Activation|Gated|LinearActivated"
+    kinds = "Norm|TorchLinear|Activation|Gated|LinearActivated"
     for out in found:
         with pytest.raises(RuntimeError, match=f"({kinds}) has no second derivative"):
             torch.autograd.grad(out.square().sum(), x, create_graph=True)
@@ -466,7 +411,7 @@ def test_recomputation_of_rotary_positions(called, recompute):
 @pytest.fixture
 def given(monkeypatch):
     """Makes tensors as the choice sees them on a GPU."""
-    monkeypatch.setattr(library, "_PLAIN", (SimpleNamespace,))
+    monkeypatch.setattr(library, "PLAIN", (SimpleNamespace,))
     monkeypatch.setattr(library, "serves", lambda device: device == "cuda:0")
 
     def make(dtype=torch.bfloat16, is_cuda=True, device="cuda:0"):

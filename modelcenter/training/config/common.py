@@ -20,7 +20,7 @@ from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.registry import nearest, own_preset
 from modelcenter.training.config.checks import check_fraction, check_not_negative, check_positive
 
-RECOMPUTES = ("none", "full", "selective")
+RECOMPUTES = ("none", "cheap", "selective", "full")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
@@ -214,7 +214,8 @@ class TrainConfig(Flags):
     pp_schedule: str = _engine("1f1b", "order of work in the pipeline; interleaved: each rank holds two parts of the "
         "model", choices=("1f1b", "interleaved"))
     recompute: str = _engine("none", "activations to recompute in the backward pass instead of storing them, which "
-        "saves memory; full: all of each block; selective: only what is cheap", choices=RECOMPUTES)
+        "saves memory; cheap: norms, activations and 16-bit copies of weights, which takes 1 or 2 % longer; selective: "
+        "all but matrix products and attention; full: all of each block", choices=RECOMPUTES)
     compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
     offload: str = _engine("none", "what to keep in host memory; optimizer: the optimizer's master weights and "
         "moments; all: also the activations that the backward pass needs", choices=("none", "optimizer", "all"))

@@ -1,0 +1,124 @@
+"""Tensors that backward makes again instead of keeping them.
+
+A product keeps its input for the gradient of its weight. Where that is a norm or an activation, it takes no longer to
+make again than memory does, and what it is made of is kept anyhow, for its own gradient; and a 16-bit cast of a
+parameter is made again from the parameter. Within `remaking`, operators note how an output was made (`note`), and an
+autograd function that would keep such a tensor keeps what it was made of (`keep`, `kept`). The same operator makes it
+from the same numbers, so gradients have the bits that they have without.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from engine.ops import library
+from engine.torch_compat import in_function_transform
+
+Make = Callable[..., Tensor]
+# The place of a tensor among those that are kept, or how to make one from others.
+_Plan: TypeAlias = "int | tuple[Make, list[_Plan]]"
+
+_NOTE = "_modelcenter_recipe"
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    make: Make
+    tensors: tuple[Tensor | None, ...]
+    version: int  # of what was made: once that is changed in place, it is no more what this makes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: who stores a tensor stores its attributes, and torch.load takes few kinds of them."""
+        return OrderedDict, ()
+
+
+class _State(threading.local):
+    on = False
+
+
+_state = _State()
+
+
+@contextmanager
+def remaking() -> Iterator[None]:
+    """Inside, a forward in this thread lets backward make again what is cheap to make."""
+    before, _state.on = _state.on, True
+    try:
+        yield
+    finally:
+        _state.on = before
+
+
+def is_on(x: Tensor) -> bool:
+    """Whether what is made of x is to be made again: of an ordinary tensor, and not under autocast, which backward has
+    no more. What is being compiled is the compiler's to decide."""
+    return (
+        _state.on
+        and type(x) in library.PLAIN
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not in_function_transform()
+    )
+
+
+def note(out: Tensor, make: Make, *tensors: Tensor | None) -> Tensor:
+    """out, with a note that it is make(*tensors), where that is to be made again.
+
+    Args:
+        make: an operator that gives the same bits for the same numbers, and draws none. It is called without gradients.
+        tensors: what it takes; what has a note itself may be made again in turn.
+    """
+    if is_on(out):
+        attach(out, make, *tensors)
+    return out
+
+
+def attach(out: Tensor, make: Make, *tensors: Tensor | None) -> None:
+    """`note`, by who has asked `is_on` before: within an autograd function's forward, where gradients are off."""
+    setattr(out, _NOTE, _Recipe(make, tensors, out._version))
+
+
+def _recipe(tensor: Tensor) -> _Recipe | None:
+    found: _Recipe | None = getattr(tensor, _NOTE, None)
+    return found if type(found) is _Recipe and found.version == tensor._version else None
+
+
+def is_noted(tensor: Tensor) -> bool:
+    """Whether `keep` would keep something else in its place."""
+    return _recipe(tensor) is not None
+
+
+def keep(ctx: Any, *tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward`, of what the tensors are made of where they are made again. Called once in a forward."""
+    flat: list[Tensor | None] = []
+    plans = [_plan(tensor, flat) for tensor in tensors]
+    ctx.save_for_backward(*flat)
+    ctx.plans = None if all(isinstance(plan, int) for plan in plans) else plans
+
+
+def _plan(tensor: Tensor | None, flat: list[Tensor | None]) -> _Plan:
+    recipe = None if tensor is None else _recipe(tensor)
+    if recipe is not None:
+        return recipe.make, [_plan(part, flat) for part in recipe.tensors]
+    flat.append(tensor)
+    return len(flat) - 1
+
+
+def kept(ctx: Any) -> Any:
+    """The tensors that `keep` was given, in a backward without gradients of its own."""
+    saved = ctx.saved_tensors
+    return saved if ctx.plans is None else [_made(plan, saved) for plan in ctx.plans]
+
+
+def _made(plan: _Plan, saved: tuple[Tensor | None, ...]) -> Tensor | None:
+    if isinstance(plan, int):
+        return saved[plan]
+    make, parts = plan
+    return make(*(_made(part, saved) for part in parts))

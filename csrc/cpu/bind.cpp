@@ -13,17 +13,17 @@ namespace {
 
 constexpr int64_t kStreamed = 1 << 23;  // parameters in one call from which on their state cannot stay in a cache
 
-// Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region; kBackwards:
+// Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region; backwards:
 // each thread begins with the last of its own.
-template <bool kBackwards = false, class Sizes, class Body>
-void for_chunks(size_t count, const Sizes& size, const Body& body, int64_t chunk = kChunk) {
+template <class Sizes, class Body>
+void for_chunks(size_t count, const Sizes& size, const Body& body, int64_t chunk = kChunk, bool backwards = false) {
   std::vector<int64_t> first(count + 1, 0);
   for (size_t i = 0; i < count; i++) first[i + 1] = first[i] + (size(i) + chunk - 1) / chunk;
   torch::stable::parallel_for(0, first[count], 2, [&](int64_t begin, int64_t end) {
     FlushDenormals flush;
-    size_t t = std::upper_bound(first.begin(), first.end(), kBackwards ? end - 1 : begin) - first.begin() - 1;
+    size_t t = std::upper_bound(first.begin(), first.end(), backwards ? end - 1 : begin) - first.begin() - 1;
     for (int64_t k = begin; k < end; k++) {
-      const int64_t c = kBackwards ? begin + end - 1 - k : k;
+      const int64_t c = backwards ? begin + end - 1 - k : k;
       while (first[t + 1] <= c) t++;
       while (first[t] > c) t--;
       const int64_t from = (c - first[t]) * chunk;
@@ -67,11 +67,12 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
     }, kChunk / kQuantBlock);
     return;
   }
-  // Backwards, as a norm that went over the gradients before has left the last in the caches, and a forward comes next.
+  // Where there is a factor, something went over the gradients before, and has left the last in the caches. By itself a
+  // step is a little faster in the order of memory.
   const auto update = kernels().update[rule];
-  for_chunks<true>(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
+  for_chunks(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
     update(call.slabs[i], call.types, scalars[i], scale, salts[i], begin, end);
-  });
+  }, kChunk, factor != nullptr);
 }
 
 void grad_norm_sq(Tensors g, Tensor out, int64_t) {

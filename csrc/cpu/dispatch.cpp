@@ -24,6 +24,17 @@ static const CpuKernels& choose() {
   return kernels_plain();
 }
 
+static bool asks_for_several() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+#else
+  return true;
+#endif
+}
+
+const bool kAsksForSeveral = asks_for_several();
+
 const CpuKernels& kernels() {
   static const CpuKernels& chosen = choose();
   return chosen;

@@ -85,9 +85,12 @@ MC_INLINE void plain(const Slab& slab, const Scalars s, float scale, int64_t beg
   float* __restrict w = (float*)slab.p + begin;
   float* __restrict m = (float*)slab.m + begin;
   float* __restrict v = (float*)slab.v + begin;
+  const bool asks = kAsksForSeveral;
   in_strips(end - begin, [=](int64_t from, int64_t to) {
-    ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);
-    if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
+    if (asks) {
+      ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);
+      if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
+    }
     formula<Formula>(s, scale, g + from, w + from, m + from, v + from, to - from);
   });
 }

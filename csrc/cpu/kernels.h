@@ -85,6 +85,10 @@ const CpuKernels& kernels_plain();
 const CpuKernels& kernels_avx2();
 const CpuKernels& kernels_avx512();
 
+// Whether it pays to ask for several arrays ahead of reading them: on Intel's CPUs, which wait at the beginning of each
+// page. AMD's (Zen 3) bring several arrays faster by themselves, and only few of them faster if they are asked for.
+extern const bool kAsksForSeveral;
+
 // The widest that this CPU has and this library was compiled for; MODELCENTER_ISA=plain, avx2 or avx512 lowers it.
 const CpuKernels& kernels();
 

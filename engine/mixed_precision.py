@@ -147,12 +147,13 @@ def _casts(parameters: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[int,
         else:  # a subclass has a way of its own
             shown[number] = p.to(dtype)
     if trained := together[True]:
-        for p, cast in zip(trained, _Cast.apply(dtype, *trained), strict=True):
-            # Of a matrix it is worth a launch in backward.
-            shown[id(p)] = remade.note(cast, lambda p: p.to(dtype), p) if p.ndim > 1 else cast
+        shown |= zip(map(id, trained), _Cast.apply(dtype, *trained), strict=True)
     if others := together[False]:
         with torch.no_grad():
             shown |= zip(map(id, others), _cast_list(others, dtype), strict=True)
+    for number, cast in shown.items():
+        if cast.ndim > 1:  # of a matrix it is worth a launch in backward
+            remade.note(cast, lambda p: p.to(dtype), parameters[number])
     return shown
 
 

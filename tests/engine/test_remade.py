@@ -271,6 +271,18 @@ def test_models_have_the_same_gradients_and_keep_less(model, precision):
     assert kept < MODELS[model][1] * more
 
 
+def test_casts_of_frozen_weights_are_made_again():
+    kept = []
+    for recompute in ("cheap", "none"):
+        model = MODELS["llama"][0]()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        model = engine.shard(model.train(), policy=engine.Policy(recompute=recompute, precision="bf16"))
+        _, found = kept_by(lambda model=model: model(input_ids=torch.ones(1, 3).long(), labels=torch.ones(1, 3).long()))
+        kept.append(sum(t.numel() == 4 * WIDTH**2 and t.dtype == torch.bfloat16 for t in found))
+    assert kept == [0, 9]
+
+
 def on_ranks(level, model):
     engine.init_distributed(zero_level=level)
     found, wanted = (step(model, recompute, "bf16") for recompute in ("cheap", "none"))

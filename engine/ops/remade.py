@@ -63,7 +63,7 @@ def is_on(x: Tensor) -> bool:
         and type(x) in library.PLAIN
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled(x.device.type)
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and not in_function_transform()
     )
 

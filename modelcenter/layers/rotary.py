@@ -132,9 +132,8 @@ class Rotary:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, longest: int = 0) -> tuple[Tensor, Tensor]:
         """positions (T,) -> cos and sin, each (T, 1, dim / 2). longest: see frequencies."""
-        with torch.autocast(positions.device.type, enabled=False):
-            angles = (positions.float()[:, None] * self.frequencies(positions.device, longest))[:, None]
-            return (self.amplitude * angles.cos()).to(dtype), (self.amplitude * angles.sin()).to(dtype)
+        angles = (positions.float()[:, None] * self.frequencies(positions.device, longest))[:, None]
+        return (self.amplitude * angles.cos()).to(dtype), (self.amplitude * angles.sin()).to(dtype)
 
 
 def mscale(factor: float, by: float = 1.0) -> float:

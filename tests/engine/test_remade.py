@@ -271,6 +271,15 @@ def test_models_have_the_same_gradients_and_keep_less(model, precision):
     assert kept < MODELS[model][1] * more
 
 
+@pytest.mark.parametrize("recompute", ["cheap", "none"])
+def test_a_model_of_which_only_the_shapes_are_there(recompute):
+    with torch.device("meta"):
+        model, ids = MODELS["llama"][0](), torch.ones(2, 9).long()
+    model = engine.shard(model.train(), policy=engine.Policy(recompute=recompute, precision="bf16"))
+    model(input_ids=ids).logits.sum().backward()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
 def test_casts_of_frozen_weights_are_made_again():
     kept = []
     for recompute in ("cheap", "none"):

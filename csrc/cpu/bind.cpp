@@ -67,12 +67,12 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
     }, kChunk / kQuantBlock);
     return;
   }
-  // Where there is a factor, something went over the gradients before, and has left the last in the caches. By itself a
-  // step is a little faster in the order of memory.
+  // Where there is a factor, something went over the gradients before, and has left the last in the caches: then a step
+  // goes backwards. By itself it is a little faster in the order of memory.
   const auto update = kernels().update[rule];
   for_chunks(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
     update(call.slabs[i], call.types, scalars[i], scale, salts[i], begin, end);
-  }, kChunk, factor != nullptr);
+  }, kChunk, factor && !kAmd);
 }
 
 void grad_norm_sq(Tensors g, Tensor out, int64_t) {

@@ -24,16 +24,16 @@ static const CpuKernels& choose() {
   return kernels_plain();
 }
 
-static bool asks_for_several() {
+static bool is_amd() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  return __builtin_cpu_is("intel");
+  return __builtin_cpu_is("amd");
 #else
-  return true;
+  return false;
 #endif
 }
 
-const bool kAsksForSeveral = asks_for_several();
+const bool kAmd = is_amd();
 
 const CpuKernels& kernels() {
   static const CpuKernels& chosen = choose();

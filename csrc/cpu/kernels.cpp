@@ -85,7 +85,7 @@ MC_INLINE void plain(const Slab& slab, const Scalars s, float scale, int64_t beg
   float* __restrict w = (float*)slab.p + begin;
   float* __restrict m = (float*)slab.m + begin;
   float* __restrict v = (float*)slab.v + begin;
-  const bool asks = kAsksForSeveral;
+  const bool asks = !kAmd;
   in_strips(end - begin, [=](int64_t from, int64_t to) {
     if (asks) {
       ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);

@@ -85,9 +85,10 @@ const CpuKernels& kernels_plain();
 const CpuKernels& kernels_avx2();
 const CpuKernels& kernels_avx512();
 
-// Whether it pays to ask for several arrays ahead of reading them: on Intel's CPUs, which wait at the beginning of each
-// page. AMD's (Zen 3) bring several arrays faster by themselves, and only few of them faster if they are asked for.
-extern const bool kAsksForSeveral;
+// Whether this is a CPU of AMD's (measured on Zen 3). Others wait at the beginning of each page, so several arrays are
+// asked for ahead of reading them; AMD's bring several faster by themselves, and only few of them faster if asked. And
+// going backwards costs them more than what is left in the caches saves.
+extern const bool kAmd;
 
 // The widest that this CPU has and this library was compiled for; MODELCENTER_ISA=plain, avx2 or avx512 lowers it.
 const CpuKernels& kernels();

@@ -15,10 +15,10 @@ void norm_rows(const NormJob& job, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++) {
     const float* __restrict x = (const float*)job.x + row * n;
     float* const __restrict out = (float*)job.out + row * n;
-    if (!job.branch || kAsksForSeveral) ask_for(x + n, 4 * n);
+    if (!job.branch || !kAmd) ask_for(x + n, 4 * n);
     if (job.branch) {
       const float* const __restrict branch = (const float*)job.branch + row * n;
-      if (kAsksForSeveral) ask_for(branch + n, 4 * n);
+      if (!kAmd) ask_for(branch + n, 4 * n);
       float* const __restrict sum = (float*)job.sum + row * n;
       if (job.draw.threshold) dropout(job.draw, row, branch, x, sum, kFloat, 0, n);
       else
@@ -56,7 +56,7 @@ void norm_rows_backward(const NormBackwardJob& job, float* __restrict dweight, f
     const float* const __restrict grad = (const float*)job.grad + row * n;
     const float* const __restrict extra = kExtra == kNone ? nullptr : (const float*)job.extra + row * n;
     float* const __restrict dx = (float*)job.dx + row * n;
-    if (kAsksForSeveral) {
+    if (!kAmd) {
       ask_for(x + n, 4 * n), ask_for(grad + n, 4 * n);
       if (kExtra != kNone) ask_for(extra + n, 4 * n);
     }

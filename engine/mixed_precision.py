@@ -151,9 +151,10 @@ def _casts(parameters: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[int,
     if others := together[False]:
         with torch.no_grad():
             shown |= zip(map(id, others), _cast_list(others, dtype), strict=True)
-    for number, cast in shown.items():
-        if cast.ndim > 1:  # of a matrix it is worth a launch in backward
-            remade.note(cast, lambda p: p.to(dtype), parameters[number])
+    if remade.in_force():
+        for number, cast in shown.items():
+            if cast.ndim > 1:  # of a matrix it is worth a launch in backward
+                remade.note(cast, lambda p: p.to(dtype), parameters[number])
     return shown
 
 

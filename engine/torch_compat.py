@@ -50,6 +50,11 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
+def saved_tensors_hooks() -> Any:
+    """The innermost ``torch.autograd.graph.saved_tensors_hooks`` on this thread; None: there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def running_backward() -> int:
     """The number of the backward pass that autograd is running on this thread; -1: none."""
     return torch._C._current_graph_task_id()

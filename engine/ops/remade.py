@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import library
-from engine.torch_compat import in_function_transform
+from engine.torch_compat import in_function_transform, saved_tensors_hooks
 
 Make = Callable[..., Tensor]
 # The place of a tensor among those that are kept, or how to make one from others.
@@ -40,6 +40,7 @@ class _Recipe:
 
 class _State(threading.local):
     on = False
+    hooks: Any = None  # around the forward
 
 
 _state = _State()
@@ -48,16 +49,21 @@ _state = _State()
 @contextmanager
 def remaking() -> Iterator[None]:
     """Inside, a forward in this thread lets backward make again what is cheap to make."""
-    before, _state.on = _state.on, True
+    before = _state.on, _state.hooks
+    _state.on, _state.hooks = True, saved_tensors_hooks()
     try:
         yield
     finally:
-        _state.on = before
+        _state.on, _state.hooks = before
 
 
 def is_on(x: Tensor) -> bool:
-    """Whether what is made of x is to be made again: of an ordinary tensor, and not under autocast, which backward has
-    no more. What is being compiled is the compiler's to decide."""
+    """Whether what is made of x is to be made again.
+
+    Not what is no ordinary tensor, nor under autocast, which backward has no more. What is being compiled is the
+    compiler's to decide; what is kept by way of hooks of its own is that of who has set these, as
+    ``torch.utils.checkpoint``, which counts what is kept when it computes it again.
+    """
     return (
         _state.on
         and type(x) in library.PLAIN
@@ -65,7 +71,13 @@ def is_on(x: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and not in_function_transform()
+        and saved_tensors_hooks() == _state.hooks
     )
+
+
+def in_force() -> bool:
+    """Whether this is within `remaking`."""
+    return _state.on
 
 
 def note(out: Tensor, make: Make, *tensors: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from gpu_by_torch import take_the_ways_of_a_gpu
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import engine
 from engine.ops import (
@@ -30,7 +31,9 @@ from engine.ops import (
     rms_norm,
     silu,
 )  # fmt: skip
+from engine.recompute import wrap_units_
 from engine.testing import Pool
+from modelcenter.layers.linear import Linear
 from modelcenter.models.bert import Bert, BertConfig
 from modelcenter.models.llama import Llama, LlamaConfig
 from modelcenter.models.t5 import T5, T5Config
@@ -77,11 +80,12 @@ def same(found, wanted):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
-def kept_by(work):
-    """The tensors that autograd keeps for backward in this, one for each place in memory."""
+def kept_by(work, cheap=False):
+    """(what comes out, the tensors that autograd keeps for backward, one for each place in memory)."""
     found: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.setdefault(t.data_ptr(), t), t)[1], lambda t: t):
-        out = work()
+        with remade.remaking() if cheap else contextlib.nullcontext():
+            out = work()
     return out, list(found.values())
 
 
@@ -93,8 +97,7 @@ def gradients(make, layers, dtype, cheap):
     def work():
         return layers(make(*leaves[:4]), *leaves[4:])
 
-    with remade.remaking() if cheap else contextlib.nullcontext():
-        out, kept = kept_by(work)
+    out, kept = kept_by(work, cheap)
     grad = torch.linspace(-1, 1, out.numel()).to(dtype).view(out.shape)
     found = torch.autograd.grad(out, leaves, grad, retain_graph=True, allow_unused=True)
     again = torch.autograd.grad(out, leaves[:1], grad)
@@ -159,8 +162,7 @@ def test_relu_is_not_made_again(by):
         return linear(linear_activated(linear(F.relu(x), weight, bias), weight, bias, F.relu), weight)
 
     _, kept = kept_by(layers)
-    with remade.remaking():
-        _, found = kept_by(layers)
+    _, found = kept_by(layers, cheap=True)
     assert len(found) == len(kept)
 
 
@@ -207,11 +209,33 @@ def test_where_nothing_is_made_again():
     assert not remade.is_on(x) and seen == [False]
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_unit_that_computes_a_part_again_by_itself(reentrant):
+    """torch compares what the part keeps when it is computed again, where nothing is in force any more."""
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.first(gelu(x))
+            return self.second(checkpoint(lambda x: self.first(gelu(self.second(gelu(x)))), x, use_reentrant=reentrant))
+
+    found = []
+    for recompute in ("none", "cheap"):
+        torch.manual_seed(0)
+        wrap_units_([unit := Unit()], recompute, False)
+        (x,) = drawn((ROWS, WIDTH))
+        unit(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in unit.parameters())])
+    same(*found)
+
+
 def test_frozen_layers_keep_nothing():
     x, weight, bias = drawn((ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH,))
     weight.requires_grad_(False)
-    with remade.remaking():
-        out, kept = kept_by(lambda: linear(gelu(x), weight, bias))
+    out, kept = kept_by(lambda: linear(gelu(x), weight, bias), cheap=True)
     assert sorted(t.shape for t in kept) == [x.shape, weight.shape]
     out.sum().backward()
 

@@ -238,7 +238,7 @@ def test_a_unit_that_was_compiled_before_the_operators_were_loaded(monkeypatch):
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"]
     for found in (before, after):
         for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -291,10 +291,9 @@ def our_step(device: str, how: str, case: Case, config: Any, task: str, rows: An
     from modelcenter.compare import pack_rows
 
     engine.init_distributed(device=device)
-    precision, recompute = "bf16-params" if case.states else "bf16", how.removeprefix("recompute ")
-    policy = engine.Policy(
-        precision=precision, recompute=recompute if recompute != how else "none", compile=how == "compiled"
-    )
+    precision = "bf16-params" if case.states else "bf16"
+    recompute = "none" if how == "compiled" else case.recompute
+    policy = engine.Policy(precision=precision, recompute=recompute, compile=how == "compiled")
     with unittest.mock.patch("engine.init.init_parameters_", draw_):
         model = mc.from_config(config.to_dict(), task, policy=policy).train()
     batch = pack_rows(task, rows)  # on the host, as the loop has it; the step moves it, and counts its labels there

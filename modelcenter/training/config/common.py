@@ -214,7 +214,7 @@ class TrainConfig(Flags):
     pp_schedule: str = _engine("1f1b", "order of work in the pipeline; interleaved: each rank holds two parts of the "
         "model", choices=("1f1b", "interleaved"))
     recompute: str = _engine("none", "activations to recompute in the backward pass instead of storing them, which "
-        "saves memory; cheap: norms, activations and 16-bit copies of weights, which takes 1 or 2 % longer; selective: "
+        "saves memory; cheap: norms, activations and 16-bit copies of weights, which takes 1 to 3 % longer; selective: "
         "all but matrix products and attention; full: all of each block", choices=RECOMPUTES)
     compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
     offload: str = _engine("none", "what to keep in host memory; optimizer: the optimizer's master weights and "

@@ -11,20 +11,24 @@ forward has used ``torch.utils.checkpoint``: from where it reaches a unit's outp
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 from torch.utils._pytree import tree_map
 
 from engine.ops import fused, library, remade
+from engine.ops.autograd import Function
 from engine.outputs import trained_tensors
 from engine.registry import CASTS, SHOWN
 from engine.torch_compat import in_backward, run_after_backward
 
 Forward = Callable[..., Any]
 _ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own might
+_device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 
 class _Casts:
@@ -33,15 +37,15 @@ class _Casts:
     def __init__(self, unit: nn.Module, dtype: torch.dtype) -> None:
         self.unit, self.dtype = unit, dtype
         self.places = _own_parameters(unit, dtype)
-        self._casts: dict[int, torch.Tensor] | None = None  # by the parameters' ids
+        self._casts: Sequence[torch.Tensor] | None = None
 
     def show(self) -> None:
         if not self.places:
             return
         if self._casts is None:
-            self._casts = _casts({id(p): p for _, _, p in self.places}, self.dtype)
-        for parameters, name, parameter in self.places:
-            parameters[name] = self._casts[id(parameter)]  # type: ignore[assignment]
+            self._casts = _casts([p for _, _, p in self.places], self.dtype)
+        for (parameters, name, _), cast in zip(self.places, self._casts, strict=True):
+            parameters[name] = cast  # type: ignore[assignment]
 
     def hide(self) -> None:
         for parameters, name, parameter in self.places:
@@ -49,7 +53,7 @@ class _Casts:
 
     def show_in_backward(self, output: Any) -> None:
         """Show the casts again in a backward that reaches a tensor in ``output``."""
-        for tensor in trained_tensors(output, in_objects=True):
+        for tensor in (output,) if type(output) is torch.Tensor else trained_tensors(output, in_objects=True):
             if tensor.grad_fn is not None:  # else a parameter of some model
                 tensor.register_hook(self._reached)
 
@@ -137,28 +141,33 @@ def _own_parameters(
     return found
 
 
-def _casts(parameters: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """{id: cast} of parameters by their ids."""
-    shown: dict[int, torch.Tensor] = {}
-    together: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for number, p in parameters.items():
-        if type(p) in library.PLAIN and p.is_contiguous():
-            together[p.requires_grad and torch.is_grad_enabled()].append(p)
-        else:  # a subclass has a way of its own
-            shown[number] = p.to(dtype)
-    if trained := together[True]:
-        shown |= zip(map(id, trained), _Cast.apply(dtype, *trained), strict=True)
-    if others := together[False]:
+def _casts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """A cast of each parameter; one that comes again has the same."""
+    once = list({id(p): p for p in parameters}.values())
+    trained: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    odd: list[nn.Parameter] = []  # a subclass has a way of its own
+    grads = torch.is_grad_enabled()
+    for p in once:
+        plain = type(p) in library.PLAIN and p.is_contiguous()
+        (odd if not plain else trained if grads and p.requires_grad else others).append(p)
+    found: list[torch.Tensor] = [*_Cast.apply(dtype, *trained)] if trained else []
+    if others:
         with torch.no_grad():
-            shown |= zip(map(id, others), _cast_list(others, dtype), strict=True)
+            found += _cast_list(others, dtype)
+    found += [p.to(dtype) for p in odd]
+    in_order = [*trained, *others, *odd]
     if remade.in_force():
-        for number, cast in shown.items():
+        for p, cast in zip(in_order, found, strict=True):
             if cast.ndim > 1:  # of a matrix it is worth a launch in backward
-                remade.note(cast, lambda p: p.to(dtype), parameters[number])
-    return shown
+                remade.note(cast, lambda p: p.to(dtype), p)
+    if len(trained) == len(parameters):  # as they mostly are, in their order
+        return found
+    shown = dict(zip(map(id, in_order), found, strict=True))
+    return [shown[id(p)] for p in parameters]
 
 
-class _Cast(torch.autograd.Function):
+class _Cast(Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # what a unit did not use has no gradient
@@ -178,15 +187,21 @@ class _Cast(torch.autograd.Function):
 
 def _cast_list(tensors: Sequence[torch.Tensor], dtype: torch.dtype, in_one: bool = False) -> Sequence[torch.Tensor]:
     """Copies of plain contiguous tensors in ``dtype``; ``in_one``: which may be parts of one tensor."""
-    (device, given), *others = {(t.device, t.dtype) for t in tensors}
-    if others or given not in library.FLOATS or not library.serves(device):
+    (device, *more), (given, *others) = set(map(_device, tensors)), set(map(_dtype, tensors))
+    if more or others or given not in library.FLOATS or not library.serves(device):
         return [t.to(dtype) for t in tensors]
-    sizes = [t.numel() for t in tensors]
-    out: Sequence[torch.Tensor]
-    if in_one and not any(size % _ALIGNED for size in sizes):  # to allocate a tensor costs the host most of a cast
-        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        out = [part.view(t.shape) for part, t in zip(flat.split(sizes), tensors, strict=True)]
-    else:
+    out = _parts_of_one(tensors, dtype) if in_one else None
+    if out is None:
         out = [torch.empty_like(t, dtype=dtype) for t in tensors]
     fused.cast_scale_copy_(out, tensors)
     return out
+
+
+def _parts_of_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor] | None:
+    """Tensors of these shapes that are parts of one, since to allocate a tensor costs the host most of a cast; None
+    where some would begin in the middle of what is aligned."""
+    sizes = list(map(torch.Tensor.numel, tensors))
+    if any(size % _ALIGNED for size in sizes):
+        return None
+    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(tensors[0].new_empty(sum(sizes), dtype=dtype), tensors)
+    return parts

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from engine.tensors import as_bytes
 
 _Kind = TypeVar("_Kind", bound=torch.nn.Module)
+_has_any_global_hook = torch.nn.modules.module._has_any_global_hook
 
 
 def all_gather_flat(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -142,7 +143,9 @@ def default_store() -> dist.Store:
 def is_just(module: torch.nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
     """Whether calling the module does what the ``forward`` of ``kind`` does, and no more: there are no hooks on it or
     on all modules, and neither it nor its class has been given another ``forward``."""
-    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in module.__dict__:
+    own = module.__dict__  # several modules of each layer are asked: without a call for each attribute
+    if type(module) is not kind and (not isinstance(module, kind) or type(module).forward is not kind.forward):
         return False
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not (hooks or torch.nn.modules.module._has_any_global_hook())
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    return "forward" not in own and not _has_any_global_hook()

@@ -104,7 +104,7 @@ def accumulate(
         batches = list(_padded(microbatches, needed, empty))
         pipeline.check_same(batches)
         held = pipeline.take_shared_gradients(model)
-    parameters = list(model.parameters())
+    parameters = _parameters(model)
     averaged_here, in_fp32 = left_to_caller(parameters), accumulate_in_fp32(model, parameters)
     with in_fp32, reduce_lazily(roots) as set_last, uses.watch(roots), averaged_here:
         if pipeline is not None:
@@ -124,6 +124,21 @@ def accumulate(
         average_plain_gradients(model, uses.agreed(left))
         total /= runtime.model_ranks()  # which all have the loss of their one batch
     return total
+
+
+def _parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters as the model shows them, each once, in no order: for which torch has a generator in each module,
+    and names."""
+    found: dict[int, nn.Parameter] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
+        if module._modules:
+            left += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
 
 
 def _checked_loss(loss: Any, step: int) -> torch.Tensor:

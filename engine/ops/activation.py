@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import library, remade
-from engine.ops.autograd import once_differentiable
+from engine.ops.autograd import Function, once_differentiable
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -28,7 +28,7 @@ _GELU, _GELU_TANH, _SILU, RELU = range(4)
 _PAYING, _PAYING_GATED = 1 << 24, 1 << 22
 
 
-class _Gelu(torch.autograd.Function):
+class _Gelu(Function):
     """By the tanh approximation, on a CPU."""
 
     @staticmethod
@@ -65,7 +65,7 @@ def run_backward(
     return found
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
         ctx.save_for_backward(x)
@@ -79,7 +79,7 @@ class _Activation(torch.autograd.Function):
         return run_backward(grad, x, None, ctx.kind)[0], None
 
 
-class _Times(torch.autograd.Function):
+class _Times(Function):
     """a * b, elementwise, of which an activation may be made again."""
 
     @staticmethod
@@ -95,7 +95,7 @@ class _Times(torch.autograd.Function):
         return grad * b if need_a else None, grad * a if need_b else None
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: int) -> Tensor:
         ctx.save_for_backward(gate, up)

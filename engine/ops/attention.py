@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import library
-from engine.ops.autograd import once_differentiable
+from engine.ops.autograd import Function, once_differentiable
 from engine.ops.compilation import host_number
 
 
@@ -92,7 +92,7 @@ def run_backward(
     return dq, dk, dv, dbias
 
 
-class Attention(torch.autograd.Function):
+class Attention(Function):
     """numbers: of `Heads`, key, site, first_head, threshold; key and site are tensors in a compiled graph."""
 
     @staticmethod
@@ -124,7 +124,7 @@ class Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 10
 
 
-class AttentionBySegments(torch.autograd.Function):
+class AttentionBySegments(Function):
     """numbers: of `Heads`, key, site, first_head, threshold."""
 
     @staticmethod

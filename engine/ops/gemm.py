@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.ops import activation as activations
 from engine.ops import library, remade
-from engine.ops.autograd import once_differentiable
+from engine.ops.autograd import Function, once_differentiable
 
 _CPU = torch.device("cpu")
 _FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there
@@ -126,7 +126,7 @@ def _product(
     return out if add_to is None else add_to.add_(out), a.sum(1) if sums else None
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         remade.keep(ctx, x, weight)
@@ -148,7 +148,7 @@ def _column_sums(grad: Tensor) -> Tensor:
     return total
 
 
-class _TorchLinear(torch.autograd.Function):
+class _TorchLinear(Function):
     """torch's products, which selective recomputation knows: on a GPU for the compiled gradient of the bias, and
     anywhere for what is not kept but made again."""
 
@@ -179,7 +179,7 @@ def _of_products(
     return dx, None if x is None else torch.mm(grad.t(), x)
 
 
-class _LinearActivated(torch.autograd.Function):
+class _LinearActivated(Function):
     """`_LinearWithSums` and an activation of what comes out: for the gradient of the bias nothing is read again. It
     keeps what the two would: of relu, whose gradient can be found from it, what comes out."""
 
@@ -205,7 +205,7 @@ class _LinearActivated(torch.autograd.Function):
         return *_of_products(rows, shape, x, weight), dbias, None, None
 
 
-class _Linears(torch.autograd.Function):
+class _Linears(Function):
     """Several linear layers of one x, on a CPU or a GPU: what they give back for it is added as it is multiplied."""
 
     @staticmethod
@@ -245,7 +245,7 @@ def _sums_pay(grad: Tensor) -> bool:
     return grad.numel() >= _PAYING and library.plain_cuda(grad)
 
 
-def _joins(x: Tensor, *parameters: Tensor) -> bool:
+def _joins(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether the operators of this project are in use for these."""
     on_cpu = library.takes_fp32(x, *parameters) and not torch.is_autocast_enabled("cpu")
     return on_cpu or library.plain_cuda(x, *parameters)
@@ -253,9 +253,11 @@ def _joins(x: Tensor, *parameters: Tensor) -> bool:
 
 def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
     """`linear` of x (rows, in) and the (weight, bias) of each of several layers."""
-    if x.dim() == 2 and torch.is_grad_enabled() and _joins(x, *(t for layer in layers for t in layer if t is not None)):
-        found: tuple[Tensor, ...] = _Linears.apply(x, *(t for layer in layers for t in layer))
-        return found
+    if x.dim() == 2 and torch.is_grad_enabled():
+        parameters = [t for layer in layers for t in layer]
+        if _joins(x, *parameters):
+            found: tuple[Tensor, ...] = _Linears.apply(x, *parameters)
+            return found
     return tuple(linear(x, weight, bias) for weight, bias in layers)
 
 

@@ -136,7 +136,7 @@ def takes_fp32(*tensors: torch.Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and plain_fp32(*tensors) and serves(_CPU)
 
 
-def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def plain_cuda(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Ordinary CUDA tensors (no DTensor or other subclass) of one dtype, fp32, bf16 or fp16, of which no derivatives
     are taken but those of backward, where the compiled operators are loaded: not in what torch.compile takes, nor under
     autocast, which has dtypes of its own for norms and products."""
@@ -145,13 +145,13 @@ def plain_cuda(x: torch.Tensor, *others: torch.Tensor) -> bool:
     return same_rows(x, *others) and not in_function_transform() and serves(x.device)
 
 
-def same_rows(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def same_rows(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether these are ordinary CUDA tensors of one dtype that the operators of rows take, not under autocast."""
     dtype = x.dtype
     if type(x) not in PLAIN or dtype not in FLOATS or torch.is_autocast_enabled("cuda"):
         return False
     for t in others:
-        if type(t) not in PLAIN or t.dtype is not dtype or not t.is_cuda:
+        if t is not None and (type(t) not in PLAIN or t.dtype is not dtype or not t.is_cuda):
             return False
     return True
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import library, remade
-from engine.ops.autograd import once_differentiable
+from engine.ops.autograd import Function, once_differentiable
 from engine.ops.compilation import host_number
 from engine.ops.dropout_masks import check_tokens, drawn_key, dropout_add, numbers_of, threshold_of
 
@@ -61,7 +61,7 @@ def run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     return found
 
 
-class Norm(torch.autograd.Function):
+class Norm(Function):
     """form: what comes out, "norm": that alone, "before": the sum and the norm of it, "after": the norm twice."""
 
     @staticmethod
@@ -116,7 +116,7 @@ def _of_sum(eps: float, total: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 def _on_a_gpu(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     """Whether the compiled operators take these there. The last dimension of x is that of the weight."""
-    return 0 < x.shape[-1] <= _LONGEST and library.plain_cuda(x, weight, *(t for t in others if t is not None))
+    return 0 < x.shape[-1] <= _LONGEST and library.plain_cuda(x, weight, *others)
 
 
 def _is_compiled(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
@@ -130,7 +130,7 @@ def _goes_into_a_graph(x: Tensor, weight: Tensor, *others: Tensor | None) -> boo
         return False
     if x.is_cpu:
         return library.plain_fp32(x, weight, *others)
-    return x.shape[-1] <= _LONGEST and library.same_rows(x, weight, *(t for t in others if t is not None))
+    return x.shape[-1] <= _LONGEST and library.same_rows(x, weight, *others)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -207,8 +207,8 @@ def _add_and_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, added: Added | None, form: str
 ) -> tuple[Tensor, Tensor]:
     added = added or _NOTHING
-    if _takes(x, weight, bias, added):
-        draw = _draw(x, added)
+    draw = _draw(x, weight, bias, added)
+    if draw is not None:
         if torch.compiler.is_compiling():
             draw = draw[0], host_number(draw[1]), host_number(draw[2]), draw[3]
             return torch.ops.modelcenter_graph.add_and_norm(x, weight, bias, eps, added.branch, *draw, form)
@@ -225,20 +225,20 @@ def _add_and_norm(
     return (total, out) if form == "before" else (out, out)
 
 
-def _takes(x: Tensor, weight: Tensor, bias: Tensor | None, added: Added) -> bool:
-    """Whether the operator adds and takes the norm. On a GPU a key that is drawn on the host would be a constant of a
-    CUDA graph, and torch drops out."""
-    branch, p, key, *_ = added
-    fits = x.shape[-1:] == weight.shape and (branch is None or branch.shape == x.shape)
-    drops = p == 0.0 or (threshold_of(p) < 1 << 16 and (key is not None or x.is_cpu))
-    known = _goes_into_a_graph if torch.compiler.is_compiling() else _is_compiled
-    return fits and drops and known(x, weight, bias, branch)
-
-
-def _draw(x: Tensor, added: Added) -> tuple[Any, ...]:
-    """What the operator draws by."""
-    _, p, key, site, tokens = added
+def _draw(x: Tensor, weight: Tensor, bias: Tensor | None, added: Added) -> tuple[Any, ...] | None:
+    """What the operator draws by; None where it does not take these. On a GPU a key that is drawn on the host would be
+    a constant of a CUDA graph, and torch drops out."""
+    branch, p, key, site, tokens = added
+    if x.shape[-1:] != weight.shape or not (branch is None or branch.shape == x.shape):
+        return None
+    threshold = 0
+    if p != 0.0:
+        threshold = threshold_of(p)
+        if threshold == 1 << 16 or (key is None and not x.is_cpu):
+            return None
+    if not (_goes_into_a_graph if torch.compiler.is_compiling() else _is_compiled)(x, weight, bias, branch):
+        return None
     if p == 0.0:
         return _NOTHING_DROPPED
     check_tokens(x, tokens)
-    return numbers_of(x, tokens), drawn_key() if key is None else key, site, threshold_of(p)
+    return numbers_of(x, tokens), drawn_key() if key is None else key, site, threshold

@@ -109,10 +109,16 @@ def is_noted(tensor: Tensor) -> bool:
 
 def keep(ctx: Any, *tensors: Tensor | None) -> None:
     """`ctx.save_for_backward`, of what the tensors are made of where they are made again. Called once in a forward."""
+    for tensor in tensors:
+        if tensor is not None and is_noted(tensor):
+            break
+    else:  # every product of a step comes here
+        ctx.save_for_backward(*tensors)
+        ctx.plans = None
+        return
     flat: list[Tensor | None] = []
-    plans = [_plan(tensor, flat) for tensor in tensors]
+    ctx.plans = [_plan(tensor, flat) for tensor in tensors]
     ctx.save_for_backward(*flat)
-    ctx.plans = None if all(isinstance(plan, int) for plan in plans) else plans
 
 
 def _plan(tensor: Tensor | None, flat: list[Tensor | None]) -> _Plan:

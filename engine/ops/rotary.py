@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.ops import library
+from engine.ops.autograd import Function
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool, back: bool

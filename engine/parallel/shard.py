@@ -242,7 +242,7 @@ def sharded_roots(model: nn.Module) -> list[FSDPModule]:
         module = left.pop()
         if isinstance(module, FSDPModule):
             found.append(module)
-        else:
+        elif module._modules:
             left += [child for child in reversed(dict.fromkeys(module._modules.values())) if child is not None]
     return found
 

@@ -96,7 +96,8 @@ class SelfAttention(MultiHeadAttention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
         """What `project` gave -> (T, heads * head_dim), each head's values under its attention."""
         mask = Mask(self.causal, self.window, ctx.bias, ctx.segments, ctx.segment_bias, ctx.rectangles)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast, turning makes them fp32
+        if not q.dtype == k.dtype == v.dtype:  # under autocast, turning makes them fp32
+            q, k = q.to(v.dtype), k.to(v.dtype)
         # Under tensor parallelism q, k and v are some of the heads.
         heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
         if ctx.bias is not None and heads != self.num_heads:

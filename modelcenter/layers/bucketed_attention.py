@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import eager
-from engine.ops.autograd import once_differentiable
+from engine.ops.autograd import Function, once_differentiable
 from modelcenter.layers.buckets import Bucket, Places, make_places
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, add_diagonals_, toeplitz
@@ -138,7 +138,7 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.float().add_(part)
 
 
-class _BucketedAttention(torch.autograd.Function):
+class _BucketedAttention(Function):
     """dropout(softmax(scale q k^T + bias)) v per bucket, on the CPU. q, out: (T, heads * head_dim).
 
     The biases are arguments, not part of the options' mask, since they have gradients.
@@ -264,7 +264,7 @@ def _add_gradients_of_bias_(
 def _rectangles(rows: Tensor, places: Places, heads: int) -> list[Tensor]:
     """(places, heads * head_dim) -> (n, heads, length, head_dim) of each rectangle; views."""
     shapes = places.shapes
-    parts = rows.split([n * length for n, length in shapes]) if len(shapes) > 1 else (rows,)
+    parts = rows.split_with_sizes([n * length for n, length in shapes]) if len(shapes) > 1 else (rows,)
     return [part.view(n, length, heads, -1).transpose(1, 2) for part, (n, length) in zip(parts, shapes, strict=True)]
 
 
@@ -282,7 +282,7 @@ def _take(rows: Tensor, index: Tensor | None, zeros: Tensor | None) -> Tensor:
     return found if zeros is None else found.index_fill_(0, zeros, 0.0)
 
 
-class _ToRectangles(torch.autograd.Function):
+class _ToRectangles(Function):
     """Some (tokens, heads * head_dim) -> the rectangles of each, (n, heads, length, head_dim), one after the other.
 
     places, heads: of each. The gradient of a row is taken from its one place, where index_select's own would fill a
@@ -320,7 +320,7 @@ class _ToRectangles(torch.autograd.Function):
         return None, None, *found
 
 
-class _FromRectangles(torch.autograd.Function):
+class _FromRectangles(Function):
     """The rectangles, (n, heads, length, head_dim) -> (tokens, heads * head_dim); 0 at a token without a place."""
 
     @staticmethod

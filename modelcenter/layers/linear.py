@@ -9,7 +9,12 @@ from engine.ops import Activation, is_just, linear, linear_activated, linears
 
 
 class Linear(nn.Linear):
-    """x (..., in_features) -> (..., out_features)."""
+    """x (..., in_features) -> (..., out_features).
+
+    first_row: the number of its first output, where it is a part of a layer (engine.parallel.tensor).
+    """
+
+    first_row = 0
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -34,7 +39,7 @@ def activated(x: Tensor, layer: nn.Module, activation: Activation) -> Tensor:
 
 def inner(layer: nn.Module) -> Any:
     """The layer itself, where a low-rank update is around it."""
-    return getattr(layer, "base_layer", layer)
+    return layer if type(layer) is Linear else getattr(layer, "base_layer", layer)
 
 
 def first_output(layer: nn.Module) -> int:

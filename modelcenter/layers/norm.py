@@ -18,7 +18,8 @@ class LayerNorm(nn.LayerNorm):
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """(weight, bias, eps) where it is no more than the operator; else None."""
-        return None if self._widens(x) or self.bias is None else (self.weight, self.bias, self.eps)
+        bias = self.bias
+        return None if bias is None or self._widens(x) else (self.weight, bias, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._widens(x):

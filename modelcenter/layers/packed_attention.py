@@ -170,7 +170,7 @@ def _varlen(
     """The operator below `torch.nn.attention.varlen.varlen_attn`, which has no dropout, and on torch 2.11 may lack
     `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
     heads, kv_heads, scale, mask, drop = options
-    parts = (x.unflatten(1, (n, -1)) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+    parts = (x.view(x.shape[0], n, x.shape[1] // n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
     window = mask.window if mask.causal else None
     out, *_ = torch.ops.aten._flash_attention_forward(
         *parts,

@@ -4,6 +4,7 @@ The cases:
 
 - BERT-large and T5-large on rows of realistic, ragged lengths up to 512, packed here and padded in the peer; BERT-large
   also on four times as many, on full rows, with dropout and without, and within 11 GB of memory;
+- both on four rows of 32 tokens, whose kernels take no time: what either side's Python does for a step;
 - a GPT with 1.3 billion parameters on full rows of 2,048 tokens, four of them (what the peer can hold) and twelve, with
   dropout and without, and on ragged rows, and a Llama of that size on four full rows, with recompute="cheap", and on
   twelve without;
@@ -80,6 +81,7 @@ CASES = {
     "bert-large, full rows": Case("bert", BERT, 64, 512, utilisation=0.5),
     "bert-large, full rows, no dropout": Case("bert", BERT | NO_DROPOUT["bert"], 64, 512, peer=False, utilisation=0.5),
     "bert-large, 11 GB": Case("bert", BERT, 8, 512, peer=False, cap_gb=11.0),
+    "bert-large, 4 short rows": Case("bert", BERT, 4, 32, speed=1.0),
     # The peer keeps 188 kB of each token and layer: 8 rows would take 105 GB, these 63.
     "gpt-1.3b": Case("gpt2", GPT, 4, 2048, speed=1.15),
     "gpt-1.3b, 12 rows": Case("gpt2", GPT, 12, 2048, peer=False, utilisation=0.55),
@@ -90,6 +92,7 @@ CASES = {
     "llama-1.3b, 12 rows": Case("llama", LLAMA, 12, 2048, peer=False, utilisation=0.55),
     "gpt-1.3b, states on the host": Case("gpt2", GPT, 8, 2048, peer=False, states="host"),
     "t5-large": Case("t5", T5, 32, 512, ragged=True),
+    "t5-large, 4 short rows": Case("t5", T5, 4, 32, speed=1.0),
     "gpt-13b, 8-bit states": Case("gpt2", {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 512}, 8, 512,
                                   peer=False, states="8 bits", needs_gb=132.0, utilisation=0.35),
 }  # fmt: skip

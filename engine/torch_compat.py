@@ -140,13 +140,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def weight_and_bias(module: torch.nn.Module) -> tuple[Any, Any]:
-    """These attributes of a module. torch looks for each in Python, after all other places, which takes as long as a
-    view of a tensor."""
-    own = module._parameters
-    return (own["weight"], own["bias"]) if "weight" in own and "bias" in own else (module.weight, module.bias)
-
-
 def is_just(module: torch.nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
     """Whether calling the module does what the ``forward`` of ``kind`` does, and no more: there are no hooks on it or
     on all modules, and neither it nor its class has been given another ``forward``."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.ops import Activation, is_just, linear, linear_activated, linears, weight_and_bias
+from engine.ops import Activation, is_just, linear, linear_activated, linears
 
 
 class Linear(nn.Linear):
@@ -17,7 +17,7 @@ class Linear(nn.Linear):
     first_row = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, *weight_and_bias(self))
+        return linear(x, self.weight, self.bias)
 
 
 def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -27,13 +27,13 @@ def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     plain = [layer for layer in layers if is_just(layer, Linear)]
     if len(plain) < len(layers):
         return tuple(layer(x) for layer in layers)
-    return linears(x, list(map(weight_and_bias, plain)))
+    return linears(x, [(layer.weight, layer.bias) for layer in plain])
 
 
 def activated(x: Tensor, layer: nn.Module, activation: Activation) -> Tensor:
     """activation(layer(x)), in training by one operator where the layer is no more than a `Linear`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_just(layer, Linear):
-        return linear_activated(x, *weight_and_bias(layer), activation)
+        return linear_activated(x, layer.weight, layer.bias, activation)
     return activation(layer(x))
 
 

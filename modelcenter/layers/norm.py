@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.ops import layer_norm, rms_norm, weight_and_bias
+from engine.ops import layer_norm, rms_norm
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -18,8 +18,8 @@ class LayerNorm(nn.LayerNorm):
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """(weight, bias, eps) where it is no more than the operator; else None."""
-        weight, bias = weight_and_bias(self)
-        return None if bias is None or self._widens(x) else (weight, bias, self.eps)
+        bias = self.bias
+        return None if bias is None or self._widens(x) else (self.weight, bias, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._widens(x):

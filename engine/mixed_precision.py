@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._utils import _unflatten_dense_tensors
 from torch.utils._pytree import tree_map
 
 from engine.ops import fused, library, remade
 from engine.ops.autograd import Function
 from engine.outputs import trained_tensors
 from engine.registry import CASTS, SHOWN
-from engine.torch_compat import in_backward, run_after_backward
+from engine.torch_compat import in_backward, run_after_backward, unflattened
 
 Forward = Callable[..., Any]
 _ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own might
@@ -53,7 +52,7 @@ class _Casts:
 
     def show_in_backward(self, output: Any) -> None:
         """Show the casts again in a backward that reaches a tensor in ``output``."""
-        for tensor in (output,) if type(output) is torch.Tensor else trained_tensors(output, in_objects=True):
+        for tensor in trained_tensors(output, in_objects=True):
             if tensor.grad_fn is not None:  # else a parameter of some model
                 tensor.register_hook(self._reached)
 
@@ -204,5 +203,4 @@ def _parts_of_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequen
     sizes = list(map(torch.Tensor.numel, tensors))
     if any(size % _ALIGNED for size in sizes):
         return None
-    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(tensors[0].new_empty(sum(sizes), dtype=dtype), tensors)
-    return parts
+    return unflattened(tensors[0].new_empty(sum(sizes), dtype=dtype), tensors)

@@ -14,7 +14,7 @@ import datetime
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -79,6 +79,12 @@ def in_function_transform() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vmap``) or a forward-mode derivative is being taken, which
     autograd functions do not know."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def unflattened(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The parts of ``flat`` that have the shapes of these, one behind the other; views, by one call."""
+    parts: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
+    return parts
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)

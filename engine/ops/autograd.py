@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from engine.torch_compat import in_function_transform
+
 
 class Function(torch.autograd.Function):
     """torch's, for operators that every layer calls: no subclass has a ``setup_context``.
@@ -23,7 +25,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():  # torch.func's, about which torch's raises
+        if in_function_transform():  # about which torch's raises
             return super().apply(*args)
         return cls._apply(*args)
 

@@ -132,7 +132,8 @@ def dropouts(elements: int, device: str) -> dict[str, Callable[[], Any]]:
 
 def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
     """Operators on so many thousand tokens, 1,024 wide, activations 4,096 wide, or a quarter as many with logits of
-    50,304 classes. The layer before GELU is one of 64 inputs, whose products take little time."""
+    50,304 classes; all are narrower on a CPU. The layer before GELU is one of 64 inputs, whose products take little
+    time."""
     import torch
     import torch.nn.functional as F
 
@@ -152,7 +153,8 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
     )
     from engine.ops.rotary import composed
 
-    tokens, width, classes = max(1, thousands) * 1024, 1024, 50_304 if device == "cuda" else 320
+    tokens = max(1, thousands) * 1024
+    width, classes = (1024, 50_304) if device == "cuda" else (128, 320)  # a CPU may multiply bf16 a number at a time
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device)

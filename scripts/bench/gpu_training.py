@@ -98,11 +98,12 @@ CASES = {
 }  # fmt: skip
 TASKS = {"bert": "masked-lm", "gpt2": "causal-lm", "llama": "causal-lm", "t5": "seq2seq-lm"}
 SMALL: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128},
-    "gpt2": {"n_embd": 64, "n_head": 2},
-    "llama": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128},
-    "t5": {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_decoder_layers": 1},
-}
+    "bert": {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128},
+    "gpt2": {"vocab_size": 320, "n_embd": 64, "n_head": 2},
+    "llama": {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+              "intermediate_size": 128},
+    "t5": {"vocab_size": 320, "d_model": 64, "d_ff": 128, "num_heads": 2, "num_decoder_layers": 1},
+}  # fmt: skip
 
 
 def main() -> None:
@@ -251,7 +252,7 @@ def measure(args: Any, case: Case, who: str, how: str) -> dict[str, Any]:
         count, length = 2, 16
     config = transformers.AutoConfig.for_model(case.model_type, **shape)
     every = 7 if case.model_type == "bert" else 1
-    rows = workloads.labelled_rows(task, lengths(count, length, case.ragged), every)
+    rows = workloads.labelled_rows(task, lengths(count, length, case.ragged), every, config.vocab_size)
     sizes = workloads.row_sizes(rows, config.is_encoder_decoder)
     step, parameters = (our_step if who == OURS else peer_step)(args.device, how, case, config, task, rows)
     losses = [float(step()) for _ in range(3)]

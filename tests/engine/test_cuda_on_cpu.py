@@ -30,9 +30,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # An error of arithmetic on integers, a vector that is not aligned or an index outside an array ends the process.
 FLAGS = [
-    "-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing",
-    "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-Wno-unknown-pragmas", f"-I{HERE / 'cuda_on_cpu'}",
-    "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++",
+    "-O1", "-U_FORTIFY_SOURCE", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fno-strict-aliasing", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-Wno-unknown-pragmas",
+    f"-I{HERE / 'cuda_on_cpu'}", "-D__CUDACC__", "-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++",
 ]  # fmt: skip
 LOAD = (
     "import sys, torch\nfrom engine.ops import library\n"

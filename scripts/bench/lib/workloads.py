@@ -59,11 +59,11 @@ def ragged_lengths(count: int = 16) -> list[int]:
     return [min(128, max(4, int(n))) for n in draws]
 
 
-def labelled_rows(task: str, lengths: Sequence[int], every: int = 1) -> list[Any]:
-    """Random rows in which one token of `every` has a label."""
+def labelled_rows(task: str, lengths: Sequence[int], every: int = 1, vocab_size: int = VOCABULARY) -> list[Any]:
+    """Random rows, of the first words of a vocabulary, in which one token of `every` has a label."""
     from modelcenter.compare import make_rows
 
-    rows = make_rows(task, vocab_size=VOCABULARY, num_labels=2, lengths=lengths)
+    rows = make_rows(task, vocab_size=min(vocab_size, VOCABULARY), num_labels=2, lengths=lengths)
     for number, row in enumerate(rows):
         row.labels = [t if (i + number) % every == 0 else -100 for i, t in enumerate(row.input_ids)]
     return rows

@@ -7,6 +7,7 @@
 //
 // CUDA_ON_CPU_PROCESSORS says how many multiprocessors there are, CUDA_ON_CPU_SEED draws the orders.
 #pragma once
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -86,40 +87,33 @@ class Block {
     body_ = &body;
     count_ = threads;
     state_.assign(threads, kReady);
-    context_.resize(threads);
-    while (stacks_.size() < threads) stacks_.push_back((char*)malloc(kStack));
     order_.resize(threads);
     std::iota(order_.begin(), order_.end(), 0u);
     std::shuffle(order_.begin(), order_.end(), random);
-    for (unsigned t = 0; t < threads; t++) {
-      getcontext(&context_[t]);
-      context_[t].uc_stack.ss_sp = stacks_[t];
-      context_[t].uc_stack.ss_size = kStack;
-      context_[t].uc_link = &scheduler_;
-      makecontext(&context_[t], &Block::begin, 0);
-    }
     memset(__start_cuda_shared, 0xFF, (size_t)(__stop_cuda_shared - __start_cuda_shared));
-    for (;;) {
-      const auto next = std::find_if(order_.begin(), order_.end(), [&](unsigned t) { return state_[t] == kReady; });
-      if (next == order_.end()) {
+    for (unsigned from = 0;;) {  // all before it wait
+      while (from < count_ && state_[order_[from]] != kReady) from++;
+      if (from == count_) {
         if (all(0, count_, kDone)) return;
         if (!all(0, count_, kAtBarrier)) fail("it, or another of its block, waits for threads that will not come");
         std::fill(state_.begin(), state_.end(), kReady);
+        from = 0;
         continue;
       }
-      running_ = *next;
+      running_ = order_[from];
       threadIdx = dim3(running_);
-      state_[running_] = kDone;  // unless it waits
-      swapcontext(&scheduler_, &context_[running_]);
+      go_on(running_);
       const unsigned warp = running_ / kWarp * kWarp, end = std::min(warp + kWarp, count_);
-      if (all(warp, end, kAtWarp)) std::fill(state_.begin() + warp, state_.begin() + end, kReady);
+      if (state_[running_] == kAtWarp && all(warp, end, kAtWarp)) {
+        std::fill(state_.begin() + warp, state_.begin() + end, kReady);
+        from = 0;
+      }
     }
   }
 
   void wait(State state) {
-    const unsigned self = running_;
-    state_[self] = state;
-    swapcontext(&context_[self], &scheduler_);
+    state_[running_] = state;
+    if (!_setjmp(stopped_[running_])) _longjmp(scheduler_, 1);
   }
 
   uint32_t exchange(uint32_t mask, uint32_t x, unsigned other) {
@@ -147,7 +141,30 @@ class Block {
 
  private:
   static constexpr size_t kStack = 256 * 1024;
-  static void begin() { (*now().body_)(); }
+
+  // Begins a thread, or lets it go on from where it stopped. Only a first time takes a call of the system, as a context
+  // holds the mask of signals, too: a thread outlives its block.
+  void go_on(unsigned thread) {
+    if (_setjmp(scheduler_)) return;
+    if (thread < begun_.size() && begun_[thread]) _longjmp(stopped_[thread], 1);
+    if (begun_.size() <= thread) begun_.resize(thread + 1);
+    begun_[thread] = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = malloc(kStack);
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = nullptr;
+    makecontext(&context, &Block::begin, 0);
+    setcontext(&context);
+  }
+
+  static void begin() {
+    for (;;) {
+      (*now().body_)();
+      now().wait(kDone);
+    }
+  }
+
   bool all(unsigned from, unsigned to, State state) const {
     return std::all_of(state_.begin() + from, state_.begin() + to, [&](State s) { return s == state; });
   }
@@ -156,9 +173,8 @@ class Block {
   unsigned count_ = 0, running_ = 0;
   std::vector<State> state_;
   std::vector<unsigned> order_;
-  std::vector<char*> stacks_;
-  std::vector<ucontext_t> context_;
-  ucontext_t scheduler_;
+  std::vector<bool> begun_;
+  jmp_buf stopped_[1024], scheduler_;
   uint32_t passed_[1024];
 };
 

@@ -30,13 +30,8 @@ if TYPE_CHECKING:
         stored_tensors,
         write_model,
     )
-    from engine.checkpoint.training import (
-        finish_save,
-        latest_checkpoint,
-        load_checkpoint,
-        save_checkpoint,
-        wait_checkpoint,
-    )
+    from engine.checkpoint.steps import finish_save, latest_checkpoint
+    from engine.checkpoint.training import load_checkpoint, save_checkpoint, wait_checkpoint
     from engine.parallel.pipeline.stages import whole_tensor
     from engine.shards import all_tensors, local_slices, named_tensors
 
@@ -65,22 +60,25 @@ __all__ = [
     "write_model",
 ]
 
-_SLICES = ("all_tensors", "local_slices", "named_tensors")
-_TRAINING = ("finish_save", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "wait_checkpoint")
+_HOMES = {
+    "all_tensors": "engine.shards",
+    "local_slices": "engine.shards",
+    "named_tensors": "engine.shards",
+    "whole_tensor": "engine.parallel.pipeline.stages",
+    "finish_save": "engine.checkpoint.steps",
+    "latest_checkpoint": "engine.checkpoint.steps",
+    "load_checkpoint": "engine.checkpoint.training",
+    "save_checkpoint": "engine.checkpoint.training",
+    "wait_checkpoint": "engine.checkpoint.training",
+}
 
 
 def __getattr__(name: str) -> Any:
     # What needs no more than files comes without torch.distributed.checkpoint, whose import takes a second.
-    if name == "whole_tensor":
-        home = "engine.parallel.pipeline.stages"
-    elif name in _SLICES:
-        home = "engine.shards"
-    elif name in __all__:
-        home = "engine.checkpoint.training" if name in _TRAINING else "engine.checkpoint.model"
-    elif name in ("model", "optimizer", "training"):
+    if name in ("model", "optimizer", "training"):
         return importlib.import_module(f"engine.checkpoint.{name}")
-    else:
+    if name not in __all__:
         raise AttributeError(f"module 'engine.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(_HOMES.get(name, "engine.checkpoint.model")), name)
     globals()[name] = value
     return value

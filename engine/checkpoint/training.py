@@ -1,18 +1,10 @@
-"""Training checkpoints: model, optimizers, schedules, loss scale, random generators and the user's own state.
-
-With ``step=`` a directory holds many of them::
-
-    checkpoints/step-00000100/    complete or absent, see engine.checkpoint
-    checkpoints/last              names the newest, by a link or as text; `best` the one that was saved with best=True
-"""
+"""Training checkpoints: model, optimizers, schedules, loss scale, random generators and the user's own state."""
 
 from __future__ import annotations
 
 import datetime
 import functools
 import os
-import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,18 +18,14 @@ from engine import runtime
 from engine.background import Background
 from engine.checkpoint.files import (
     MANIFEST,
-    STEP,
     atomic_directory,
-    check_manifest,
     checked_place,
-    is_complete,
-    named_checkpoint,
-    remove_directory,
 )
 from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, collect_states, load_states, merge_stages
 from engine.checkpoint.random_state import generator_states, reseed_generators, restore_generators
 from engine.checkpoint.safe_pickle import dump, load
+from engine.checkpoint.steps import clear_up, newest, path_of
 from engine.collectives import from_rank_0, together
 from engine.lockstep import watched
 from engine.optim.manager import OptimManager
@@ -157,7 +145,7 @@ def save_checkpoint(
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep is {keep!r}, expected a whole number of at least 1")
     path = Path(directory).absolute()
-    path = path if step is None else _path_of(path, step)
+    path = path if step is None else path_of(path, step)
     contents = _collect(path, model, optim_manager, state, staged=asynchronous)
     job = _Job(path, contents, extra or getattr(model, "write_texts", None), step, keep, best)
     if not asynchronous:
@@ -174,22 +162,6 @@ def wait_checkpoint() -> None:
     if _writer is not None:
         writer, _writer = _writer, None
         writer.finish()
-
-
-def finish_save(
-    directory: str | os.PathLike[str], step: int, *, best: int | None = None, keep: int | None = None
-) -> None:
-    """Give checkpoints their names and remove old ones, as the save of the newest would have, had it not been killed
-    just then: a checkpoint counts from the moment it is complete. For a run that goes on from it. Collective.
-
-    Args:
-        directory: of many checkpoints. step: of the newest. best: of the one that ``best`` names, if it is still there;
-            None: ``best`` stays as it is. keep: as for ``save_checkpoint``.
-    """
-    root = Path(directory).absolute()
-    with together(f"clearing up in {root}"):
-        if runtime.rank() == 0:
-            _clear_up(root, step, best, keep)
 
 
 @watched("engine.load_checkpoint")
@@ -224,7 +196,7 @@ def load_checkpoint(
         RuntimeError: a rank was lost, which is named.
     """
     wait_checkpoint()
-    path, broken = _newest(Path(directory).absolute(), verify)
+    path, broken = newest(Path(directory).absolute(), verify)
     if path is None:
         why = "; ".join(broken) or f"neither {MANIFEST} nor a step-... that has one"
         raise ValueError(f"{Path(directory).absolute()} holds no valid checkpoint: {why}")
@@ -258,44 +230,6 @@ def _check_kind(path: Path, optim_manager: OptimManager | torch.optim.Optimizer,
         raise ValueError(
             f"checkpoint {path} was saved with {kinds[saved['manager'] is not None]}: load it with the same"
         )
-
-
-def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -> Path | None:
-    """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
-
-    Collective. ``directory`` may also be the "best" or "last" in such a one, a link or a file (``named_checkpoint``).
-    Broken ones are passed over with a warning that says what is wrong; one that is still being written is not there.
-
-    Args:
-        verify: compare the files' sha256 too, not only their sizes.
-
-    Raises:
-        ValueError: ``directory`` names one checkpoint, and that is broken.
-    """
-    return _newest(Path(directory).absolute(), verify)[0]
-
-
-def _newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
-    """See ``latest_checkpoint``; also what is wrong with those that were passed over."""
-    found: Path | None = None
-    broken: list[str] = []
-    with together(f"looking for checkpoints in {root}"):
-        if runtime.rank() == 0:
-            root = named_checkpoint(root)
-            if (root / MANIFEST).exists():
-                check_manifest(root, hashes=verify)
-                found = root
-            for _, path in [] if found else _steps(root):
-                try:
-                    check_manifest(path, hashes=verify)
-                except ValueError as error:
-                    warnings.warn(f"checkpoint passed over: {error}", stacklevel=3)
-                    broken.append(str(error))
-                    continue
-                found = path
-                break
-    place, broken = from_rank_0((found and str(found), broken))
-    return place and Path(place), broken
 
 
 @watched("engine.save_checkpoint")
@@ -371,61 +305,7 @@ def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
     if job.step is not None:
         with together(f"clearing up in {job.path.parent}", group):
             if runtime.rank() == 0:
-                _clear_up(job.path.parent, job.step, job.step if job.best else None, job.keep)
-
-
-def _clear_up(root: Path, step: int, best: int | None, keep: int | None) -> None:
-    """What a save does once its checkpoint is complete; see ``finish_save``."""
-    try:
-        _name(root / "last", _path_of(root, step))
-        if best is not None and _path_of(root, best).is_dir():
-            _name(root / "best", _path_of(root, best))
-    finally:
-        _purge(root, step, keep)
-
-
-def _name(link: Path, target: Path) -> None:
-    """Point ``link`` at its neighbour ``target``, at once: see ``named_checkpoint``."""
-    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        try:
-            new.symlink_to(target.name)
-        except OSError:
-            new.write_text(target.name, encoding="utf-8")
-        os.replace(new, link)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _purge(root: Path, step: int, keep: int | None) -> None:
-    for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
-        remove_directory(left)
-    for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # see _name
-        left.unlink(missing_ok=True)
-    if keep is None:
-        return
-    best = named_checkpoint(root / "best").resolve()
-    earlier = [path for number, path in _steps(root) if number <= step]
-    whole = 0
-    for path in earlier:
-        if whole < keep:
-            whole += is_complete(path)  # a broken one does not count, or a whole one would be removed for it
-        elif path.resolve() != best:
-            gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
-            path.rename(gone)  # so that half of it never looks like a checkpoint
-            remove_directory(gone)
-
-
-def _path_of(root: Path, step: int) -> Path:
-    return root / f"step-{step:08d}"
-
-
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints in ``root``, the highest step first, broken ones included."""
-    if not root.is_dir():
-        return []
-    found = [(match, path) for path in root.iterdir() if (match := STEP.fullmatch(path.name)) and path.is_dir()]
-    return sorted(((int(match[1]), path) for match, path in found), reverse=True)
+                clear_up(job.path.parent, job.step, job.step if job.best else None, job.keep)
 
 
 @once_per_world

@@ -238,7 +238,7 @@ def test_a_save_that_was_killed_before_it_named_its_checkpoint_is_finished(tmp_p
     run = Run(3, 1)
     with monkeypatch.context() as patch:
         engine.save_checkpoint(tmp_path, run.model, step=1, best=True)
-        patch.setattr(module, "_clear_up", lambda *_: None)
+        patch.setattr(module, "clear_up", lambda *_: None)
         for step in (2, 3):
             engine.save_checkpoint(tmp_path, run.model, step=step, best=True)
     (tmp_path / ".best.dead").symlink_to("step-00000003")

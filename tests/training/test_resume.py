@@ -91,9 +91,9 @@ def test_killed_during_a_save(folder, whole, monkeypatch, capfd):
 @pytest.mark.full
 def test_killed_before_a_checkpoint_is_named(folder, whole, monkeypatch, capfd):
     """The newest counts, though ``last`` is still the one before it."""
-    from engine.checkpoint import training
+    from engine.checkpoint import steps
 
-    name = training._name
+    name = steps._name
 
     def killed(link, target):
         if target.name == "step-00000006":
@@ -101,7 +101,7 @@ def test_killed_before_a_checkpoint_is_named(folder, whole, monkeypatch, capfd):
         name(link, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_name", killed)
+        patch.setattr(steps, "_name", killed)
         assert in_a_process(main, run_values(folder, "run", **DROPPED)) == -signal.SIGKILL
     assert (folder / "run" / "checkpoints" / "last").resolve().name == "step-00000004"
     assert in_a_process(main, run_values(folder, "run", **DROPPED)) == 0

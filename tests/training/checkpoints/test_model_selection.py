@@ -232,9 +232,9 @@ def test_the_best_of_a_save_that_was_killed_before_it_was_named_counts(folder, m
     """The checkpoints of steps 3 and 4 are complete, but `best` and `last` still name earlier ones."""
     judged_as(monkeypatch, {1: 0.5, 2: 0.6, 3: 0.9, 4: 0.3, 5: 0.4})
     judged = short_run_values(folder, "run", best_metric="accuracy", eval_every=1, save_every=1, max_steps=5)
-    clear_up = engine.checkpoint.training._clear_up
+    clear_up = engine.checkpoint.training.clear_up
     with monkeypatch.context() as patch:
-        patch.setattr(engine.checkpoint.training, "_clear_up", lambda *a: clear_up(*a) if a[1] < 3 else None)
+        patch.setattr(engine.checkpoint.training, "clear_up", lambda *a: clear_up(*a) if a[1] < 3 else None)
         stop_at(monkeypatch, 3, judged)
     assert best_of(folder) == "step-00000002"
     main(command(judged))

@@ -1,0 +1,131 @@
+"""A directory of many checkpoints, one for each step that was saved::
+
+step-00000100/    complete or absent, see engine.checkpoint
+last              names the newest, by a link or as text; `best` the one that was saved with best=True
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from pathlib import Path
+
+from engine import runtime
+from engine.checkpoint.files import (
+    MANIFEST,
+    STEP,
+    check_manifest,
+    is_complete,
+    named_checkpoint,
+    remove_directory,
+)
+from engine.collectives import from_rank_0, together
+
+
+def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -> Path | None:
+    """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
+
+    Collective. ``directory`` may also be the "best" or "last" in such a one, a link or a file (``named_checkpoint``).
+    Broken ones are passed over with a warning that says what is wrong; one that is still being written is not there.
+
+    Args:
+        verify: compare the files' sha256 too, not only their sizes.
+
+    Raises:
+        ValueError: ``directory`` names one checkpoint, and that is broken.
+    """
+    return newest(Path(directory).absolute(), verify)[0]
+
+
+def newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
+    """See ``latest_checkpoint``; also what is wrong with those that were passed over."""
+    found: Path | None = None
+    broken: list[str] = []
+    with together(f"looking for checkpoints in {root}"):
+        if runtime.rank() == 0:
+            root = named_checkpoint(root)
+            if (root / MANIFEST).exists():
+                check_manifest(root, hashes=verify)
+                found = root
+            for _, path in [] if found else _steps(root):
+                try:
+                    check_manifest(path, hashes=verify)
+                except ValueError as error:
+                    warnings.warn(f"checkpoint passed over: {error}", stacklevel=3)
+                    broken.append(str(error))
+                    continue
+                found = path
+                break
+    place, broken = from_rank_0((found and str(found), broken))
+    return place and Path(place), broken
+
+
+def finish_save(
+    directory: str | os.PathLike[str], step: int, *, best: int | None = None, keep: int | None = None
+) -> None:
+    """Give checkpoints their names and remove old ones, as the save of the newest would have, had it not been killed
+    just then: a checkpoint counts from the moment it is complete. For a run that goes on from it. Collective.
+
+    Args:
+        directory: of many checkpoints. step: of the newest. best: of the one that ``best`` names, if it is still there;
+            None: ``best`` stays as it is. keep: as for ``save_checkpoint``.
+    """
+    root = Path(directory).absolute()
+    with together(f"clearing up in {root}"):
+        if runtime.rank() == 0:
+            clear_up(root, step, best, keep)
+
+
+def clear_up(root: Path, step: int, best: int | None, keep: int | None) -> None:
+    """What a save does once its checkpoint is complete; see ``finish_save``."""
+    try:
+        _name(root / "last", path_of(root, step))
+        if best is not None and path_of(root, best).is_dir():
+            _name(root / "best", path_of(root, best))
+    finally:
+        _purge(root, step, keep)
+
+
+def _name(link: Path, target: Path) -> None:
+    """Point ``link`` at its neighbour ``target``, at once: see ``named_checkpoint``."""
+    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        try:
+            new.symlink_to(target.name)
+        except OSError:
+            new.write_text(target.name, encoding="utf-8")
+        os.replace(new, link)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _purge(root: Path, step: int, keep: int | None) -> None:
+    for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
+        remove_directory(left)
+    for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # see _name
+        left.unlink(missing_ok=True)
+    if keep is None:
+        return
+    best = named_checkpoint(root / "best").resolve()
+    earlier = [path for number, path in _steps(root) if number <= step]
+    whole = 0
+    for path in earlier:
+        if whole < keep:
+            whole += is_complete(path)  # a broken one does not count, or a whole one would be removed for it
+        elif path.resolve() != best:
+            gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
+            path.rename(gone)  # so that half of it never looks like a checkpoint
+            remove_directory(gone)
+
+
+def path_of(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def _steps(root: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the checkpoints in ``root``, the highest step first, broken ones included."""
+    if not root.is_dir():
+        return []
+    found = [(match, path) for path in root.iterdir() if (match := STEP.fullmatch(path.name)) and path.is_dir()]
+    return sorted(((int(match[1]), path) for match, path in found), reverse=True)

@@ -30,10 +30,11 @@ from engine.parallel.forward_hooks import ForwardHooks
 from engine.parallel.fsdp import reshard, shards_integers
 from engine.parallel.gloo.collectives import over_gloo, use_gloo_collectives
 from engine.parallel.gloo.sharded_embedding import shard_embeddings
+from engine.parallel.inputs import check_inputs
 from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
 from engine.parallel.pipeline.execution import pipeline_of, split_into_stages
 from engine.parallel.pipeline.stages import absent_names, split_block_lists
-from engine.parallel.tensor import check_inputs, parallelize
+from engine.parallel.tensor import parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
 from engine.registry import STAYS_GATHERED, note_parameters, set_sharding, stages_of

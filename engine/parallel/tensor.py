@@ -1,31 +1,25 @@
 """Tensor parallelism: each rank of a group holds a part of each layer and computes with plain tensors.
 
-Parameters are DTensors on the ``tp`` dimension of the mesh, which FSDP shards further; layers take their local tensor
-and call the few collectives themselves (Shoeybi et al. 2019, arXiv:1909.08053), so nothing is dispatched through
-DTensor in forward and backward.
+Parameters are DTensors on the ``tp`` dimension of the mesh, which FSDP shards further; layers (``tensor_layers``) take
+their local tensor and call the few collectives themselves (Shoeybi et al. 2019, arXiv:1909.08053), so nothing is
+dispatched through DTensor in forward and backward.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from engine import runtime
-from engine.collectives import first_difference
 from engine.names import clean_name
-from engine.ops import embedding, linear
-from engine.ops.embeddings import check_ids
-from engine.parallel import functional as f
-from engine.parallel.rng import rng_streams
-from engine.tensors import as_shard, local_box, local_tensor, part_of
+from engine.parallel.tensor_layers import LAYERS, Rowwise, SplitLayer, TensorParallelGroup, partial_class, split_class
+from engine.tensors import as_shard, local_box, part_of
 
 # transformers' names for what there is here.
 _ALIASES = {
@@ -42,134 +36,6 @@ STYLES = {
     "partial": "any module that each rank applies to its own part of the activations",
 }
 _HEAD_COUNTS = ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head")
-
-
-class CollectiveCache:
-    """Applies a collective once to each tensor that several layers take, such as the input of q, k and v (with low-rank
-    updates between them, whose inputs are others).
-
-    References are strong, up to ``forget``: when a tensor dies is not the same on all ranks (a collective may hold it a
-    little longer), and they must all make the same collectives.
-    """
-
-    _MOST = 8  # inputs that are held at once; a plan where no layer ends what "colwise" begins never forgets
-
-    def __init__(self) -> None:
-        self._results: list[tuple[Tensor, tuple[int, bool], Tensor]] = []
-
-    def __call__(self, function: Callable[[Tensor, f.Group], Tensor], x: Tensor, group: f.Group) -> Tensor:
-        # A tensor of inference mode does not count its changes: no layer changes its input.
-        key = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
-        for given, its_key, out in self._results:
-            if given is x and its_key == key:
-                return out
-        out = function(x, group)
-        self._results.append((x, key, out))
-        del self._results[: -self._MOST]
-        return out
-
-    def forget(self) -> None:
-        """Let go of the tensors: no layer will take these inputs again."""
-        self._results.clear()
-
-
-class TensorParallelGroup:
-    """What the split layers of one model share: the group, and collectives made once for several layers."""
-
-    def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
-        self.mesh, self.group = mesh, mesh.get_group()
-        self.size, self.rank, self.sequence = mesh.size(), mesh.get_local_rank(), sequence
-        self._inputs = CollectiveCache()
-
-    def whole_input(self, x: Tensor) -> Tensor:
-        """The input of layers that split their outputs."""
-        return self._inputs(f.gather_rows if self.sequence else f.copy_to, x, self.group)
-
-    def forget_input(self) -> None:
-        """Forget the inputs: the layers that share them have all run."""
-        self._inputs.forget()
-
-    def summed_output(self, x: Tensor) -> Tensor:
-        """The output of layers that split their inputs: the sum of each rank's x."""
-        return (f.scatter_sum_rows if self.sequence else f.reduce_from)(x, self.group)
-
-
-class _Layer(nn.Module):
-    """First base class of a split layer, before nn.Linear or nn.Embedding."""
-
-    tp_group: TensorParallelGroup
-    _first: int  # number of this rank's first row of the whole weight
-    weight: Any
-    bias: Any
-    out_features: int
-    padding_idx: int | None
-
-    @property
-    def first_row(self) -> int:
-        """Number of this rank's first output among those of the whole layer."""
-        return self._first
-
-
-class _Colwise(_Layer):
-    _whole = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = self.tp_group
-        out = linear(t.whole_input(x), local(self.weight), local(self.bias))
-        if self._whole:
-            t.forget_input()
-            return f.join_columns(out, t.group, self.out_features)
-        if self.training:
-            rng_streams.enter("tp", t.rank)
-        return out
-
-
-class _ColwiseGather(_Colwise):
-    _whole = True
-
-
-class _Rowwise(_Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        rng_streams.leave("tp")
-        t, bias = self.tp_group, self.bias
-        t.forget_input()
-        out = t.summed_output(linear(x, local(self.weight)))
-        if isinstance(bias, DTensor):  # each rank adds it to its rows
-            bias = bias.to_local(grad_placements=[Partial()])
-        return out if bias is None else out + bias  # once, after the sum
-
-
-class _Vocab(_Layer):
-    num_embeddings: int
-
-    def forward(self, ids: Tensor) -> Tensor:
-        check_ids(ids, self.num_embeddings)
-        weight = local(self.weight)
-        own = ids - self._first
-        outside = (own < 0) | (own >= weight.shape[0])
-        if not weight.shape[0]:  # more ranks than rows
-            out = weight.sum() * weight.new_zeros(*ids.shape, weight.shape[1])
-            return f.reduce_from(out, self.tp_group.group)
-        padding = None if self.padding_idx is None else self.padding_idx - self._first
-        if padding is not None and not 0 <= padding < weight.shape[0]:
-            padding = None
-        out = embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
-        return f.reduce_from(out, self.tp_group.group)
-
-
-_CLASSES: dict[str, tuple[type[nn.Module], type[_Layer]]] = {
-    "colwise": (nn.Linear, _Colwise),
-    "colwise_gather": (nn.Linear, _ColwiseGather),
-    "rowwise": (nn.Linear, _Rowwise),
-    "vocab": (nn.Embedding, _Vocab),
-}
-_split_classes: dict[tuple[type, type], type] = {}  # made so far, by layer and class of the module
-_partial_classes: dict[tuple[type, tuple[str, ...]], type] = {}  # by class of the module and names of its parameters
-
-
-def local(parameter: Any) -> Any:
-    """What this rank computes with: the local tensor of a parameter, in the graph; anything else as it is."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
@@ -254,7 +120,7 @@ def parallelize(
         for module in unit.modules():
             if module not in split and next(module.parameters(recurse=False), None) is not None:
                 _mark_partial(module, mesh, placed)
-            elif isinstance(module, _Rowwise) and module.bias is not None:
+            elif isinstance(module, Rowwise) and module.bias is not None:
                 _place(module, "bias", mesh, Replicate(), placed)
     for module in model.modules():  # places that only share a parameter
         for own, parameter in module._parameters.items():
@@ -264,7 +130,7 @@ def parallelize(
 
 def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallelGroup, placed: _Placed) -> None:
     """Keep this rank's part of a linear layer or an embedding, and give the module the class that computes with it."""
-    kind, layer = _CLASSES[style]
+    kind, layer = LAYERS[style]
     if not isinstance(module, kind):
         raise ValueError(
             f"tp_plan gives {name} the style {style!r}, which is for {kind.__name__}, but it is a "
@@ -278,16 +144,9 @@ def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallel
     _place(module, "weight", group.mesh, placement, placed)
     if style in ("colwise", "colwise_gather") and module.bias is not None:
         _place(module, "bias", group.mesh, Shard(0), placed)
-    key = layer, type(module)
-    if key not in _split_classes:
-        _split_classes[key] = _subclass(*key)
-    module.__class__ = _split_classes[key]
-    assert isinstance(module, _Layer)
+    module.__class__ = split_class(layer, type(module))
+    assert isinstance(module, SplitLayer)
     module.tp_group, module._first = group, first
-
-
-def _subclass(layer: type[_Layer], kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (layer, kind), {"__module__": kind.__module__})
 
 
 _Placed = dict[int, tuple[nn.Parameter, nn.Parameter]]  # id of a parameter: it, what took its place
@@ -377,71 +236,4 @@ def _mark_partial(module: nn.Module, mesh: DeviceMesh, placed: _Placed) -> None:
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     for name in names:
         _place(module, name, mesh, Replicate(), placed)
-    key = type(module), names
-    if key not in _partial_classes:
-        _partial_classes[key] = _partial_class(*key)
-    module.__class__ = _partial_classes[key]
-
-
-def _partial_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``kind``, whose code reads local tensors where it reads these parameters: a recomputed forward does so too."""
-    shown = {name: property(functools.partial(_summed_over_ranks, name=name)) for name in names}
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **shown})
-
-
-def _summed_over_ranks(module: nn.Module, name: str) -> Any:
-    parameter = module._parameters.get(name)
-    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # gathered: the ranks of tp alone are left
-        return parameter.to_local(grad_placements=[Partial()])
-    return module.__getattr__(name)
-
-
-def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make each call of ``model`` check that the ranks which compute it together were given the same inputs.
-
-    A difference would be a wrong result, or the end of the process inside a collective. Shapes are compared on every
-    device, values on the CPU alone: elsewhere that would wait for the device.
-    """
-    groups = {name: mesh[name].get_group() for name in ("tp", "cp") if mesh[name].size() > 1}
-    depths: list[int] = []
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not depths:
-            rng_streams.forget()
-        depths.append(rng_streams.depth())
-        mine = zlib.crc32(repr(sorted(kwargs)).encode(), digest((args, kwargs)))
-        for name, group in groups.items():
-            other = first_difference(mine, group)
-            if other is not None:
-                raise ValueError(
-                    f"rank {runtime.rank()} computes one batch together with {group.size() - 1} other(s) "
-                    f"({name}_size={group.size()}), but its inputs differ from those of number {other} of them: split "
-                    "the data by engine.data_rank() and engine.data_size(), not by rank and world size"
-                )
-
-    def after(module: nn.Module, *_: Any) -> None:
-        rng_streams.unwind(depths.pop() if depths else 0)
-
-    model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    model.register_forward_hook(after, always_call=True)
-
-
-def digest(value: Any) -> int:
-    """A number that tells inputs apart: by names and shapes, and on the CPU by values."""
-    found = 0
-    for name, x in _tensors_in(value):
-        found = zlib.crc32(repr((name, tuple(x.shape), x.dtype)).encode(), found)
-        if x.device.type == "cpu" and x.dtype != torch.bfloat16:
-            found = zlib.crc32(x.detach().contiguous().numpy().tobytes(), found)
-    return found
-
-
-def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, local_tensor(value)
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield from _tensors_in(value[key], f"{name}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item, name)
+    module.__class__ = partial_class(type(module), names)

@@ -31,6 +31,9 @@ class Bucket:
     real: Tensor | None = None
 
 
+Pairs = Sequence[tuple[Bucket, Bucket]]  # of queries, and of the keys that they see
+
+
 @dataclass
 class Places:
     """The places of rectangles that lie one behind the other, and the tokens in them, each in one place at most.

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import attention, eager
-from modelcenter.layers.bucketed_attention import AttentionOptions, bucketed_attention, sdpa
+from modelcenter.layers.attention_options import AttentionOptions
+from modelcenter.layers.bucketed_attention import bucketed_attention
+from modelcenter.layers.bucketed_sdpa import sdpa
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, hidden_rectangles
 from modelcenter.layers.packing import Packed

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import engine
 from engine import torch_compat
 from engine.loss.vocabulary import VocabularyShard
-from engine.parallel import functional, rng, tensor
+from engine.parallel import functional, rng, tensor, tensor_layers
 from engine.tensors import whole_of
 from engine.testing import Pool, run
 
@@ -78,7 +78,7 @@ def test_uneven_parts_and_an_untied_head(four):
 
 
 def test_the_input_of_several_layers_is_made_whole_once():
-    made, once = [], tensor.CollectiveCache()
+    made, once = [], tensor_layers.CollectiveCache()
 
     def whole(x, group):
         made.append(x)
@@ -100,7 +100,7 @@ def test_the_input_of_several_layers_is_made_whole_once():
 
 
 def test_inputs_that_no_layer_ends_are_not_held_for_ever():
-    once = tensor.CollectiveCache()
+    once = tensor_layers.CollectiveCache()
     for _ in range(20):
         x = torch.ones(1)
         assert once(lambda x, group: x.clone(), x, None) is once(None, x, None)
@@ -333,14 +333,14 @@ def test_errors_say_what_to_do(two, what, words):
 def mutated(mutation, task, plan, sizes, policy):
     """Trains with one thing wrong, or says how that failed."""
     kept = {name: getattr(functional, name) for name in ("copy_to", "gather_rows")}
-    rowwise, columns = tensor._Rowwise.forward, VocabularyShard.columns
-    linear = tensor.linear
+    rowwise, columns = tensor_layers.Rowwise.forward, VocabularyShard.columns
+    linear = tensor_layers.linear
     try:
         if mutation == "no all-reduce of the input's gradient":
             functional.copy_to = lambda x, group: x
         elif mutation == "bias on every rank":
-            tensor._Rowwise.forward = lambda self, x: functional.reduce_from(
-                linear(x, tensor.local(self.weight), self.bias), self.tp_group.group
+            tensor_layers.Rowwise.forward = lambda self, x: functional.reduce_from(
+                linear(x, tensor_layers.local(self.weight), self.bias), self.tp_group.group
             )
         elif mutation == "every rank takes the target":
             VocabularyShard.columns = lambda self, targets, n: (
@@ -348,15 +348,15 @@ def mutated(mutation, task, plan, sizes, policy):
                 torch.ones_like(targets[:, None], dtype=torch.bool),
             )
         elif mutation == "norms' gradients are not summed":
-            tensor.Partial = lambda: torch.distributed.tensor.Replicate()
+            tensor_layers.Partial = lambda: torch.distributed.tensor.Replicate()
         elif mutation == "gradient of rows is not summed":
             functional.gather_rows = functional.join_rows
         return bert.trained(task, plan, sizes, {}, policy)
     finally:
         for name, value in kept.items():
             setattr(functional, name, value)
-        tensor._Rowwise.forward, VocabularyShard.columns = rowwise, columns
-        tensor.Partial = torch.distributed.tensor.Partial
+        tensor_layers.Rowwise.forward, VocabularyShard.columns = rowwise, columns
+        tensor_layers.Partial = torch.distributed.tensor.Partial
 
 
 @pytest.mark.parametrize(

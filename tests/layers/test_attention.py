@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from engine.ops import attention, dropout_key, dropout_rows, library
 from modelcenter.layers import bucketed_attention, buckets, sequences
 from modelcenter.layers import packed_attention as packed_attention_module
-from modelcenter.layers.bucketed_attention import AttentionOptions, bucketed_sdpa
+from modelcenter.layers.attention_options import AttentionOptions
+from modelcenter.layers.bucketed_sdpa import bucketed_sdpa
 from modelcenter.layers.dropout import AttentionDropout, DrawingModule
 from modelcenter.layers.mask import Mask, aligned_rectangles
 from modelcenter.layers.packed_attention import packed_attention

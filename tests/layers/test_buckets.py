@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modelcenter.layers import sequences as sequences_module
-from modelcenter.layers.bucketed_attention import _from_rectangles, _to_rectangles
+from modelcenter.layers.bucketed_sdpa import _from_rectangles, _to_rectangles
 from modelcenter.layers.buckets import Bucket, length_multiple, make_bucket, make_places, plan_buckets, plan_pairs
 from modelcenter.layers.host_copies import to_device
 from modelcenter.layers.packing import Packed

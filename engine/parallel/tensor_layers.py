@@ -1,0 +1,175 @@
+"""The layers of tensor parallelism: each computes with this rank's part of one, and calls the few collectives itself.
+
+A module of a model is given such a class when the model is split (engine.parallel.tensor).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from engine.ops import embedding, linear
+from engine.ops.embeddings import check_ids
+from engine.parallel import functional as f
+from engine.parallel.rng import rng_streams
+
+
+class CollectiveCache:
+    """Applies a collective once to each tensor that several layers take, such as the input of q, k and v (with low-rank
+    updates between them, whose inputs are others).
+
+    References are strong, up to ``forget``: when a tensor dies is not the same on all ranks (a collective may hold it a
+    little longer), and they must all make the same collectives.
+    """
+
+    _MOST = 8  # inputs that are held at once; a plan where no layer ends what "colwise" begins never forgets
+
+    def __init__(self) -> None:
+        self._results: list[tuple[Tensor, tuple[int, bool], Tensor]] = []
+
+    def __call__(self, function: Callable[[Tensor, f.Group], Tensor], x: Tensor, group: f.Group) -> Tensor:
+        # A tensor of inference mode does not count its changes: no layer changes its input.
+        key = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
+        for given, its_key, out in self._results:
+            if given is x and its_key == key:
+                return out
+        out = function(x, group)
+        self._results.append((x, key, out))
+        del self._results[: -self._MOST]
+        return out
+
+    def forget(self) -> None:
+        """Let go of the tensors: no layer will take these inputs again."""
+        self._results.clear()
+
+
+class TensorParallelGroup:
+    """What the split layers of one model share: the group, and collectives made once for several layers."""
+
+    def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.size, self.rank, self.sequence = mesh.size(), mesh.get_local_rank(), sequence
+        self._inputs = CollectiveCache()
+
+    def whole_input(self, x: Tensor) -> Tensor:
+        """The input of layers that split their outputs."""
+        return self._inputs(f.gather_rows if self.sequence else f.copy_to, x, self.group)
+
+    def forget_input(self) -> None:
+        """Forget the inputs: the layers that share them have all run."""
+        self._inputs.forget()
+
+    def summed_output(self, x: Tensor) -> Tensor:
+        """The output of layers that split their inputs: the sum of each rank's x."""
+        return (f.scatter_sum_rows if self.sequence else f.reduce_from)(x, self.group)
+
+
+class SplitLayer(nn.Module):
+    """First base class of a split layer, before nn.Linear or nn.Embedding."""
+
+    tp_group: TensorParallelGroup
+    _first: int  # number of this rank's first row of the whole weight
+    weight: Any
+    bias: Any
+    out_features: int
+    padding_idx: int | None
+
+    @property
+    def first_row(self) -> int:
+        """Number of this rank's first output among those of the whole layer."""
+        return self._first
+
+
+class Colwise(SplitLayer):
+    _whole = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self.tp_group
+        out = linear(t.whole_input(x), local(self.weight), local(self.bias))
+        if self._whole:
+            t.forget_input()
+            return f.join_columns(out, t.group, self.out_features)
+        if self.training:
+            rng_streams.enter("tp", t.rank)
+        return out
+
+
+class ColwiseGather(Colwise):
+    _whole = True
+
+
+class Rowwise(SplitLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        rng_streams.leave("tp")
+        t, bias = self.tp_group, self.bias
+        t.forget_input()
+        out = t.summed_output(linear(x, local(self.weight)))
+        if isinstance(bias, DTensor):  # each rank adds it to its rows
+            bias = bias.to_local(grad_placements=[Partial()])
+        return out if bias is None else out + bias  # once, after the sum
+
+
+class Vocab(SplitLayer):
+    num_embeddings: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self.num_embeddings)
+        weight = local(self.weight)
+        own = ids - self._first
+        outside = (own < 0) | (own >= weight.shape[0])
+        if not weight.shape[0]:  # more ranks than rows
+            out = weight.sum() * weight.new_zeros(*ids.shape, weight.shape[1])
+            return f.reduce_from(out, self.tp_group.group)
+        padding = None if self.padding_idx is None else self.padding_idx - self._first
+        if padding is not None and not 0 <= padding < weight.shape[0]:
+            padding = None
+        out = embedding(own.masked_fill(outside, 0), weight, padding).masked_fill(outside[..., None], 0.0)
+        return f.reduce_from(out, self.tp_group.group)
+
+
+#: By style, the class of module that is split, and what computes with a part of it.
+LAYERS: dict[str, tuple[type[nn.Module], type[SplitLayer]]] = {
+    "colwise": (nn.Linear, Colwise),
+    "colwise_gather": (nn.Linear, ColwiseGather),
+    "rowwise": (nn.Linear, Rowwise),
+    "vocab": (nn.Embedding, Vocab),
+}
+
+
+def local(parameter: Any) -> Any:
+    """What this rank computes with: the local tensor of a parameter, in the graph; anything else as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+_split_classes: dict[tuple[type, type], type[nn.Module]] = {}  # made so far
+_partial_classes: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}
+
+
+def split_class(layer: type[SplitLayer], kind: type[nn.Module]) -> type[nn.Module]:
+    """``kind``, a class of linear layers or embeddings, that computes with a part as ``layer`` does."""
+    key = layer, kind
+    if key not in _split_classes:
+        _split_classes[key] = type(kind.__name__, (layer, kind), {"__module__": kind.__module__})
+    return _split_classes[key]
+
+
+def partial_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``kind``, whose code reads local tensors where it reads these parameters: a recomputed forward does so too."""
+    key = kind, names
+    if key not in _partial_classes:
+        shown = {name: property(functools.partial(_summed_over_ranks, name=name)) for name in names}
+        _partial_classes[key] = type(kind.__name__, (kind,), {"__module__": kind.__module__, **shown})
+    return _partial_classes[key]
+
+
+def _summed_over_ranks(module: nn.Module, name: str) -> Any:
+    parameter = module._parameters.get(name)
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # gathered: the ranks of tp alone are left
+        return parameter.to_local(grad_placements=[Partial()])
+    return module.__getattr__(name)

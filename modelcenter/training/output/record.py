@@ -39,7 +39,7 @@ class Record:
             truncate_rows(self.path / "skipped.jsonl", step)
             truncate_rows(self.path / "samples.jsonl", step)
             self._file = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
-            self._trackers = Trackers(self.path, cfg)
+            self._trackers = Trackers(self.path, cfg, step)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add a row, and show it."""

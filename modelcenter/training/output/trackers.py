@@ -2,12 +2,14 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from modelcenter.registry import nearest
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.output.tracker_runs import FOLDER, continuing_options, note_run
 
 # accelerate's name -> the package it needs
 TRACKERS = {
@@ -21,7 +23,6 @@ TRACKERS = {
     "aim": "aim",
     "swanlab": "swanlab",
 }
-FOLDER = "tracking"  # in output_dir, for those that write files
 
 
 def selected_trackers(requested: list[str] | None) -> list[str]:
@@ -46,12 +47,13 @@ def selected_trackers(requested: list[str] | None) -> list[str]:
 class Trackers:
     """The trackers of a run, on its writing rank."""
 
-    def __init__(self, path: Path | None, cfg: TrainConfig | None = None):
+    def __init__(self, path: Path | None, cfg: TrainConfig | None = None, step: int = 0):
+        """step: that the run goes on from; a tracker's run of this output_dir is continued."""
         self._trackers: list[Any] = []
         for name in [] if path is None or cfg is None else selected_trackers(cfg.trackers):
             assert path is not None and cfg is not None
             try:
-                self._trackers.append(_start(name, path, cfg))
+                self._trackers.append(_continue_or_start(name, path, cfg, step))
             except Exception as error:  # see log
                 print(f"trackers: {name} gets no rows, as it could not be started: {error}", file=sys.stderr)
 
@@ -74,14 +76,26 @@ class Trackers:
         self._trackers = []
 
 
-def _start(name: str, path: Path, cfg: TrainConfig) -> Any:
+def _continue_or_start(name: str, path: Path, cfg: TrainConfig, step: int) -> Any:
+    """Let a tracker go on with its run of this output_dir; without one, or where it cannot, begin one."""
+    try:
+        options = continuing_options(name, path, step)
+        if options is not None:
+            return _start(name, path, cfg, options)
+    except Exception as error:  # of a server that has lost the run, or another one
+        print(f"trackers: {name} begins another run, as it cannot go on with the one before: {error}", file=sys.stderr)
+    return _start(name, path, cfg)
+
+
+def _start(name: str, path: Path, cfg: TrainConfig, continuing: Mapping[str, Any] | None = None) -> Any:
+    """continuing: the arguments that let it go on with a run."""
     from accelerate.state import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     PartialState()  # accelerate's trackers write to its log, which refuses every line before this; not collective
     kind = LOGGER_TYPE_TO_CLASS[name]
     project = run = path.absolute().name
-    options = {}
+    options = dict(continuing or {})
     if kind.requires_logging_directory:
         (path / FOLDER).mkdir(exist_ok=True)
         options["logging_dir"] = str(path / FOLDER)
@@ -90,7 +104,12 @@ def _start(name: str, path: Path, cfg: TrainConfig) -> Any:
     tracker = kind(project, **options)
     tracker.main_process_only = False  # this rank writes, whatever accelerate takes it for
     tracker.start()
-    if name != "tensorboard":  # its table of hyper-parameters makes a second run of each
+    # TensorBoard's table of hyper-parameters makes a second run of each; MLflow refuses to change those of a run.
+    if name != "tensorboard" and not (name == "mlflow" and continuing is not None):
         flags = cfg.to_dict().items()
         tracker.store_init_configuration({k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in flags})
+    try:
+        note_run(name, path, tracker)
+    except Exception as error:  # of a version that names its runs in another way, or a full disk
+        print(f"trackers: if this run is resumed, {name} will begin another: {error}", file=sys.stderr)
     return tracker

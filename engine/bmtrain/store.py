@@ -15,6 +15,7 @@ from torch import nn
 from engine import runtime
 from engine.background import Background
 from engine.bmtrain.model import broadcast_, shard_from_rank_0
+from engine.checkpoint.safe_pickle import refuse_compressed
 from engine.collectives import from_rank_0, together
 from engine.init import write_
 from engine.names import state_dict_tensors, unmatched
@@ -170,6 +171,7 @@ def _match(
 def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if not os.path.isfile(file_name):
         raise ValueError(f"file {file_name} does not exist")
+    refuse_compressed(file_name)
     try:
         state = torch.load(file_name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file_name))
     except Exception as error:  # torch raises many kinds for a bad file; each is reported with its cause

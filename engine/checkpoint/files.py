@@ -231,7 +231,7 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if (version := manifest["format_version"]) == FORMAT_VERSION:
             files = {name: (entry, int(entry["size"])) for name, entry in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged: {error!r}") from error
     if version != FORMAT_VERSION:
         raise ValueError(f"{path / MANIFEST} has format_version {version!r}, this version reads {FORMAT_VERSION}")

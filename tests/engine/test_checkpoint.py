@@ -193,6 +193,8 @@ def damage(path, what):
         (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {}}}')
     elif what == "a list":
         (path / "manifest.json").write_text('{"format_version": 1, "files": ["x"]}')
+    elif what == "no end":
+        (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {"size": 1e999}}}')
     elif what == "of the future":
         (path / "manifest.json").write_text('{"format_version": 7, "files": {}}')
     elif what == "outside":
@@ -210,6 +212,7 @@ def damage(path, what):
         ("no text", "manifest.json is damaged: UnicodeDecodeError"),
         ("no size", "manifest.json is damaged: KeyError"),
         ("a list", "manifest.json is damaged: AttributeError"),
+        ("no end", "manifest.json is damaged: OverflowError"),
         ("of the future", "format_version 7, this version reads 1"),
         ("outside", r"names \.\./x, which is outside"),
     ],
@@ -306,20 +309,31 @@ def test_metadata_of_a_later_torch_is_read(saved):
     assert mean.eq(9).all()
 
 
+_MANY = 20_000_000
+
+
 @pytest.mark.parametrize(
     "read", [lambda path: stored_metadata(path, "model"), lambda path: dcp.read(path / "model", {})]
 )
-def test_a_damaged_number_in_the_metadata_takes_no_memory(saved, read):
-    """Pickle's reader in C makes an array of twice the number by which something is remembered: up to 64 GB."""
+@pytest.mark.parametrize(
+    "before, damaged",
+    [
+        (b"q\x00", b"r" + _MANY.to_bytes(4, "little")),
+        (b"\x80\x02", b"\x80\x05\x96" + _MANY.to_bytes(8, "little")),
+    ],
+    ids=["LONG_BINPUT", "BYTEARRAY8"],
+)
+def test_a_damaged_number_in_the_metadata_takes_no_memory(saved, read, before, damaged):
+    """Pickle's reader in C makes an array of twice the number by which something is remembered: up to 64 GB; both make
+    a bytearray before its bytes are there."""
     metadata = pickled(stored_metadata(saved, "model"))
-    damaged = metadata.replace(b"q\x00", b"r" + (20_000_000).to_bytes(4, "little"), 1)  # BINPUT, LONG_BINPUT
-    assert len(damaged) > len(metadata)
-    (saved / "model" / ".metadata").write_bytes(damaged)
+    assert before in metadata
+    (saved / "model" / ".metadata").write_bytes(metadata.replace(before, damaged, 1))
     tracemalloc.start()
     try:
         with contextlib.suppress(ValueError, RuntimeError):  # where nothing refers to it, all is there
             read(saved)
-        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+        assert tracemalloc.get_traced_memory()[1] < _MANY
     finally:
         tracemalloc.stop()
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -281,6 +283,46 @@ def test_a_damaged_file_of_the_state_is_named(tmp_path):
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(ValueError, match=r"step-00000001/state/common\.pt cannot be read: "):
         engine.load_checkpoint(tmp_path, model)
+
+
+def repacked(file, method, twice=False):
+    """Pack the archive of torch.save anew; twice: its largest entry is listed again under another name."""
+    with zipfile.ZipFile(file) as archive:
+        content = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+        if twice:
+            again = copy.copy(max(archive.infolist(), key=lambda entry: entry.file_size))
+            again.filename += "0"
+            archive.filelist.append(again)
+
+
+@pytest.mark.parametrize(
+    "method, twice, says",
+    [
+        (zipfile.ZIP_DEFLATED, False, "is compressed, which torch.save never does"),
+        (0, True, "its entries take .* bytes"),
+    ],
+)
+def test_a_file_that_is_larger_unpacked_is_refused(tmp_path, monkeypatch, method, twice, says):
+    """In a training checkpoint and in a file of bmt.save."""
+    model = toys.build()
+    engine.save_checkpoint(tmp_path, model, state={"table": torch.zeros(20_000)}, step=1)
+    common = tmp_path / "step-00000001" / "state" / "common.pt"
+    torch.save({"table": torch.zeros(20_000)}, tmp_path / "model.pt")
+    files = (common, tmp_path / "model.pt")
+    for file in files:
+        repacked(file, method, twice)
+    manifest = json.loads((common.parents[1] / "manifest.json").read_text())
+    manifest["files"]["state/common.pt"]["size"] = common.stat().st_size
+    (common.parents[1] / "manifest.json").write_text(json.dumps(manifest))
+    unpack = torch.load
+    monkeypatch.setattr(torch, "load", lambda file, **kw: pytest.fail() if file in files else unpack(file, **kw))
+    with pytest.raises(ValueError, match=rf"common\.pt.*{says}"):
+        engine.load_checkpoint(tmp_path, model)
+    with pytest.raises(ValueError, match=rf"model\.pt.*{says}"):
+        engine.load(model, tmp_path / "model.pt")
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------

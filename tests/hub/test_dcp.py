@@ -3,6 +3,7 @@
 import io
 import itertools
 import random
+import tracemalloc
 import warnings
 import zipfile
 import zlib
@@ -109,6 +110,22 @@ def test_parts_of_many_ranks(rows, columns, monkeypatch):
     monkeypatch.setattr(dcp_files, "_overlap", lambda a, b: looked.append(1) or overlap(a, b))
     assert dcp_files._are_disjoint(boxes) and len(looked) < 25 * len(boxes)
     assert not dcp_files._are_disjoint([*boxes, ((3 * rows - 1, 3 * rows), (0, 1))])
+
+
+def test_a_damaged_number_in_a_description_takes_no_memory(theirs):
+    """Pickle's reader in C makes an array of twice the number by which something is remembered: up to 64 GB."""
+    path, blob, many = theirs / "damaged", io.BytesIO(), 20_000_000
+    description = b"\x80\x02)r" + many.to_bytes(4, "little") + b"."  # an empty tuple, remembered under that number
+    with zipfile.ZipFile(blob, "w") as archive:
+        archive.writestr("archive/data.pkl", description)
+    path.write_bytes(blob.getvalue())
+    tracemalloc.start()
+    try:
+        with open(path, "rb") as file, pytest.raises(ValueError, match="the tensor at byte 0 is damaged"):
+            locate_tensor(path, file, 0, len(blob.getvalue()))
+        assert tracemalloc.get_traced_memory()[1] < many
+    finally:
+        tracemalloc.stop()
 
 
 def test_more_than_four_gigabytes(tmp_path):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.safe_pickle import BoundedUnpickler
 from modelcenter.hub.files.reader import TensorInfo
 
 _PICKLE_LIMIT = 2**20  # a description takes some 200 bytes
@@ -58,7 +59,7 @@ class _FileSlice(io.RawIOBase):
         return len(data)
 
 
-class _TensorUnpickler(pickle.Unpickler):
+class _TensorUnpickler(BoundedUnpickler):
     """Reads what torch.save says of one tensor; calls nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -78,7 +79,7 @@ class _TensorUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         kind, storage, key, _, count = pid
         if kind != "storage" or not isinstance(key, str) or not isinstance(count, int):
-            raise pickle.UnpicklingError(f"it refers to {str(pid)[:100]}")
+            raise pickle.UnpicklingError("it refers to what is no storage of elements")
         return storage, key, count
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.safe_pickle import refuse_compressed
 from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.reader import TensorInfo
 
@@ -26,7 +27,7 @@ def pickle_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, torch.T
     if not zipfile.is_zipfile(path):
         loaded = _load_whole(path)
         return {n: TensorInfo(path, 0, t.dtype, tuple(t.shape), tuple(t.stride())) for n, t in loaded.items()}, loaded
-    _refuse_compressed(path)
+    refuse_compressed(path)
     return _locate_tensors(path), {}
 
 
@@ -42,18 +43,6 @@ def _load_whole(path: Path) -> dict[str, torch.Tensor]:
             "once on a large machine: torch.save(torch.load(path, weights_only=True), path)"
         )
     return _state_dict(_torch_load(path), path)
-
-
-def _refuse_compressed(path: Path) -> None:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as weights: {error}") from error
-    if packed:
-        raise ValueError(
-            f"{path}: {packed[0]} inside is compressed, which torch.save never does; refusing to unpack it"
-        )
 
 
 def _locate_tensors(path: Path) -> dict[str, TensorInfo]:

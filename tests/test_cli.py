@@ -233,6 +233,15 @@ def test_a_rank_that_lost_another_lets_it_speak_first(monkeypatch):
         waited.clear()
 
 
+def test_what_an_error_quotes_does_not_control_the_terminal(capsys):
+    from modelcenter.command_line import errors
+
+    with pytest.raises(SystemExit), errors.user_errors():
+        raise ValueError("a file\nholds \x1b]0;title\x07\x1b[31m\rno error")
+    assert capsys.readouterr().err == r"error: a file" "\n" r"holds \x1b]0;title\x07\x1b[31m\rno error" "\n"
+    assert errors._format_warning(UserWarning("\x9b2J"), UserWarning, "", 0) == "warning: \\x9b2J\n"
+
+
 def test_mistakes_of_ours_keep_their_traceback(monkeypatch):
     def broken(argv):
         raise KeyError("a bug")

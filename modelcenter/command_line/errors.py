@@ -59,7 +59,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
         rank = int(os.environ.get("RANK") or 0)
         if rank:
             time.sleep(_HEAD_START)
-        print(f"{f'[rank {rank}] ' if rank else ''}error: {_text(error)}", file=sys.stderr, flush=True)
+        print(f"{f'[rank {rank}] ' if rank else ''}error: {_printable(_text(error))}", file=sys.stderr, flush=True)
         _discard_unwritable_output()
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
     finally:
@@ -81,7 +81,7 @@ def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     if category is UserWarning:
-        return f"warning: {message}\n"
+        return f"warning: {_printable(str(message))}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
@@ -150,3 +150,8 @@ def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
+
+
+def _printable(text: str) -> str:
+    """A message with what would control the terminal as escapes: it may quote what a file from the Hub holds."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)

@@ -10,6 +10,8 @@ from modelcenter.command_line.spellings import all_spellings, translate, transla
 from modelcenter.command_line.values import Unquoted
 from modelcenter.registry import nearest
 
+_MOST_VALUES = 100_000  # in a file
+
 
 def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
     """{flag: value} of a file, by the flags' own names; the values are as YAML or a word gives them.
@@ -18,21 +20,7 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
         ValueError: the file cannot be read, is not a mapping, is for another task, or has a key that is unknown or
             given twice.
     """
-    import yaml
-
-    path = Path(os.path.expanduser(path))
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _loader(yaml))
-    except (OSError, UnicodeDecodeError) as error:
-        shipped = scripts_dir() / "recipes" / path.name
-        hint = f"; the recipe of that name is {shipped}" if not path.exists() and shipped.is_file() else ""
-        raise ValueError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}{hint}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"config: {path} holds a {type(content).__name__}, expected lines such as `lr: 3e-5`")
+    content = read_mapping(path)
     file_task, task = content.pop("task", None), getattr(cls, "task", "")
     if file_task is not None and task and file_task != task:
         raise ValueError(f"config: {path} is for the task {file_task!r}, this one is {task!r}")
@@ -51,6 +39,46 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
             raise ValueError(f"config: {path} gives {known[name]} twice, the second time as {key!r}")
         values[known[name]] = value
     return values
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The content of a YAML file, as _loader reads it.
+
+    Raises:
+        ValueError: the file cannot be read, is no mapping, is nested too deeply, or its aliases make too much of it.
+    """
+    import yaml
+
+    path = Path(os.path.expanduser(path))
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _loader(yaml))
+        if _count(content, {}) > _MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {_MOST_VALUES} values")
+    except (OSError, UnicodeDecodeError) as error:
+        shipped = scripts_dir() / "recipes" / path.name
+        hint = f"; the recipe of that name is {shipped}" if not path.exists() and shipped.is_file() else ""
+        raise ValueError(f"config: cannot read {path}: {getattr(error, 'strerror', None) or error}{hint}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"config: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"config: {path} is nested too deeply, expected lines such as `lr: 3e-5`") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"config: {path} holds a {type(content).__name__}, expected lines such as `lr: 3e-5`")
+    return content
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """How many values there are in one, each where it stands: what an alias names counts each time, as it does for
+    whoever goes through them. known: by the identity of a list or dict, what has been counted."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 1 + sum(
+            _count(part, known) for part in (value.values() if isinstance(value, dict) else value)
+        )
+    return known[id(value)]
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:

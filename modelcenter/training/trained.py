@@ -9,6 +9,7 @@ from typing import Any
 
 from modelcenter import registry
 from modelcenter.command_line.errors import flag_in_errors
+from modelcenter.command_line.yaml_file import read_mapping
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
@@ -79,7 +80,7 @@ class TrainedModel:
 
 def check_leaves_model(folder: Path) -> None:
     """Raise ValueError for a finished run that left no model, as its weights are in 4 bits."""
-    flags, adapter = _flags_of_run(folder / "config.yaml"), folder / "adapter"
+    flags, adapter = read_mapping(folder / "config.yaml"), folder / "adapter"
     kind = flags.get("quantize")
     if kind is not None and adapter.is_dir():
         raise ValueError(
@@ -105,15 +106,9 @@ def how_to_merge(flags: Mapping[str, Any], task: str, adapter: str) -> str:
     )
 
 
-def _flags_of_run(path: Path) -> dict[str, Any]:
-    import yaml
-
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-
-
 def _task_of_run(path: Path) -> str:
-    task = _flags_of_run(path).get("task", "classification")
-    if task not in TASKS:
+    task = read_mapping(path).get("task", "classification")
+    if not isinstance(task, str) or task not in TASKS:
         raise ValueError(f"{path}: unknown task {task!r}; tasks: {', '.join(TASKS)}")
     return task
 

@@ -229,6 +229,9 @@ def test_what_ends_lines_elsewhere_is_written_and_read_alike(tmp_path):
     assert ClassificationConfig.from_yaml(tmp_path / "a.yaml") == cfg
 
 
+_DOUBLED = "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))  # each the one before, twice
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -244,7 +247,15 @@ def test_what_ends_lines_elsewhere_is_written_and_read_alike(tmp_path):
         ("model_config: {dropout: 0, dropout: 1}", "line 1 gives dropout again"),
         ("columns: 3", "columns: got '3', expected KEY=VALUE"),
         ("lr: null", "lr: got nothing, expected a value"),
+        ("model: !!python/object/apply:os.getcwd []", "could not determine a constructor for the tag"),
+        ("lr: " + "[" * 5000, "is nested too deeply"),
+        ("lr: &a [*a]", "is nested too deeply"),
+        (
+            "a: &a0 [1]\n" + _DOUBLED,
+            "its aliases stand for more than 100000 values",
+        ),
     ],
+    ids=lambda text: text[:40],
 )
 def test_yaml_mistakes(tmp_path, content, says):
     (tmp_path / "a.yaml").write_text(content)

@@ -76,6 +76,9 @@ def test_an_adapter_is_told_from_a_model(saved, tmp_path, caplog):
     (alone / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base", "peft_type": "IA3"}')
     with pytest.raises(ValueError, match=r"is an adapter for me/base, no model by itself \(peft_type 'IA3'\)$"):
         mc.from_pretrained(alone)
+    (alone / "adapter_config.json").write_text('{"base_model_name_or_path": ["me/base"]}')
+    with pytest.raises(ValueError, match=r"is an adapter for BASE, no model by itself"):
+        mc.from_pretrained(alone)
     base.rename(tmp_path / "run" / "model")
     with pytest.raises(ValueError, match=r"is an adapter for me/base; .*/run/model is the model with it merged"):
         mc.from_pretrained(of_run)

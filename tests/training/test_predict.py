@@ -18,6 +18,7 @@ from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.inference.output_file import check_output, write_lines, write_rows
 from modelcenter.training.output.json_text import finite
 from modelcenter.training.tasks.classification import Classification
+from modelcenter.training.trained import TrainedModel
 from scripts.finetune_classification import main
 
 
@@ -187,6 +188,25 @@ FLAT = {
     "spans": ['[{"at": 3}]', "[]"],
     "right": ["", "true"],
 }
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("- a", "holds a list, expected lines such as"),
+        ("task: [a]", r"unknown task \['a'\]"),
+        ("a: \0", "is not valid YAML"),
+        ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("{" * 5000, "is nested too deeply"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_config_of_a_run(tmp_path, text, says):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"config.yaml.*{says}"):
+        TrainedModel.find(str(tmp_path))
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "NDJSON", "json", "csv", "tsv", "parquet", "txt", ""])

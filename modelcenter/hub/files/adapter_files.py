@@ -11,7 +11,8 @@ from modelcenter.hub.files.names import CONFIG_FILE, RUN_FILE
 def describe_adapter(config: Path) -> str:
     """What an adapter_config.json says of the adapter, and how a model comes of it."""
     values = read_json(config)
-    base, adapter = values.get("base_model_name_or_path") or "BASE", config.parent
+    base, adapter = values.get("base_model_name_or_path"), config.parent
+    base = base if isinstance(base, str) and base else "BASE"
     made = adapter.parent / "model"
     if (made / CONFIG_FILE).is_file() and adapter.name == "adapter":
         return f"an adapter for {base}; {made} is the model with it merged"

@@ -21,6 +21,7 @@ _SIZES = (
 )  # fmt: skip
 # Attributes of every config: where an architecture has no such field, they are kept in `extra`.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_NOT_NEGATIVE = ("norm_eps", "initializer_range")
 _MAX_LAYERS = 10_000  # a model is built of them before a file can contradict
 
 
@@ -185,9 +186,9 @@ def _expected_value(name: str, kind: Any, value: Any) -> str | None:
     if str in kinds:
         return None if isinstance(value, str) else "a text"
     if float in kinds:
-        if _is_number(value, Real) and abs(value) < inf and (value >= 0 or name != "norm_eps"):
+        if _is_number(value, Real) and abs(value) < inf and (value >= 0 or name not in _NOT_NEGATIVE):
             return None
-        return "a finite number" + (" of at least 0" if name == "norm_eps" else "")
+        return "a finite number" + (" of at least 0" if name in _NOT_NEGATIVE else "")
     if bool in kinds:
         return None if isinstance(value, bool) or _is_switch(value) else "true or false"
     if int not in kinds:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
+import re
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +37,7 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
+_ABANDONED = 3600.0  # seconds without a write, after which a file is no longer taken for one that is being written
 _writer: Background | None = None  # of the file that is being written, at most one
 
 
@@ -186,6 +192,7 @@ def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 def _write(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[str]) -> None:
     beside = f"{os.fspath(file_name)}.{os.getpid()}.part"
+    _remove_abandoned(Path(file_name))
     try:
         with open(beside, "wb") as file:
             torch.save(state, file)
@@ -196,6 +203,16 @@ def _write(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[s
         if os.path.exists(beside):
             os.remove(beside)
         raise
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what saves to this file left that were killed. One that is under way, perhaps on another machine (where
+    neither its process nor every lock would be seen), goes on writing."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        with suppress(OSError):  # it is in place now, or another user's
+            age = time.time() - left.stat().st_mtime
+            if age > _ABANDONED and re.fullmatch(r"\.\d+\.part", left.name.removeprefix(path.name)):
+                left.unlink()
 
 
 def _finish() -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -156,6 +157,19 @@ def save_nowhere(file):
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(two, tmp_path):
     (first, _), (second, text) = two.run(save_nowhere, str(tmp_path / "absent" / "model.pt"))
     assert first == "FileNotFoundError" and second == "OSError" and "rank 0 failed while writing" in text
+
+
+def test_what_a_killed_save_left_is_removed_by_a_later_one(tmp_path):
+    """But neither what may be under way, nor another file's."""
+    bmt.init_distributed()
+    model = Tied()
+    bmt.init_parameters(model)
+    left, others = tmp_path / "m[1].pt.123.part", ["m[1].pt.5.part", "m1.pt.123.part", "m[1].pt.mine.part"]
+    for path in (left, *(tmp_path / name for name in others)):
+        path.write_bytes(b"half")
+        os.utime(path, (0, 0 if path.name != others[0] else time.time() - 60))
+    bmt.save(model, tmp_path / "m[1].pt")
+    assert {path.name for path in tmp_path.iterdir()} == {"m[1].pt", *others}
 
 
 def test_writing_in_the_background_is_of_the_values_at_the_call(tmp_path, monkeypatch):

@@ -130,6 +130,7 @@ def test_manifests_of_another_shape(files, copy, tmp_path):
         ({"n_layer": True}, ["n_layer is True"]),
         ({"n_positions": None}, ["n_positions is None, expected a number"]),
         ({"layer_norm_epsilon": 1e999}, ["layer_norm_epsilon is inf, expected a finite number"]),
+        ({"initializer_range": -1}, ["initializer_range is -1, expected a finite number of at least 0"]),
         ({"activation_function": ["gelu"]}, ["activation_function is ['gelu'], expected a text"]),
         ({"id2label": {"x": 1}}, ["id2label: got {'x': 1}, expected the name of each label"]),
         ({"id2label": 3}, ["id2label: got 3"]),

@@ -11,6 +11,7 @@ from engine.memory import readable
 from modelcenter import registry
 from modelcenter._paths import write_whole
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
+from modelcenter.hub.tokens import without_tokens
 
 PIPELINES = {
     "base": "feature-extraction",
@@ -31,10 +32,6 @@ _SUBTASKS = {"seq2seq-lm": ["text2text-generation"]}
 _PLAIN = ("language", "license", "license_name", "license_link", "datasets", "tags", "metrics")
 _DATASET = ("dataset", "dataset_name", "dataset_config", "dataset_split", "dataset_revision")
 _RUN = "## How it was made"
-# Names of models may begin with hf_ too. Tokens of OAuth hold dots, dashes and underscores.
-_TOKEN = re.compile(r"\bhf_(?:oauth|jwt)_[\w.-]{20,}|\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")
-
-
 # The folders of an absolute path, which say where things lie on the machine of who wrote it.
 _FOLDERS = re.compile(r"(?<![^\s=,:'\"])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])")
 
@@ -181,11 +178,6 @@ def check_card(text: str, where: Any) -> None:
         return  # not reached or not answered: the upload that follows says why
     except Exception as error:  # yaml.YAMLError and ValueError
         raise ValueError(f"{where}: its front matter is not valid: {' '.join(str(error).split())[:500]}") from None
-
-
-def without_tokens(text: str) -> str:
-    """A text with access tokens of the Hub masked."""
-    return _TOKEN.sub("hf_...", text)
 
 
 # -- the training run behind a model ---------------------------------------------------------------------------------

@@ -442,6 +442,7 @@ def test_tokens_are_blotted_out(tmp_path):
     names = "base_model: me/hf_bert, hf_train.jsonl, hf_hub_download"
     secret = "hf_" + "aB3" * 11
     assert without_tokens(f"{names}: {secret} or api_org_{'x' * 34}.") == f"{names}: hf_... or hf_...."
+    assert without_tokens("http://me:p%40ss@hub/x, ssh://git@hub/y:z@1") == "http://...@hub/x, ssh://git@hub/y:z@1"
     assert without_tokens("hf_oauth_scopes hf_oauth_" + "eyJh.bG-ci_" * 4) == "hf_oauth_scopes hf_..."
     mc.from_config("tiny/bert").save_pretrained(tmp_path / "m", card=f"# {names} {secret}")
     assert (tmp_path / "m/README.md").read_text() == f"# {names} hf_..."
@@ -553,3 +554,12 @@ def test_a_full_disk_leaves_the_card_and_the_curve_as_they_were(tmp_path):
 def test_a_card_that_cannot_be_completed(tmp_path):
     with pytest.raises(ValueError, match="cannot be completed"):
         complete_card(tmp_path, SUMMARY)
+
+
+@pytest.mark.parametrize("words", [["download", "me/absent"], ["push", "my-bert", "me/my-bert"]])
+def test_the_password_of_a_mirror_is_not_shown(words, hub, home):
+    """As in HF_ENDPOINT=https://user:password@mirror; huggingface_hub's errors repeat the address."""
+    small(home / "my-bert")
+    address = hub.url.replace("://", "://me:s3cret@")
+    out, err = verb(hub, home, *words, ok=False, HF_ENDPOINT=address)
+    assert "error: " in err and hub.url.replace("://", "://...@") in err and "s3cret" not in out + err

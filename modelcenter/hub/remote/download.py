@@ -17,6 +17,7 @@ from modelcenter._paths import nearest_beside
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
 from modelcenter.hub.files.weight_index import index_files
+from modelcenter.hub.tokens import without_tokens
 from modelcenter.registry import list_models, nearest, preset_names
 
 log = logging.getLogger("modelcenter")
@@ -181,13 +182,19 @@ def _nearest(name: str) -> str:
     return nearest(name, preset_names()) or nearest_beside(Path(name))
 
 
+def hub_address(repo: str | None = None) -> str:
+    """The address of the Hub or of a repository there, to be shown: that of a mirror may hold a password."""
+    from huggingface_hub import constants
+
+    return without_tokens(constants.ENDPOINT if repo is None else f"{constants.ENDPOINT}/{repo}")
+
+
 @contextmanager
 def explain_errors(repo: str, options: HubOptions, name: str = "files") -> Iterator[None]:
     """Turn what huggingface_hub raises while it reads `name` of a repository into ValueErrors that say what to do."""
-    from huggingface_hub import constants
     from huggingface_hub import errors as hub
 
-    where = f"{constants.ENDPOINT}/{repo}"
+    where = hub_address(repo)
     signed = "with the token given" if options.token else "with the token of this machine, if it has one"
     try:
         yield
@@ -206,24 +213,23 @@ def explain_errors(repo: str, options: HubOptions, name: str = "files") -> Itera
     except hub.RevisionNotFoundError as error:
         raise ValueError(f"{where} has no revision (branch, tag or commit) {options.revision!r}") from error
     except hub.LocalEntryNotFoundError as error:
-        raise _unreachable(repo, name, constants.ENDPOINT, error.__cause__ or error) from error
+        raise _unreachable(repo, name, error.__cause__ or error) from error
     except hub.HFValidationError as error:
         raise ValueError(
             f"{repo!r} is no local directory and cannot be a Hub id: {str(error).rstrip('.')}.{_nearest(repo)}"
         ) from error
     except hub.HfHubHTTPError as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"downloading {name} of {where} failed ({signed}): {said}") from error
+        raise ValueError(f"downloading {name} of {where} failed ({signed}): {_said(error)}") from error
     except hub.HTTPError as error:
         if type(error).__name__ in _BROKEN_OFF:
             raise UnreachableError(
-                f"downloading {name} of {where} broke off ({error}). Check the network and run it again: what has "
-                "arrived stays"
+                f"downloading {name} of {where} broke off ({_said(error)}). Check the network and run it again: what "
+                "has arrived stays"
             ) from error
-        raise _unreachable(repo, name, constants.ENDPOINT, error) from error
+        raise _unreachable(repo, name, error) from error
     except RuntimeError as error:  # hf_xet's, whatever went wrong
         raise UnreachableError(
-            f"downloading {name} of {where} failed: {' '.join(str(error).split())}. Check the network and run it "
+            f"downloading {name} of {where} failed: {_said(error)}. Check the network and run it "
             f"again: what has arrived stays{XET_ADVICE}"
         ) from error
     except OSError as error:  # those of huggingface_hub that are OSErrors too are above
@@ -246,8 +252,12 @@ def _in_cache(repo: str, name: str, options: HubOptions) -> Any:
         return None  # the download says it
 
 
-def _unreachable(repo: str, name: str, endpoint: str, error: BaseException) -> UnreachableError:
-    said = " ".join(str(error).split()).rstrip(".")
+def _said(error: BaseException) -> str:
+    return without_tokens(" ".join(str(error).split()))
+
+
+def _unreachable(repo: str, name: str, error: BaseException) -> UnreachableError:
+    endpoint, said = hub_address(), _said(error).rstrip(".")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:  # there is a network
         fix = "Run it again later" if status in _TRANSIENT_STATUSES else "Check HF_ENDPOINT and the token's rights"
@@ -282,8 +292,8 @@ def download_config(repo: str, options: HubOptions) -> Path:
         )
     adapter = download_file(repo, ADAPTER_CONFIG_FILE, options)
     if adapter is not None:
-        raise ValueError(f"{constants.ENDPOINT}/{repo} is {describe_adapter(adapter)}")
-    raise ValueError(f"{constants.ENDPOINT}/{repo} has no config.json, so it is not a transformers model")
+        raise ValueError(f"{hub_address(repo)} is {describe_adapter(adapter)}")
+    raise ValueError(f"{hub_address(repo)} has no config.json, so it is not a transformers model")
 
 
 def download_weights(repo: str, options: HubOptions) -> Path:

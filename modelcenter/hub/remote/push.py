@@ -9,7 +9,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from engine.memory import readable
-from modelcenter.hub.card import check_card, read_card, without_tokens
+from modelcenter.hub.card import check_card, read_card
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import (
     ADAPTER_CONFIG_FILE,
@@ -21,8 +21,9 @@ from modelcenter.hub.files.names import (
     is_replaced,
 )
 from modelcenter.hub.files.weight_index import find_weights
-from modelcenter.hub.remote.download import XET_ADVICE
+from modelcenter.hub.remote.download import XET_ADVICE, hub_address
 from modelcenter.hub.resolve import resolve
+from modelcenter.hub.tokens import without_tokens
 from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.
@@ -205,7 +206,7 @@ def upload(
     Raises:
         ValueError: the Hub refuses, or cannot be reached; the repository is public, though a private one is wanted.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     _refuse_offline(repo_id)
@@ -214,7 +215,7 @@ def upload(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if private and not api.repo_info(repo_id).private:  # create_repo leaves one that exists as it is
             raise ValueError(
-                f"{constants.ENDPOINT}/{repo_id} exists and is public, so a push with private=True (--private) would "
+                f"{hub_address(repo_id)} exists and is public, so a push with private=True (--private) would "
                 "publish the model; nothing was sent. Make it private in its settings, or name another repository"
             )
         if revision is not None and not create_pr and not revision.startswith("refs/"):
@@ -237,7 +238,7 @@ def upload(
         # A RuntimeError is huggingface_hub's, around what went wrong with one of the files, or hf_xet's own.
         within = isinstance(error, RuntimeError) and isinstance(error.__cause__, (HTTPError, OSError))
         advice = _advice(error.__cause__ if within and error.__cause__ is not None else error)
-        told = f"pushing to {constants.ENDPOINT}/{repo_id} failed: {advice}"
+        told = f"pushing to {hub_address(repo_id)} failed: {advice}"
         raise ValueError(without_tokens(told)) from None
     return {"repo": repo_id, "commit": str(commit.oid), "address": str(commit.pr_url or commit.commit_url)}
 

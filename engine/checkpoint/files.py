@@ -237,7 +237,7 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
         raise ValueError(f"{path / MANIFEST} has format_version {version!r}, this version reads {FORMAT_VERSION}")
     for name, (entry, expected) in files.items():
         file = path / name
-        if not file.resolve().is_relative_to(path.resolve()):
+        if not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(path)):  # resolve() fails in loops
             raise ValueError(f"{path / MANIFEST} names {name}, which is outside the checkpoint")
         if not file.is_file():
             raise ValueError(f"checkpoint {path} is incomplete: {name} is missing")

@@ -193,6 +193,9 @@ def damage(path, what):
         (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {}}}')
     elif what == "a list":
         (path / "manifest.json").write_text('{"format_version": 1, "files": ["x"]}')
+    elif what == "a loop":
+        (path / "model" / ".metadata").unlink()
+        (path / "model" / ".metadata").symlink_to(".metadata")
     elif what == "no end":
         (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {"size": 1e999}}}')
     elif what == "of the future":
@@ -213,6 +216,7 @@ def damage(path, what):
         ("no size", "manifest.json is damaged: KeyError"),
         ("a list", "manifest.json is damaged: AttributeError"),
         ("no end", "manifest.json is damaged: OverflowError"),
+        ("a loop", "is incomplete: model/.metadata is missing"),
         ("of the future", "format_version 7, this version reads 1"),
         ("outside", r"names \.\./x, which is outside"),
     ],

@@ -195,6 +195,22 @@ def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch):
     main(command(run_values(folder, "run", batch_size=4)))  # nothing was lost
 
 
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[" * 5000, "no checkpoint of a run: .*run.json cannot be read as JSON"),
+        ("[1]", "no checkpoint of a run: .*run.json holds a list"),
+        ("{}", "run.json is damaged: task is None, expected a text"),
+        ('{"task": "lm", "step": 3, "flags": []}', r"run.json is damaged: flags is \[\], expected an object"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_file_of_a_checkpoint_is_named(text, says, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=f"resume: .*{says}"):
+        resume._read_run_file(tmp_path)
+
+
 def test_files_in_another_order_are_other_data(folder, monkeypatch):
     """The rows that are left would not be those that the run has not seen yet, and weights would be of other files."""
     paths = [str(write_jsonl(folder / f"{name}.jsonl", make_rows(9, seed=i))) for i, name in enumerate("xy")]

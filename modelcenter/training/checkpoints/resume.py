@@ -12,6 +12,7 @@ from typing import Any
 import engine
 from engine.checkpoint import from_rank_0, latest_checkpoint, load_checkpoint, together
 from engine.optim import OptimManager
+from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.models.base import Model
 from modelcenter.training.checkpoints.fingerprints import differences, identity
@@ -24,6 +25,7 @@ from modelcenter.training.output.json_text import json_text
 _PARAMETER_FLAGS = ("freeze", "lora_rank", "lora_targets", "use_dora", "quantize")
 # Flags that decide which rows a stream has, and in which order.
 _STREAM_FLAGS = ("seed", "shuffle_window", "max_length", "document", "noise_density", "mean_span")
+_RUN_FIELDS = (("task", str, "a text"), ("step", int, "a number"), ("flags", dict, "an object"))  # of RUN_FILE
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +162,7 @@ def _read(path: Path, cfg: TrainConfig, forced: bool, in_output_dir: bool) -> Co
     run = _read_run_file(path)
     if run["task"] != cfg.task:
         raise ValueError(f"resume: {path} is of a run of {run['task']}, this one is {cfg.task}")
-    return Continuation(path, run["step"], run["flags"], run["data"], forced, in_output_dir)
+    return Continuation(path, run["step"], run["flags"], run.get("data"), forced, in_output_dir)
 
 
 def _read_run_file(path: Path) -> dict[str, Any]:
@@ -169,9 +171,12 @@ def _read_run_file(path: Path) -> dict[str, Any]:
     with together(f"reading {path / RUN_FILE}"):
         if engine.rank() == 0:
             try:
-                content = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ValueError(f"resume: {path} is no checkpoint of a run: its {RUN_FILE}: {error}") from None
+                content = read_json(path / RUN_FILE)
+            except ValueError as error:
+                raise ValueError(f"resume: {path} is no checkpoint of a run: {error}") from None
+            for name, kind, expected in _RUN_FIELDS:
+                if not isinstance(value := content.get(name), kind):
+                    raise ValueError(f"resume: {path / RUN_FILE} is damaged: {name} is {value!r}, expected {expected}")
     return from_rank_0(content)
 
 

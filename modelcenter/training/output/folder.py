@@ -112,7 +112,7 @@ def _remove(path: Path) -> None:
 def _status(summary: Path) -> str | None:
     try:
         return json.loads(summary.read_text(encoding="utf-8")).get("status")
-    except (OSError, ValueError, AttributeError):  # not JSON, or no mapping
+    except (OSError, ValueError, AttributeError, RecursionError):  # not JSON, or no mapping
         return None
 
 

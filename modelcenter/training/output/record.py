@@ -1,7 +1,6 @@
 """The record of a run: the rows of its files, and what it shows meanwhile. Only rank 0 writes and shows."""
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,9 +130,10 @@ def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and row.get("step", math.inf) <= step:
+        of_step = row.get("step") if isinstance(row, dict) else None
+        if isinstance(of_step, int) and of_step <= step:
             rows.append(row)
     write_whole(path, "".join(json_text(row) + "\n" for row in rows).encode())
     return rows

@@ -88,6 +88,19 @@ def test_skipped_steps_name_their_rows(folder, monkeypatch):
 
 
 def test_lines_that_are_no_rows_are_cut_out(tmp_path):
-    lines = ['{"step": 1}', "[1, 2]", '"x"', "3", '{"a": 1}', "\0\0", '{"step": 2}', '{"step": 3}', '{"step": 4, "l']
+    lines = [
+        '{"step": 1}',
+        "[" * 5000,
+        '{"step": "x"}',
+        '{"step": null}',
+        "[1, 2]",
+        '"x"',
+        "3",
+        '{"a": 1}',
+        "\0\0",
+        '{"step": 2}',
+        '{"step": 3}',
+        '{"step": 4, "l',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert truncate_rows(tmp_path / "metrics.jsonl", 2) == [{"step": 1}, {"step": 2}]

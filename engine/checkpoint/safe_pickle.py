@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,49 @@ import torch
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Takes no more memory than what the pickle holds, whatever numbers a damaged one has.
+    """Takes no more memory than what the pickle holds, whatever numbers a damaged one has, and refuses large tuples.
 
     In Python: the one in C keeps what a pickle numbers in an array, and allocates that for whatever number is given, up
     to 64 GB. (Of the metadata of 13 billion parameters on 8 ranks it takes a tenth of a second.)
+
+    A tuple that is a key is hashed with all that it holds, each time that it occurs: of (a, a), where a is (b, b), and
+    so on, that takes years, and of tuples within tuples it overflows the stack.
     """
 
-    # A bytearray is allocated in the size that is given, before its bytes are there; nothing of torch's is one.
-    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
+    def load(self) -> Any:
+        self._tuples: dict[int, tuple[Any, ...]] = {}  # by identity: how many values it holds, and itself
+        return super().load()
+
+    def _count(self) -> None:
+        value = self.stack[-1]  # type: ignore[attr-defined]
+        if not isinstance(value, tuple):
+            return
+        count = 1 + sum(self._tuples.get(id(part), (1,))[0] for part in value if isinstance(part, tuple)) + len(value)
+        if count > _MOST_VALUES:
+            raise pickle.UnpicklingError(f"it holds a tuple of more than {_MOST_VALUES} values")
+        self._tuples[id(value)] = count, value
+
+
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load_and_count(unpickler: Any) -> None:
+        load(unpickler)
+        unpickler._count()
+
+    return load_and_count
 
 
 _UNSAFE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError)
+
+_MOST_VALUES = 10_000  # of a tuple, those within its tuples included
+_MAKE_TUPLES = (
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.REDUCE, pickle.NEWOBJ,
+    pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ,
+)  # fmt: skip
+BoundedUnpickler.dispatch = {
+    code: _counted(load) if code in {name[0] for name in _MAKE_TUPLES} else load
+    for code, load in pickle._Unpickler.dispatch.items()
+    if code != pickle.BYTEARRAY8[0]  # it is allocated in the size that is given, before its bytes are there
+}
 
 
 def dump(value: Any) -> bytes:

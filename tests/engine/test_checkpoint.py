@@ -342,6 +342,17 @@ def test_a_damaged_number_in_the_metadata_takes_no_memory(saved, read, before, d
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("nested", [b"\x85" * 300_000, b"q\0h\0\x86" * 60], ids=["deep", "doubled"])
+@pytest.mark.parametrize(
+    "read", [lambda path: stored_metadata(path, "model"), lambda path: dcp.read(path / "model", {})]
+)
+def test_tuples_in_tuples_are_not_hashed(saved, read, nested):
+    """As a key, the one would overflow the stack, and the other would be hashed for years."""
+    (saved / "model" / ".metadata").write_bytes(b"\x80\x02}K\1" + nested + b"K\2s.")
+    with pytest.raises((ValueError, RuntimeError), match="a tuple of more than 10000 values"):
+        read(saved)
+
+
 def test_what_is_stored_and_what_does_not_match(saved):
     stored = stored_tensors(saved)
     assert (

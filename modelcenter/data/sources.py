@@ -16,6 +16,7 @@ import numpy as np
 from modelcenter._paths import nearest_beside
 from modelcenter.data.readers import READERS, read_files
 from modelcenter.data.readers.compression import suffix_of
+from modelcenter.data.readers.parquet import without_nan
 from modelcenter.data.table import Origin, Table
 
 SPLITS = {
@@ -249,4 +250,5 @@ def _table_of(rows: Any, name: str) -> Table:
     # A column of lists of classes is a feature around a feature.
     inner = {column: getattr(feature, "feature", feature) for column, feature in rows.features.items()}
     classes = {column: list(f.names) for column, f in inner.items() if isinstance(f, datasets.ClassLabel)}
-    return Table(rows.to_dict(), [Origin(name, len(rows), rows._fingerprint)], classes)
+    columns = without_nan(rows.to_dict(), rows.features)
+    return Table(columns, [Origin(name, len(rows), rows._fingerprint)], classes)

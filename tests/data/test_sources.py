@@ -210,6 +210,8 @@ def test_a_folder_of_save_to_disk(tmp_path):
     assert table.where(1) == f"{tmp_path / 'one'}, row 2"
     source = sources.find([str(tmp_path / "two")])
     assert source.splits == ("train", "validation") and source.read("dev").columns["text"] == ["b"]
+    datasets.Dataset.from_dict({"text": [0.5, float("nan")]}).save_to_disk(str(tmp_path / "nan"))
+    assert sources.find(str(tmp_path / "nan")).read("train").columns == {"text": [0.5, None]}  # NaN is no value
     with pytest.raises(ValueError, match=r"one: 'train\[:1\]' is a part of a split"):
         sources.find(str(tmp_path / "one")).read("train[:1]")
     with pytest.raises(ValueError, match="one: a folder of `save_to_disk`, which is read whole and by itself"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ def read_parquet(path: Path, raw: bytes) -> ParsedFile:
         ValueError: no parquet file, or a damaged one; two columns of one name; pyarrow is missing.
     """
     with _opened(path, io.BytesIO(raw)) as file:
-        table = _with_plain_types(file.read())
+        table = file.read()
         about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
         inner = {name: spec.get("feature", spec) for name, spec in about.items() if isinstance(spec, dict)}
         classes = {name: spec["names"] for name, spec in inner.items() if isinstance(spec, dict) and spec.get("names")}
-        return ParsedFile(table.to_pydict(), classes=classes)
+        return ParsedFile(_plain_columns(table), classes=classes)
 
 
 def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
@@ -39,8 +40,24 @@ def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
         while group < file.num_row_groups and file.metadata.row_group(group).num_rows <= start:
             start, group = start - file.metadata.row_group(group).num_rows, group + 1
         for batch in file.iter_batches(1024, row_groups=list(range(group, file.num_row_groups))):
-            yield from _with_plain_types(pyarrow.Table.from_batches([batch[start:]])).to_pylist()
+            columns = _plain_columns(pyarrow.Table.from_batches([batch[start:]]))
+            yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
             start = max(start - len(batch), 0)
+
+
+def without_nan(columns: Mapping[str, list[Any]], types: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The columns with None for NaN, at any depth: programs write it for a missing value, and it would be read as the
+    text "nan". types: of each column, by pyarrow or `datasets`; only those with floats in them are looked through."""
+    has_floats = {name for name, kind in types.items() if re.search("float|double", str(kind))}
+    return {name: _none_for_nan(values) if name in has_floats else values for name, values in columns.items()}
+
+
+def _none_for_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _none_for_nan(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_none_for_nan, value))
+    return None if value != value else value
 
 
 @contextmanager
@@ -63,6 +80,11 @@ def _opened(path: Path, source: Path | io.BytesIO) -> Iterator[Any]:
             raise  # the system's own error, which names the file
         reason = " ".join(str(error).split())  # Thrift's ends its line
         raise ValueError(f"{path}: not a parquet file, or a truncated or damaged one ({reason})") from None
+
+
+def _plain_columns(table: Any) -> dict[str, list[Any]]:
+    table = _with_plain_types(table)
+    return without_nan(table.to_pydict(), {field.name: field.type for field in table.schema})
 
 
 def _with_plain_types(table: Any) -> Any:

@@ -91,6 +91,38 @@ def test_decimals_are_numbers(tmp_path):
     assert [row["whole"] for row, _ in FileRows([tmp_path / "a.parquet"]).read(Cursor(0, 46))] == [10, 11]
 
 
+def test_nan_is_no_value(tmp_path):
+    """pandas and polars write it for what a row lacks; as a text it would be "nan"."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    nan = float("nan")
+    columns = {
+        "text": pyarrow.array([1.5, nan, None]),
+        "half": pyarrow.array([1, nan, float("inf")], pyarrow.float32()),
+        "kind": pyarrow.array([2.0, nan, 2.0]).dictionary_encode(),
+        "choices": pyarrow.array([[1.0, nan], [], None]),
+        "pair": pyarrow.array([{"en": nan, "many": [{"x": nan}]}] * 3),
+        "spelt": pyarrow.array(["nan", "NaN", "a"]),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), str(tmp_path / "a.parquet"))
+    expected = {
+        "text": [1.5, None, None],
+        "half": [1.0, None, float("inf")],
+        "kind": [2.0, None, 2.0],
+        "choices": [[1.0, None], [], None],
+        "pair": [{"en": None, "many": [{"x": None}]}] * 3,
+        "spelt": ["nan", "NaN", "a"],
+    }
+    table = read_file(tmp_path / "a.parquet")
+    assert table.columns == expected
+    rows = [row for row, _ in FileRows([tmp_path / "a.parquet"]).read(Cursor(0, 1))]
+    assert rows == [{name: values[i] for name, values in expected.items()} for i in (1, 2)]
+    with pytest.raises(ValueError, match="a.parquet, row 2: the row has no text in column 'text'"):
+        strings(table, "text")
+    assert list(column_texts(table, "text")) == ["1.5", None, None]
+
+
 def test_two_columns_of_one_name(tmp_path):
     """pyarrow keeps the last of them in rows, and refuses to read the file whole."""
     pytest.importorskip("pyarrow")

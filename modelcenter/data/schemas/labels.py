@@ -125,10 +125,12 @@ def find_labels(
     multi = problem_type == "multi_label_classification"
     lists = [_as_list(value) for value in values] if multi else [[value] for value in values]
     if names is not None:
-        numbers = all(_as_id(v) is not None for members in lists for v in members)
+        ids = {v: _as_id(v) for members in lists for v in members}
         if num_labels not in (None, len(names)):
             raise ValueError(f"num_labels is {num_labels}, but the labels have {len(names)} names: {', '.join(names)}")
-        by_id = numbers and not {str(v) for m in lists for v in m} <= set(names)
+        # "1.0" is the class called 1, too: see Labels.encode.
+        named = all(str(v) in names or str(number) in names for v, number in ids.items())
+        by_id = None not in ids.values() and not named
         # How the rows that trained a model were written is not known; a rule for each row depends on no other.
         return Labels(problem_type, tuple(names), by_id=by_id, multi_hot=multi and _zeros_and_ones(lists, len(names)))
     if multi and _is_multi_hot(lists):

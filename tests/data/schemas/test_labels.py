@@ -166,6 +166,16 @@ def test_minus_one_is_a_label_where_a_class_is_called_so():
         find_labels([0, -1, 1], where, names=["0", "1"]).encode([0, -1], where)
 
 
+@pytest.mark.parametrize("values", [["1.0", "2.0", "1.0"], [1.0, 2.0, 1.0], [[1.0], [2.0], ["1.0"]]])
+def test_numbers_with_a_point_are_the_classes_called_so(values):
+    """As pandas writes them into csv where another row had no value; the classes of a trained model are 1, 2 and 3."""
+    labels = find_labels([1, 2, 3, 1], where)
+    kind = "single_label_classification" if not isinstance(values[0], list) else "multi_label_classification"
+    again = find_labels(values, where, problem_type=kind, num_labels=3, names=labels.names)
+    targets = again.encode(values, where)
+    assert (targets if targets.ndim == 1 else targets.argmax(1)).tolist() == [0, 1, 0]
+
+
 def test_two_classes_as_zeros_and_ones():
     """A row with one of two labels, [1, 0], is not the list of both."""
     labels, found = both([[1, 1], [0, 1], [0, 0]])

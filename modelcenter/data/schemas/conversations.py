@@ -14,7 +14,7 @@ from typing import Any
 
 from modelcenter.data.readers.literals import parse_json, parse_list
 from modelcenter.data.schemas.column_names import TEXT_NAMES, TOOLS_NAMES
-from modelcenter.data.schemas.columns import check_columns
+from modelcenter.data.schemas.columns import check_columns, is_missing
 from modelcenter.data.structured import ANSWER
 from modelcenter.data.table import Table
 
@@ -89,7 +89,9 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
             (lower[n] for n in MESSAGES_NAMES if n in lower and _holds_messages(table.columns[lower[n]])), None
         )
         if messages is not None:
-            return ChatColumns(messages=messages, system=named.get("system"), tools=find_tools(table, named))
+            free = {low: name for low, name in lower.items() if name not in (messages, *named.values())}
+            system = named.get("system") or _find_system(free)
+            return ChatColumns(messages=messages, system=system, tools=find_tools(table, named))
     if kind == "pair" or kind is None:
         columns = _find_pair(table, named, lower, answered)
         if columns is not None:
@@ -134,9 +136,14 @@ def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str],
     if input_ is None and prompt.lower() == "instruction":
         input_ = next((free[n] for n in INPUT_NAMES if n in free and free[n] not in (prompt, response)), None)
     if system is None:
-        system = next((free[n] for n in SYSTEM_NAMES if n in free and free[n] not in (prompt, response)), None)
+        system = _find_system({low: name for low, name in free.items() if name not in (prompt, response)})
     tools = find_tools(table, {**named, "prompt": prompt, "response": response})
     return ChatColumns(prompt=prompt, input=input_, response=response if answered else None, system=system, tools=tools)
+
+
+def _find_system(free: Mapping[str, str]) -> str | None:
+    """The column with a usual name among those without a role, by their names in lower case."""
+    return next((free[name] for name in SYSTEM_NAMES if name in free), None)
 
 
 def find_tools(table: Table, named: Mapping[str, str | None]) -> str | None:
@@ -221,19 +228,38 @@ def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
             turns = with_input(table, columns.input, row, turns)
             if columns.response is not None:
                 turns = turns + as_turns(table, columns.response, row, "assistant")
-        system = table.columns[columns.system][row] if columns.system is not None else None
-        if system is not None and str(system).strip() and turns[0]["role"] != "system":
-            turns = [{"role": "system", "content": str(system)}, *turns]
+        turns = with_system(table, columns.system, row, turns)
         rows.append(with_tools(table, columns.tools, row, turns))
     return rows
 
 
 def with_input(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
-    """The turns with the row's input, if any, appended to the last turn, which is an instruction."""
-    text = table.columns[column][row] if column is not None else None
-    if text is None or not str(text).strip():
-        return turns
-    return [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}\n{text}"}]
+    """The turns with the row's input, if any, appended to the last turn, which is an instruction.
+
+    Raises:
+        ValueError: the cell holds no text.
+    """
+    text = _text_of(table, column, row)
+    return turns if text is None else [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}\n{text}"}]
+
+
+def with_system(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
+    """The turns after the row's system prompt, if it has one and they do not begin with one of their own.
+
+    Raises:
+        ValueError: the cell holds no text.
+    """
+    text = _text_of(table, column, row)
+    own = not turns or turns[0]["role"] == "system"
+    return turns if text is None or own else [{"role": "system", "content": text}, *turns]
+
+
+def _text_of(table: Table, column: str | None, row: int) -> str | None:
+    """The text of a cell; None where it is blank, or there is no column. Raises ValueError: it holds something else."""
+    value = None if column is None else table.columns[column][row]
+    if isinstance(value, (list, tuple, dict, bytes)):
+        raise ValueError(f"{table.where(row)}: the row has {value!r:.60}, expected a text, in column {column!r}")
+    return None if is_missing(value) else str(value)
 
 
 def as_turns(table: Table, column: str, row: int, role: str, messages: bool = False) -> Conversation:

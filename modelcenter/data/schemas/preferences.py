@@ -12,6 +12,7 @@ from modelcenter.data.schemas.conversations import (
     as_turns,
     find_tools,
     with_input,
+    with_system,
     with_tools,
 )
 from modelcenter.data.table import Table
@@ -83,7 +84,7 @@ def questions(table: Table, columns: Mapping[str, str | None]) -> list[Conversat
 
 def _split_row(table: Table, columns: Mapping[str, str | None], row: int) -> tuple[Conversation, list[Conversation]]:
     """(the turns of the prompt, the turns of the chosen and of the rejected answer)."""
-    column, system_column = columns["prompt"], columns.get("system")
+    column = columns["prompt"]
     prompt: Conversation = [] if column is None else as_turns(table, column, row, "user")
     prompt = with_input(table, columns.get("input"), row, prompt)
     answers = [as_turns(table, columns[role] or "", row, "assistant") for role in ("chosen", "rejected")]
@@ -94,9 +95,7 @@ def _split_row(table: Table, columns: Mapping[str, str | None], row: int) -> tup
         answers = [answer[len(shared) :] for answer in answers]
     for role, answer in zip(("chosen", "rejected"), answers, strict=True):
         _check_answer(answer, prompt, f"{table.where(row)}: column {columns[role]!r}", column)
-    system = table.columns[system_column][row] if system_column is not None else None
-    if system is not None and str(system).strip() and prompt and prompt[0]["role"] != "system":
-        prompt = [{"role": "system", "content": str(system)}, *prompt]
+    prompt = with_system(table, columns.get("system"), row, prompt)
     return with_tools(table, columns.get("tools"), row, prompt), answers
 
 

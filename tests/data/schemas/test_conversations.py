@@ -88,6 +88,29 @@ def test_turns_of_all_forms():
     assert conversations(trl, find_chat_columns(trl, {})) == [[user("q"), answer("a")]]
 
 
+def test_the_system_column_of_chats():
+    """As ToolACE and LLaMA-Factory's ShareGPT have it; messages that begin with a system turn keep theirs."""
+    own = [{"role": "system", "content": "own"}, user("q")]
+    data = table(id=[1, 2, 3], System_Prompt=["s", None, " "], conversations=[[user("q")], [user("q")], own])
+    columns = find_chat_columns(data, {})
+    assert columns == ChatColumns(messages="conversations", system="System_Prompt")
+    assert conversations(data, columns) == [[{"role": "system", "content": "s"}, user("q")], [user("q")], own]
+    data.columns["System_Prompt"][2] = "s"
+    assert conversations(data, columns)[2] == own
+
+
+@pytest.mark.parametrize("cell", [["a", "b"], {"a": "b"}, b"a"])
+@pytest.mark.parametrize("role", ["input", "system"])
+def test_what_is_no_text_beside_a_prompt(role, cell):
+    """It would be read as Python writes it."""
+    data = table(prompt=["q", "q"], completion=["a", "a"], more=["b", cell])
+    with pytest.raises(ValueError, match="d.jsonl, line 2: the row has .*, expected a text, in column 'more'"):
+        conversations(data, find_chat_columns(data, {role: "more"}))
+    data.columns |= {"chosen": ["a", "a"], "rejected": ["b", "b"]}
+    with pytest.raises(ValueError, match="d.jsonl, line 2: the row has .*, expected a text, in column 'more'"):
+        preferences(data, find_preference_columns(data, {role: "more"}))
+
+
 def test_arrays_of_messages_in_the_cells_of_a_csv_file():
     """pandas writes the lists that it has read from parquet as numpy shows them, without commas."""
     asked, said = user("it's {a} {'b': 1}\n {c}"), answer('"} {" \\" \\\\')

@@ -1,9 +1,11 @@
 """Extractive question answering from the command line: against transformers, cut differently, and mistakes."""
 
 import dataclasses
+import datetime
 import json
 import re
 import signal
+import uuid
 
 import numpy as np
 import pytest
@@ -60,6 +62,20 @@ def test_metrics_to_choose_by_are_those_that_the_rows_have(folder):
     assert found == {"loss", *(name for name in every if not re.match("has|no", name))}
     task.settings = dataclasses.replace(task.settings, null_threshold=None)  # --no_answer false
     assert set(task.metric_names(dataclasses.replace(held, questions=answered))) == {"loss", "exact_match", "f1"}
+
+
+@pytest.mark.parametrize(
+    ("id_", "text"), [(datetime.date(2026, 1, 2), "2026-01-02"), (uuid.UUID(int=7), str(uuid.UUID(int=7)))]
+)
+def test_ids_that_json_has_no_type_for(id_, text):
+    """Parquet files have dates and UUIDs; predictions are written when the model has run on all rows."""
+    columns = {"id": [id_], "question": ["what"], "context": ["a b c"]}
+    table = Table(columns, [Origin("d.parquet", 1, "0")])
+    asked = questions.read_questions(table, "question", "context", None)
+    settings = qa.AnswerSettings.from_flags(QAConfig(doc_stride=8), None, asked.contexts)
+    task = qa.QuestionAnswering(table=table, columns=("question", "context", None), questions=asked, settings=settings)
+    line = task.prediction(task._windows(table, asked, make_tokenizer(), 48), 0, [])
+    assert json.loads(json.dumps(line))["id"] == text
 
 
 def encoded(rows: list[dict], targets: bool = True):

@@ -25,7 +25,7 @@ from modelcenter.training.metrics import Metrics, MultiLabel, Regression, Single
 from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches
 from modelcenter.training.tasks.class_weights import ClassWeightedLoss, parse_class_weights
 from modelcenter.training.tasks.column_roles import group_column, groups_of, inference_columns, inference_form, strings
-from modelcenter.training.tasks.splits import read_splits
+from modelcenter.training.tasks.splits import column_of_parts, read_splits
 
 log = logging.getLogger("modelcenter")
 
@@ -76,19 +76,21 @@ class Classification(Task):
         cfg.set_role_columns({**dataclasses.asdict(columns), "group": group})
         assert columns.label is not None
         check_texts(table, columns)
-        values = table.columns[columns.label]
+        if eval_table is not None:
+            find_columns(eval_table, columns.text, columns.text_pair, columns.label)
+            check_columns(eval_table, {"group": group})
         names = table.classes.get(columns.label)
         options: dict[str, Any] = {"problem_type": cfg.problem_type, "num_labels": cfg.num_labels, "names": names}
-        labels = find_labels(values, table.where, **options, column=f"column {columns.label!r}")
-        cfg.unsaid = unsaid(values, table.where, labels, **options)
-        targets = labels.encode(values, table.where, classes=names)
+        # A class whose rows are all held out is a class of the data, too.
+        known, where = column_of_parts(columns.label, table, eval_table if cfg.eval_fraction is not None else None)
+        labels = find_labels(known, where, **options, column=f"column {columns.label!r}")
+        cfg.unsaid = unsaid(known, where, labels, **options)
+        targets = labels.encode(table.columns[columns.label], table.where, classes=names)
         for flag in ("group_column", "class_weights"):
             if getattr(cfg, flag) and labels.problem_type != "single_label_classification":
                 raise ValueError(f"{flag}: for rows with one label each, not for {labels.problem_type}")
         eval_targets = None
         if eval_table is not None:
-            find_columns(eval_table, columns.text, columns.text_pair, columns.label)
-            check_columns(eval_table, {"group": group})
             classes = eval_table.classes.get(columns.label)
             eval_targets = labels.encode(eval_table.columns[columns.label], eval_table.where, classes=classes)
         return cls(

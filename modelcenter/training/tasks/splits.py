@@ -1,6 +1,10 @@
 """Which rows a run trains and evaluates on, and which a trained model is used on: data sets, their splits, mixtures."""
 
 import dataclasses
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
 
 from modelcenter.data import sources
 from modelcenter.data.batching.mixture import mixed, parse_weights
@@ -35,6 +39,18 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
         return train, concatenate([read(source, cfg.eval_split) for source in found])
     others = [read(source, split) for source in with_split]
     return train, concatenate(others) if others else None
+
+
+def column_of_parts(name: str, *tables: Table | None) -> tuple[list[Any], Callable[[int], str]]:
+    """The values of a column in all of the tables that there are, and the place of each of them, for messages."""
+    parts = [table for table in tables if table is not None]
+    ends = list(itertools.accumulate(map(len, parts)))
+
+    def where(row: int) -> str:
+        part = bisect_right(ends, row)
+        return parts[part].where(row - ends[part] + len(parts[part]))
+
+    return [value for part in parts for value in part.columns[name]], where
 
 
 def train_sources(cfg: TrainConfig) -> tuple[list[sources.Source], list[float] | None]:

@@ -116,7 +116,11 @@ class TokenClassification(WindowTask):
         columns = cfg.words_column, cfg.tags_column = find_word_columns(table, cfg.words_column, cfg.tags_column)
         words = words_of(table, columns[0], tagged=True)
         tags = tags_of(table, columns[1], words)
-        tag_names = names_of_tags(table, columns[1], tags, cfg.tag_names)
+        known = tags
+        if eval_table is not None and cfg.eval_fraction is not None:  # tags that only held-out rows have are tags, too
+            find_word_columns(eval_table, *columns)
+            known = tags + tags_of(eval_table, columns[1], words_of(eval_table, columns[0], tagged=True))
+        tag_names = names_of_tags(table, columns[1], known, cfg.tag_names)
         if len(tag_names) == 1:
             raise ValueError(
                 f"{table.name}: all words have one tag, {tag_names[0]!r}, in column {columns[1]!r}: there is nothing "

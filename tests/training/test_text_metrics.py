@@ -120,6 +120,18 @@ def test_squad_without_an_answer_and_the_best_threshold():
     )
 
 
+def test_an_answer_without_a_word_to_compare_is_an_answer():
+    """As in SQuAD's script, which takes a question for one without an answer if its list of answers is empty."""
+    metrics = ExtractiveAnswers()
+    metrics.update(["A", "x"], [["A", "the"], ["x"]])
+    assert metrics.result() == {"exact_match": 1.0, "f1": 1.0}
+    metrics = ExtractiveAnswers()
+    metrics.update(["vitamin", "A", "x"], [["A"], ["A"], []], [0.1, 0.2, 0.3])
+    found = metrics.result()
+    assert (found["has_answer_exact_match"], found["no_answer_exact_match"]) == (0.5, 0.0)
+    assert found["best_exact_match"] == pytest.approx(2 / 3) and found["best_exact_match_threshold"] == 0.2
+
+
 def test_no_threshold_is_better_than_never_answering():
     metrics = ExtractiveAnswers()
     metrics.update(["x", "y"], [[], []], [0.3, 0.4])

@@ -120,7 +120,8 @@ class ExtractiveAnswers:
             choices = real or [[]]
             exact = float(any(units == choice for choice in choices))
             f1 = max(self.score(units, choice) for choice in choices)
-            self.rows.append((exact, f1, score, float(bool(real)), float(bool(prediction))))
+            has_answer = any(answer.strip() for answer in true)  # "A" has no word to compare, but is an answer
+            self.rows.append((exact, f1, score, float(has_answer), float(bool(prediction))))
 
     def result(self) -> dict[str, float | None]:
         own = torch.tensor(self.rows, dtype=torch.float64).view(-1, 5)

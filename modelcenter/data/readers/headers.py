@@ -9,11 +9,14 @@ from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES, ID_NAMES, LABE
 
 _OTHER_NAMES = ("source", "messages", "conversations", "conversation")
 _KNOWN_NAMES = ALL_TEXT_NAMES.union(LABEL_NAMES, ID_NAMES, PROMPT_NAMES, _OTHER_NAMES)
+_SHORT_NAME = re.compile(r"\w[\w.#()/-]*( [\w.#()/-]+){0,2}")
+_NO_VALUE = ("na", "n/a", "none", "null", "unknown", "missing")  # that stand for a number which is not known
 _LOOKED_AT = 1000  # rows that a header is compared with
 
 
 def is_header(rows: list[list[str]]) -> bool:
-    """Whether the first row names the columns: short distinct names, none of which is a value further down."""
+    """Whether the first row names the columns: distinct names, none of which is a value further down, and either all
+    short or one of them above numbers alone."""
     later = rows[1 : _LOOKED_AT + 1]
     names = {i: name.strip() for i, name in enumerate(rows[0]) if name.strip()}
     if any(_is_number(name) for name in names.values()):
@@ -31,10 +34,10 @@ def is_header(rows: list[list[str]]) -> bool:
         return False
     if any(known):
         return True
-    # One column: only a known name is a header, else the first text of a list would be lost.
-    return len(rows[0]) > 1 and all(
-        len(name) <= 40 and re.fullmatch(r"\w[\w.#()/-]*( [\w.#()/-]+){0,2}", name) for name in names.values()
-    )
+    if len(rows[0]) == 1:  # only a known name is a header, else the first text of a list would be lost
+        return False
+    short = all(len(name) <= 40 and _SHORT_NAME.fullmatch(name) for name in names.values())
+    return short or any(_is_above_numbers(name, [row[i] for row in later]) for i, name in names.items())
 
 
 def column_names(path: Path, header: list[str]) -> list[str]:
@@ -56,6 +59,13 @@ def _needs_no_name(rows: list[list[str]], column: int) -> bool:
     values = [row[column].strip() for row in rows]
     is_index = column == 0 and all(map(str.isdecimal, values)) and 2 < len(set(values)) == len(values)
     return is_index or not any(values)
+
+
+def _is_above_numbers(name: str, values: list[str]) -> bool:
+    """Whether the values below a text are numbers, so that it names them, as "Unnamed: 0" does and MRPC's "#1 ID"."""
+    filled = [value for value in values if value.strip()]
+    is_name = name.lower() not in _NO_VALUE and any(map(str.isalpha, name))
+    return is_name and len(filled) > 1 and all(map(_is_number, filled))
 
 
 def _is_number(text: str) -> bool:

@@ -113,6 +113,11 @@ def test_tsv_ragged_names_the_line(tmp_path):
         ("text\tlabel\t\na b\t1\t\n", True),  # a tab at the end of each line
         ("good film\t\nbad\t1\nso so\t0\nodd\t2\n", False),
         ("text\tlabel\nthe text\t1\ntext\t0\n", True),
+        ("Unnamed: 0\tsay\tverdict\n0\ta b\tx\n1\tb\ty\n2\tb\ty\n", True),  # an index that pandas has read and written
+        ("Quality\t#1 ID\t#1 String\n1\t702876\tA b.\n0\t2108705\tC d.\n", True),  # of MRPC
+        ("What did you say of it?\tIs it good (0/1)?\nfine\t1\nbad\t\nbad\t0\n", True),
+        ("Good film!\tn/a\nbad\t0\nso so\t1\n", False),
+        ("Good film!\tgreat\nbad\t0\n", False),  # one row tells nothing
     ],
 )
 def test_header_or_not(tmp_path, content, header):

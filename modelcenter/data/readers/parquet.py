@@ -84,7 +84,19 @@ def _opened(path: Path, source: Path | io.BytesIO) -> Iterator[Any]:
 
 def _plain_columns(table: Any) -> dict[str, list[Any]]:
     table = _with_plain_types(table)
-    return without_nan(table.to_pydict(), {field.name: field.type for field in table.schema})
+    columns = {name: _values(table.column(name)) for name in table.column_names}
+    return without_nan(columns, {field.name: field.type for field in table.schema})
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column; as texts if one is a date or a time that Python's types cannot hold, such as the end of
+    9999 in Shanghai, which databases write where something has no end."""
+    import pyarrow
+
+    try:
+        return column.to_pylist()
+    except OverflowError:
+        return column.cast(pyarrow.string()).to_pylist()
 
 
 def _with_plain_types(table: Any) -> Any:

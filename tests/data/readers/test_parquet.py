@@ -1,6 +1,7 @@
 """Parquet: names of classes, texts stored as bytes, damaged files."""
 
 import json
+from datetime import date
 from decimal import Decimal
 
 import pytest
@@ -121,6 +122,26 @@ def test_nan_is_no_value(tmp_path):
     with pytest.raises(ValueError, match="a.parquet, row 2: the row has no text in column 'text'"):
         strings(table, "text")
     assert list(column_texts(table, "text")) == ["1.5", None, None]
+
+
+def test_dates_that_python_cannot_hold(tmp_path):
+    """Databases write the last or the first day of the calendar for what has no end or no beginning."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    second = 10**6
+    columns = {
+        "text": ["a", "b"],
+        "valid_to": pyarrow.array([253402300799 * second, None], pyarrow.timestamp("us", tz="Asia/Shanghai")),
+        "day": pyarrow.array([5_000_000, 1], pyarrow.date32()),
+        "usual": pyarrow.array([1, 2], pyarrow.date32()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), str(tmp_path / "a.parquet"))
+    found = read_file(tmp_path / "a.parquet").columns
+    assert found["text"] == ["a", "b"] and found["usual"] == [date(1970, 1, 2), date(1970, 1, 3)]
+    assert found["valid_to"][0].startswith("10000-01-01 07:59:59") and found["valid_to"][1] is None
+    assert found["day"] == ["15659-07-15", "1970-01-02"]
+    assert [row["text"] for row, _ in FileRows([tmp_path / "a.parquet"]).read()] == ["a", "b"]
 
 
 def test_two_columns_of_one_name(tmp_path):

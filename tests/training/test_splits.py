@@ -1,10 +1,12 @@
-"""Rows that are held out for evaluation: their labels are labels of the data, whichever rows these are."""
+"""Labels of the rows of an evaluation: those that are held out of the training rows, and those that lack some."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from modelcenter.training.config import ClassificationConfig, TokenClassificationConfig
+from modelcenter.data.readers import read_file
+from modelcenter.training.config import ClassificationConfig, EvaluateConfig, TokenClassificationConfig
 from modelcenter.training.tasks.classification import Classification
 from modelcenter.training.tasks.token_classification import TokenClassification
 
@@ -31,6 +33,24 @@ def test_a_class_that_only_held_out_rows_have(tmp_path, rare):
     for seed in range(9):
         with pytest.raises(ValueError, match="rows.jsonl, line 21: the row has no label"):
             Classification.from_flags(ClassificationConfig(train_data=[data], eval_fraction=0.3, seed=seed))
+
+
+def test_rows_with_some_of_the_columns_of_labels(tmp_path):
+    """Those that are there, by themselves, would be taken for numbers of classes."""
+    rows = [{"text": f"film {i}", "toxic": i % 2, "threat": 0, "fold": "ab"[i % 2]} for i in range(20)]
+    run = ClassificationConfig(train_data=[write(tmp_path, rows)], label_column="toxic, threat")
+    Classification.from_flags(run)
+    cfg = EvaluateConfig()
+    whole = Classification.for_inference(cfg, run, read_file(tmp_path / "rows.jsonl"), labelled=True)
+    assert whole.columns.label == "toxic, threat"
+    for row in rows:
+        del row["threat"]
+    table = read_file(Path(write(tmp_path, rows)))
+    with pytest.raises(ValueError, match="label_column: .*rows.jsonl has no column 'threat', and the run's labels are"):
+        Classification.for_inference(cfg, run, table, labelled=True)
+    cfg.label_column = "fold"  # what is given is taken
+    assert Classification.for_inference(cfg, run, table, labelled=True).columns.label == "fold"
+    assert Classification.for_inference(EvaluateConfig(), run, table, labelled=False).columns.label is None
 
 
 def test_a_tag_that_only_held_out_rows_have(tmp_path):

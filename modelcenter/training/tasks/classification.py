@@ -193,9 +193,12 @@ class Classification(Task):
 
     @classmethod
     def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
+        usual = getattr(run, "label_column", None)
         if labelled:
-            join_labels(table, getattr(run, "label_column", None))
+            join_labels(table, usual)
         given = inference_columns(cfg, run, table, ClassificationConfig.roles, needed="text")
+        if labelled and given["label"] is None and usual is not None:
+            _refuse_part_of_labels(table, usual)
         group = group_column(table, given.pop("group"), inference_form(cfg, run))
         if not labelled:
             given["label"] = None
@@ -223,6 +226,18 @@ class Classification(Task):
         places = [torch.from_numpy(part) for part in rows]
         logits = logits_of(model, Batches(examples, rows), places, len(examples), model.config.num_labels)
         return predictions(logits, self.labels) if engine.rank() == 0 else iter(())
+
+
+def _refuse_part_of_labels(table: Table, label: str) -> None:
+    """Raise ValueError for rows with some of the columns of zeros and ones that a run had for its labels: a column of
+    these by itself would be taken for numbers of classes."""
+    parts = [part.strip() for part in label.split(",")]
+    lacking = [part for part in parts if part not in table.columns]
+    if label not in table.columns and 0 < len(lacking) < len(parts):
+        raise ValueError(
+            f"label_column: {table.name} has no column {', '.join(map(repr, lacking))}, and the run's labels are "
+            f"columns of zeros and ones, {label}; add what is missing, or give label_column"
+        )
 
 
 def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from modelcenter.hub.remote.download import (
 )
 from modelcenter.registry import model_type_of, own_preset, preset
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ def resolve(
     if config is not None and path.is_dir():
         return ModelFiles(name, read_config(config, options), path, weights=find_weights(path))
     if config is not None:
+        local_directory(name)  # says what is the matter with a file that is no weight file
         raise ValueError(f"config: {name!r} is no local file or directory, so its config comes with it; leave it out")
     directory = local_directory(name)
     if directory is not None:

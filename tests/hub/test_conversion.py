@@ -180,6 +180,27 @@ def test_pickles_with_a_prefix(new, saved, tmp_path):
             convert(path, tmp_path / "no", "hf", request=request)
 
 
+@pytest.mark.parametrize(
+    "name, wrapper, prefix",
+    [
+        ("epoch=1-step=10.ckpt", "state_dict", "model."),
+        ("run.pt", "model_state_dict", "module._orig_mod."),
+        ("mp_rank_00_model_states.pt", "module", ""),
+    ],
+    ids=["lightning", "ddp", "deepspeed"],
+)
+def test_checkpoints_of_other_trainers(name, wrapper, prefix, saved, tmp_path):
+    path = saved("sequence-classification")
+    held = weights(path)
+    wrapped = {wrapper: {prefix + name: tensor for name, tensor in held.items()}, "global_step": 10}
+    torch.save(wrapped, tmp_path / name)
+    config = str(path / "config.json")
+    convert(tmp_path / name, tmp_path / "out", "hf", workers=1, request=Request(prefix=prefix, config=config))
+    same_bits(held, weights(tmp_path / "out"))
+    model = mc.from_pretrained(tmp_path / name, config=config, prefix=prefix)
+    assert model.task == "sequence-classification" and not model.load_report.initialised
+
+
 def test_dtype_on_request(saved, tmp_path):
     path = saved("base")
     convert(path, tmp_path / "half", "distributed", dtype="bf16", workers=1)

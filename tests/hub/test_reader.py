@@ -395,8 +395,11 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
         open_weight_files(packed)
 
 
-def test_state_dict_inside(tmp_path):
-    torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
+@pytest.mark.parametrize("wrapper", ["state_dict", "model_state_dict", "model", "module"])
+def test_state_dict_inside(wrapper, tmp_path):
+    """Beside the optimizer's states and whatever else a trainer keeps."""
+    others = {"epoch": 3, "optimizer": {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1}]}}
+    torch.save({**others, wrapper: {"a": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
     with open_weight_files(tmp_path / "pytorch_model.bin") as source:
         assert torch.equal(source.read("a"), torch.ones(2))
 

@@ -46,6 +46,13 @@ def test_wrong_names(name, message, saved, tmp_path):
         mc.from_pretrained(name.replace("{tmp}", str(tmp_path)))
 
 
+def test_a_file_that_holds_no_weights_has_no_config_either(tmp_path):
+    """It is there, whatever its ending."""
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(ValueError, match=r"model.onnx is a file; give the directory .* or a weight file .*, \.ckpt\)"):
+        mc.from_pretrained(tmp_path / "model.onnx", config="tiny/bert")
+
+
 def test_a_weight_file_where_its_directory_is_wanted(saved):
     weights, index = (saved("base") / f"model.safetensors{suffix}" for suffix in ("", ".index.json"))
     index.write_text("{}")

@@ -1,5 +1,6 @@
 """What save_pretrained writes: files that others read, directories that are whole or absent, texts that validate."""
 
+import base64
 import json
 import os
 import re
@@ -368,6 +369,25 @@ def test_a_sentencepiece_tokenizer_without_its_packages(tmp_path, monkeypatch):
         f"no tokenizer could be loaded from {tmp_path}: spiece.model is read by the packages sentencepiece and "
         "protobuf, of which protobuf is not installed: pip install 'modelcenter[sentencepiece]'"
     )
+
+
+def test_a_tokenizer_of_mistral_in_its_own_format(model, tmp_path):
+    """Devstral and Magistral come with nothing else."""
+    pattern, special = r"\p{L}+|\s+|[^\s\p{L}]+", ["<unk>", "<s>", "</s>", "<pad>"]
+    tokens = [{"token_bytes": base64.b64encode(bytes([i])).decode(), "rank": i, "token_str": None} for i in range(256)]
+    tekken = {
+        "config": {"pattern": pattern, "num_vocab_tokens": 256, "version": "v3"}
+        | {"default_vocab_size": 260, "default_num_special_tokens": 4},
+        "vocab": tokens,
+        "special_tokens": [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(special)],
+    }
+    model.save_pretrained(tmp_path / "a")
+    write_json(tmp_path / "a/tekken.json", tekken)
+    mc.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    convert(tmp_path / "b", tmp_path / "c", "distributed", workers=1)
+    assert (tmp_path / "c/tekken.json").read_bytes() == (tmp_path / "a/tekken.json").read_bytes()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert mc.AutoTokenizer.from_pretrained(tmp_path / "c")("a b").input_ids == theirs("a b").input_ids
 
 
 def test_card(model, tmp_path):

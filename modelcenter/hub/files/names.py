@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     "byte_maps.json",
     "spiece.model",
     "tokenizer.model",
+    "tekken.json",
     "sentencepiece.bpe.model",
     "chat_template.jinja",
     "tokenization_cpm.py",

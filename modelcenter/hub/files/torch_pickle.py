@@ -87,7 +87,8 @@ def _reason(error: Exception) -> str:
 
 
 def _state_dict(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
-    for wrapper in ("state_dict", "module"):  # a trainer's; DeepSpeed's
+    # Lightning's; of PyTorch's tutorials; of fairseq and many scripts; DeepSpeed's
+    for wrapper in ("state_dict", "model_state_dict", "model", "module"):
         if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
             loaded = loaded[wrapper]
     if not isinstance(loaded, dict) or not all(isinstance(k, str) for k in loaded):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from modelcenter.convert.legacy.megatron import is_megatron
 from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.reader import FileSource, TensorInfo
 from modelcenter.hub.files.safetensors import safetensors_header
@@ -19,7 +20,11 @@ def open_weight_files(weights: Path) -> FileSource:
         ValueError: a file is missing, truncated or malformed; two hold the same tensor.
     """
     if weights.name == MEGATRON_FIRST_PART:
-        return _open_megatron_parts(sorted(weights.parent.glob(MEGATRON_PARTS)))
+        parts = sorted(weights.parent.glob(MEGATRON_PARTS))
+        source = _open_megatron_parts(parts)
+        if len(parts) == 1 and not is_megatron({name: info.shape for name, info in source.tensors.items()}):
+            source.rename({name: name.removeprefix("0:") for name in source.tensors})  # DeepSpeed's, of any model
+        return source
     if weights.suffix == ".json":
         return _open_shards(weights)
     tensors, loaded = _read_headers([weights])

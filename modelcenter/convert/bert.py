@@ -107,9 +107,9 @@ CONFIG = ConfigMap(
         "initializer_range": "initializer_range",
     },
     required={"position_embedding_type": ("absolute",)},
-    # embedding_size is of ELECTRA: transformers' BERT has one width.
+    # embedding_size is of ELECTRA, emb_size of TinyBERT's search: transformers' BERT has one width.
     ignored=frozenset(
-        """directionality embedding_size pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+        """directionality emb_size embedding_size pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
         pooler_size_per_head pooler_type""".split()
     ),
 )

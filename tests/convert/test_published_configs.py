@@ -21,6 +21,7 @@ PARAMETERS = {
     "bert-base-uncased-5.12": 109_482_240,
     "bert-cross-encoder-4.49": 22_713_216,
     "bert-large-conll03-4.6": 333_579_264,
+    "bert-tinybert-4l-312d-2": 14_350_248,
     "distilgpt2-4.5": 81_912_576,
     "gpt-j-6b-4.18": 5_844_393_984,
     "gpt-neox-h2ogpt-12b-4.30": 11_586_549_760,

@@ -44,6 +44,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         ValueError: no such directory or model, or it holds no tokenizer.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import is_mistral_common_available
 
     name = name_of(name_or_path)
     folder = Path(expanduser(name))
@@ -85,6 +86,9 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
             return cpm_class.from_pretrained(source, **kwargs)
         if not kwargs["trust_remote_code"] and (config := _config_that_transformers_lacks(fields)) is not None:
             kwargs.setdefault("config", config)
+        if is_mistral_common_available() and _find_file("tokenizer.json", directory, source, kwargs) is not None:
+            # of two forms of one vocabulary transformers takes Mistral's own, which lacks what training asks for
+            kwargs.setdefault("mistral_format", False)
         return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
         for path in held:

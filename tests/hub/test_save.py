@@ -390,6 +390,26 @@ def test_a_tokenizer_of_mistral_in_its_own_format(model, tmp_path):
     assert mc.AutoTokenizer.from_pretrained(tmp_path / "c")("a b").input_ids == theirs("a b").input_ids
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_tokenizer_in_the_usual_form_is_preferred_to_that_of_mistral(installed, tokenizer, tmp_path, monkeypatch):
+    """What is read does not depend on whether mistral-common, whose tokenizer cannot train, is installed."""
+    tokenizer.save_pretrained(tmp_path / "both")
+    (tmp_path / "own").mkdir()
+    for folder in ("both", "own"):
+        write_json(tmp_path / folder / "tekken.json", {})
+        write_json(tmp_path / folder / "config.json", {"model_type": "mistral"})
+    asked = {}
+    monkeypatch.setattr("transformers.utils.is_mistral_common_available", lambda: installed)
+    monkeypatch.setattr(
+        transformers.AutoTokenizer,
+        "from_pretrained",
+        lambda path, **kwargs: asked.update({Path(path).name: kwargs.get("mistral_format")}) or tokenizer,
+    )
+    for folder in ("both", "own"):
+        mc.AutoTokenizer.from_pretrained(tmp_path / folder)
+    assert asked == {"both": False if installed else None, "own": None}
+
+
 def test_card(model, tmp_path):
     details = {
         "base_model": "google-bert/bert-base-uncased",

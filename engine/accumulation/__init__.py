@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ __all__ = ["accumulate"]
 @watched("engine.accumulate")
 def accumulate(
     model: nn.Module,
-    microbatches: Sequence[Any],
+    microbatches: Iterable[Any],
     forward: Callable[[Any, Mapping[str, int]], torch.Tensor],
     counts: Callable[[Any], Mapping[str, int]],
     empty: Callable[[], Any] | None = None,
@@ -65,6 +65,7 @@ def accumulate(
             an earlier step of a pipeline in the middle, or a rank did not take part within the timeout of
             ``init_distributed`` (it raised, was killed or hangs), which is named.
     """
+    batches = list(microbatches)  # once: a loader shuffles, or masks, anew each time, and others would be counted
     size = runtime.data_size()
     pipeline = pipeline_of(model)
     if pipeline is None and runtime.current().pp_size > 1:
@@ -73,7 +74,7 @@ def accumulate(
             "engine.shard(model) first (a PipelineTransformerBlockList trains in a loop of its own, by loss.backward())"
         )
     unsure = LEAVES_UNUSED.get(model) is not False
-    steps, fewest, unsure, totals = agree_on_counts(list(microbatches), counts, empty, unsure)
+    steps, fewest, unsure, totals = agree_on_counts(batches, counts, empty, unsure)
     needed = steps if pipeline is None else pipeline.round_up(steps)
     if needed > steps and empty is None:
         raise ValueError(
@@ -91,7 +92,7 @@ def accumulate(
         (backward or torch.Tensor.backward)(loss * size if size > 1 else loss)
 
     def before_backward(step: int, reached: Reached | None = None) -> None:
-        uses.counted, last = step < len(microbatches), step == needed - 1
+        uses.counted, last = step < len(batches), step == needed - 1
         if reached is None:
             set_last(last)
             return
@@ -101,17 +102,17 @@ def accumulate(
         set_last(last, reached.root, reduces=last and reached.uses_root)
 
     if pipeline is not None:
-        batches = list(_padded(microbatches, needed, empty))
-        pipeline.check_same(batches)
+        padded = list(_padded(batches, needed, empty))
+        pipeline.check_same(padded)
         held = pipeline.take_shared_gradients(model)
     parameters = _parameters(model)
     averaged_here, in_fp32 = left_to_caller(parameters), accumulate_in_fp32(model, parameters)
     with in_fp32, reduce_lazily(roots) as set_last, uses.watch(roots), averaged_here:
         if pipeline is not None:
-            total = pipeline.train(model, batches, loss_of, run_backward, before_backward)
+            total = pipeline.train(model, padded, loss_of, run_backward, before_backward)
         else:
             total = torch.zeros(())
-            for step, microbatch in enumerate(_padded(microbatches, needed, empty)):
+            for step, microbatch in enumerate(_padded(batches, needed, empty)):
                 before_backward(step)
                 loss = loss_of(microbatch, step)
                 part = loss.detach().to(torch.float32, copy=True)

@@ -150,6 +150,29 @@ def test_backward_may_be_given_and_gradients_add_up():
     torch.testing.assert_close(model.head.weight.grad, 4 * once)
 
 
+class Shuffled:
+    """Other microbatches each time they are asked for, as a loader has."""
+
+    def __init__(self):
+        self._first = itertools.count(step=2)
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        first = next(self._first)
+        return iter([toys.microbatch(first), toys.microbatch(first + 1)])
+
+
+@pytest.mark.parametrize("make", [Shuffled, lambda: iter(Shuffled())], ids=["loader", "iterator"])
+def test_microbatches_are_asked_for_once(make):
+    plain, given = toys.build(), toys.build()
+    engine.accumulate(plain, [toys.microbatch(0), toys.microbatch(1)], toys.loss_of(plain), toys.counts)
+    engine.accumulate(given, make(), toys.loss_of(given), toys.counts)
+    for (name, one), other in zip(plain.named_parameters(), given.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0, msg=name)
+
+
 def some_ranks_skip_a_module():
     """An empty microbatch that leaves a part of the model out, next to one that uses it."""
 

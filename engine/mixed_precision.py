@@ -5,13 +5,15 @@ copies the parameters one at a time, in forward and in backward, which took the 
 Here a unit casts its parameters by one operator, and backward casts their gradients by one. The numbers are FSDP's.
 
 A unit's modules have its parameters in ``_parameters`` at all other times. But a backward may run modules again, where
-forward has used ``torch.utils.checkpoint``: from where it reaches a unit's outputs on, they see the casts once more.
+forward has used ``torch.utils.checkpoint``: from where it reaches a unit's outputs on, or has computed the unit again,
+they see the casts once more.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,11 +67,29 @@ class _Casts:
         hide_casts_of(self.unit)
         with torch.enable_grad():  # as in the forward that is computed again
             self.show_again()
-        run_after_backward(self._end)
+        run_after_backward(self.end)
 
-    def _end(self) -> None:
+    def stay_shown(self) -> None:
+        """In a backward that has computed the unit again: parts of it that use ``torch.utils.checkpoint`` too are yet
+        to come. Until the next unit is computed again, or it ends."""
+        global _last_recomputed
+        self.show_again()
+        _last_recomputed = weakref.ref(self)
+        run_after_backward(self.end)
+
+    def end(self) -> None:
         hide_casts_of(self.unit)
         self._casts = None  # who keeps a loss would keep these too; another backward makes them anew
+
+
+_last_recomputed: weakref.ref[_Casts] | None = None  # of the unit that a backward has last computed again
+
+
+def _end_last_recomputed(unit: nn.Module) -> None:
+    """``unit`` is to be computed again next: what the last one left shown is not needed, unless ``unit`` is in it."""
+    last = _last_recomputed and _last_recomputed()
+    if last and (last.unit is unit or all(module is not unit for module in last.unit.modules())):
+        last.end()
 
 
 def hide_casts_of(unit: nn.Module) -> None:
@@ -96,13 +116,18 @@ def casting(forward: Forward, dtype: torch.dtype, recomputed: bool = False) -> F
             kwargs = {name: _cast_input(value, dtype) for name, value in kwargs.items()}
         shown = SHOWN.get(self)
         hide_casts_of(self)
+        again = recomputed and in_backward()
+        if again:
+            _end_last_recomputed(self)
         casts = _Casts(self, dtype)
         casts.show()
         try:
             output = forward(self, *args, **kwargs)
         finally:
             casts.hide()
-            if shown is not None and in_backward():  # this is computed again; else a backward raised
+            if again:
+                casts.stay_shown()
+            elif shown is not None and in_backward():  # this is computed again; else a backward raised
                 shown.show_again()
         if casts.places and not recomputed and torch.is_grad_enabled():
             casts.show_in_backward(output)

@@ -139,11 +139,12 @@ def test_numbers_are_fsdps(precision, policy):
     assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_backward_runs_again_sees_the_casts(reentrant):
-    """As FSDP's units stay gathered in backward."""
+def test_what_backward_runs_again_sees_the_casts(reentrant, recompute):
+    """As FSDP's units stay gathered in backward; also where the policy computes again the unit that does so itself."""
     expected, wanted = gradients(sharded_over_itself(torch.bfloat16, Checkpointed(False)))
-    model = cast("bf16", Checkpointed(reentrant))
+    model = cast("bf16", Checkpointed(reentrant), recompute=recompute)
     out, found = gradients(model)
     assert torch.equal(out, expected)
     for name, gradient in wanted.items():
@@ -151,6 +152,25 @@ def test_what_backward_runs_again_sees_the_casts(reentrant):
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=0 if not reentrant else 2e-3, msg=name)
     assert {name for name, g in found.items() if g is not None} >= {"last.weight", "blocks.0.again.weight"}
     assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_of_units_that_are_computed_again_one_has_casts():
+    """Some of a unit may be computed again by itself later, but not once another unit is."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+    engine.init_distributed()
+    engine.shard(model, units=list(model), policy=engine.Policy(precision="bf16", recompute="full"))
+    made, alive = [], []
+
+    def note(module, _):
+        alive.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(module.weight))
+
+    for unit in model:
+        unit[0].register_forward_pre_hook(note)
+    model(torch.randn(2, 16)).float().sum().backward()
+    gc.collect()
+    assert len(alive) == 8 and max(alive) <= 1 and not any(ref() is not None for ref in made)
+    assert all(p.grad is not None and p.dtype == torch.float32 for p in model.parameters())
 
 
 def raise_in_backward(model):
@@ -304,7 +324,8 @@ def test_a_unit_that_yields_is_an_error():
         engine.shard(model, units=[model[0]], policy=engine.Policy(precision="bf16"))
 
 
-def test_blocks_of_bmtrain_train():
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_blocks_of_bmtrain_train(recompute):
     """They recompute by themselves."""
 
     class Tiny(engine.DistributedModule):
@@ -319,7 +340,7 @@ def test_blocks_of_bmtrain_train():
             return self.head(self.blocks(self.embed(ids)))
 
     engine.init_distributed()
-    model = engine.BMTrainModelWrapper(Tiny(), policy=engine.Policy(precision="bf16"))
+    model = engine.BMTrainModelWrapper(Tiny(), policy=engine.Policy(precision="bf16", recompute=recompute))
     optimizer = engine.optim.AdamOptimizer(model.parameters(), lr=3e-2)
     ids, losses = torch.arange(10).view(2, 5), []
     for _ in range(30):

@@ -40,7 +40,10 @@ TEXT_PAIRS = (
     ("sentence_a", "sentence_b"),
     ("question", "sentence"),
     ("question", "passage"),
+    ("question", "context"),
     ("query", "document"),
+    ("query", "passage"),
+    ("text", "hypothesis"),
 )
 PROMPT_NAMES = ("prompt", "instruction", "input")
 TOOLS_NAMES = ("tools", "functions", "available_tools")

@@ -21,6 +21,7 @@ from engine.names import clean_name
 from engine.optim.checks import before_each_step, mark_sharded
 from engine.parallel.checks import check_hooks
 from engine.parallel.fsdp import (
+    DataAssignments,
     always_reduce_unused,
     around_backward,
     backward_was_left,
@@ -58,6 +59,7 @@ class ForwardHooks:
         self._depth = 0  # calls of the model under way, one within another
         self._started = False
         self._records: list[Any] = []  # FSDP's, of each parameter
+        self._assignments: DataAssignments | None = None
         self._dtype: torch.dtype | None = None
         self._scalars: Scalars | None = None
         self._unused: Unused | None = None
@@ -67,6 +69,7 @@ class ForwardHooks:
         model = self._model()
         assert model is not None
         self._records = list(records_of(model))
+        self._assignments = DataAssignments(self._records)
         model.register_forward_pre_hook(self.enter, prepend=True)
         model.register_forward_hook(self.leave, always_call=True)
         for unit in model.modules():
@@ -149,16 +152,21 @@ class ForwardHooks:
 
     def _check_replaced(self) -> None:
         """Raises ValueError where FSDP would compute with its own parameters in place of those that are there."""
-        if (place := replaced_parameter(self._records)) is None or (model := self._model()) is None:
+        model = self._model()
+        if model is None or self._assignments is None:
             return
-        module, name = place
-        inside = next((prefix for prefix, m in model.named_modules() if m is module), type(module).__name__)
-        raise ValueError(
-            f"parameter {clean_name(f'{inside}.{name}' if inside else name)} of this {type(model).__name__} was "
-            "replaced after engine.shard, by torch.func.functional_call or an assignment, and the new one would not be "
-            "used. Give new values by load_state_dict, or write them into the shard; call functional_call with a model "
-            "that is not sharded"
-        )
+        if (place := replaced_parameter(self._records)) is not None:
+            raise ValueError(
+                f"parameter {_name_in(model, *place)} was replaced after engine.shard, by torch.func.functional_call "
+                "or an assignment, and the new one would not be used. Give new values by load_state_dict, or write "
+                "them into the shard; call functional_call with a model that is not sharded"
+            )
+        if (place := self._assignments.find()) is not None:
+            raise ValueError(
+                f"something was assigned to the data of parameter {_name_in(model, *place)}, by parameter.data = x or "
+                "torch.nn.utils.vector_to_parameters, which leaves a shard as it is. Write parameter.copy_(x), under "
+                "torch.no_grad(), or give new values by load_state_dict"
+            )
 
     def _drop_old(self) -> None:
         """Let FSDP forget a backward that an exception ended, for else it would never reduce the root's gradients
@@ -185,6 +193,11 @@ class ForwardHooks:
                 shard.register_hook(self._collectives.before_accumulation)
         if torch.is_inference_mode_enabled():
             _gather_once(model)
+
+
+def _name_in(model: nn.Module, module: nn.Module, name: str) -> str:
+    inside = next((prefix for prefix, m in model.named_modules() if m is module), type(module).__name__)
+    return f"{clean_name(f'{inside}.{name}' if inside else name)} of this {type(model).__name__}"
 
 
 def _refuse_create_graph() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -192,6 +193,39 @@ def replaced_parameter(records: Iterable[Any]) -> tuple[torch.nn.Module, str] | 
         if place.module._parameters.get(place.param_name) is not own:
             return place.module, place.param_name
     return None
+
+
+class DataAssignments:
+    """Notices ``parameter.data = x`` of a shard: torch puts x into the shell of a DTensor and leaves its elements, of
+    which everything is made, as they are.
+
+    A shell has a storage of its own, without memory. What gives a shard other elements, as ``module.to`` does, changes
+    both.
+    """
+
+    def __init__(self, records: list[Any]) -> None:
+        self._records = records
+        self._note()
+
+    def _note(self) -> None:
+        shards = [record.sharded_param for record in self._records]
+        self._storages = [shard.untyped_storage() for shard in shards]  # kept, so that no other gets its address
+        self._addresses = [storage._cdata for storage in self._storages]
+        self._elements = [weakref.ref(shard._local_tensor) for shard in shards]
+
+    def find(self) -> tuple[torch.nn.Module, str] | None:
+        """The place, a module and a name, of a parameter to which something was assigned since this was last asked."""
+        now = [record.sharded_param.untyped_storage()._cdata for record in self._records]
+        if now == self._addresses:
+            return None
+        places = (
+            (record._module_info.module, record._module_info.param_name)
+            for record, new, old, elements in zip(self._records, now, self._addresses, self._elements, strict=True)
+            if new != old and record.sharded_param._local_tensor is elements()
+        )
+        found = next(places, None)
+        self._note()
+        return found
 
 
 def make_root(model: FSDPModule) -> None:

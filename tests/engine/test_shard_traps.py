@@ -544,6 +544,37 @@ def replaced():
     return messages, torch.equal(output, toys.build()(IDS))
 
 
+def assigned_data(level):
+    """What is said of `parameter.data = x`, and whether the model can be used afterwards, and be converted."""
+    messages = []
+    for ever_ran in (False, True):
+        model = sharded(level)
+        if ever_ran:
+            model(IDS).sum().backward()
+        up, norm = model.layers[0].up.weight, model.layers[0].norm.weight
+        up.data = up.data  # changes nothing
+        messages.append(said(model, IDS))
+        up.data = up.data * 2
+        up.data = up.data * 2  # the storage of the first shell may come again
+        messages.append(said(model.layers[0], torch.ones(1, toys.WIDTH)))
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([norm]) * 2, [norm])
+        messages.append(said(model, IDS))
+    model.load_state_dict(model.state_dict())
+    output = model(IDS)
+    other = sharded(level).double()  # other elements
+    return messages, torch.equal(output, toys.build()(IDS)), said(other, IDS)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_is_assigned_to_the_data_of_a_shard_is_an_error(two, level):
+    """It would be lost: torch puts it into the shell of a DTensor and not into the elements."""
+    for messages, unharmed, converted in two.run(assigned_data, level):
+        names = 2 * [None, "layers.0.up.weight", "layers.0.norm.weight"]
+        for message, name in zip(messages, names, strict=True):
+            assert (f"to the data of parameter {name} of this FSDPToy" if name else "no error") in message
+        assert unharmed and converted == "no error"
+
+
 def mistakes():
     borrowed = sharded(model=Borrows())
     kept = Borrows()

@@ -140,7 +140,7 @@ def test_a_step_that_is_measured_draws_as_training_does(monkeypatch):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("drawn on the host"))
     case = gpu_training.CASES["bert-large"]
     config = transformers.AutoConfig.for_model("bert", **workloads.one_layer(case.shape) | gpu_training.SMALL["bert"])
-    rows = workloads.labelled_rows("masked-lm", [5, 3])
+    rows = workloads.labelled_rows("masked-lm", [5, 3], vocab_size=config.vocab_size)
     step, _ = gpu_training.our_step("cpu", "plain", case, config, "masked-lm", rows)
     assert step() > 0
 

@@ -97,8 +97,8 @@ class SharedMemory:
         written = self._write(number, send)
         places = [written.get(rank, _NO_PLACE) for rank in range(len(send))]
         self._header.places[number % slots] = torch.tensor(places)
+        self._unread.add(number)  # first: another message may be dropped at any time, and `done` asks for both
         self._posted += 1
-        self._unread.add(number)
         counters.count_to_(self._header.posted, self._posted)
         gloo_tag = _GLOO_TAGS + (self._serial % 2**14 << 16) + number % 2**16
         return Message(self, number, send, coming or send, bool(written), gloo_tag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -331,9 +332,16 @@ class OptimManager:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             cuts = isinstance(optimizer, FusedOptimizer)  # whole states, itself
             optimizer.load_state_dict(saved if cuts else with_placed_states(optimizer, saved))
-        for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
+        for i, (scheduler, saved) in enumerate(zip(self.lr_schedulers, state["lr_schedulers"], strict=True)):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
+            elif saved is not None and runtime.rank() == 0:
+                rates = ", ".join(f"{group['lr']:g}" for group in self.optimizers[i].param_groups)
+                warnings.warn(
+                    f"optimizer {i} was saved with a learning rate schedule and has none here: its rates stay at "
+                    f"{rates}. Give add_optimizer the schedule, too, to go on with it",
+                    stacklevel=2,
+                )
         if self._skipped is not None:
             self._skipped.copy_(torch.tensor(state.get("skipped", [0, 0])))
         self._seen = None  # on a GPU a copy of the counts before

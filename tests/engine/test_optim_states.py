@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import warnings
 import weakref
 
 import pytest
@@ -435,3 +436,18 @@ def test_a_manager_takes_states_of_managers_alone():
     of_bmtrain = {name: whole[name] for name in ("optimizers", "lr_schedulers")}
     manager.load_state_dict({**of_bmtrain, "loss_scale": 4.0, "loss_scale_enabled": True})
     assert manager.loss_scale == 4 and manager.skipped == 0
+
+
+def test_a_schedule_that_is_missing_when_a_state_is_loaded_is_told():
+    """Else training went on at the rate of the moment of saving, to its end."""
+    parameter, managers = nn.Parameter(torch.ones(2)), []
+    for has_schedule in (True, False):
+        optimizer = AdamOptimizer([parameter], lr=0.1)
+        managers.append(OptimManager())
+        managers[-1].add_optimizer(optimizer, lr_scheduler.NoDecay(optimizer, 0.1, 4, 10) if has_schedule else None)
+    managers[0].lr_schedulers[0].step()
+    with pytest.warns(UserWarning, match=r"optimizer 0 was saved with a learning rate schedule .* stay at 0\.025"):
+        managers[1].load_state_dict(managers[0].state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        managers[0].load_state_dict(managers[0].state_dict())

@@ -1,7 +1,9 @@
-"""A directory of many checkpoints, one for each step that was saved::
+"""A directory of many checkpoints, one for each step that was saved.
 
-step-00000100/    complete or absent, see engine.checkpoint
-last              names the newest, by a link or as text; `best` the one that was saved with best=True
+::
+
+    step-00000100/    complete or absent, see engine.checkpoint
+    last              names the newest, by a link or as text; `best` the one that was saved with best=True
 """
 
 from __future__ import annotations
@@ -12,14 +14,7 @@ import warnings
 from pathlib import Path
 
 from engine import runtime
-from engine.checkpoint.files import (
-    MANIFEST,
-    STEP,
-    check_manifest,
-    is_complete,
-    named_checkpoint,
-    remove_directory,
-)
+from engine.checkpoint.files import MANIFEST, STEP, check_manifest, is_complete, named_checkpoint, remove_directory
 from engine.collectives import from_rank_0, together
 
 

@@ -16,11 +16,7 @@ from torch import nn
 
 from engine import runtime
 from engine.background import Background
-from engine.checkpoint.files import (
-    MANIFEST,
-    atomic_directory,
-    checked_place,
-)
+from engine.checkpoint.files import MANIFEST, atomic_directory, checked_place
 from engine.checkpoint.model import MODEL, filled_tensors, load_model, write_tensors
 from engine.checkpoint.optimizer import OPTIM, collect_states, load_states, merge_stages
 from engine.checkpoint.random_state import generator_states, reseed_generators, restore_generators

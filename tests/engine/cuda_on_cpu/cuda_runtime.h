@@ -146,8 +146,7 @@ class Block {
   // holds the mask of signals, too: a thread outlives its block.
   void go_on(unsigned thread) {
     if (_setjmp(scheduler_)) return;
-    if (thread < begun_.size() && begun_[thread]) _longjmp(stopped_[thread], 1);
-    if (begun_.size() <= thread) begun_.resize(thread + 1);
+    if (begun_[thread]) _longjmp(stopped_[thread], 1);
     begun_[thread] = true;
     ucontext_t context;
     getcontext(&context);
@@ -173,9 +172,10 @@ class Block {
   unsigned count_ = 0, running_ = 0;
   std::vector<State> state_;
   std::vector<unsigned> order_;
-  std::vector<bool> begun_;
-  jmp_buf stopped_[1024], scheduler_;
-  uint32_t passed_[1024];
+  static constexpr unsigned kMost = 1024;  // threads of a block
+  bool begun_[kMost] = {};
+  jmp_buf stopped_[kMost], scheduler_;
+  uint32_t passed_[kMost];
 };
 
 }  // namespace cuda_on_cpu

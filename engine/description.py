@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.memory import readable
 from engine.names import clean_name
 from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
-from engine.parallel.shard import mixed_precision, unit_parameters
+from engine.parallel.over_ranks import mixed_precision
+from engine.parallel.shard import unit_parameters
 from engine.registry import STAYS_GATHERED, policy_of, stages_of, zero_level
 from engine.shards import show_own_parameters
-from engine.tensors import local_tensor
+from engine.tensors import is_shard, local_tensor
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _add(
         unit.trainable += parameter.numel()
         unit.gradients_on_rank += local.numel() * width
         unit.optimizer_on_rank += local.numel() * (8 if parameter.dtype == torch.float32 else 12)
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         unit.placements.add("whole")
         return
     mesh = parameter.device_mesh

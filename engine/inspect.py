@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.names import clean_name
 from engine.registry import STAGE_ROLE, stages_of
 from engine.shards import is_first_holder, show_own_parameters
-from engine.tensors import local_tensor
+from engine.tensors import is_shard, local_tensor
 from engine.torch_compat import all_gather_flat, in_backward
 
 _CHUNK = 1 << 22  # elements that are raised to fp64 at a time
@@ -164,7 +163,7 @@ def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
 
 def _owned(tensor: torch.Tensor) -> bool:
     """Whether of the ranks that hold the same part of ``tensor`` this is the first."""
-    return is_first_holder(tensor) if isinstance(tensor, DTensor) else runtime.rank() == 0
+    return is_first_holder(tensor) if is_shard(tensor) else runtime.rank() == 0
 
 
 def _count_zero() -> torch.Tensor:

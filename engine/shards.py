@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from engine.names import clean_name, model_tensors
 from engine.parallel.mesh import device_mesh
 from engine.registry import note_parameters, stages_of
 from engine.tensors import detached, is_shard, local_box, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def _any_sharded() -> bool:
@@ -35,6 +38,23 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
+
+
+def sharded_roots(model: nn.Module) -> list[FSDPModule]:
+    """The outermost sharded modules in ``model``, itself included."""
+    if not _any_sharded():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[FSDPModule] = []
+    left = [model]
+    while left:  # each step asks: without generators for each module
+        module = left.pop()
+        if isinstance(module, FSDPModule):
+            found.append(module)
+        elif module._modules:
+            left += [child for child in reversed(dict.fromkeys(module._modules.values())) if child is not None]
+    return found
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

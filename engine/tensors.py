@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 #: The placements of a DTensor, for ``map``.
 placements_of = operator.attrgetter("_spec.placements")
 _local, _grad = operator.attrgetter("_local_tensor"), operator.attrgetter("grad")
@@ -34,6 +34,11 @@ def is_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor)
 
 
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether none is of a subclass, such as DTensor; without a line of Python for each."""
+    return set(map(type, tensors)) <= _PLAIN
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a DTensor that this rank holds, sharing its memory; any other tensor as it is. No dispatch."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -41,7 +46,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``local_tensor`` of each; without a line of Python for each where all are shards or none is."""
-    if set(map(type, tensors)) <= {*_PLAIN}:
+    if are_plain(tensors):
         return list(tensors)
     try:
         return list(map(_local, tensors))

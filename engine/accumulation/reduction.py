@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.accumulation.uses import of_any_rank
@@ -19,6 +18,7 @@ from engine.optim.checks import mark_gradients_averaged
 from engine.parallel.fsdp import drop_pass
 from engine.parallel.unused import ORDERS_DIFFER
 from engine.registry import zero_level
+from engine.tensors import is_shard
 
 _BUCKET = 1 << 24  # elements of plain gradients that are reduced together
 
@@ -81,7 +81,7 @@ def average_plain_gradients(model: nn.Module, used: set[torch.Tensor] | None) ->
     Args:
         used: the parameters that some rank has used, if that is known.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    parameters = [p for p in model.parameters() if p.requires_grad and not is_shard(p)]
     if not parameters:
         return
     mark_gradients_averaged(parameters)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.checkpoint.model import read_tensors, stored_tensors
@@ -16,7 +15,7 @@ from engine.names import clean_name
 from engine.optim.base import FusedOptimizer
 from engine.optim.states import OwnStates
 from engine.parallel.pipeline.stages import elsewhere, gather_from_stages
-from engine.tensors import detached, local_tensor, with_local
+from engine.tensors import detached, is_shard, local_tensor, with_local
 
 OPTIM = "optim"
 
@@ -176,7 +175,7 @@ def _name_of(names: dict[int, str], parameter: torch.Tensor, optimizer: int) -> 
 
 def _placed(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A state that an optimizer keeps as a plain tensor beside its shard is a shard too."""
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim:
+    if is_shard(parameter) and not is_shard(value) and value.ndim:
         if value.shape == local_tensor(parameter).shape:
             return with_local(parameter, value)
     return value

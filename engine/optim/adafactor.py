@@ -6,15 +6,16 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from engine.optim.states import check_gradients, check_group, check_states, is_number, placed_gradient, undone_on_error
-from engine.tensors import as_shard, cut_dims, local_box, local_tensor, shard_of
+from engine.tensors import as_shard, cut_dims, is_shard, local_box, local_tensor, shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 Groups = list[dist.ProcessGroup]
 # Elements of a parameter that are worked on at a time: fp64 and updates then take no memory that grows with it.
@@ -118,10 +119,10 @@ class Adafactor(torch.optim.Optimizer):
             for name in _names(parameter):
                 shape, placements = _kept(parameter, name)
                 size = shape
-                if isinstance(parameter, DTensor):
+                if is_shard(parameter):
                     size, _ = local_box(shape, parameter.device_mesh, placements)
                 zeros = torch.zeros(size, dtype=torch.float32, device=parameter.device)
-                if isinstance(parameter, DTensor):
+                if is_shard(parameter):
                     zeros = as_shard(zeros, shape, parameter.device_mesh, placements)
                 state[name] = zeros
         return _Part(
@@ -141,12 +142,12 @@ class Adafactor(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
                 for name in _names(parameter):
-                    if name in state and isinstance(parameter, DTensor):
+                    if name in state and is_shard(parameter):
                         shape, placements = _kept(parameter, name)
                         value = state[name]
-                        if isinstance(value, DTensor) and tuple(value.placements) == tuple(placements):
+                        if is_shard(value) and tuple(value.placements) == tuple(placements):
                             continue
-                        whole = value.full_tensor() if isinstance(value, DTensor) else value
+                        whole = value.full_tensor() if is_shard(value) else value
                         state[name] = shard_of(whole.view(shape), parameter.device_mesh, placements)
                 if "step" in state:
                     state["step"] = state["step"].to(parameter.device, torch.float32)
@@ -231,7 +232,7 @@ def _added_up(sums: list[tuple[torch.Tensor, Groups]]) -> list[torch.Tensor]:
 
 def _cut(parameter: torch.Tensor, dim: int | None) -> Groups:
     """The ranks that share a parameter's parts along a dimension, or along any."""
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         return []
     return [
         parameter.device_mesh.get_group(i)
@@ -250,8 +251,11 @@ def _kept(parameter: torch.Tensor, name: str) -> tuple[tuple[int, ...], list[Pla
     summed = {"row_var": parameter.ndim - 1, "col_var": parameter.ndim - 2}.get(name)
     if summed is not None:
         shape[summed] = 1
-    placements = list(parameter.placements) if isinstance(parameter, DTensor) else []
+    if not is_shard(parameter):
+        return tuple(shape), []
+    from torch.distributed.tensor import Replicate  # imported already, as there is a shard
+
     return tuple(shape), [
         Replicate() if not p.is_replicate() and p.dim == summed else p  # type: ignore[attr-defined]
-        for p in placements
+        for p in parameter.placements
     ]

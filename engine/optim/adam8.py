@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from engine.ops import fused
 from engine.ops.reference import BLOCK
 from engine.optim.adam import AdamOptimizer
 from engine.optim.base import Batch
 from engine.optim.states import placed_as
-from engine.tensors import as_shard, local_box, local_tensor
+from engine.tensors import as_shard, is_shard, local_box, local_tensor
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
@@ -70,7 +69,7 @@ class AdamW8bit(AdamOptimizer):
                 state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
                 shape, size = _scales_of(parameter)
                 state[scale] = torch.zeros(size, dtype=torch.float32, device=parameter.device)
-                if isinstance(parameter, DTensor):
+                if is_shard(parameter):
                     state[scale] = as_shard(state[scale], shape, parameter.device_mesh, parameter.placements)
         return state
 
@@ -134,7 +133,7 @@ def _scales_of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
     Raises ValueError if its shards do not hold whole blocks.
     """
     shape = (*parameter.shape[:-1], -(-parameter.shape[-1] // BLOCK))
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         return shape, shape
     mesh, placements = parameter.device_mesh, parameter.placements
     size, offset = local_box(parameter.shape, mesh, placements)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engine.ops.compilation import outside_graphs
 from engine.registry import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS, STATES_ON_HOST
+from engine.tensors import is_shard
 
 # How many parameters an optimizer had when they were looked at, since a model was last sharded; and at a step.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -66,9 +66,9 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     if _stepped.get(optimizer) == (number := _number_of_parameters(optimizer)):
         return
     members = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in members):
+    if any(is_shard(p) and p.device_mesh.size() > 1 for p in members):
         for parameter in members:
-            if isinstance(parameter, DTensor) or parameter.numel() == 0 or GRADIENT_IS_AVERAGED.get(parameter):
+            if is_shard(parameter) or parameter.numel() == 0 or GRADIENT_IS_AVERAGED.get(parameter):
                 continue
             if parameter.grad is not None:
                 # Not an error: who adds such a parameter may have averaged its gradient, which is not seen from here.

@@ -9,7 +9,6 @@ from numbers import Real
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.ops import fused, library
@@ -17,7 +16,7 @@ from engine.optim.checks import check_not_gathered
 from engine.optim.states import placed_alike, placed_gradient, scalar_on, sparse_gradient
 from engine.parallel.mesh import device_mesh, once_per_world
 from engine.registry import NORM_LAYOUT, STAGE_ROLE
-from engine.tensors import cut_dims, gradients_of, local_tensor, local_tensors
+from engine.tensors import cut_dims, gradients_of, is_shard, local_tensor, local_tensors
 
 _EPS = 1e-6
 _dtype, _tensor_layout, _device = map(operator.attrgetter, ("dtype", "layout", "device"))
@@ -170,7 +169,7 @@ def scale_gradients_(params: Iterable[torch.Tensor], factor: torch.Tensor) -> No
 
 def _sharded_over(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """The mesh dimensions over which the ranks hold different parts."""
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         return None, ()
     dims = tuple(cut_dims(parameter))
     return parameter.device_mesh if dims else None, dims

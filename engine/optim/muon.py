@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
 from engine.optim.states import (
     check_gradients,
@@ -19,7 +18,7 @@ from engine.optim.states import (
     placed_gradient,
     undone_on_error,
 )
-from engine.tensors import cut_dims, local_tensor, part_of, with_local
+from engine.tensors import cut_dims, is_shard, local_tensor, part_of, with_local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
@@ -143,7 +142,7 @@ class Muon(torch.optim.Optimizer):
                 shared.setdefault(group, []).append(index)
                 continue
             whole = with_local(parameter, updates[index])
-            if isinstance(whole, DTensor):
+            if is_shard(whole):
                 result = self._newton_schulz(whole.full_tensor())
                 found[index] = part_of(result, whole.device_mesh, whole.placements)  # a view would keep the result
             else:
@@ -191,11 +190,13 @@ class Muon(torch.optim.Optimizer):
 
 def _rows_over(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     """The ranks that have the rows of a matrix in parts; None: it is whole, or cut in another way."""
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         return None
     cut = cut_dims(parameter)
     if len(cut) != 1:
         return None
+    from torch.distributed.tensor import Shard  # imported already, as there is a shard
+
     placement = parameter.placements[cut[0]]
     if type(placement) is not Shard or placement.dim != 0:
         return None

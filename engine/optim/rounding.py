@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from engine.ops.reference import at_random
 from engine.ops.rounding_bits import random_bits
 from engine.registry import SHARD_PLACE
-from engine.tensors import local_box, local_tensor
+from engine.tensors import is_shard, local_box, local_tensor
 
 _CHUNK = 1 << 20  # elements hashed at a time: int64 temporaries
 
@@ -49,7 +48,7 @@ def _place(size: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ...
 
 def _box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(size, offset) of this rank's shard in the whole."""
-    if isinstance(parameter, DTensor):
+    if is_shard(parameter):
         return local_box(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(parameter.shape), (0,) * parameter.ndim
 

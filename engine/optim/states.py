@@ -8,9 +8,8 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from engine.tensors import local_tensor, part_of, placements_of, shard_of, whole_of, with_local
+from engine.tensors import are_plain, is_shard, local_tensor, part_of, placements_of, shard_of, whole_of, with_local
 
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
 
@@ -83,11 +82,11 @@ def placed_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 def placed_alike(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
     """Whether each gradient is placed as its parameter is; quick, for many, where all are shards or none is."""
-    kinds = set(map(type, gradients))
-    if kinds == {DTensor}:
+    if are_plain(gradients):
+        return True
+    if len(set(map(type, gradients))) == 1 and is_shard(gradients[0]):
         return list(map(placements_of, gradients)) == list(map(placements_of, params))
-    pairs = zip(params, gradients, strict=True) if DTensor in kinds else ()
-    return all(placements_of(p) == placements_of(g) for p, g in pairs if type(g) is DTensor)
+    return all(placements_of(p) == placements_of(g) for p, g in zip(params, gradients, strict=True) if is_shard(g))
 
 
 def scalar_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
@@ -189,10 +188,10 @@ def check_states(
 def placed_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A state, whole or in shards, as this rank's shard of it, placed as the parameter is. Collective where it is in
     shards of another layout."""
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         return whole_of(value)
     mesh, placements = parameter.device_mesh, parameter.placements
-    if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
+    if is_shard(value) and value.device_mesh == mesh and value.placements == placements:
         return value
     whole = whole_of(value)
     if whole.shape == parameter.shape:  # it stays on its device, which of an offloaded state is not the mesh's

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import UninitializedParameter
 
 from engine import runtime
 from engine.collectives import gather_objects
 from engine.names import clean_name
+from engine.shards import is_sharded
 
 _ON_SHARDS = (
     "after engine.shard give the parameters a register_post_accumulate_grad_hook, which is called with this rank's "
@@ -25,7 +25,7 @@ _ON_SHARDS = (
 def check_model(model: nn.Module, methods: Iterable[str]) -> None:
     """Raises ValueError if a model cannot be sharded as it is, or lacks one of these methods."""
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
         if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
             raise ValueError(

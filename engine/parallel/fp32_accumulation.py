@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from engine.parallel.fsdp import reshard
+from engine.shards import show_own_parameters
 from engine.tensors import local_tensor, with_local
 
 
@@ -27,7 +27,7 @@ def accumulate_in_fp32(model: nn.Module, shown: Iterable[nn.Parameter]) -> Itera
     if not _trained_in_16_bits(shown):
         yield
         return
-    reshard(model)  # the shards have the gradients, whatever a forward without a backward has left shown
+    show_own_parameters(model)  # the shards have the gradients, whatever a forward without a backward has left shown
     parameters = _trained_in_16_bits(model.parameters())
     sums: dict[torch.Tensor, torch.Tensor] = {}
 

@@ -1,22 +1,21 @@
-"""``engine.shard``: FSDP2 on any module, at the four ZeRO levels, with the traps of foreign modules taken care of."""
+"""``engine.shard``: FSDP2 on any module, at the four ZeRO levels, with the traps of foreign modules taken care of.
+
+What is done where there are several ranks is in ``engine.parallel.over_ranks``, and is imported there only: FSDP and
+DTensor take more than a second.
+"""
 
 from __future__ import annotations
 
-import functools
 import types
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.mixed_precision import casting
-from engine.optim.checks import mark_replaced, watch_optimizers
+from engine.optim.checks import watch_optimizers
 from engine.parallel.checks import (
     check_model,
     check_no_generator,
@@ -25,21 +24,10 @@ from engine.parallel.checks import (
     check_shards,
     check_units,
 )
-from engine.parallel.context import split_tokens
-from engine.parallel.forward_hooks import ForwardHooks
-from engine.parallel.fsdp import reshard, shards_integers
-from engine.parallel.gloo.collectives import over_gloo, use_gloo_collectives
-from engine.parallel.gloo.sharded_embedding import shard_embeddings
-from engine.parallel.inputs import check_inputs
-from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
-from engine.parallel.pipeline.execution import pipeline_of, split_into_stages
-from engine.parallel.pipeline.stages import absent_names, split_block_lists
-from engine.parallel.tensor import parallelize
 from engine.precision import Policy
 from engine.recompute import wrap_units_
-from engine.registry import STAYS_GATHERED, note_parameters, set_sharding, stages_of
-from engine.shards import is_sharded, set_user_attributes, user_attributes
-from engine.tensors import shard_of
+from engine.registry import note_parameters, set_sharding, stages_of
+from engine.shards import is_sharded
 
 
 def shard(
@@ -108,7 +96,9 @@ def lay_over_ranks(
         check_not_nested(chosen)
     lists = _pipelined_lists(model) if settings.pp_size > 1 else []
     if settings.pp_size > 1 and stages_of(model) is None:  # else a call that raised later has cut it
-        _cut_into_stages(model, lists, over_stages)
+        from engine.parallel.over_ranks import cut_into_stages
+
+        cut_into_stages(model, lists, over_stages)
         chosen = _choose_units(model, units)
     set_sharding(model, policy)
     if policy.offload != "none":
@@ -119,19 +109,9 @@ def lay_over_ranks(
         _finish_plain(model, methods, cast_to)
         note_parameters(model)
         return model
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-    before, attributes = dict(model.named_parameters()), user_attributes(model)
-    _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
-    order = [m for m in model.modules() if m in chosen]
-    _shard_units(model, order, policy, level, lists, over_stages)
-    set_sharding(model, policy, level)
-    _install_hooks(model, order, policy, methods, storage_mesh(device_mesh(), level, over_stages)["dp_shard"])
-    set_user_attributes(model, attributes)
-    still = set(model.parameters())
-    mark_replaced({name: p for name, p in before.items() if p not in still})
-    note_parameters(model)
+    from engine.parallel.over_ranks import lay_out
+
+    lay_out(model, chosen, level, policy, methods, tp_plan, lists, over_stages)
     return model
 
 
@@ -158,96 +138,6 @@ def _finish_plain(model: nn.Module, methods: Sequence[str], cast_to: torch.dtype
         model.to(device)
 
 
-def _cut_into_stages(model: nn.Module, lists: list[nn.ModuleList], over_stages: bool) -> None:
-    """Leave this rank's stage of the model; ``lists`` pipeline their blocks themselves."""
-    if over_stages:
-        _check_stages(lists)
-        split_block_lists(model, lists, device_mesh())
-    else:
-        split_into_stages(model, device_mesh(), runtime.current().pp_chunks)
-
-
-def _shard_units(
-    model: nn.Module,
-    order: Sequence[nn.Module],
-    policy: Policy,
-    level: int,
-    lists: Iterable[nn.ModuleList],
-    over_stages: bool,
-) -> None:
-    """``fully_shard`` of the units, in the order of ``model.modules()``, and of what is left, the root's."""
-    settings = runtime.current()
-    of_stage, mesh = data_mesh(device_mesh(), level), data_mesh(device_mesh(), level, over_stages)
-    in_lists = {m for blocks in lists for m in blocks.modules()}
-    mixed = mixed_precision(policy, model)
-    # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
-    if order and settings.pp_size == 1:
-        STAYS_GATHERED.set(order[-1], True)
-    # What FSDP refuses; each rank has all of them.
-    left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
-    if not shards_integers():
-        left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
-    for parameter in left:
-        if not parameter.is_meta:
-            parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds
-    if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
-        left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
-    # Inner units first: each takes the parameters below it that no unit has taken.
-    units = set(order)
-    for unit in sorted(order, key=lambda unit: sum(m in units for m in unit.modules())):
-        where = of_stage if unit in in_lists else mesh
-        freed = level == 3 and not STAYS_GATHERED.get(unit)
-        fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=left)
-        if unit in in_lists:
-            # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
-            assert isinstance(unit, FSDPModule)
-            unit.set_modules_to_backward_prefetch([unit])
-    kept = None if level == 3 else False
-    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=left)
-
-
-def _install_hooks(
-    model: nn.Module, order: Sequence[nn.Module], policy: Policy, methods: Iterable[str], shards: DeviceMesh
-) -> None:
-    """Add the engine's hooks to a model that ``fully_shard`` has sharded; ``shards``: the mesh of the shards."""
-    # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
-    ahead = order if runtime.current().pp_size == 1 else ()
-    hooks = ForwardHooks(model, use_gloo_collectives(model, shards, ahead))
-    if (pipeline := pipeline_of(model)) is not None:
-        pipeline.dtype = policy.compute_dtype or next(model.parameters()).dtype
-        pipeline.watch(model)
-    hooks.watch()
-    for method in methods:
-        register_fsdp_forward_method(model, method)
-        setattr(model, method, hooks.counted(getattr(model, method)))
-    cut = functools.partial(_cut_whole_tensors, weakref.ref(model))
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(cut)
-
-
-def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:
-    """FSDP's policy for the dtypes of ``model``."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    # What is frozen may be trained later; but fp64 and complex numbers are not reduced in fp32 for its sake.
-    looked_at = trained if any(p.itemsize > 4 for p in trained) else model.parameters()
-    if policy.precision == "fp32" and any(p.is_floating_point() and p.itemsize < 4 for p in looked_at):
-        return MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
-    return policy.mixed_precision()
-
-
-def sharded_roots(model: nn.Module) -> list[FSDPModule]:
-    """The outermost sharded modules in ``model``, itself included."""
-    found: list[FSDPModule] = []
-    left = [model]
-    while left:  # each step asks: without generators for each module
-        module = left.pop()
-        if isinstance(module, FSDPModule):
-            found.append(module)
-        elif module._modules:
-            left += [child for child in reversed(dict.fromkeys(module._modules.values())) if child is not None]
-    return found
-
-
 def find_units(model: nn.Module) -> list[nn.Module]:
     """The blocks of any module: those it declares, those ``transformers`` declares, or the items of its ModuleLists."""
     if callable(say := getattr(model, "shard_units", None)):
@@ -270,37 +160,6 @@ def find_units(model: nn.Module) -> list[nn.Module]:
 
 def _pipelined_lists(model: nn.Module) -> list[nn.ModuleList]:
     return [m for m in model.modules() if isinstance(m, nn.ModuleList) and getattr(m, "pipelines_blocks", False)]
-
-
-def _check_stages(lists: list[nn.ModuleList]) -> None:
-    settings = runtime.current()
-    if settings.tp_size * settings.cp_size * settings.pp_chunks > 1:
-        raise ValueError(
-            f"PipelineTransformerBlockList (pp_size={settings.pp_size}) works without tp_size, cp_size and pp_chunks, "
-            f"which are {settings.tp_size}, {settings.cp_size} and {settings.pp_chunks}: set them to 1"
-        )
-    for blocks in lists:
-        if len(blocks) < settings.pp_size:
-            raise ValueError(
-                f"a PipelineTransformerBlockList has {len(blocks)} blocks, which are fewer than the {settings.pp_size} "
-                "stages of the pipeline (pp_size): use fewer"
-            )
-
-
-def _split_over_ranks(
-    model: nn.Module, level: int, tp_plan: Mapping[str, str] | None, sequence_units: Collection[nn.Module] | None
-) -> None:
-    """Tensor, sequence and context parallelism, as ``init_distributed`` and the policy say; after the pipeline's."""
-    mesh = device_mesh()
-    tensor, context = mesh["tp"].size() > 1, mesh["cp"].size() > 1
-    sequence = tensor and sequence_units is not None
-    if context or sequence:
-        split_tokens(model, mesh, sequence)
-    if tensor:
-        units = sequence_units if sequence else None
-        parallelize(model, storage_mesh(mesh, level)["tp"], tp_plan, units, absent_names(model))
-    if (tensor or context) and not hasattr(model, "tp_split"):  # such a layer by itself takes each rank's own rows
-        check_inputs(model, mesh)
 
 
 def _choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn.Module]:
@@ -357,18 +216,3 @@ def _function_of(model: nn.Module, method: str) -> Callable[..., Any]:
 def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
-
-
-def _cut_whole_tensors(
-    root: weakref.ref[nn.Module], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Before ``load_state_dict``: of whole tensors, which one process has saved, each rank takes its shards."""
-    shown = [p for p in module._parameters.values() if p is not None and not isinstance(p, DTensor)]
-    if shown and (model := root()) is not None:
-        reshard(model)
-    for own_name, parameter in module._parameters.items():
-        name = prefix + own_name
-        value = state.get(name)
-        if isinstance(parameter, DTensor) and torch.is_tensor(value) and not isinstance(value, DTensor):
-            if value.shape == parameter.shape:
-                state[name] = shard_of(value, parameter.device_mesh, parameter.placements)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from modelcenter.generation.settings import Settings
 from modelcenter.layers.cache import KVCache
@@ -37,6 +36,14 @@ def right_aligned(tokens: Tensor, kept: Tensor) -> Tensor:
     result = tokens.new_full((len(tokens), longest), -1)
     result[torch.arange(longest, device=tokens.device) >= longest - lengths[:, None]] = tokens[kept]
     return result
+
+
+def _is_sharded(model: Any) -> bool:
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor  # takes a second to import, which one process is spared
+
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
@@ -88,7 +95,7 @@ class State:
             self.tokens = self.written = input_ids.new_full((len(input_ids), 1), start)
             batch["decoder_input_ids"] = self.tokens
         self.logits = self._run(batch)
-        self.sharded = dist.is_initialized() and any(isinstance(p, DTensor) for p in model.parameters())
+        self.sharded = _is_sharded(model)
 
     def _make_cache(self, longest: int, settings: Settings) -> KVCache:
         """A cache for prompts of up to `longest` tokens. Raises ValueError: the new ones exceed the positions."""

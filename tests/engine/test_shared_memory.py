@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -155,7 +156,8 @@ def test_one_that_does_not_come_is_named():
         assert 0.9 < seconds < 10
     with Pool(2) as pool, pytest.raises(RuntimeError) as caught:
         pool.run(waits, "dies", timeout=60)
-    assert "rank 1 of 2 died: killed by signal 9" in str(caught.value)
+    # "of 2" where its death is seen first, "then" where the other rank was quicker to notice
+    assert re.search("rank 1 (of 2|then) died: killed by signal 9", str(caught.value))
     assert "lost the connection to rank 1 (process " in str(caught.value)
 
 

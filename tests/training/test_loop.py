@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -38,6 +40,23 @@ def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
     else:
         on_ranks(lambda: main(command(values)), ranks, timeout=90)
     return read_rows(values["output_dir"])
+
+
+@pytest.mark.full
+def test_one_process_does_without_what_shards_need(folder):
+    """FSDP and DTensor take half as long to import as torch itself. A run that writes no checkpoint, and generation,
+    do not need them."""
+    words = command(flags(folder, save_every="never", max_steps=2))
+    code = (
+        "import sys, torch, modelcenter as mc; from scripts.finetune_classification import main; main(sys.argv[1:]); "
+        "mc.from_config('tiny/gpt2', task='causal-lm').generate(torch.ones(1, 2).long(), max_new_tokens=2); "
+        "names = [f'torch.distributed.{n}' for n in ('checkpoint', 'tensor', 'fsdp')]; "
+        "print([n for n in (*names, 'sympy', 'torch._dynamo') if n in sys.modules])"
+    )
+    root = os.path.dirname(os.path.dirname(modelcenter.__file__))
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
 def read_rows(output_dir) -> list[dict]:

@@ -4,11 +4,10 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from engine.registry import policy_of, zero_level
 from engine.shards import is_sharded
-from engine.tensors import local_tensor
+from engine.tensors import is_shard, local_tensor
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 
@@ -47,7 +46,7 @@ def state_bytes(cfg: TrainConfig, model: Model) -> StateBytes:
 def _whole(parameter: torch.Tensor) -> int:
     """Elements of a parameter that this rank computes with: of a shard, the whole; of a part of a layer, that part."""
     local = local_tensor(parameter).numel()
-    if not isinstance(parameter, DTensor):
+    if not is_shard(parameter):
         return local
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim

@@ -1,0 +1,63 @@
+"""The microbatches of a step, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import runtime
+
+
+def run_in_turn(
+    microbatches: Iterable[Any],
+    loss_of: Callable[[Any, int], torch.Tensor],
+    backward: Callable[[torch.Tensor], None],
+    before: Callable[[int], None] | None = None,
+) -> torch.Tensor:
+    """Forward and backward of each; returns the sum of the losses, 0-d, fp32.
+
+    loss_of: of a microbatch and its number. before: called with the number of each.
+    """
+    total = torch.zeros(())
+    for step, microbatch in enumerate(microbatches):
+        if before is not None:
+            before(step)
+        loss = loss_of(microbatch, step)
+        part = loss.detach().to(torch.float32, copy=True)
+        total = total + part if step else part  # to copy the zero to a GPU would be to wait for it
+        backward(loss)
+    return total
+
+
+def checked_loss(loss: Any, step: int) -> torch.Tensor:
+    """What ``forward`` has returned."""
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(
+            f"forward returned {loss!r} as the loss of microbatch {step}, expected a 0-d tensor, which depends on the "
+            "parameters"
+        )
+    if not loss.requires_grad:
+        raise RuntimeError(
+            f"the loss of microbatch {step} on rank {runtime.rank()} does not depend on the parameters, so this rank "
+            "cannot take part in the reduction of the gradients: a loss over no items must be a sum over nothing, not "
+            "a constant"
+        )
+    return loss
+
+
+def shown_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters as the model shows them, each once, in no order: for which torch has a generator in each module,
+    and names."""
+    found: dict[int, nn.Parameter] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
+        if module._modules:
+            left += [child for child in module._modules.values() if child is not None]
+    return list(found.values())

@@ -14,7 +14,8 @@ from engine.bmtrain.parameter import DistributedParameter, declared_attributes, 
 from engine.init import draw_, init_parameters_
 from engine.names import clean_name
 from engine.parallel.checks import check_ranks
-from engine.parallel.shard import find_units, lay_over_ranks
+from engine.parallel.shard import lay_over_ranks
+from engine.parallel.units import find_units
 from engine.precision import Policy
 from engine.shards import is_sharded, materialize, sharded_roots
 from engine.tensors import as_bytes

@@ -26,7 +26,7 @@ from engine.parallel.pipeline.execution import pipeline_of, split_into_stages
 from engine.parallel.pipeline.stages import absent_names, split_block_lists
 from engine.parallel.tensor import parallelize
 from engine.precision import Policy
-from engine.registry import STAYS_GATHERED, note_parameters, set_sharding
+from engine.registry import STAYS_GATHERED, set_sharding
 from engine.shards import set_user_attributes, user_attributes
 from engine.tensors import shard_of
 
@@ -55,20 +55,20 @@ def _check_stages(lists: list[nn.ModuleList]) -> None:
             )
 
 
-def lay_out(
+def replace_parameters(
     model: nn.Module,
     chosen: Collection[nn.Module],
-    level: int,
     policy: Policy,
     methods: Iterable[str],
     tp_plan: Mapping[str, str] | None,
-    lists: Iterable[nn.ModuleList],
+    lists: Sequence[nn.ModuleList],
     over_stages: bool,
 ) -> None:
-    """Lay a model over the ranks, after it was cut into stages and its units were wrapped.
+    """Put this rank's shards in the place of the parameters, and add the hooks that gather and reduce them.
 
-    chosen: its units. methods: that are called as forward is. lists: pipeline their blocks themselves.
+    chosen: the units, wrapped already. methods: that are called as forward is. lists: pipeline their blocks themselves.
     """
+    level = runtime.current().zero_level if policy.zero_level is None else policy.zero_level
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -81,7 +81,6 @@ def lay_out(
     set_user_attributes(model, attributes)
     still = set(model.parameters())
     mark_replaced({name: p for name, p in before.items() if p not in still})
-    note_parameters(model)
 
 
 def _split_over_ranks(

@@ -24,6 +24,7 @@ from engine.parallel.checks import (
     check_shards,
     check_units,
 )
+from engine.parallel.units import choose_units, unit_parameters
 from engine.precision import Policy
 from engine.recompute import wrap_units_
 from engine.registry import note_parameters, set_sharding, stages_of
@@ -76,55 +77,57 @@ def lay_over_ranks(
     policy = policy or Policy()
     if not isinstance(policy, Policy):
         raise ValueError(f"policy: got {policy!r}, expected an engine.Policy, or None for what init_distributed said")
-    settings = runtime.current()
-    level = settings.zero_level if policy.zero_level is None else policy.zero_level
     if is_sharded(model):
         return model
-    methods = list(forward_methods)
+    methods, settings = list(forward_methods), runtime.current()
     check_model(model, methods)
     if runtime.world_size() > 1 and stages_of(model) is None:
         check_ranks(model.named_parameters())
     policy.cast_parameters_(model)
-    chosen = _choose_units(model, units)
     stays_plain = runtime.world_size() == 1
-    wraps = policy.recompute != "none" or bool(policy.compile)
-    cast_to = policy.compute_dtype if stays_plain else None
-    _check_whole(model, chosen, wraps, stays_plain)
-    if cast_to is not None:
-        check_no_generator(chosen)
-    if policy.recompute == "selective" and not stays_plain:
-        check_not_nested(chosen)
+    chosen = choose_units(model, units)
+    _check_chosen(model, chosen, policy, stays_plain)
     lists = _pipelined_lists(model) if settings.pp_size > 1 else []
     if settings.pp_size > 1 and stages_of(model) is None:  # else a call that raised later has cut it
         from engine.parallel.over_ranks import cut_into_stages
 
         cut_into_stages(model, lists, over_stages)
-        chosen = _choose_units(model, units)
+        chosen = choose_units(model, units)
     set_sharding(model, policy)
     if policy.offload != "none":
         watch_optimizers()
-    if wraps or cast_to is not None:
+    cast_to = policy.compute_dtype if stays_plain else None
+    if _wraps_units(policy) or cast_to is not None:
         wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile, cast_to)
     if stays_plain:
         _finish_plain(model, methods, cast_to)
-        note_parameters(model)
-        return model
-    from engine.parallel.over_ranks import lay_out
+    else:
+        from engine.parallel.over_ranks import replace_parameters
 
-    lay_out(model, chosen, level, policy, methods, tp_plan, lists, over_stages)
+        replace_parameters(model, chosen, policy, methods, tp_plan, lists, over_stages)
+    note_parameters(model)
     return model
 
 
-def _check_whole(model: nn.Module, chosen: set[nn.Module], wraps: bool, stays_plain: bool) -> None:
+def _wraps_units(policy: Policy) -> bool:
+    return policy.recompute != "none" or bool(policy.compile)
+
+
+def _check_chosen(model: nn.Module, chosen: set[nn.Module], policy: Policy, stays_plain: bool) -> None:
     """Before the model is cut into stages, so that all of them raise and none is cut."""
-    if wraps and not chosen:
+    if _wraps_units(policy) and not chosen:
         raise ValueError(
             f"the policy recomputes or compiles units, but {type(model).__name__} has none that were found: name them "
             "with units="
         )
-    if not stays_plain:
-        check_units(unit_parameters(model, chosen))
-        check_shards(model)
+    if stays_plain:
+        if policy.compute_dtype is not None:
+            check_no_generator(chosen)
+        return
+    check_units(unit_parameters(model, chosen))
+    check_shards(model)
+    if policy.recompute == "selective":
+        check_not_nested(chosen)
 
 
 def _finish_plain(model: nn.Module, methods: Sequence[str], cast_to: torch.dtype | None) -> None:
@@ -138,73 +141,8 @@ def _finish_plain(model: nn.Module, methods: Sequence[str], cast_to: torch.dtype
         model.to(device)
 
 
-def find_units(model: nn.Module) -> list[nn.Module]:
-    """The blocks of any module: those it declares, those ``transformers`` declares, or the items of its ModuleLists."""
-    if callable(say := getattr(model, "shard_units", None)):
-        return list(say())
-    if names := set(getattr(model, "_no_split_modules", None) or ()):
-        if found := [m for m in model.modules() if type(m).__name__ in names and m is not model]:
-            return found
-    found = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                found.extend(child)
-            else:
-                visit(child)
-
-    visit(model)
-    return found
-
-
 def _pipelined_lists(model: nn.Module) -> list[nn.ModuleList]:
     return [m for m in model.modules() if isinstance(m, nn.ModuleList) and getattr(m, "pipelines_blocks", False)]
-
-
-def _choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn.Module]:
-    inside = set(model.modules())
-    wanted = find_units(model) if units is None else list(units)
-    chosen: set[nn.Module] = set()
-    for unit in wanted:
-        # A list has no forward of its own, so its items are the units.
-        for module in unit if isinstance(unit, nn.ModuleList) else [unit]:
-            if module not in inside:
-                raise ValueError(f"units has a {type(module).__name__} that is not a module of {type(model).__name__}")
-            if module is not model and next(module.parameters(), None) is not None:
-                chosen.add(module)
-    while shared := _sharing_units(model, chosen):
-        chosen -= shared
-    return chosen
-
-
-def unit_parameters(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
-    """The (name, parameter) pairs that each unit, or the root, has of its own."""
-    groups: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
-    seen: set[tuple[nn.Module, nn.Module]] = set()
-
-    def visit(module: nn.Module, prefix: str, group: nn.Module) -> None:
-        group = module if module in chosen else group
-        if (module, group) in seen:  # once for each unit that holds the module
-            return
-        seen.add((module, group))
-        groups.setdefault(group, []).extend(
-            (prefix + name, p) for name, p in module._parameters.items() if p is not None
-        )
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.", group)
-
-    visit(model, "", model)
-    return groups
-
-
-def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
-    """Units that hold a parameter which another unit, or the root, holds too."""
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for group, members in unit_parameters(model, chosen).items():
-        for _, parameter in members:
-            holders.setdefault(parameter, set()).add(group)
-    return {group for groups in holders.values() if len(groups) > 1 for group in groups if group is not model}
 
 
 def _function_of(model: nn.Module, method: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import engine
-from engine.parallel.shard import find_units
+from engine.parallel.units import find_units
 
 # steps -> ranks -> indices of microbatches: one each; ragged; and one rank with none at all
 TWO = [[[0], [1]], [[2, 3, 4, 5], [6, 7, 8]], [[9], []]]

@@ -1,0 +1,80 @@
+"""Units: the modules whose parameters are gathered together. What belongs to no unit is the root's, the model itself.
+
+A parameter that two units share, or a unit and the root, cannot be gathered with either: such a unit is dissolved, and
+its parameters are the root's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """The blocks of any module: those it declares, those ``transformers`` declares, or the items of its ModuleLists."""
+    if callable(say := getattr(model, "shard_units", None)):
+        return list(say())
+    if names := set(getattr(model, "_no_split_modules", None) or ()):
+        if found := [m for m in model.modules() if type(m).__name__ in names and m is not model]:
+            return found
+    found = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.extend(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn.Module]:
+    """The units of ``engine.shard``: those given, or found, but for those without parameters or with shared ones.
+
+    Raises ValueError if one of those given is not a module of ``model``.
+    """
+    inside = set(model.modules())
+    wanted = find_units(model) if units is None else list(units)
+    chosen: set[nn.Module] = set()
+    for unit in wanted:
+        # A list has no forward of its own, so its items are the units.
+        for module in unit if isinstance(unit, nn.ModuleList) else [unit]:
+            if module not in inside:
+                raise ValueError(f"units has a {type(module).__name__} that is not a module of {type(model).__name__}")
+            if module is not model and next(module.parameters(), None) is not None:
+                chosen.add(module)
+    while shared := _sharing_units(model, chosen):
+        chosen -= shared
+    return chosen
+
+
+def unit_parameters(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:
+    """The (name, parameter) pairs that each unit, or the root, has of its own."""
+    groups: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
+    seen: set[tuple[nn.Module, nn.Module]] = set()
+
+    def visit(module: nn.Module, prefix: str, group: nn.Module) -> None:
+        group = module if module in chosen else group
+        if (module, group) in seen:  # once for each unit that holds the module
+            return
+        seen.add((module, group))
+        groups.setdefault(group, []).extend(
+            (prefix + name, p) for name, p in module._parameters.items() if p is not None
+        )
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.", group)
+
+    visit(model, "", model)
+    return groups
+
+
+def _sharing_units(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
+    """Units that hold a parameter which another unit, or the root, holds too."""
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for group, members in unit_parameters(model, chosen).items():
+        for _, parameter in members:
+            holders.setdefault(parameter, set()).add(group)
+    return {group for groups in holders.values() if len(groups) > 1 for group in groups if group is not model}

@@ -1,7 +1,26 @@
-"""Sharded-parameter training engine: BMTrain's few words on PyTorch's own distributed stack.
+"""The training engine: shards the parameters, gradients and optimizer states of any module over ranks.
 
-``import engine`` imports neither torch nor anything that starts a process group; each public name is
-imported when it is first used (PEP 562).
+It has BMTrain's API on top of PyTorch's FSDP2, DTensor and distributed checkpoints, and knows no model.
+``import engine`` imports neither torch nor anything that starts a process group; each public name is imported when it
+is first used (PEP 562).
+
+Where to look::
+
+    startup, process_group, rendezvous   ``init_distributed``: what the launcher says, and how ranks meet and part
+    runtime                              this rank's number, device, seed and settings
+    precision                            ``Policy``: ZeRO level, precision, recomputation, offload, compilation
+    parallel/                            ``shard``: FSDP2, and tensor, context, sequence and pipeline parallelism
+    mixed_precision, recompute           what wraps the forward of a unit
+    init, shards, names, tensors         initial values; what a rank holds of a model; DTensors
+    accumulation/, lockstep              gradients of a global batch; loops that keep all ranks in step
+    optim/, lr_scheduler                 optimizers, clipping and ``OptimManager``; learning-rate schedules
+    checkpoint/, background              saving and loading, also while training goes on
+    ops/, loss/                          operators, compiled from csrc/ or in torch; the cross-entropy
+    collectives, distributed             collectives for the engine itself, and BMTrain's differentiable ones
+    bmtrain/, nn, utils, inspect, debug  the rest of BMTrain's API
+    description, profiler, memory        what a model costs: computed, traced, measured
+    testing                              a function on several ranks of this machine, or a pretended cluster
+    registry, outputs, torch_compat      notes on foreign objects; tensors in outputs; versions of torch
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""Optimizers, clipping and the optimizer manager, all on local shards."""
+"""Optimizers, clipping and the optimizer manager, all on local shards.
+
+::
+
+    manager                       OptimManager: loss scale, clipping, and the step of optimizers and schedules
+    base                          what optimizers with a fused step share
+    adam, adam8, offload, lion    optimizers with a fused step
+    adafactor, muon               optimizers that look at whole matrices, or at their rows and columns
+    clip                          the norm of gradients, and clipping by it
+    states, checks                groups, gradients and saved states, checked; optimizers built before sharding
+    rounding                      stochastic rounding of bf16 parameters
+"""
 
 from engine.optim.adafactor import Adafactor
 from engine.optim.adam import AdamOptimizer

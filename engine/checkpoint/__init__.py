@@ -7,6 +7,10 @@
     optim/            the optimizers' tensors by parameter name, likewise             (training checkpoints)
     state/            schedules, loss scale, user state; random generators by rank    (training checkpoints)
     ...               what the caller adds (configuration, tokenizer)
+
+``model``, ``optimizer`` and ``training`` write and read those folders, ``random_state`` and ``safe_pickle`` the values
+in state/; ``files`` has the manifest and the rename that makes a directory complete, ``steps`` a directory of many
+checkpoints, ``dcp`` and ``dcp_metadata`` the format of torch.distributed.checkpoint.
 """
 
 import importlib
@@ -21,7 +25,6 @@ from engine.checkpoint.files import (
     hash_ranges,
     named_checkpoint,
 )
-from engine.collectives import from_rank_0, together
 
 if TYPE_CHECKING:
     from engine.checkpoint.model import (
@@ -42,7 +45,6 @@ __all__ = [
     "atomic_directory",
     "check_manifest",
     "finish_save",
-    "from_rank_0",
     "hash_ranges",
     "latest_checkpoint",
     "load_checkpoint",
@@ -54,7 +56,6 @@ __all__ = [
     "save_model",
     "stored_metadata",
     "stored_tensors",
-    "together",
     "wait_checkpoint",
     "whole_tensor",
     "write_model",

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import engine
-from engine.checkpoint import named_tensors, together
+from engine.checkpoint import named_tensors
+from engine.collectives import together
 from engine.init import init_parameters_
 from engine.names import clean_name
 from engine.shards import is_sharded

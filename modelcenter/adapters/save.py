@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import engine
-from engine.checkpoint import named_tensors, together, whole_tensor
+from engine.checkpoint import named_tensors, whole_tensor
+from engine.collectives import together
 from modelcenter.adapters.low_rank import LowRankUpdate, hub_modules, to_hub
 from modelcenter.adapters.modules_to_save import gather_modules
 from modelcenter.adapters.peft_format import (

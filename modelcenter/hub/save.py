@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import engine
-from engine.checkpoint import all_tensors, from_rank_0, named_tensors, save_model, together, whole_tensor
-from engine.collectives import gather_objects
+from engine.checkpoint import all_tensors, named_tensors, save_model, whole_tensor
+from engine.collectives import from_rank_0, gather_objects, together
 from modelcenter import registry
 from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.rules import ArchMap

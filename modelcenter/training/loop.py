@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import engine
-from engine.checkpoint import from_rank_0, together
+from engine.collectives import from_rank_0, together
 from engine.ops import dropout_key
 from modelcenter.adapters import trainable_parameters
 from modelcenter.command_line.errors import Stopped

@@ -46,7 +46,7 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
 
 def _prepared(cfg: Any, info: TaskInfo) -> tuple[Any, ...]:
     """The task, the model, its tokenizer, the rows to train and to evaluate on, and the run that goes on."""
-    from engine.checkpoint import together
+    from engine.collectives import together
     from modelcenter.training.checkpoints.resume import find_continuation
     from modelcenter.training.setup.launch import start_ranks
     from modelcenter.training.setup.model import build_model, load_tokenizer

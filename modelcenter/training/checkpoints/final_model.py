@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import engine
-from engine.checkpoint import load_model, together
+from engine.checkpoint import load_model
+from engine.collectives import together
 from modelcenter.adapters import merge_lora, save_adapter
 from modelcenter.hub.remote.push import push_directory
 from modelcenter.training.checkpoints.model_selection import best_checkpoint

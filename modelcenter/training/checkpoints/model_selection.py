@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from engine.checkpoint import from_rank_0, latest_checkpoint
+from engine.checkpoint import latest_checkpoint
+from engine.collectives import from_rank_0
 from modelcenter.data.examples import Examples
 from modelcenter.training.checkpoints.fingerprints import identity
 from modelcenter.training.config import TrainConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from engine.checkpoint import from_rank_0, latest_checkpoint, load_checkpoint, together
+from engine.checkpoint import latest_checkpoint, load_checkpoint
+from engine.collectives import from_rank_0, together
 from engine.optim import OptimManager
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import RUN_FILE

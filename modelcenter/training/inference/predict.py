@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import engine
-from engine.checkpoint import together
+from engine.collectives import together
 from modelcenter.data import sources
 from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import engine
-from engine.checkpoint import from_rank_0, together, wait_checkpoint
+from engine.checkpoint import wait_checkpoint
+from engine.collectives import from_rank_0, together
 from modelcenter.hub.remote.push import check_push
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.output.folder import prepare_output, remove_if_empty

@@ -4,7 +4,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,30 @@ _OWN_CLASSES = {name: name for name in _CPM_CLASSES.values() if name != "CpmAntT
 }
 
 
+@dataclass(frozen=True)
+class _TokenizerFiles:
+    """Where the files of a tokenizer are. source: what transformers is given, the directory or the Hub id."""
+
+    directory: Path | None  # None: on the Hub
+    source: str
+    options: HubOptions
+
+    def find(self, name: str) -> Path | None:
+        """A file of the directory or the repository; None if it is not there."""
+        if self.directory is None:
+            return download_file(self.source, name, self.options)
+        return self.directory / name if (self.directory / name).is_file() else None
+
+    def held(self) -> list[Path]:
+        """The tokenizer's files in the directory."""
+        return [] if self.directory is None else _tokenizer_files(self.directory)
+
+    def are_cached(self) -> bool:
+        """Whether the cache has files of the repository's tokenizer."""
+        offline = replace(self.options, local_files_only=True)
+        return any(download_file(self.source, name, offline) is not None for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """transformers' AutoTokenizer, or one of CPM's, for a directory, a weight file, a name of `list_models`, a Hub id.
 
@@ -44,69 +68,32 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         ValueError: no such directory or model, or it holds no tokenizer.
     """
     from transformers import AutoTokenizer
-    from transformers.utils import is_mistral_common_available
 
-    name = name_of(name_or_path)
-    folder = Path(expanduser(name))
-    if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
-        folder = folder.parent
-        name = str(folder)
-    directory: Path | None = folder
-    if not (folder / TOKENIZER_CONFIG_FILE).is_file():  # else a tokenizer, perhaps without a model beside it
-        directory = local_directory(name)
-    source, pinned = (str(directory), None) if directory is not None else repo_of(name)
+    directory, source, pinned = _locate(name_or_path)
     if pinned is not None:
         kwargs.setdefault("revision", pinned)
-    paths = [] if directory is None else [directory / name for name in TOKENIZER_FILES]
-    for path in paths:
-        refuse_broken_link(path)
-    held = [path for path in paths if path.is_file()]
-    if directory is not None and not held:
-        # transformers would make one without words for some families
-        raise ValueError(
-            f"{directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); put one there with "
-            "tokenizer.save_pretrained"
-        )
-    for path in held:
-        refuse_lfs_pointer(path)
     kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
-    if (
-        directory is None
-        and _is_cached(source, kwargs)
-        and not is_reachable(source, TOKENIZER_CONFIG_FILE, _options(kwargs))
-    ):
+    files = _TokenizerFiles(directory, source, _options(kwargs))
+    if directory is None and files.are_cached() and not is_reachable(source, TOKENIZER_CONFIG_FILE, files.options):
         # transformers would look half a minute for each file that is not there
         kwargs["local_files_only"] = True
-    cpm_class = _cpm_class(directory, source, kwargs)
-    config_file = None if cpm_class is not None else _find_file(CONFIG_FILE, directory, source, kwargs)
+        files = replace(files, options=_options(kwargs))
+    cpm_class = _cpm_class(files)
+    config_file = None if cpm_class is not None else files.find(CONFIG_FILE)
     fields = {} if config_file is None else read_json(config_file)
     try:
         if cpm_class is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return cpm_class.from_pretrained(source, **kwargs)
-        if not kwargs["trust_remote_code"] and (config := _config_that_transformers_lacks(fields)) is not None:
-            kwargs.setdefault("config", config)
-        if is_mistral_common_available() and _find_file("tokenizer.json", directory, source, kwargs) is not None:
-            # of two forms of one vocabulary transformers takes Mistral's own, which lacks what training asks for
-            kwargs.setdefault("mistral_format", False)
+        kwargs = {**_auto_arguments(files, fields, kwargs["trust_remote_code"]), **kwargs}
         return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
-        for path in held:
+        for path in files.held():
             if path.suffix == ".json":
                 read_json(path)  # a file that was cut off says so itself
         if config_file is not None:
             _check_config(fields, config_file)
-        if message := _lacks_packages(directory, source, kwargs):
-            raise ValueError(f"no tokenizer could be loaded from {source}: {message}") from error
-        why = " ".join(str(error).split())
-        why = f"no tokenizer could be loaded from {source}: {why}{'' if why.endswith('.') else '.'}"
-        if cpm_class is not None or isinstance(error, ImportError):  # its class is known, or says what it needs
-            raise ValueError(why) from error
-        raise ValueError(
-            f"{why} A vocabulary alone does not say whose it is: tokenizer_config.json names the class, and some have "
-            "none in transformers. A file of newer versions needs newer versions here: pip install -U tokenizers "
-            "transformers"
-        ) from error
+        raise ValueError(_why_not_loaded(files, error, class_is_known=cpm_class is not None)) from error
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
@@ -126,17 +113,74 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
         raise OSError(int(written[2]), written[1], str(directory)) from error
 
 
-def _lacks_packages(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> str | None:
+def _locate(name_or_path: str | os.PathLike[str]) -> tuple[Path | None, str, str | None]:
+    """(directory, source, commit): a directory, checked to hold a tokenizer, or a repository of the Hub."""
+    name = name_of(name_or_path)
+    folder = Path(expanduser(name))
+    if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
+        folder = folder.parent
+        name = str(folder)
+    # A directory with a tokenizer is taken without a model beside it.
+    directory = folder if (folder / TOKENIZER_CONFIG_FILE).is_file() else local_directory(name)
+    if directory is None:
+        return None, *repo_of(name)
+    for file_name in TOKENIZER_FILES:
+        refuse_broken_link(directory / file_name)
+    held = _tokenizer_files(directory)
+    if not held:
+        # transformers would make one without words for some families
+        raise ValueError(
+            f"{directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); put one there with "
+            "tokenizer.save_pretrained"
+        )
+    for path in held:
+        refuse_lfs_pointer(path)
+    return directory, str(directory), None
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    return [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+
+
+def _auto_arguments(files: _TokenizerFiles, fields: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:
+    """What AutoTokenizer is told that it would get wrong by itself. fields: of the config beside the tokenizer."""
+    from transformers.utils import is_mistral_common_available
+
+    arguments: dict[str, Any] = {}
+    if not trust_remote_code and (config := _config_that_transformers_lacks(fields)) is not None:
+        arguments["config"] = config
+    if is_mistral_common_available() and files.find("tokenizer.json") is not None:
+        # of two forms of one vocabulary transformers takes Mistral's own, which lacks what training asks for
+        arguments["mistral_format"] = False
+    return arguments
+
+
+def _why_not_loaded(files: _TokenizerFiles, error: Exception, class_is_known: bool) -> str:
+    """What to tell a user whose tokenizer `error` kept from loading."""
+    if message := _lacks_packages(files):
+        return f"no tokenizer could be loaded from {files.source}: {message}"
+    why = " ".join(str(error).split())
+    why = f"no tokenizer could be loaded from {files.source}: {why}{'' if why.endswith('.') else '.'}"
+    if class_is_known or isinstance(error, ImportError):  # which says what it needs
+        return why
+    return (
+        f"{why} A vocabulary alone does not say whose it is: tokenizer_config.json names the class, and some have "
+        "none in transformers. A file of newer versions needs newer versions here: pip install -U tokenizers "
+        "transformers"
+    )
+
+
+def _lacks_packages(files: _TokenizerFiles) -> str | None:
     """What a tokenizer that is only a SentencePiece model lacks here; None if it is another or all is installed.
-    transformers takes such a file for one of tiktoken then, and asks for that. Arguments: as of _cpm_class."""
+    transformers takes such a file for one of tiktoken then, and asks for that."""
     from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
     available = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     missing = [package for package, installed in available.items() if not installed]
     if not missing:
         return None
-    kwargs = {**kwargs, "local_files_only": True}  # transformers has downloaded what there is
-    held = [name for name in TOKENIZER_FILES if _find_file(name, directory, source, kwargs) is not None]
+    files = replace(files, options=replace(files.options, local_files_only=True))  # what there is was downloaded
+    held = [name for name in TOKENIZER_FILES if files.find(name) is not None]
     models = [name for name in held if name.endswith(".model")]
     if not models or "tokenizer.json" in held:
         return None
@@ -178,17 +222,12 @@ def _with_eos(tokenizer: Any, fields: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
-def _cpm_class(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Any:
-    """The tokenizer class of a CPM model; None where transformers' AutoTokenizer knows it.
-
-    Args:
-        directory: where the files are, None: on the Hub, as `source`. kwargs: of load_tokenizer.
-    """
-    # Fails at once for a name that is not there, or without a network.
-    path = _find_file(TOKENIZER_CONFIG_FILE, directory, source, kwargs)
+def _cpm_class(files: _TokenizerFiles) -> Any:
+    """The tokenizer class of a CPM model; None where transformers' AutoTokenizer knows it."""
+    path = files.find(TOKENIZER_CONFIG_FILE)  # fails at once for a name that is not there, or without a network
     settings = read_json(path) if path is not None else {}
     name = _OWN_CLASSES.get(settings.get("tokenizer_class", ""))
-    if name is None and not settings and directory is not None:
+    if name is None and not settings and (directory := files.directory) is not None:
         bare = (directory / VOCABULARY_FILE).is_file() and (directory / CONFIG_FILE).is_file()
         config = read_json(directory / CONFIG_FILE) if bare else {}
         if str(config.get("model_type")) in ARCHITECTURES:
@@ -206,22 +245,9 @@ def _cpm_class(directory: Path | None, source: str, kwargs: Mapping[str, Any]) -
     return found
 
 
-def _find_file(name: str, directory: Path | None, source: str, kwargs: Mapping[str, Any]) -> Path | None:
-    """A file of the directory, or of the Hub's repository where there is none; None if it is not there."""
-    if directory is None:
-        return download_file(source, name, _options(kwargs))
-    return directory / name if (directory / name).is_file() else None
-
-
 def _options(kwargs: Mapping[str, Any]) -> HubOptions:
     known = ("revision", "token", "cache_dir", "local_files_only")
     return HubOptions(**{name: kwargs[name] for name in known if kwargs.get(name) is not None})
-
-
-def _is_cached(repo: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the cache has files of a repository's tokenizer."""
-    options = replace(_options(kwargs), local_files_only=True)
-    return any(download_file(repo, name, options) is not None for name in TOKENIZER_FILES)
 
 
 def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_multiple_of: int | None = None) -> int:

@@ -26,22 +26,37 @@ __all__ = [
 
 
 def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = None, **kwargs: Any) -> Model:
-    """Load a pretrained model, in eval mode.
+    """Load a pretrained model, in eval mode. `model.load_report` lists what happened to every tensor.
 
     Args:
-        name_or_path: a name of `list_models`, a hub id, a Hugging Face directory, a distributed checkpoint, a
+        name_or_path: a name of `list_models`, a Hub id, a Hugging Face directory, a distributed checkpoint, a
             checkpoint of ModelCenter (config.json and pytorch_model.pt), or a weight file.
-        task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names.
-        kwargs: num_labels, id2label, revision, dtype (None: as the file says), token, cache_dir, local_files_only,
-            strict, ignore_mismatched_sizes (heads only), policy (None: sharded as engine.init_distributed said; False:
-            plain), seed (of a head that the file lacks); config, prefix and ignore of local files (a weight file's
-            config; what to take off its names; patterns of names to pass over); config overrides in our names or
-            Hugging Face's, of which None drops a field of the file that is not understood; and settings of generation
-            (num_beams, temperature, ...), the defaults of model.generate, which generation_config then has, too.
+        task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names. A head that is named
+            here and missing in the files is initialised by `seed`.
+
+    Keyword arguments:
+        num_labels, id2label: the number of outputs of a classification head, and their names.
+        dtype: of the parameters; None: as the files hold them. torch_dtype is its old name.
+        revision, token, cache_dir, local_files_only: as in huggingface_hub.
+        strict: False tolerates tensors that the architecture does not know.
+        ignore_mismatched_sizes: tensors of heads whose shapes differ are initialised instead.
+        policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: always a
+            plain module.
+        seed: of the values of a head that the files lack.
+        adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
+        config: of a weight file that has no config.json beside it: a name, a JSON file, a dictionary or a config of
+            transformers.
+        prefix: what to take off the names in a weight file ("bert." of a wrapped model).
+        ignore: patterns of names in a weight file to pass over ("dense.*").
+
+    All other keyword arguments override fields of the config, in our names or Hugging Face's; None drops a field of
+    the file that is not understood; model_type says what a file is that does not say so itself. Generation settings
+    (num_beams, ...) become the defaults of `model.generate` and go into generation_config, token ids (eos_token_id,
+    ...) into both.
 
     Raises:
-        ValueError: unknown name, task, config field or setting; an override without effect; missing, unknown or
-            misshapen tensors; a missing, truncated or malformed file.
+        ValueError: no such model; a file is missing, truncated or malformed; a config field is not understood, or an
+            override of one has no effect here; a tensor is missing, unknown or misshapen. The message lists them.
     """
     from modelcenter.hub.load import load_model
 
@@ -54,9 +69,13 @@ def from_config(config: Any, task: str | None = None, *, seed: int = 0, **kwargs
     Args:
         config: a ModelConfig, a config of transformers, a dictionary or JSON file in Hugging Face's names, or a name
             such as "tiny/bert".
-        task: one of registry.TASKS; None: "base" (of an encoder-decoder of two families its one task, seq2seq-lm).
+        task: one of registry.TASKS; None: "base" (for model_type encoder-decoder its one task, seq2seq-lm).
         seed: of the random weights.
-        kwargs: num_labels, id2label, dtype, policy, config overrides and settings of generation, as from_pretrained.
+        kwargs: num_labels, id2label, dtype (None: fp32), policy, adapter, config overrides and settings of generation,
+            as in from_pretrained.
+
+    Raises:
+        ValueError: no such name, task or field.
     """
     from modelcenter.hub.load import build_model
 
@@ -129,6 +148,7 @@ class AutoTokenizer:
 
     @staticmethod
     def from_pretrained(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
+        """See modelcenter.hub.tokenizer.load_tokenizer."""
         from modelcenter.hub.tokenizer import load_tokenizer
 
         return load_tokenizer(name_or_path, **kwargs)

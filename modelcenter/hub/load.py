@@ -87,31 +87,10 @@ def load_model(
     adapter: Any = None,
     **config_overrides: Any,
 ) -> Any:
-    """Load a pretrained model, in eval mode. `model.load_report` lists what happened to every tensor.
+    """See modelcenter.from_pretrained, which documents the arguments.
 
     Args:
-        name_or_path: a name of `list_models`, a Hub id, a Hugging Face directory, a distributed checkpoint, a directory
-            of ModelCenter's (config.json and pytorch_model.pt), or a weight file.
-        task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names. A head that is named
-            here and missing in the files is initialised by `seed`.
-        num_labels, id2label: outputs of a classification head, and their names.
-        dtype: of the parameters; None: as the files hold them. torch_dtype is its old name.
-        strict: False tolerates tensors that the architecture does not know.
-        ignore_mismatched_sizes: tensors of heads whose shapes differ are initialised instead.
-        policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: plain always.
         architecture: the model_type that the checkpoint must have.
-        config: of a weight file that has no config.json beside it: a name, a JSON file, a dictionary or a config of
-            transformers.
-        prefix: what to take off the names in the weight file ("bert." of a wrapped model).
-        ignore: patterns of names in it to pass over ("dense.*").
-        adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
-        config_overrides: fields of the config, in our names or Hugging Face's; None drops a field of the file that is
-            not understood, model_type says what a file is that does not. Settings of generation (num_beams, ...) become
-            the defaults of `generate` and go into generation_config, tokens (eos_token_id, ...) into both.
-
-    Raises:
-        ValueError: no such model; a file is missing, truncated or malformed; a config field is not understood, or an
-            override of one has no effect here; a tensor is missing, unknown or misshapen. The message lists them.
     """
     dtype = _requested_dtype(dtype, config_overrides.pop("torch_dtype", None))
     architecture = architecture or config_overrides.pop("model_type", None)
@@ -156,17 +135,7 @@ def build_model(
     adapter: Any = None,
     **config_overrides: Any,
 ) -> Any:
-    """A model with random weights, in eval mode: bitwise the same on any number of ranks.
-
-    Args:
-        config: a ModelConfig, a config of transformers, a dictionary or JSON file in Hugging Face's names or ours, or a
-            name ("tiny/bert").
-        task: one of registry.TASKS; None: "base", or where there is none the first.
-        seed: of the weights. The rest: as load_model.
-
-    Raises:
-        ValueError: no such name, task or field.
-    """
+    """See modelcenter.from_config. architecture: the model_type that the config must have."""
     dtype = _requested_dtype(dtype, config_overrides.pop("torch_dtype", None))
     architecture = architecture or config_overrides.pop("model_type", None)
     adapters = _adapter_list(adapter)

@@ -141,7 +141,7 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--lr 1 --learning_rate=2", "lr: given twice, as --lr and as --learning_rate; give it once"),
     ],
 )
-def test_mistakes(words, says):
+def test_a_mistake_in_the_flags_names_the_flag_and_the_remedy(words, says):
     if says is None:
         assert read(*words.split()).train_split == "none"  # a flag that cannot be absent may be called so
         return

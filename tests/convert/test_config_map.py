@@ -275,7 +275,7 @@ def test_overrides_that_ask_for_what_is_done_anyway():
     assert config.extra["use_cache"] is False
 
 
-def test_labels():
+def test_names_and_numbers_of_labels_must_agree():
     named = SIZES | {"id2label": {"0": "a", "1": "b", "2": "c"}}
     assert CONFIG.read(named, BertConfig, {"num_labels": 3}).id2label == {0: "a", 1: "b", 2: "c"}
     assert CONFIG.read(named, BertConfig, {"num_labels": 4}).id2label is None

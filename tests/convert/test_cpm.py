@@ -64,7 +64,7 @@ def test_what_transformers_saves_again(kind, tmp_path):
     assert again.config.replace(**same) == ours.config.replace(**same)
 
 
-def test_layout(tmp_path):
+def test_files_have_the_documented_names(tmp_path):
     """The names in a file, which docs/models.md describes."""
     saved("cpm3", tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))

@@ -283,7 +283,7 @@ def test_unknown_tensors_name_the_nearest():
     assert "'toy.wtee' in model.safetensors. Did you mean 'wte'?" in text
 
 
-def test_ties():
+def test_a_tied_name_repeats_a_tensor_or_stands_in_for_it():
     layout = toy_layout("causal-lm")
     assert match_names(TOY, layout, ["wte", "lm.weight", "lm.bias", "lm.unused"]).repeats == [("lm.weight", "wte")]
     assert match_names(TOY, layout, ["wte", "lm.weight", "lm.bias", "lm.unused"]).ignored == ["lm.unused"]

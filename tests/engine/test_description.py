@@ -91,7 +91,7 @@ def test_a_plain_model_and_one_on_meta(capsys):
     assert on_meta.units[0].on_rank == said.units[0].on_rank
 
 
-def test_sizes():
+def test_sizes_have_units_and_three_digits():
     assert [readable(n) for n in (0, 999, 1000, 1230, 3e9, 5e12)] == ["0 B", "999 B", "1 kB", "1.23 kB", "3 GB", "5 TB"]
 
 

@@ -103,7 +103,7 @@ class Odd(nn.Module):
             self.init_spec = lambda: {"own": rule}
 
 
-def test_errors():
+def test_a_rule_that_is_missing_or_unknown_is_an_error():
     with pytest.raises(ValueError, match=r"parameter own has no rule .*give Odd an init_spec\(\)"):
         init_parameters_(Odd(), 0)
     with pytest.raises(ValueError, match=r"gives \('magic', 1\) for parameter own, expected one of: normal with 1"):

@@ -26,7 +26,7 @@ def optimizer(*rates, lr=1.0, **extra):
         ("Noam", {0: 0, 2: 0.5, 4: 1, 16: 0.5}),
     ],
 )
-def test_values(kind, expected):
+def test_rates_are_those_of_the_formulas(kind, expected):
     sgd = optimizer(None)
     schedule = getattr(schedules, kind)(sgd, start_lr=2.0, warmup_iter=4, end_iter=12)
     for step in range(max(expected) + 1):

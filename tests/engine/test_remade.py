@@ -324,7 +324,7 @@ def on_ranks(level, model):
 
 
 @pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.full), 3])
-def test_two_ranks(two, level):
+def test_cheap_recomputation_saves_memory_on_two_ranks(two, level):
     """The casts are FSDP's there."""
     assert all(part < 0.75 for part in two.run(on_ranks, level, "llama"))
 

@@ -238,7 +238,7 @@ def test_dropout_differs_on_rows_that_are_split(two):
 
 
 @pytest.mark.parametrize("policy", [{}, SEQUENCE], ids=["tp", "sp"])
-def test_in_bf16(two, policy):
+def test_bf16_computes_in_16_bits_and_keeps_parameters_in_fp32(two, policy):
     expected = bert.train(bert.build("masked-lm"), bert.TWO_PLAN)
     for found in two.run(bert.trained, "masked-lm", bert.TWO_PLAN, {"tp_size": 2}, {}, {"precision": "bf16", **policy}):
         assert found["loss"] == pytest.approx(expected["loss"], rel=0.02)

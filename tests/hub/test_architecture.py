@@ -46,7 +46,7 @@ def test_auto_classes_fix_the_task(name, task, tmp_path):
     assert not about["missing_keys"] and not about["unexpected_keys"]
 
 
-def test_labels(saved):
+def test_names_of_labels_are_those_of_the_file_or_of_the_caller(saved):
     path = saved(
         "sequence-classification", id2label={0: "bad", 1: "good", 2: "odd"}, label2id={"bad": 0, "good": 1, "odd": 2}
     )
@@ -65,7 +65,7 @@ def test_labels_of_another_task_are_left_behind(saved, tmp_path):
     assert not any(info.values())
 
 
-def test_overrides(saved):
+def test_overrides_take_either_spelling_and_unknown_ones_are_errors(saved):
     path = saved("base")
     assert mc.from_pretrained(path, hidden_dropout_prob=0.5).config.dropout == 0.5
     assert mc.from_pretrained(path, norm_eps=0.25).embed_norm.eps == 0.25

@@ -143,7 +143,7 @@ def test_empty_lines(model_with):
         assert len(tokenizer) == len(WORDS) + first
 
 
-def test_errors(model_with):
+def test_a_vocabulary_without_the_space_is_an_error(model_with):
     with pytest.raises(ValueError, match=r"vocab.txt: it has no '▂' \(space\); is it the vocabulary of another model"):
         mc.AutoTokenizer.from_pretrained(model_with("cpm2", [word for word in WORDS if word != "▂"]))
     # A special token that the vocabulary lacks gets no number of its own, which the model would not know.

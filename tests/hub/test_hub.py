@@ -164,7 +164,7 @@ out["pickled"] = digest(mc.from_pretrained("me/pickled"))
     assert of_tiny == {"config.json", "model.safetensors"} | set(os.listdir(two)), "one format, nothing else"
 
 
-def test_errors(hub, saved, home, tmp_path):
+def test_each_thing_that_can_be_wrong_with_a_repository_has_its_error(hub, saved, home, tmp_path):
     """One clear error for each thing that can be wrong with a name, a token or a repository."""
     path = saved("base")
     hub.add("me/private", path, private=True)

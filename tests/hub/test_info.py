@@ -169,7 +169,7 @@ def test_presets_say_where_they_are_from(monkeypatch):
         (["info", "./nowhere"], "no such directory: nowhere"),
     ],
 )
-def test_mistakes(words, says, capsys):
+def test_a_mistake_is_one_line_that_names_it(words, says, capsys):
     with pytest.raises(SystemExit):
         cli.main(words)
     assert says in capsys.readouterr().err

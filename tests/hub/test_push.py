@@ -316,7 +316,7 @@ def test_code_that_is_not_there_is_said(tmp_path):
     assert len(said) == 1
 
 
-def test_runs(tmp_path):
+def test_the_model_of_a_run_is_pushed_once_it_has_finished(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("{}")

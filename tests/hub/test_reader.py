@@ -409,7 +409,7 @@ def test_state_dict_inside(wrapper, tmp_path):
 
 @pytest.mark.parametrize("gap", [1, 64, 4096])
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "strided"])
-def test_any_box(kind, gap, tmp_path, monkeypatch):
+def test_boxes_are_slices_however_rows_are_read(kind, gap, tmp_path, monkeypatch):
     """Boxes equal slices, whichever way rows with holes are read."""
     monkeypatch.setattr("modelcenter.hub.files.reader._GAP", gap)
     monkeypatch.setattr("modelcenter.hub.files.reader._BATCH", 200)

@@ -122,7 +122,7 @@ def test_one_process(path, tmp_path):
     assert all(same(tmp_path / f"out-{name}", path) for name in ("hf", "small", "dist"))
 
 
-def test_two_ranks(path, tmp_path):
+def test_each_of_two_ranks_reads_its_own_slices(path, tmp_path):
     """Slices of the rows of q, k and v are columns of the file: each rank reads its own, through the transpose."""
     total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())
     results = testing.run(check, 2, path, tmp_path / "out")

@@ -107,7 +107,7 @@ def test_json_holds_names_that_are_not_utf8(tmp_path):
     assert json.loads(text) == {"origin": name} and "m\u00f6del-\\udcff\\udcfe" in text
 
 
-def test_sizes():
+def test_sizes_of_shards_are_read_with_their_units():
     assert (
         parse_size("5GB") == 5 * 10**9 and parse_size("1.5 MiB") == 3 * 2**19 and parse_size(7) == parse_size("7") == 7
     )
@@ -410,7 +410,7 @@ def test_a_tokenizer_in_the_usual_form_is_preferred_to_that_of_mistral(installed
     assert asked == {"both": False if installed else None, "own": None}
 
 
-def test_card(model, tmp_path):
+def test_the_card_has_the_details_that_were_given(model, tmp_path):
     details = {
         "base_model": "google-bert/bert-base-uncased",
         "language": "en",

@@ -90,7 +90,7 @@ def test_other_architectures(pair, tmp_path):
         verify(pair[0], tmp_path / "gpt2")
 
 
-def test_the_verbs(pair, tmp_path, capsys):
+def test_convert_verify_and_export_on_the_command_line(pair, tmp_path, capsys):
     path, shards = map(str, pair)
     assert commands.verify_main([path, shards, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same"] is True

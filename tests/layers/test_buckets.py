@@ -84,7 +84,7 @@ def sides(name: str, cost: int, memory: bool, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("cost", [1, 500, 10**6])
 @pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_places(name, memory, cost, monkeypatch):
+def test_each_token_has_one_place_in_the_rectangles(name, memory, cost, monkeypatch):
     """Each token stands where the rectangles have it, once."""
     queries, of_keys = sides(name, cost, memory, monkeypatch)
     pairs = queries.bucket_pairs(of_keys)

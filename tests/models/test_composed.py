@@ -177,7 +177,7 @@ def test_dropouts_of_the_sides_are_not_the_same(pair):
     assert len(sites) > 20 and len(set(sites)) == len(sites)
 
 
-def test_bad_input(pair, tmp_path):
+def test_wrong_inputs_are_named(pair, tmp_path):
     _, ours = pair
     ids = torch.ones(2, 3, dtype=torch.long)
     config = {"encoder": READER, "decoder": GPT2, "model_type": "encoder-decoder"}

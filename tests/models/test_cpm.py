@@ -145,7 +145,7 @@ def truth(kind, theirs, rows):
 
 @pytest.mark.parametrize("how", ["packed", "left", "right", "length"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_marks(kind, how, tmp_path):
+def test_contexts_spans_and_segments_are_those_of_the_reference(kind, how, tmp_path):
     """Who sees whom, what is added between segments, and the vocabulary that goes on: logits and every gradient."""
     theirs, rows = reference(kind, tmp_path), marked(kind)
     ours = mc.from_pretrained(tmp_path)

@@ -139,7 +139,7 @@ def truth(theirs, row):
 
 
 @pytest.mark.parametrize("how", ["packed", "left", "right", "length"])
-def test_marks(how, tmp_path):
+def test_contexts_spans_and_segments_are_those_of_transformers(how, tmp_path):
     """Who sees whom, and the bias between segments: logits and every gradient."""
     theirs, rows = reference(tmp_path), marked()
     ours = mc.from_pretrained(tmp_path)

@@ -367,7 +367,7 @@ def test_a_larger_vocabulary(tmp_path):
     assert_same("logits", ours(**batch).logits[..., :131], before, 1e-6)
 
 
-def test_bad_input(tmp_path):
+def test_wrong_inputs_are_named(tmp_path):
     reference("GPT2LMHeadModel", tmp_path)
     model, batch = mc.from_pretrained(tmp_path), batch_of()
     states = batch["encoder_hidden_states"]

@@ -115,7 +115,7 @@ def test_export_is_exact(pair, tmp_path):
     assert_same("language model", writer(IDS[0]).logits, theirs(IDS).logits[0], 1e-5)
 
 
-def test_errors(pair, tmp_path):
+def test_wrong_inputs_are_named(pair, tmp_path):
     _, ours, folder = pair
     hidden = torch.ones_like(IDS)
     hidden[1, 1, 0] = 0

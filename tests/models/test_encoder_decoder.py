@@ -246,7 +246,7 @@ def test_start_values():
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_errors():
+def test_wrong_inputs_are_named():
     model = from_config("tiny/t5", "seq2seq-lm")
     ids, mask, decoder = inputs()
     with pytest.raises(ValueError, match="decoder_input_ids: pass them or labels"):

@@ -222,20 +222,9 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
     Raises ValueError that names the file and the difference. Not collective.
     """
     path = Path(directory)
-    if not (path / MANIFEST).is_file():
-        place = Path(os.path.realpath(path))
-        replaced = [] if place.exists() else [*place.parent.glob(f".{glob.escape(place.name)}.old-*/{MANIFEST}")]
-        hint = f"; what a save that was killed was replacing is {replaced[0].parent}: rename it" if replaced else ""
-        raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}{hint}")
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if (version := manifest["format_version"]) == FORMAT_VERSION:
-            files = {name: (entry, int(entry["size"])) for name, entry in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path / MANIFEST} is damaged: {error!r}") from error
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path / MANIFEST} has format_version {version!r}, this version reads {FORMAT_VERSION}")
-    for name, (entry, expected) in files.items():
+    manifest, sizes = _read_manifest(path)
+    for name, expected in sizes.items():
+        entry = manifest["files"][name]
         file = path / name
         if not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(path)):  # resolve() fails in loops
             raise ValueError(f"{path / MANIFEST} names {name}, which is outside the checkpoint")
@@ -250,6 +239,22 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
                 f"checkpoint {path} is damaged: {name} has sha256 {found}, its manifest says {entry.get('sha256')}"
             )
     return manifest
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The manifest of a checkpoint, and the size that it gives each file. Raises ValueError: none, or damaged."""
+    if not (path / MANIFEST).is_file():
+        place = Path(os.path.realpath(path))
+        replaced = [] if place.exists() else [*place.parent.glob(f".{glob.escape(place.name)}.old-*/{MANIFEST}")]
+        hint = f"; what a save that was killed was replacing is {replaced[0].parent}: rename it" if replaced else ""
+        raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}{hint}")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if (version := manifest["format_version"]) == FORMAT_VERSION:
+            return manifest, {name: int(entry["size"]) for name, entry in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path / MANIFEST} is damaged: {error!r}") from error
+    raise ValueError(f"{path / MANIFEST} has format_version {version!r}, this version reads {FORMAT_VERSION}")
 
 
 def hash_ranges(file: BinaryIO, ranges: Sequence[Sequence[int]]) -> str:

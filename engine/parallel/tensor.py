@@ -111,11 +111,7 @@ def parallelize(
             continue
         _split_layer(name, module, style, group, placed)
         split.add(module)
-    for module in [m for m in model.modules() if hasattr(m, "tp_split")]:
-        for own, dim in module.tp_split.items():  # type: ignore[union-attr, operator]
-            if module._parameters[own] is not None:
-                _place(module, own, mesh, Replicate() if dim is None else Shard(dim), placed)
-        split.add(module)
+    split |= _place_as_declared(model, mesh, placed)
     for unit in sequence_units or ():
         for module in unit.modules():
             if module not in split and next(module.parameters(recurse=False), None) is not None:
@@ -126,6 +122,16 @@ def parallelize(
         for own, parameter in module._parameters.items():
             if id(parameter) in placed:
                 module._parameters[own] = placed[id(parameter)][1]
+
+
+def _place_as_declared(model: nn.Module, mesh: DeviceMesh, placed: _Placed) -> set[nn.Module]:
+    """Split the parameters of layers that declare how (``tp_split``, BMTrain's layers); returns these layers."""
+    layers = [module for module in model.modules() if hasattr(module, "tp_split")]
+    for layer in layers:
+        for own, dim in layer.tp_split.items():  # type: ignore[union-attr, operator]
+            if layer._parameters[own] is not None:
+                _place(layer, own, mesh, Replicate() if dim is None else Shard(dim), placed)
+    return set(layers)
 
 
 def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallelGroup, placed: _Placed) -> None:

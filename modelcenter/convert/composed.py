@@ -61,6 +61,18 @@ def _encoder_rules() -> list[Rule]:
     return rules
 
 
+def _read_side(side: str, values: Any, config_class: type[ModelConfig], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Our config of a side, from that in the file. Raises ValueError: it is of no family that can be one."""
+    kind = values.get("model_type") if isinstance(values, Mapping) else None
+    if kind not in SIDES:
+        raise ValueError(f"config field {side!r}: got a model_type {kind!r}, expected one of {', '.join(SIDES)}")
+    try:
+        read = SIDES[kind].config.read(values, config_class.kinds[kind], overrides)  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise ValueError(f"{side}: {error}") from error
+    return read.to_dict()
+
+
 @dataclass(frozen=True)
 class ComposedMap(ConfigMap):
     """A config.json that holds those of both sides. An override that is not of the whole is of each side."""
@@ -84,23 +96,13 @@ class ComposedMap(ConfigMap):
                 sides[side] = {name: value for name, value in inner.items() if name != "tie_encoder_decoder"}
         held = {name for part in (given, *sides.values()) if isinstance(part, Mapping) for name in part}
         changes |= {name: None for name, value in shared.items() if value is None and name in given}
-        kinds: Any = config_class.kinds  # type: ignore[attr-defined]
         for side, inner in sides.items():
-            kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-            if kind not in SIDES:
-                raise ValueError(
-                    f"config field {side!r}: got a model_type {kind!r}, expected one of {', '.join(SIDES)}"
-                )
             more: dict[str, Any] = {  # a field is dropped where it is, and unknown where it is nowhere
-                name: value for name, value in shared.items() if value is not None or name in inner or name not in held
+                name: value
+                for name, value in shared.items()
+                if value is not None or name not in held or (isinstance(inner, Mapping) and name in inner)
             }
-            if side == "decoder":
-                more |= ties
-            try:
-                read = SIDES[kind].config.read(inner, kinds[kind], more)
-            except ValueError as error:
-                raise ValueError(f"{side}: {error}") from error
-            given[side] = read.to_dict()
+            given[side] = _read_side(side, inner, config_class, more | (ties if side == "decoder" else {}))
         return super().read(given, config_class, changes)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:

@@ -110,13 +110,7 @@ def local_directory(name: str) -> Path | None:
             return path
         if own_preset(name) is not None:
             return None
-        if (path / ADAPTER_CONFIG_FILE).is_file():
-            raise ValueError(f"{path} is {describe_adapter(path / ADAPTER_CONFIG_FILE)}")
-        inner = next((p.parent for p in sorted(path.glob("*/" + CONFIG_FILE))), None)
-        if inner is None and (adapter := path / "adapter" / ADAPTER_CONFIG_FILE).is_file():  # of a run in 4 bits
-            raise ValueError(f"{adapter.parent} is {describe_adapter(adapter)}")
-        hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
-        raise ValueError(f"{path} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}")
+        raise ValueError(_why_no_checkpoint(path))
     if path.is_file() and own_preset(name) is None:
         if path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
             raise ValueError(f"{path} is a weight file; here the directory is wanted that it lies in: {path.parent}")
@@ -135,6 +129,18 @@ def local_directory(name: str) -> Path | None:
             return None
         raise ValueError(f"no such directory: {path}.{nearest_beside(path)}")
     return None
+
+
+def _why_no_checkpoint(directory: Path) -> str:
+    """What a directory that is no checkpoint is instead, or holds."""
+    adapter = directory / ADAPTER_CONFIG_FILE
+    if adapter.is_file():
+        return f"{directory} is {describe_adapter(adapter)}"
+    inner = next((path.parent for path in sorted(directory.glob("*/" + CONFIG_FILE))), None)
+    if inner is None and (adapter := directory / "adapter" / ADAPTER_CONFIG_FILE).is_file():  # of a run in 4 bits
+        return f"{adapter.parent} is {describe_adapter(adapter)}"
+    hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
+    return f"{directory} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}"
 
 
 def given_fields(config: Any) -> dict[str, Any] | None:

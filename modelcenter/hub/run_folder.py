@@ -26,18 +26,21 @@ def find_step(path: Any, step: str | None) -> Any:
     if (other := checkpoint.named_checkpoint(folder)) != folder:
         path = folder = other
     steps = next((p for p in (folder / "checkpoints", folder) if _is_steps(p)), None)
-    if step is None:
-        if (folder / MANIFEST_FILE).is_file() or (folder / CONFIG_FILE).is_file():
-            return path
-        if (folder / "model" / CONFIG_FILE).is_file():
-            return folder / "model"
-        if (folder / "adapter" / ADAPTER_CONFIG_FILE).is_file() and (steps is None or _in_4_bits(steps)):
-            return folder / "adapter"
+    if step is not None:
         if steps is None:
-            return path
-        step = "last"
-    if steps is None:
-        raise ValueError(f"--step {step}: {folder} holds no checkpoints/step-...")
+            raise ValueError(f"--step {step}: {folder} holds no checkpoints/step-...")
+        return _checkpoint_of_step(steps, step)
+    if (folder / MANIFEST_FILE).is_file() or (folder / CONFIG_FILE).is_file():
+        return path
+    if (folder / "model" / CONFIG_FILE).is_file():
+        return folder / "model"
+    if (folder / "adapter" / ADAPTER_CONFIG_FILE).is_file() and (steps is None or _in_4_bits(steps)):
+        return folder / "adapter"
+    return path if steps is None else _checkpoint_of_step(steps, "last")
+
+
+def _checkpoint_of_step(steps: Path, step: str) -> Path:
+    """The checkpoint in a folder of steps: a number, "best" or "last". Raises ValueError: there is none."""
     name = f"step-{int(step):08d}" if step.isdigit() else step
     found = checkpoint.named_checkpoint(steps / name)
     if not (found / MANIFEST_FILE).is_file():

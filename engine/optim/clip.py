@@ -47,7 +47,7 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     layouts = _layouts(params)
     distinct = dict(zip(map(id, layouts), layouts, strict=True))
     for key, layout in distinct.items():
-        members = params if len(distinct) == 1 else [p for p, k in zip(params, layouts, strict=True) if k is layout]
+        members = params if len(distinct) == 1 else [x for x, k in zip(params, layouts, strict=True) if k is layout]
         groups[key] = layout, _local_gradients(members)
     # A stage of a pipeline that has none of them meets the others, whose numbers are on their devices.
     home = params[0].device if params else runtime.device()

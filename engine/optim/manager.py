@@ -57,35 +57,15 @@ class OptimManager:
         grad_scale: float | None = None,
         abort_after: int | None = 16,
     ) -> None:
-        if loss_scale is not None and not (_is_number(loss_scale) and math.isfinite(loss_scale)):
-            raise ValueError(f"loss_scale is {loss_scale!r}, expected the first scale, such as 2**16, or None")
-        numbers: dict[str, Any] = {
-            "loss_scale_factor": loss_scale_factor,
-            "loss_scale_steps": loss_scale_steps,
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-            "grad_scale": 1 if grad_scale is None else grad_scale,
-            "abort_after": 1 if abort_after is None else abort_after,
-        }
-        for name, value in numbers.items():
-            if not _is_number(value):
-                raise ValueError(f"{name} is {value!r}, expected a number")
-        if loss_scale is not None and not min_loss_scale <= loss_scale <= max_loss_scale:
-            raise ValueError(f"loss_scale is {loss_scale}, expected {min_loss_scale} to {max_loss_scale}")
-        if not min_loss_scale > 0:
-            raise ValueError(f"min_loss_scale is {min_loss_scale}, expected above 0")
-        if not 1 < loss_scale_factor < math.inf:
-            raise ValueError(f"loss_scale_factor is {loss_scale_factor}, expected above 1 and finite")
-        if loss_scale_steps < 1 or (abort_after is not None and abort_after < 1):
-            raise ValueError(
-                f"loss_scale_steps is {loss_scale_steps} and abort_after is {abort_after}: both start at 1"
-            )
+        _check_loss_scale(loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale)
+        if grad_scale is not None and not (_is_number(grad_scale) and 0 < grad_scale < math.inf):
+            raise ValueError(f"grad_scale is {grad_scale!r}, expected a number above 0 and finite, or None")
+        if abort_after is not None and not (_is_number(abort_after) and abort_after >= 1):
+            raise ValueError(f"abort_after is {abort_after!r}, expected a number of steps of at least 1, or None")
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
         self._first_scale = loss_scale
         self._factor, self._interval = float(loss_scale_factor), int(loss_scale_steps)
-        if grad_scale is not None and not 0 < grad_scale < math.inf:
-            raise ValueError(f"grad_scale is {grad_scale}, expected above 0 and finite")
         self.grad_scale = grad_scale
         self._bounds = (float(min_loss_scale), float(max_loss_scale))
         self._abort_after = abort_after
@@ -312,23 +292,7 @@ class OptimManager:
         Raises ValueError if it is not a manager's, if optimizers or schedules do not match in number, or if one of the
         two managers has no loss scale.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError(
-                f"the state of an OptimManager is a {type(state).__name__}, expected a dict: what its state_dict() "
-                "returned"
-            )
-        if lacking := sorted({"optimizers", "lr_schedulers", "loss_scale"} - set(state)):
-            raise ValueError(
-                f"the state of an OptimManager has no {', '.join(lacking)}, but "
-                f"{', '.join(map(str, state)) or 'nothing'}: give what its state_dict() returned, and an "
-                "optimizer's own state to that optimizer"
-            )
-        for name, here in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
-            if len(state[name]) != len(here):
-                raise ValueError(f"the state has {len(state[name])} {name}, this manager {len(here)}")
-        scale: Any = state["loss_scale"] if state.get("loss_scale_enabled", True) else None  # which BMTrain writes
-        if (scale is None) != (self._first_scale is None):
-            raise ValueError(f"the state has loss_scale {scale}, this manager {self._first_scale}")
+        scale = self._check_state(state)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             cuts = isinstance(optimizer, FusedOptimizer)  # whole states, itself
             optimizer.load_state_dict(saved if cuts else with_placed_states(optimizer, saved))
@@ -349,9 +313,53 @@ class OptimManager:
             self._scale.fill_(scale)
             self._good.fill_(state.get("good_steps", 0))
 
+    def _check_state(self, state: Any) -> Any:
+        """The loss scale in the state of a manager like this one. Raises ValueError if it is of another."""
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"the state of an OptimManager is a {type(state).__name__}, expected a dict: what its state_dict() "
+                "returned"
+            )
+        if lacking := sorted({"optimizers", "lr_schedulers", "loss_scale"} - set(state)):
+            raise ValueError(
+                f"the state of an OptimManager has no {', '.join(lacking)}, but "
+                f"{', '.join(map(str, state)) or 'nothing'}: give what its state_dict() returned, and an "
+                "optimizer's own state to that optimizer"
+            )
+        for name, here in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
+            if len(state[name]) != len(here):
+                raise ValueError(
+                    f"the state has {len(state[name])} {name}, this manager {len(here)}: call add_optimizer as before "
+                    "the save"
+                )
+        scale = state["loss_scale"] if state.get("loss_scale_enabled", True) else None  # which BMTrain writes
+        if (scale is None) != (self._first_scale is None):
+            raise ValueError(
+                f"the state has loss_scale {scale}, this manager {self._first_scale}: give OptimManager a loss_scale "
+                "where it had one, and None where it had none"
+            )
+        return scale
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_loss_scale(first: float | None, factor: float, steps: int, least: float, most: float) -> None:
+    """Raises ValueError for arguments of ``OptimManager`` that make no loss scale."""
+    if first is not None and not (_is_number(first) and math.isfinite(first)):
+        raise ValueError(f"loss_scale is {first!r}, expected the first scale, such as 2**16, or None")
+    for name, value in (("min_loss_scale", least), ("max_loss_scale", most)):
+        if not _is_number(value):
+            raise ValueError(f"{name} is {value!r}, expected a number")
+    if not least > 0:
+        raise ValueError(f"min_loss_scale is {least}, expected above 0")
+    if first is not None and not least <= first <= most:
+        raise ValueError(f"loss_scale is {first}, expected {least} to {most} (min_loss_scale and max_loss_scale)")
+    if not (_is_number(factor) and 1 < factor < math.inf):
+        raise ValueError(f"loss_scale_factor is {factor!r}, expected a number above 1 and finite")
+    if not (_is_number(steps) and steps >= 1):
+        raise ValueError(f"loss_scale_steps is {steps!r}, expected a number of at least 1")
 
 
 def _parameters(param_groups: Iterable[Any]) -> list[torch.Tensor]:

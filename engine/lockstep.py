@@ -34,8 +34,8 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
         for batch in engine.in_step(loader):
             ...
 
-    Each step is one small message between CPUs, for which no GPU waits (unless the process group has NCCL alone), and
-    one to the store at which the ranks met, for which nobody waits. Without it, a rank that runs out of batches leaves
+    Each step costs one small message between CPUs, for which no GPU waits (unless the process group has NCCL alone),
+    and one to the process group's store, for which nobody waits. Without it, a rank that runs out of batches leaves
     the others in a collective until the timeout.
 
     Args:

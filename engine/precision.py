@@ -29,20 +29,20 @@ class Policy:
             fp32, ``AdamOptimizer`` keeps fp32 masters;
             "bf16-sr": the same without masters: ``AdamOptimizer`` rounds each update into the parameters at random, so
             that its expectation is exact (``engine.optim.rounding``); another optimizer rounds to nearest.
-        recompute: of what forward computes inside a unit, for backward:
-            "none": all is kept;
-            "cheap": all but the results of this project's norms, activations and dropouts that a product takes, and
-            16-bit casts of parameters: these take little longer to make again than memory does. torch.compile decides
-            by itself what of a unit it computes again;
-            "full": nothing but the unit's input; backward computes the rest again;
-            "selective": the outputs of matrix products and attention operators are kept, the rest is computed again;
-            "offload": all is kept, in host memory.
+        recompute: what of a unit's forward backward computes again, instead of forward keeping it in memory:
+            "none": nothing;
+            "cheap": the results of this project's norms, activations and dropouts that a matrix product reads, and
+            16-bit casts of parameters, which take hardly longer to compute again than to read. In a compiled unit,
+            torch.compile decides by itself what it computes again;
+            "full": everything, from the unit's input;
+            "selective": everything but the outputs of matrix products and attention operators;
+            "offload": nothing; what forward keeps is in host memory.
             Dropout draws the same masks again, as torch's generators are restored (Python's and numpy's are not).
-            A unit of which a kept output is then changed in place cannot be "selective": torch raises in backward. Nor
-            can a sharded model's unit that has other units in it.
-        offload: what host memory keeps in place of the device's:
-            "optimizer": the states of the optimizer, which is to be an ``AdamOffloadOptimizer``: another is an error;
-            "all": what forward keeps for backward, too, as recompute="offload" has it, which it implies.
+            "selective" is not for units in which a kept output is later changed in place (torch raises in backward),
+            nor, in a sharded model, for units that contain other units.
+        offload: what is kept in host memory instead of on the device:
+            "optimizer": the optimizer's states; the optimizer must be an ``AdamOffloadOptimizer``;
+            "all": also what forward keeps for backward, as with recompute="offload", which it implies.
             Parameters and gradients stay on the device; ZeRO level 3 splits them over ranks.
         compile: compile the forward of each unit: True (torch's default backend) or a backend's name.
         sequence_parallel: with tp_size above 1, split by tokens over the same ranks what tensor parallelism computes on

@@ -30,7 +30,7 @@ def print_block(title: str, content: str | None = None, file: TextIO | None = No
 
 
 def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = None) -> None:
-    """Print ``content`` as a block of "key : value" lines; long values go on below themselves."""
+    """Print ``content`` as a block of "key : value" lines; long values continue below."""
     width = -(-(max(map(len, content), default=0) + 3) // 4) * 4
     lines = []
     for key, value in content.items():

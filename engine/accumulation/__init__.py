@@ -36,9 +36,9 @@ def accumulate(
     order of 1F1B; what ``forward`` does after its call of the model, and ``backward``, then happen on the last stage
     alone.
 
-    Microbatches may use different parameters (experts, heads). But all ranks together gather a unit (``units`` of
-    ``engine.shard``) and reduce its gradients, so their microbatches call the same units in the same order: what only
-    some call, or on which only some of their losses depend, is left out of ``units``.
+    Microbatches may use different parameters (experts, heads). But a unit (``units`` of ``engine.shard``) is gathered,
+    and its gradients reduced, by all ranks together, so their microbatches must call the same units in the same order:
+    leave out of ``units`` what only some of them call, and what only some of their losses depend on.
 
     Args:
         model: the module whose parameters get the gradients.

@@ -21,7 +21,8 @@ from engine.collectives import from_rank_0, together
 def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -> Path | None:
     """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
 
-    Collective. ``directory`` may also be the "best" or "last" in such a one, a link or a file (``named_checkpoint``).
+    Collective. ``directory`` may also be a "best" or "last" inside such a directory, a link or a file
+    (``named_checkpoint``).
     Broken ones are passed over with a warning that says what is wrong; one that is still being written is not there.
 
     Args:

@@ -112,11 +112,11 @@ def save_checkpoint(
             many. On a file system that all ranks share. Links are followed.
         state: the user's own: numbers, strings, tensors, lists, tuples and dicts of them. Rank 0's is saved.
         step: write to ``directory``/step-00000100.
-        keep: with ``step``, remove the oldest of this step and earlier ones until so many whole ones are left; the best
-            stays.
-        best: with ``step``, let ``directory``/best name this one.
-        asynchronous: return as soon as everything is copied to host memory, and write in a thread. What training does
-            then changes nothing of what is written. A failure is logged, and raised by the next call of
+        keep: with ``step``, how many complete checkpoints to keep, counted back from this step; older ones are removed,
+            but for the best.
+        best: with ``step``, make ``directory``/best name this one.
+        asynchronous: return as soon as everything is copied to host memory, and write in a thread; later steps do not
+            change what is written. A failure is logged, and raised by the next call of
             ``save_checkpoint``, ``load_checkpoint`` or ``wait_checkpoint``; one save waits for the one before it.
         extra: called on rank 0 with the directory under construction, to add files (configuration, tokenizer). By
             default it is the model's ``write_texts``, if it has one: a model of modelcenter is then exported from the

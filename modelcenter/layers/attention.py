@@ -25,7 +25,7 @@ class MultiHeadAttention(DrawingModule):
 
     @property
     def first_head(self) -> int:
-        """Number of the first head on this rank, under tensor parallelism."""
+        """Index of the first head on this rank, under tensor parallelism."""
         return first_output(self.queries) // self.head_dim
 
     def weights_dropout(self, ctx: Packed) -> AttentionDropout:
@@ -94,7 +94,7 @@ class SelfAttention(MultiHeadAttention):
         return self.out(ctx.scaled(ctx.narrow(self.mix(*self.project(x, ctx), ctx))))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
-        """What `project` gave -> (T, heads * head_dim), each head's values under its attention."""
+        """(T, heads * head_dim): the values that each head attends to, from what `project` returned."""
         mask = Mask(self.causal, self.window, ctx.bias, ctx.segments, ctx.segment_bias, ctx.rectangles)
         if not q.dtype == k.dtype == v.dtype:  # under autocast, turning makes them fp32
             q, k = q.to(v.dtype), k.to(v.dtype)

@@ -15,10 +15,10 @@ class Bucket:
     """Sequences that attention handles as one rectangle (n sequences, each padded to length).
 
     Attributes:
-        index: (n * length,) token numbers; padding repeats the first token of its sequence. None: tokens start:stop.
+        index: (n * length,) token indices; padding repeats the first token of its sequence. None: tokens start:stop.
         keep: (n, length) bool, False at padding; None: no padding.
         tokens: (n * length - padding,) places in the rectangle that hold a token, in the order of `index[keep]`.
-        real: their token numbers, `index[tokens]`.
+        real: the indices of these tokens, `index[tokens]`.
     """
 
     n: int
@@ -40,11 +40,11 @@ class Places:
 
     Attributes:
         shapes: (n, length) of each rectangle.
-        index: (places,) token number of each place; padding repeats the first token of its sequence. None: place i is
+        index: (places,) token index of each place; padding repeats the first token of its sequence. None: place i is
             that of token i, and there is no other.
         at: (tokens,) the place of each token.
-        padding: numbers of the places of padding; None: there is none.
-        outside: numbers of the tokens that have no place; None: there is none.
+        padding: indices of the places of padding; None: there is none.
+        outside: indices of the tokens that have no place; None: there is none.
     """
 
     shapes: list[tuple[int, int]]
@@ -71,7 +71,7 @@ class Places:
 # measured, and 1 to 2 for the gradient of the bias). A bucket, by estimate, takes some 30 us in gaps between kernels
 # and at the ends of these, but 150 to 250 us of the host, which starts them. As many elements as take that long:
 _CPU_COST, _GPU_COST = 6144, 1 << 19
-# Of so many tokens a padded length is a multiple: then masks are as torch's kernels on a GPU take them, without a copy.
+# Padded lengths are a multiple of this many tokens: torch's kernels on a GPU then take masks without a copy.
 _GPU_MULTIPLE = 16
 _MOST_LENGTHS = 48
 
@@ -82,7 +82,7 @@ def bucket_cost(device: torch.device) -> int:
 
 
 def length_multiple(device: torch.device) -> int:
-    """Of what the length of a rectangle with padding is a multiple."""
+    """What the length of a rectangle with padding is a multiple of."""
     return 1 if device.type == "cpu" else _GPU_MULTIPLE
 
 
@@ -95,7 +95,7 @@ def plan_buckets(lengths: list[int], cost: int = _CPU_COST, multiple: int = 1) -
 
     multiple: as `length_multiple`.
 
-    Dynamic programming over the distinct lengths (rounded up when there are many). Returns lists of sequence numbers;
+    Dynamic programming over the distinct lengths (rounded up when there are many). Returns lists of sequence indices;
     empty sequences are in none.
     """
     by_length: dict[int, list[int]] = {}

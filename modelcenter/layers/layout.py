@@ -22,9 +22,9 @@ class InputLayout:
         shape: (batch, seq) of a padded input, or (1, T) of a packed one.
         indices: (T,) place of each of the caller's tokens in the flattened padded input; None: every place holds one.
         packed: the caller passed cu_seqlens.
-        caller_tokens: (T',) numbers among all tokens of those that the caller gave, where the model puts tokens of its
-            own before each sequence; None: all are the caller's.
-        prefix_tokens: (n * prefix_length,) numbers of the model's own tokens; None: it has none.
+        caller_tokens: (T',) indices, among all tokens, of those that the caller gave, where the model puts tokens of
+            its own before each sequence; None: all are the caller's.
+        prefix_tokens: (n * prefix_length,) indices of the model's own tokens; None: it has none.
         prefix_length: how many of these stand before each sequence.
     """
 
@@ -70,8 +70,8 @@ class InputLayout:
         """(T, ...) -> (T', ...), the rows of the tokens that the caller gave."""
         return x if self.caller_tokens is None else x.index_select(0, self.caller_tokens)
 
-    def token_numbers(self, places: Tensor) -> Tensor:
-        """(m,) numbers among all tokens of the caller's tokens with the numbers `places` (m,)."""
+    def token_indices(self, places: Tensor) -> Tensor:
+        """(m,) indices, among all tokens, of the caller's tokens with the indices `places` (m,) among the caller's."""
         return places if self.caller_tokens is None else self.caller_tokens.index_select(0, places)
 
 

@@ -38,7 +38,7 @@ def packed_attention(
     memory: Sequences | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention inside each sequence, or of each sequence to the one of the same number in `memory`.
+    """Attention inside each sequence, or of each sequence to the one with the same index in `memory`.
 
     Args:
         q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or of the tokens of `memory`. packed: where the
@@ -102,6 +102,7 @@ def _attention_of_part(q: Tensor, k: Tensor, v: Tensor, first: int, keys: slice,
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
+    """Attention of whole sequences that are all here: flash attention where it serves, else as below."""
     mask, dropout = options.mask, options.drop.p
     plain = mask.bias is None and mask.segments is None
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // options.heads, dropout) and q.shape[0] and k.shape[0]:
@@ -124,19 +125,22 @@ def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, dropout:
 def _by_sequence_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
+    """The compiled operator on packed sequences where it serves, else by segments or by bucket."""
     heads, kv_heads, scale, mask, drop = options
     offsets = sequences.cu_seqlens, sequences.cu_seqlens if memory is None else memory.cu_seqlens
     alike = mask.segments is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
     if alike and attention.serves(q, k, v, mask.bias):
         shape = attention.Heads(heads, kv_heads, scale, mask.causal, mask.window)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
-    return _by_bucket(q, k, v, sequences, memory, options)
+    return _by_segments_or_bucket(q, k, v, sequences, memory, options)
 
 
 @eager
-def _by_bucket(
+def _by_segments_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
+    """What torch.compile leaves out of its graphs: the compiled operator for segments where it serves, else buckets of
+    sequences of similar length."""
     mask = options.mask
     if mask.segments is not None and attention.serves(q, k, v, mask.bias, mask.segment_bias):
         kinds = None if mask.segment_bias is None else mask.segment_bias.shape[1]

@@ -34,10 +34,10 @@ class Packed:
         memory: (states, sequences) of the encoder, for cross-attention.
         rotary: (cos, sin) of each token, made once for all layers (layers.rotary).
         bias, segments, segment_bias, rectangles: what attention adds and hides, as in layers.mask.Mask.
-        output_tokens: (m,) numbers of the tokens whose states the unit that gets this is to compute (`with_outputs`);
-            None: all.
+        output_tokens: (m,) indices of the tokens whose states the unit that gets this computes (`with_outputs`); None:
+            all.
         branch_scale: what multiplies the branches that a unit adds to its hidden states, before their last product.
-        labelled: of a vocabulary's head, the labels and the tokens that have one, found once.
+        labelled: for the head over the vocabulary, the labels and the indices of the tokens that have one; found once.
     """
 
     sequences: Sequences
@@ -184,9 +184,10 @@ class Packed:
         )
 
     def with_outputs(self, tokens: Tensor | None) -> "Packed":
-        """The same for a unit of whose states only those of `tokens` (m,), in rising order, are used.
+        """The same for a unit of whose states only those of `tokens` (m,), ascending indices, are used.
 
-        It lets all tokens attend as ever, goes on with these (`narrow`) and gives zeros for the rest (`widen`).
+        All tokens are attended to as ever; after that the unit computes only these (`narrow`), and returns zeros for
+        the rest (`widen`).
         """
         if tokens is self.output_tokens:
             return self
@@ -196,7 +197,9 @@ class Packed:
         return replace(self, output_tokens=tokens, draws=draws)
 
     def attend_to(self, states: Tensor, sequences: Sequences) -> None:
-        """Let cross-attention read the states of an encoder, `memory`. Where the host knows no lengths it does not ask.
+        """Let cross-attention read the states of an encoder, `memory`.
+
+        Lengths are compared only where the host knows them: to ask a GPU would be to wait for it.
 
         Raises:
             ValueError: a sequence of the batch has tokens and the encoder's one has none.
@@ -290,11 +293,11 @@ class Packed:
         return x.new_full((n, longest), fill).masked_scatter(inside, x)
 
     def first_tokens(self) -> Tensor:
-        """(n,) number of each sequence's first token. Raises ValueError where a sequence has none."""
+        """(n,) index of each sequence's first token. Raises ValueError where a sequence has none."""
         return self.sequences.first_tokens()
 
     def last_tokens(self) -> Tensor:
-        """(n,) number of each sequence's last token. Raises ValueError where a sequence has none.
+        """(n,) index of each sequence's last token. Raises ValueError where a sequence has none.
 
         Of rows without padding that hold several sequences, the last of each row.
         """
@@ -304,7 +307,7 @@ class Packed:
         return self.sequences.last_tokens()
 
     def last_of(self, kept: Tensor) -> Tensor:
-        """(n,) number among all tokens of each sequence's last token that is `kept`, -1 where it has none.
+        """(n,) index, among all tokens, of each sequence's last token that is `kept`; -1 where it has none.
 
         kept: (batch, seq) or packed (1, T), bool; on the host only if the offsets are known there.
         """
@@ -331,7 +334,7 @@ class Packed:
         return x if self.split is None else self.split.sum(x)
 
     def sum_by_sequence(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """(n,): for each sequence the sum of x (m,), which is of this rank's tokens number `tokens` (m,)."""
+        """(n,) for each sequence the sum of x (m,), the values of this rank's tokens with the indices `tokens` (m,)."""
         first = 0 if self.split is None else self.split.rank * self.num_tokens
         of = torch.searchsorted(
             self.cu_seqlens[1:].contiguous(), (tokens + first).to(self.cu_seqlens.dtype), right=True
@@ -339,7 +342,7 @@ class Packed:
         return self.sum_over_ranks(x.new_zeros(self.num_sequences).index_add(0, of, x))
 
     def select(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Rows of x (T, ...) by their number among all tokens, on every rank that shares the tokens."""
+        """Rows of x (T, ...) by their indices among all tokens, on every rank that shares the tokens."""
         if self.split is None:
             return x.index_select(0, tokens)
         tokens = tokens - self.split.rank * x.shape[0]

@@ -79,11 +79,11 @@ class Sequences:
         return self._derived[key]
 
     def starts(self) -> list[int]:
-        """Token numbers at which the sequences begin, and the number of all tokens."""
+        """The index of the first token of each sequence, and at the end the number of all tokens."""
         return self.derived("starts", lambda: list(accumulate(self.host_lengths(), initial=0)))
 
     def first_tokens(self) -> Tensor:
-        """(n,) number of each sequence's first token.
+        """(n,) index of each sequence's first token.
 
         Raises:
             ValueError: a sequence has no token.
@@ -96,7 +96,7 @@ class Sequences:
         return self.cu_seqlens[: self.num_sequences].long()
 
     def last_tokens(self) -> Tensor:
-        """(n,) number of each sequence's last token. Raises ValueError as `first_tokens`."""
+        """(n,) index of each sequence's last token. Raises ValueError as `first_tokens`."""
         self.first_tokens()
         return self.cu_seqlens[1 : self.num_sequences + 1].long() - 1
 
@@ -141,7 +141,7 @@ class Sequences:
         return self.derived(("places", memory), find)
 
     def paired_lengths(self, memory: "Sequences") -> tuple[list[int], list[int]]:
-        """The lengths of the sequences, and of those of the same numbers in `memory`.
+        """The lengths of the sequences, and those of the sequences with the same indices in `memory`.
 
         Raises:
             ValueError: a sequence has tokens and its one in `memory` has none.

@@ -23,9 +23,9 @@ from modelcenter.models.inputs import Batch, GivenCounts, ModelInputs
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.models.trainer_protocol import TrainerProtocol
 
-# Their heads may be tied to the embedding.
+# Tasks whose heads may be tied to the embedding.
 VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "double-heads")
-# The share of the tokens above which picking those that are read of the last unit costs more than it saves.
+# Where `end` reads more than this share of the tokens, picking them out in the last unit costs more than it saves.
 _MOST_READ = 0.8
 
 
@@ -46,11 +46,11 @@ class Model(TrainerProtocol, ModelInputs):
     # What it was loaded from: the Hub id or the directory, and the commit there.
     base_name: str | None = None
     base_revision: str | None = None
-    # Of the task, None without one; what it is called with depends on the task.
+    # The head of the task, None for "base"; its arguments depend on the task.
     head: Any
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None
-    # An adapter was merged into the weights, which since are not those of `base_name`.
+    # Whether an adapter was merged into the weights, which are then not those of `base_name`.
     holds_merged: bool = False
     # The parameters that modelcenter.adapters.freeze froze: Lora leaves their layers as they are.
     frozen: frozenset[str] = frozenset()
@@ -66,19 +66,22 @@ class Model(TrainerProtocol, ModelInputs):
         self.config, self.task = config, task
         self.tuned_prompt = None
         self.generation_config = {}
-        # Settings with which it was loaded: what `generate` does where its caller does not say.
+        # Generation settings that it was loaded with, which `generate` uses where its caller gives none.
         self.generation_defaults: dict[str, Any] = {}
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     @property
     def units(self) -> nn.ModuleList:
+        """The modules that hidden states pass through one after another: `x = unit(x, ctx)`, (T, hidden_size) both."""
         raise AttributeError(f"{type(self).__name__} defines no `units`")
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        """The hidden states (T, hidden_size) that the first unit reads, and what every unit is given beside them."""
         raise AttributeError(f"{type(self).__name__} defines no `begin`")
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        """The output of the task, from the final hidden states (T, hidden_size): loss, logits, ..."""
         raise AttributeError(f"{type(self).__name__} defines no `end`")
 
     def finish(self, x: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ class Model(TrainerProtocol, ModelInputs):
 
         Args:
             all_states: return `states` and what each unit gives; False: only the last.
-            outputs: numbers of the tokens whose last states need be right; None: all.
+            outputs: indices of the tokens whose states after the last unit are used; it computes no others. None: all.
         """
         split, x = self.token_split, states[-1]
         states = [*states] if all_states else []
@@ -148,14 +151,14 @@ class Model(TrainerProtocol, ModelInputs):
         return [*states[:-1], x]
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
-        """(m,) numbers of the tokens, in rising order, whose final hidden states `end` uses; None: all.
+        """(m,) ascending indices of the tokens whose final hidden states `end` uses; None: all.
 
         The last unit computes no others. A subclass whose `end` differs says here what it reads.
         """
         return None
 
     def _output_tokens(self, ctx: Packed, batch: Batch) -> Tensor | None:
-        """What `reads` gives, where the last unit gains by it."""
+        """What `reads` returns, where the last unit saves time by it; else None."""
         if ctx.max_seqlen <= 1 or self.token_split is not None:
             return None
         read = self.reads(ctx, batch)
@@ -204,7 +207,7 @@ class Model(TrainerProtocol, ModelInputs):
         return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": 0, **self._no_labels(ids)}
 
     def _no_labels(self, none: Tensor) -> dict[str, Tensor]:
-        """Labels of no row, of the kind that the head expects; none: (1, 0) token numbers."""
+        """Empty labels of the kind that the head expects; none: (1, 0) token ids."""
         head: Any = getattr(self, "head", None)
         if head is None:
             return {}
@@ -241,11 +244,11 @@ class Model(TrainerProtocol, ModelInputs):
         return spec
 
     def stage_homes(self) -> dict[str, Sequence[int]]:
-        """{name of a module outside the units: numbers of the units with which a pipeline keeps it on a stage}.
+        """{name of a module outside the units: indices of the units on whose stages a pipeline keeps it}.
 
-        What is defined before the units is `begin`'s, on the first stage; what is defined after them is `end`'s, on the
-        last. `end` of a tied vocabulary head reads the table, too. `begin` must not do anything with these modules but
-        call them; one whose results all units read is at home with range(len(self.units)).
+        Modules defined before the units belong to `begin`, on the first stage; those defined after them belong to
+        `end`, on the last, which also needs the table of embeddings if the head is tied to it. `begin` must do nothing
+        with these modules but call them; one whose results all units read has the indices range(len(self.units)).
 
         Raises ValueError if the units are not one list.
         """
@@ -285,7 +288,7 @@ class Model(TrainerProtocol, ModelInputs):
         return list(self.units)
 
     def looked_up_tables(self) -> list[nn.Embedding]:
-        """Tables with which the model does nothing but look up words, so that ranks may keep their rows apart."""
+        """Embedding tables that are only looked up, never multiplied with, so that ranks may keep different rows."""
         return [] if self.ties_head else list(self.word_tables().values())
 
     # -- conveniences ------------------------------------------------------------------------------------------------

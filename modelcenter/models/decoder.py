@@ -32,7 +32,7 @@ class Decoder(Model):
         "token-classification",
         "question-answering",
     )
-    # Parameters of the vocabulary's matrix have a bias (GPT-J).
+    # The head over the vocabulary has a bias (GPT-J).
     lm_bias: ClassVar[bool] = False
     # No token sees one after it.
     causal: ClassVar[bool] = True
@@ -43,9 +43,11 @@ class Decoder(Model):
     def make_head(
         self, task: str, dropout: float = 0.0, logit_scale: float = 1.0, width: int | None = None
     ) -> nn.Module | None:
-        """The head of `task`. dropout: before a classifier. logit_scale: of what goes into the vocabulary.
+        """The head of `task`.
 
-        width: of the hidden states it reads, None: hidden_size.
+        Args:
+            dropout: before a classifier. logit_scale: multiplies the hidden states that the vocabulary's matrix takes.
+            width: of the hidden states that the head reads; None: hidden_size.
         """
         c: Any = self.config
         width = width or c.hidden_size
@@ -65,8 +67,8 @@ class Decoder(Model):
         return self.layers
 
     def _pack_tokens(self, batch: Batch, prefix: str, source: Tensor, cache: KVCache | None) -> Packed:
-        """Positions that do not go on by 1 divide a row into sequences where nothing else says what belongs
-        together, as in transformers."""
+        """Where nothing else says what belongs together, a row is cut into sequences wherever its positions do not go
+        up by 1, as in transformers."""
         ctx = super()._pack_tokens(batch, prefix, source, cache)
         told = any(batch.get(name) is not None for name in ("attention_mask", "cu_seqlens", "encoder_hidden_states"))
         by_token = self.causal and self.task in ("base", "causal-lm", "token-classification")
@@ -100,7 +102,7 @@ class Decoder(Model):
         return None
 
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
-        """(n,) number of the token by which each sequence is classified: its last one that is not pad_token_id, as in
+        """(n,) index of the token by which each sequence is classified: its last one that is not pad_token_id, as in
         transformers, even where that token is part of the text (an end of text that is also the padding)."""
         last, ids = ctx.last_tokens(), batch.get("input_ids")
         pad = self.config.special_tokens().get("pad_token_id")
@@ -156,18 +158,19 @@ class Decoder(Model):
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens.
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. position_ids: as input_ids.
             inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
-            labels: as input_ids for token tasks, -100 where there is none; a causal model is to predict label t + 1
-                from token t, the shift is made here. (batch,) for classification.
+            labels: as input_ids for token tasks, -100 where there is none; a causal model predicts label t + 1 from
+                token t: the shift is made here. (batch,) for classification.
             start_positions, end_positions: (batch,).
             past_key_values: what an earlier forward with use_cache=True returned; input_ids are then the new tokens,
                 as many for each row. cache: its name in transformers from 5.24 on.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
-            loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term, but all numbers of labels that have several, as HF Trainer counts.
-                output_logits: None leaves vocabulary logits out in training with labels.
+            loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
+                from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
+            output_logits: None leaves vocabulary logits out in training with labels.
             logits_to_keep: 1: logits of each sequence's last token only, (batch, 1, vocab_size). 0: of all.
             output_log_probs: a causal model gives log_probs (sequences,), the log-probability of each sequence's
                 labels, in place of loss and logits.
+            output_hidden_states: also return hidden_states, those before and after each layer, and last_hidden_state.
 
         Raises:
             ValueError: inputs that do not fit together or the model, naming the field.
@@ -184,7 +187,7 @@ class Decoder(Model):
 
 
 def split_at_jumps(ctx: Packed, position_ids: Tensor) -> Packed:
-    """The same for rows without padding in each of which a sequence begins wherever positions do not go on by 1, as in
+    """The same for rows without padding, in which a sequence begins wherever positions do not go up by 1, as in
     transformers (find_packed_sequence_indices). On a GPU this waits for the positions."""
     batch, seq = ctx.shape
     if not seq:
@@ -226,7 +229,8 @@ def drop_after_last(ctx: Packed, used: Tensor) -> Packed:
 
 
 def scaled_residuals(spec: dict[str, tuple[Any, ...]], num_layers: int) -> dict[str, tuple[Any, ...]]:
-    """GPT-2's start: what is added to the residual stream is smaller by the root of the number of additions."""
+    """GPT-2's initialisation: weights whose products are added to the residual stream start smaller, by the root of
+    the number of these additions."""
     small = 1.0 / (2 * num_layers) ** 0.5
     for name, (kind, *values) in spec.items():
         if name.endswith(("attn.out.weight", "cross.out.weight", "mlp.down.weight")):

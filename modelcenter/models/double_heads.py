@@ -47,7 +47,7 @@ class DoubleHeads(nn.Module):
 
 
 def choice_tokens(ctx: Packed, columns: Tensor | None) -> Tensor:
-    """(n,) number among all tokens of the one by which each sequence is scored.
+    """(n,) index, among all tokens, of the one by which each sequence is scored.
 
     Args:
         columns: of the padded input, or offsets in packed sequences, any shape of n numbers; None: the last tokens.

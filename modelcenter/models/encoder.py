@@ -275,9 +275,9 @@ class Encoder(CrossAttentionMixin):
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             num_choices: of packed multiple choice, consecutive sequences of an example, or (batch,) of each example;
                 else found from the labels.
-            loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term, but all numbers of labels that have several, as HF Trainer counts.
-                output_logits: None leaves vocabulary logits out in training with labels;
+            loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
+                from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
+            output_logits: None leaves vocabulary logits out in training with labels.
                 "labelled": (labels, vocab_size), those of the tokens that have a label, in their order.
 
         Raises:

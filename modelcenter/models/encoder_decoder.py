@@ -77,7 +77,8 @@ class EncoderDecoder(DecoderInputs):
     decoder: Side | None
 
     def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
-        """The head of `task`. dropout: of a classifier. logit_scale: of what goes into the vocabulary."""
+        """The head of `task`. dropout: before a classifier. logit_scale: multiplies the hidden states that the
+        vocabulary's matrix takes."""
         c: Any = self.config
         match task:
             case "seq2seq-lm":
@@ -145,6 +146,7 @@ class EncoderDecoder(DecoderInputs):
         return self.pack(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
+        """The protocol (see the top of the file), and under pipeline parallelism this rank's part of it."""
         stage, cache = self.pipeline, past_of(batch)
         if cache is not None:
             batch = {**batch, "past_key_values": cache}
@@ -160,15 +162,12 @@ class EncoderDecoder(DecoderInputs):
             split_at = len(received) - (0 if ctx is None else self._num_decoder_states(part.start, all_states))
             encoded, decoded = received[:split_at], received[split_at:]
         if runs_encoder and memory is not None and part.start < depth:
-            self.set_attention_bias(memory, self.encoder)
-            encoded = self.run_units([*self.encoder.layers][part.start : part.stop], encoded, memory, all_encoded)
-            if part.stop >= depth:
-                encoded[-1] = self.after_units(encoded[-1], memory, self.encoder)
+            encoded = self._run_encoder(part, encoded, memory, all_encoded)
         if self.decoder is not None and ctx is not None and part.stop > depth:
-            self.set_attention_bias(ctx, self.decoder)
             if memory is not None:
                 seen, split = self.bridge_states(encoded[-1]), self.token_split
                 ctx.attend_to(seen if split is None else split.to_units(seen), memory.sequences)
+            self.set_attention_bias(ctx, self.decoder)
             units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
             decoded = self.run_units(units, decoded, ctx, all_states)
         if cache is not None and (stage is None or stage.leaves):
@@ -185,6 +184,14 @@ class EncoderDecoder(DecoderInputs):
             out["past_key_values"] = cache
         self._add_states(out, encoded, decoded, memory, ctx, all_encoded, all_states)
         return out
+
+    def _run_encoder(self, part: range, states: list[Tensor], ctx: Packed, all_states: bool) -> list[Tensor]:
+        """Run the encoder's units in `part` (`run_units`), and after its last one what follows them."""
+        self.set_attention_bias(ctx, self.encoder)
+        states = self.run_units([*self.encoder.layers][part.start : part.stop], states, ctx, all_states)
+        if part.stop >= len(self.encoder.layers):
+            states[-1] = self.after_units(states[-1], ctx, self.encoder)
+        return states
 
     def _encoder_output(self, batch: Batch, encoded: list[Tensor], memory: Packed, all_states: bool) -> ModelOutput:
         """The output of a task without a decoder."""
@@ -271,7 +278,7 @@ class EncoderDecoder(DecoderInputs):
         return self.ordered(out)
 
     def _eos_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
-        """(n,) number among all tokens of each sequence's last end-of-sequence token.
+        """(n,) index, among all tokens, of each sequence's last end-of-sequence token.
 
         Raises:
             ValueError: a sequence has none.
@@ -296,8 +303,8 @@ class EncoderDecoder(DecoderInputs):
     # -- the rest of the protocol -------------------------------------------------------------------------------------
 
     def stage_homes(self) -> dict[str, Sequence[int]]:
-        """As of every model, of two lists of units one after the other. What a side has besides them is read by each of
-        its units, but for what is called final."""
+        """As Model.stage_homes, with two lists of units one after the other. What else a side holds is read by all its
+        units, except modules whose names begin with "final"."""
         depth, count = len(self.encoder.layers), len(self.units)
         homes: dict[str, Sequence[int]] = {"embed": [0, count - 1] if self.ties_head else [0], "head": [count - 1]}
         for name, side, units in (
@@ -375,9 +382,9 @@ class EncoderDecoder(DecoderInputs):
                 then, as many new ones for each row: the keys of the encoder's states are remembered.
             cu_seqlens, decoder_cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen,
                 decoder_max_seqlen: the longest (else read from them). One side may be packed, the other padded.
-            loss_counts: {term: items} of the whole global batch, see Model.loss_counts; num_items_in_batch: the same
-                for a loss of one term, but all numbers of labels that have several, as HF Trainer counts.
-                output_logits: None leaves vocabulary logits out in training with labels.
+            loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
+                from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
+            output_logits: None leaves vocabulary logits out in training with labels.
             logits_to_keep: 1: logits of each decoder sequence's last token only. 0: of all.
 
         Raises:

@@ -21,7 +21,7 @@ from modelcenter.models.inputs import Batch
 
 @dataclass(kw_only=True)
 class LlamaBodyConfig(ModelConfig):
-    """Fields that all of them have; sizes count elements, dropouts are probabilities.
+    """Fields of Llama, Qwen, Mistral and MiniCPM; sizes count elements, dropouts are probabilities.
 
     num_kv_heads: heads of keys and values, None: num_heads. head_dim: None: hidden_size / num_heads. rope_scaling: see
     layers.rotary.Rotary. pad_token_id: its embedding does not train.
@@ -96,17 +96,17 @@ class LlamaBody(Decoder):
 
     @property
     def embedding_scale(self) -> float:
-        """What multiplies the embeddings: 1 but for MiniCPM, as those that follow."""
+        """Multiplies the embeddings. This scale and the two below are 1 except in MiniCPM."""
         return 1.0
 
     @property
     def branch_scale(self) -> float:
-        """What multiplies each branch."""
+        """Multiplies what attention and feed-forward add to the residual stream."""
         return 1.0
 
     @property
     def logit_scale(self) -> float:
-        """What multiplies what goes into the vocabulary."""
+        """Multiplies the hidden states that the vocabulary's matrix takes."""
         return 1.0
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
@@ -126,7 +126,7 @@ class LlamaBody(Decoder):
         return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act)
 
     def check_length(self, longest: int) -> None:
-        """Raise ValueError for a sequence of more tokens than the net is made for; Llama's has no end."""
+        """Raise ValueError for a sequence of more tokens than the architecture allows; here any number is fine."""
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)

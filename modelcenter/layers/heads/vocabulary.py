@@ -44,7 +44,7 @@ class VocabularyHead(Smoothing, nn.Module):
         return x
 
     def targets(self, batch: Batch) -> Tensor:
-        """Labels shaped as the input, of a batch that has some, each at the token that is to predict it.
+        """Labels shaped as the input, of a batch that has some, each at the token that predicts it.
 
         Raises:
             ValueError: as `token_labels`.
@@ -52,7 +52,7 @@ class VocabularyHead(Smoothing, nn.Module):
         return supervised_labels(batch)
 
     def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) numbers of these."""
+        """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) their indices."""
         if ctx.labelled is None:
             ctx.labelled = self._find_labelled(ctx, batch)
         return ctx.labelled
@@ -64,10 +64,10 @@ class VocabularyHead(Smoothing, nn.Module):
         # The host remembers the labels, so the device need not be asked which these are.
         known = self.targets({name: host_copy(value) for name, value in batch.items()})
         where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()
-        return labels, ctx.layout.token_numbers(to_device(where, labels.device))
+        return labels, ctx.layout.token_indices(to_device(where, labels.device))
 
     def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:
-        """(m,) numbers of the tokens whose hidden states `forward` uses; None: all."""
+        """(m,) indices of the tokens whose hidden states `forward` uses; None: all."""
         if want_logits is True and not batch.get("logits_to_keep"):
             return None
         if batch.get("labels") is not None:
@@ -122,7 +122,7 @@ class MaskedLM(VocabularyHead):
 
 
 class NextTokenHead(VocabularyHead):
-    """The next token: labels are the input's tokens, and token t is to predict label t + 1 of its sequence."""
+    """The next token: labels are the input's tokens, and token t predicts label t + 1 of its sequence."""
 
     def targets(self, batch: Batch) -> Tensor:
         return next_labels(batch)

@@ -12,9 +12,9 @@ from engine.ops import library
 _EAGER: dict[str, Callable[..., Any]] = {}
 
 
-def eager(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, left out of compiled graphs: for one that takes the key of a step or plans in Python."""
-    key = name or f"{function.__module__}.{function.__qualname__}"
+    key = f"{function.__module__}.{function.__qualname__}"
     _EAGER[key] = function
 
     def call(*args: Any, **kwargs: Any) -> Any:

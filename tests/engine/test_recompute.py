@@ -320,7 +320,10 @@ def test_more_graphs_than_torch_makes_of_a_function():
 
 def test_functions_left_out_of_graphs_are_not_taken_for_one(monkeypatch):
     monkeypatch.setattr(compilation, "_EAGER", {})
-    functions = [compilation.eager(lambda x, n=n: x + n, str(n)) for n in range(10)]
+    plus = [lambda x, n=n: x + n for n in range(10)]
+    for n, function in enumerate(plus):
+        function.__qualname__ = str(n)
+    functions = [compilation.eager(function) for function in plus]
     compilation.leave_to_eager.__wrapped__()
 
     def total(x):

@@ -31,10 +31,10 @@ class DCPTensorInfo:
 class DCPSource:
     """The model in a distributed checkpoint, saved on any mesh (convert.stream.Source)."""
 
-    def __init__(self, directory: Path, part: str = MODEL_FOLDER):
+    def __init__(self, directory: Path):
         """Reads the descriptions, no tensor. Raises ValueError: damaged, or the parts of a tensor do not make it up."""
-        self._root = (directory / part).resolve()
-        self.tensors = _read_infos(stored_metadata(directory, part), directory / part)
+        self._root = (directory / MODEL_FOLDER).resolve()
+        self.tensors = _read_infos(stored_metadata(directory, MODEL_FOLDER), directory / MODEL_FOLDER)
         self._located: dict[str, list[tuple[Box, str]]] = {}
         self._parts = FileSource({})
 

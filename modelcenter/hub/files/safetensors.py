@@ -125,7 +125,7 @@ class FilePlan:
     entries: tuple[Entry, ...]
 
 
-def plan_files(entries: Sequence[Entry], max_bytes: int, stem: str = "model") -> list[FilePlan]:
+def plan_files(entries: Sequence[Entry], max_bytes: int) -> list[FilePlan]:
     """Deal tensors, in their order, to files of at most `max_bytes` each; a larger tensor has a file of its own.
 
     Within a file wider dtypes come first, which keeps every tensor aligned to its element size.
@@ -142,12 +142,12 @@ def plan_files(entries: Sequence[Entry], max_bytes: int, stem: str = "model") ->
     for group in groups:
         group.sort(key=lambda entry: -entry[1].itemsize)
     if len(groups) == 1:
-        return [FilePlan(f"{stem}.safetensors", tuple(groups[0]))]
+        return [FilePlan("model.safetensors", tuple(groups[0]))]
     count = len(groups)
-    return [FilePlan(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
+    return [FilePlan(f"model-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
 
 
-def write_index(directory: Path, plans: Sequence[FilePlan], stem: str = "model") -> None:
+def write_index(directory: Path, plans: Sequence[FilePlan]) -> None:
     """Write the index of a checkpoint of several files."""
     entries = [entry for plan in plans for entry in plan.entries]
     total = {
@@ -155,9 +155,8 @@ def write_index(directory: Path, plans: Sequence[FilePlan], stem: str = "model")
         "total_size": sum(prod(shape) * dtype.itemsize for _, dtype, shape in entries),
     }
     names = {entry[0]: plan.name for plan in plans for entry in plan.entries}
-    write_json(
-        directory / f"{stem}.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(names.items()))}
-    )
+    index = {"metadata": total, "weight_map": dict(sorted(names.items()))}
+    write_json(directory / "model.safetensors.index.json", index)
 
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

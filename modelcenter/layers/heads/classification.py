@@ -122,8 +122,8 @@ def _pad_choices(scores: Tensor, counts: Tensor) -> Tensor:
 class TokenClassifier(Smoothing, Linear):
     """Each token -> (batch, seq, num_labels)."""
 
-    def __init__(self, hidden_size: int, num_labels: int, dropout: float, bias: bool = True):
-        super().__init__(hidden_size, num_labels, bias)
+    def __init__(self, hidden_size: int, num_labels: int, dropout: float):
+        super().__init__(hidden_size, num_labels)
         self.dropout = Dropout(dropout)
 
     def counts(self, batch: Batch) -> dict[str, int]:

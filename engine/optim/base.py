@@ -96,6 +96,23 @@ class _GroupPlan:
     batches: list[tuple[torch.device, Batch]]
 
 
+def _mode_of(state: dict[str, Any], shard: torch.Tensor) -> str:
+    """How a shard is stepped (see ``engine.ops.fused``): by the master that its state has, else as it is."""
+    kept = next((name for name in ("master", "remainder") if name in state), None)
+    return kept or ("random" if shard.dtype == torch.bfloat16 else "plain")
+
+
+def _in_memory_as(gradient: torch.Tensor, shard: torch.Tensor, dense: bool) -> torch.Tensor:
+    """A gradient whose elements lie as those of its shard: kernels go through memory, not through indices."""
+    if dense:
+        return gradient.contiguous()
+    return (
+        gradient
+        if gradient.stride() == shard.stride()
+        else torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
+    )
+
+
 def same_objects(these: Collection[Any], those: Collection[Any]) -> bool:
     """Whether both hold the same objects in the same order."""
     return len(these) == len(those) and all(map(operator.is_, these, those))
@@ -279,36 +296,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The shards that have gradients, in batches that one call of an operator takes."""
         batches: dict[tuple[Any, ...], Batch] = {}
         for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.layout is not torch.strided:
-                raise sparse_gradient(parameter.shape)
-            gradient, state = local_tensor(placed_gradient(parameter)), self._ready_state(parameter)
-            shard, m = local_tensor(parameter), local_tensor(state[self.moments[0]])
-            mode = "master" if "master" in state else "remainder" if "remainder" in state else "plain"
-            if mode == "plain" and shard.dtype == torch.bfloat16:
-                mode = "random"
-            placed = mode == "random" or m.dtype == torch.uint8
-            place = place_of(parameter) if placed else None
-            dense = shard.is_contiguous() and m.is_contiguous()
-            if dense and not gradient.is_contiguous():
-                gradient = gradient.contiguous()
-            elif not dense and gradient.stride() != shard.stride():  # kernels go through memory, not through indices
-                gradient = torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
-            fits = dense and (not placed or place is not None)
-            held = self._is_held(state["step"])
-            key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits, held)
-            batch = batches.get(key)
-            if batch is None:
-                fits = fits and shard.dtype in FLOATS and gradient.dtype in FLOATS
-                batch = batches[key] = Batch(mode, fits, held, gradient_dtype=gradient.dtype)
-            batch.add(parameter, gradient, state, self.moments)
-            if placed:
-                batch.places += (ROUNDING_KEY.get(parameter), *(place or ()))
-                batch.whole.append(parameter)
+            if parameter.grad is not None:
+                self._sort_in(parameter, batches)
         for batch in batches.values():
             self.check(batch)
         return [(key[0], batch) for key, batch in batches.items()]
+
+    def _sort_in(self, parameter: torch.Tensor, batches: dict[tuple[Any, ...], Batch]) -> None:
+        """Add the shard of a parameter to the batch of its kind, the first key of which is the device."""
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise sparse_gradient(parameter.shape)
+        gradient, state = local_tensor(placed_gradient(parameter)), self._ready_state(parameter)
+        shard, m = local_tensor(parameter), local_tensor(state[self.moments[0]])
+        mode = _mode_of(state, shard)
+        placed = mode == "random" or m.dtype == torch.uint8
+        place = place_of(parameter) if placed else None
+        dense = shard.is_contiguous() and m.is_contiguous()
+        gradient = _in_memory_as(gradient, shard, dense)
+        fits = dense and (not placed or place is not None)
+        held = self._is_held(state["step"])
+        key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits, held)
+        batch = batches.get(key)
+        if batch is None:
+            fits = fits and shard.dtype in FLOATS and gradient.dtype in FLOATS
+            batch = batches[key] = Batch(mode, fits, held, gradient_dtype=gradient.dtype)
+        batch.add(parameter, gradient, state, self.moments)
+        if placed:
+            batch.places += (ROUNDING_KEY.get(parameter), *(place or ()))
+            batch.whole.append(parameter)
 
     def _ready_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter: made if there is none, and brought to the parameter's dtype and strides."""

@@ -63,13 +63,9 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
             "model_type='bert' in from_pretrained, --model_config model_type=bert in training, or in config.json. "
             f"Known: {', '.join(ARCHITECTURES)}"
         )
-    spec = (
-        None
-        if architecture is not None and str(kind) not in ARCHITECTURES
-        else registry.get(kind, config.get("architectures"))
-    )
-    if spec is None:
+    if architecture is not None and str(kind) not in ARCHITECTURES:
         raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
+    spec = registry.get(kind, config.get("architectures"))
     if architecture not in (None, spec.model_type):
         held = repr(kind) if kind == spec.model_type else f"{kind!r} and is of {spec.model_type!r}"
         raise ValueError(f"{origin} has the model_type {held}, expected {architecture!r}; load it with its own class")
@@ -77,6 +73,8 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 
 
 def choose_task(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:
+    """The task asked for, or the one that the `architectures` of a config.json name. Raises ValueError: there is none
+    of that name, or they name none."""
     if task is not None:
         if task not in arch.tasks:
             close = nearest(task, arch.tasks)

@@ -202,20 +202,11 @@ class KVCache:
         self._memory[layer] = (padded[0], padded[1], None if min(lengths) == longest else ~inside)
 
     def attend(self, layer: nn.Module, q: Tensor, heads: int, mask: Mask, scale: float | None) -> Tensor:
-        """q (n * m, heads * head_dim) of m new tokens of each sequence, over all that is remembered -> the same."""
-        step, segments = self._step, None
+        """Attention of m new tokens of each sequence to all that is remembered: q (n * m, heads * head_dim) -> the
+        same."""
+        step = self._step
         assert step is not None
-        hidden: Tensor | None
-        if layer in self._memory:
-            k, v, hidden = self._memory[layer]
-            hidden = None if hidden is None else hidden[:, None, None, :]
-        else:
-            k, v = (x[:, :, : step.width] for x in self._own[layer])
-            if mask.segments is None:
-                hidden = step.hidden(mask.window, q.device)
-            else:  # a place without a token comes after each query and is of no context: nobody sees it
-                segments = self._segments(mask.segments, step)
-                hidden = segments[0].hidden(segments[1], torch.tensor(step.past, device=q.device))
+        k, v, hidden, segments = self._remembered(layer, mask, step, q.device)
         rows, groups = k.shape[0], k.shape[1]
         n = step.num_sequences
         new = q.shape[0] // n
@@ -243,6 +234,20 @@ class KVCache:
         if not straight:
             out = out.view(rows, groups, n // rows, heads // groups, new, head_dim).permute(0, 2, 4, 1, 3, 5)
         return out.reshape(q.shape)
+
+    def _remembered(
+        self, layer: nn.Module, mask: Mask, step: _Step, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Segments, Segments] | None]:
+        """(keys, values, which keys are hidden from which query, segments of the queries and the keys) of a layer."""
+        if layer in self._memory:
+            k, v, absent = self._memory[layer]
+            return k, v, None if absent is None else absent[:, None, None, :], None
+        k, v = (x[:, :, : step.width] for x in self._own[layer])
+        if mask.segments is None:
+            return k, v, step.hidden(mask.window, device), None
+        # A place without a token comes after each query and is of no context: nobody sees it.
+        segments = self._segments(mask.segments, step)
+        return k, v, segments[0].hidden(segments[1], torch.tensor(step.past, device=device)), segments
 
     def reorder(self, index: Tensor) -> None:
         """Sequence i becomes what sequence index[i] was, as beams go on from others. index: (n',)."""

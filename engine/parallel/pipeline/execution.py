@@ -117,7 +117,7 @@ class Pipeline(Stages):
 
     @property
     def part(self) -> range:
-        """Numbers of the model's units that this forward runs."""
+        """Indices of the model's units that this forward runs."""
         return self._parts[self._now().chunk * self.size + self.rank]
 
     @property

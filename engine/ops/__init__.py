@@ -1,6 +1,17 @@
 """Operators behind one name, whatever this machine offers: the fast one where there is one, else its torch reference.
 
-Matrix products are in `engine.ops.gemm`.
+::
+
+    library, build, __main__          finding and loading the compiled operators of csrc/; compiling them
+    fused, reference, rounding_bits   steps of optimizers on lists of tensors, and the same in torch
+    gemm, activation, attention, norm, rotary, embeddings, cross_entropy
+                                      what the layers of a model compute
+    dropout_masks, philox, triton_dropout
+                                      dropout and its random bits
+    compilation, graphs               what torch.compile takes into its graphs
+    autograd, autocast, remade        autograd functions; tensors that backward makes again
+    layout, sha256, counters, table_memory
+                                      bytes of files, hashes, counters between processes, memory of large tables
 
 Dropout (`engine.ops.dropout_masks`): torch's `bernoulli_` draws one number at a time on one thread, slower than the
 matrix product beside it. Here 16 bits of a counter-based generator decide an element.

@@ -106,11 +106,9 @@ def _in_memory_as(gradient: torch.Tensor, shard: torch.Tensor, dense: bool) -> t
     """A gradient whose elements lie as those of its shard: kernels go through memory, not through indices."""
     if dense:
         return gradient.contiguous()
-    return (
-        gradient
-        if gradient.stride() == shard.stride()
-        else torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
-    )
+    if gradient.stride() == shard.stride():
+        return gradient
+    return torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
 
 
 def same_objects(these: Collection[Any], those: Collection[Any]) -> bool:

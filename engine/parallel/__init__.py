@@ -3,6 +3,7 @@
 ::
 
     shard, checks               ``engine.shard``, and what it refuses
+    over_ranks                  what it does on several ranks: imported there only, as FSDP and DTensor take a second
     units                       which modules are gathered together, and which parameters are theirs
     mesh                        the device mesh, whose dimensions are the kinds of parallelism
     fsdp                        FSDP2's private names, used nowhere else

@@ -229,6 +229,7 @@ def _interpret(source: TensorSource, side: int, files: ModelFiles, request: Requ
 
 
 def _match_source(source: TensorSource, side: int, files: ModelFiles, request: Request) -> Checkpoint:
+    """What the tensors of an opened checkpoint mean to its architecture. Raises ValueError: they do not make it up."""
     spec = find_spec(files.config, None, files.origin)
     arch: ArchMap = spec.arch_map()
     absent: dict[str, str] = getattr(source, "absent", {})  # of files with an index
@@ -250,12 +251,7 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     heads = {} if files.legacy is not None else whole.absent_heads
     heads = {part: [request.prefix + name for name in names] for part, names in heads.items()}
     check_patterns(request.ignore, [*source.tensors, *absent, *itertools.chain(*heads.values())])
-    absent_heads = {
-        part: names
-        for part, names in heads.items()
-        if len(ignored_names(request.ignore, names)) < len(names)
-        and not any(belongs_to_part(arch, part, to_key(arch, name.removeprefix(request.prefix))) for name in ignored)
-    }
+    absent_heads = {p: names for p, names in heads.items() if not _is_ignored(arch, p, names, ignored, request)}
     for name in absent:
         if name not in ignored and _is_needed(arch, compile_task, whole, name.removeprefix(request.prefix)):
             raise ValueError(absent[name])
@@ -266,6 +262,13 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     whole.dropped = [kept[short] for short in whole.dropped]
     config = blueprint(whole.task).config
     return Checkpoint(source, side, files, arch, config, whole, names, ignored, absent_heads, request.options)
+
+
+def _is_ignored(arch: ArchMap, part: str, names: Sequence[str], ignored: Sequence[str], request: Request) -> bool:
+    """Whether the caller leaves a part out: by patterns for its tensors, `names`, or for some that are there."""
+    if len(ignored_names(request.ignore, names)) == len(names):
+        return True
+    return any(belongs_to_part(arch, part, to_key(arch, name.removeprefix(request.prefix))) for name in ignored)
 
 
 def _without_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:

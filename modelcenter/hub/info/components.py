@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Tied, fill, template_regex
+from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Rule, Tied, fill, template_regex
 from modelcenter.hub.info.parameter_counts import SIDES, config_fields
 
 
@@ -35,23 +35,28 @@ def components_of_file(names: Iterable[str], config: Mapping[str, Any], arch: Ar
 
 
 def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str | None:
+    """The component of one tensor, as `components_of_file`."""
     for pattern, replacement in arch.old_spellings:
         name = re.sub(pattern, replacement, name)
     short = name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
     if any(re.fullmatch(pattern, short) for pattern in arch.ignore):
         return None
     groups = [("", arch.body), *((part, entry.rules) for part, entry in arch.parts.items())]
-    for part, rules in groups:
-        for rule in rules:
-            if rule.when is not None and not rule.when(config):
-                continue
-            for template in (*rule.hub_templates(), *rule.aliases):
-                for candidate in (short, name) if part else (short,):
-                    if (match := template_regex(template).fullmatch(candidate)) is None:
-                        continue
-                    if isinstance(rule, Tied):
-                        return None
-                    if part not in ("", CROSS_ATTENTION):
-                        return "pooler" if part == "pooler" else "head"
-                    return component(fill(rule.native_templates()[0], match.groupdict()))
+    for part, rule in ((part, rule) for part, rules in groups for rule in rules):
+        if rule.when is not None and not rule.when(config):
+            continue
+        if (match := _match(rule, (short, name) if part else (short,))) is None:
+            continue
+        if isinstance(rule, Tied):
+            return None
+        if part not in ("", CROSS_ATTENTION):
+            return "pooler" if part == "pooler" else "head"
+        return component(fill(rule.native_templates()[0], match.groupdict()))
     return "other"
+
+
+def _match(rule: Rule, names: Iterable[str]) -> re.Match[str] | None:
+    """How one of the names is a hub tensor of the rule."""
+    patterns = [template_regex(template) for template in (*rule.hub_templates(), *rule.aliases)]
+    matches = (pattern.fullmatch(name) for pattern in patterns for name in names)
+    return next((match for match in matches if match is not None), None)

@@ -128,22 +128,24 @@ def describe(model: nn.Module, show: bool = True) -> Description:
     # Level 3 frees units after forward; the root and the last unit stay, for backward needs them first.
     staying = {"(root)", *(names[module] for module in sharded if STAYS_GATHERED.get(module))}
     gathers = {unit.name: 0 if whole else 2 if level == 3 and unit.name not in staying else 1 for unit in found}
-    ranks = runtime.world_size()
-    how = "not sharded" if whole else f"ZeRO level {level}"
-    if policy is not None:
-        how += f", precision {policy.precision}, recompute {policy.recompute}, offload {policy.offload}"
-        how += f", compile {policy.compile}"
     total = sum(unit.elements for unit in found)
-    if (stages := stages_of(model)) is not None:
-        how += f", stage {stages.rank} of {stages.size} with {total:,} of them"
-        total = sum(stages.whole[name].numel() for name in stages.parameters)
-    title = (
-        f"{type(model).__name__.removeprefix('FSDP')}: {total:,} parameters on {ranks} rank{'s' * (ranks > 1)}, {how}"
-    )
-    description = Description(title, found, gathers)
+    description = Description(_title(model, "not sharded" if whole else f"ZeRO level {level}", total), found, gathers)
     if show:
         runtime.print_rank(description)
     return description
+
+
+def _title(model: nn.Module, how: str, total: int) -> str:
+    """The model's class, its parameters, of which this rank's units have ``total``, and its policy in one line."""
+    if (policy := policy_of(model)) is not None:
+        how += f", precision {policy.precision}, recompute {policy.recompute}, offload {policy.offload}"
+        how += f", compile {policy.compile}"
+    if (stages := stages_of(model)) is not None:
+        how += f", stage {stages.rank} of {stages.size} with {total:,} of them"
+        total = sum(stages.whole[name].numel() for name in stages.parameters)
+    ranks = runtime.world_size()
+    kind = type(model).__name__.removeprefix("FSDP")
+    return f"{kind}: {total:,} parameters on {ranks} rank{'s' * (ranks > 1)}, {how}"
 
 
 def _add(

@@ -191,10 +191,12 @@ def _expected_value(name: str, kind: Any, value: Any) -> str | None:
         return "a finite number" + (" of at least 0" if name in _NOT_NEGATIVE else "")
     if bool in kinds:
         return None if isinstance(value, bool) or _is_switch(value) else "true or false"
-    if int not in kinds:
-        return None
+    return _expected_integer(name, value, several=list[int] in kinds) if int in kinds else None
+
+
+def _expected_integer(name: str, value: Any, several: bool) -> str | None:
+    """What a field of a whole number, or with `several` of one or a list of them, must be, where it is not."""
     low, high = 1 if name in _SIZES else -inf, _MAX_LAYERS if name in _LAYERS else inf
-    several = list[int] in kinds
     numbers = value if several and isinstance(value, list) and value else [value]
     if all(_is_number(number, Integral) and low <= number <= high for number in numbers):
         return None

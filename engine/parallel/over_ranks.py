@@ -115,13 +115,7 @@ def _shard_units(
     # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
     if order and settings.pp_size == 1:
         STAYS_GATHERED.set(order[-1], True)
-    # What FSDP refuses; each rank has all of them.
-    left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
-    if not shards_integers():
-        left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
-    for parameter in left:
-        if not parameter.is_meta:
-            parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds
+    left = _leave_whole(model)
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
         left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
     # Inner units first: each takes the parameters below it that no unit has taken.
@@ -136,6 +130,17 @@ def _shard_units(
             unit.set_modules_to_backward_prefetch([unit])
     kept = None if level == 3 else False
     fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=kept, ignored_params=left)
+
+
+def _leave_whole(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that FSDP refuses, brought to this rank's device; each rank has all of them."""
+    left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
+    if not shards_integers():
+        left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
+    for parameter in left:
+        if not parameter.is_meta:
+            parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds
+    return left
 
 
 def _install_hooks(

@@ -12,6 +12,7 @@ from engine.ops import build
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Report or build; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m engine.ops", description=__doc__)
     parser.add_argument("--build", action="store_true", help="compile for the CPU, and for CUDA if it is here")
     parser.add_argument("--cuda", action="store_true", help="with --build: CUDA's also where torch has no CUDA")

@@ -31,7 +31,7 @@ class Muon(torch.optim.Optimizer):
     and go back by all-to-all, so that ranks share the work, and each computes what a single process would, bit for bit.
     Of a matrix that is cut along two dimensions of the mesh, every rank makes the whole.
 
-    For hidden matrices; embeddings, heads, norms and biases belong into an ``AdamOptimizer`` beside it (an
+    For hidden matrices; embeddings, heads, norms and biases belong in an ``AdamOptimizer`` beside it (an
     ``OptimManager`` runs both).
 
     Args:

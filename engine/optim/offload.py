@@ -72,10 +72,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     The device keeps parameters and gradients alone: for bf16 parameters 4 bytes each in place of 16. Gradients come to
     the host and parameters go back in buckets of bounded size, on a stream of their own: while one bucket is stepped,
     the gradients of the next arrive and the parameters of the one before leave. On a CPU the same code runs with
-    ordinary memory. The parameters are those that ``AdamOptimizer`` computes, bit for bit (with
-    torch's kernel, where the operators are not compiled, within rounding); those of
-    "bf16-sr" too have masters here. It loads the states of an ``AdamOptimizer``, too. Under torchrun give the step its
-    threads: ``OMP_NUM_THREADS``.
+    ordinary memory. The parameters are those that ``AdamOptimizer`` computes, bit for bit (without compiled operators,
+    by torch's kernel, within rounding); with "bf16-sr", too, they have masters here. It also loads the states of an
+    ``AdamOptimizer``. Under torchrun, give the step its threads: ``OMP_NUM_THREADS``.
 
     Here fp32 parameters have a ``master``, too, which the step computes from: what is written into a parameter alone is
     undone by the next step, see ``AdamOptimizer``.

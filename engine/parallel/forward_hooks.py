@@ -88,6 +88,7 @@ class ForwardHooks:
         _reshard_at_steps()
 
     def enter(self, *_: Any) -> None:
+        """Before a forward, or another method that uses parameters; these may call each other."""
         if self._depth == 0:
             self._check_replaced()
         if not self._started:
@@ -103,6 +104,7 @@ class ForwardHooks:
         self._depth += 1
 
     def leave(self, *_: Any) -> None:
+        """After it, also where it raised: free what was gathered, if no backward will."""
         # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
         entered, self._depth = self._depth > 0, max(0, self._depth - 1)
         if (error := sys.exception()) is not None and _MIXED in str(error):

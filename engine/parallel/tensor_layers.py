@@ -82,11 +82,13 @@ class SplitLayer(nn.Module):
 
     @property
     def first_row(self) -> int:
-        """Number of this rank's first output among those of the whole layer."""
+        """Index of this rank's first output among those of the whole layer."""
         return self._first
 
 
 class Colwise(SplitLayer):
+    """A linear layer split by outputs: (..., in) -> (..., out / ranks), this rank's columns."""
+
     _whole = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,10 +103,14 @@ class Colwise(SplitLayer):
 
 
 class ColwiseGather(Colwise):
+    """The same, whose outputs are joined again: (..., in) -> (..., out) on each rank."""
+
     _whole = True
 
 
 class Rowwise(SplitLayer):
+    """A linear layer split by inputs: (..., in / ranks), what ``Colwise`` returns, -> (..., out), summed over ranks."""
+
     def forward(self, x: Tensor) -> Tensor:
         rng_streams.leave("tp")
         t, bias = self.tp_group, self.bias
@@ -116,6 +122,8 @@ class Rowwise(SplitLayer):
 
 
 class Vocab(SplitLayer):
+    """An embedding table split by rows: ids (...) -> (..., width), each row from the rank that has it."""
+
     num_embeddings: int
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ def convert(field: Any, kind: FieldType, value: Any) -> Any:
 
 
 def boolean(name: str, value: Any) -> bool:
+    """A switch as people write it (yes, off, 1, ...). Raises ValueError: it is none. name: of the field."""
     if str(value).lower() not in BOOLEANS:
         raise ValueError(f"{name}: got {value!r}, expected true or false")
     return BOOLEANS[str(value).lower()]

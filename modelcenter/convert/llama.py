@@ -42,6 +42,7 @@ PARTS = {
 
 
 def tasks(name: str, qa_prefix: str = "transformer.") -> dict[str, Task]:
+    """The tasks of an architecture with Llama's body. name: what its classes in transformers begin with."""
     aliases = ("LLaMAForCausalLM",) if name == "Llama" else ()  # of the first weights converted
     return {
         "base": Task(f"{name}Model", prefix=""),

@@ -85,6 +85,7 @@ def _show(args: argparse.Namespace, result: Any, **more: Any) -> None:
 
 
 def convert_main(argv: Sequence[str]) -> int:
+    """Run the verb `convert`; returns the exit status."""
     about = (
         "Convert a checkpoint, tensor by tensor, with all its heads.\n\n"
         "SRC is a name from `modelcenter list`, a Hub name, a Hugging Face directory (safetensors or .bin), a\n"
@@ -201,6 +202,7 @@ def _conversion_flags(parser: Parser, args: argparse.Namespace) -> list[str]:
 
 
 def verify_main(argv: Sequence[str]) -> int:
+    """Run the verb `verify`; returns the exit status, 1 if anything differs."""
     about = (
         "Compare two checkpoints of any format, exactly. Both are read as Hugging Face tensors. Tensors that are\n"
         "renamed, or that hold no values of their own, are listed. The exit status is 1 if anything differs."

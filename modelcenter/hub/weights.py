@@ -286,6 +286,7 @@ class DistributedWeights:
         return {self._source.dtype(self._stored_name[name]) for name in self._filled()}
 
     def fill(self, model: Any) -> None:
+        """Read this rank's slices of the parameters from the checkpoint."""
         source, stored_name, filled = self._source, self._stored_name, set(self._filled())
         # In the order of the files. What is not here is on another stage of a pipeline.
         targets = [target for target in engine.local_slices(model) if target[0] in filled]

@@ -122,6 +122,7 @@ class Encoder(CrossAttentionMixin):
         self.head = self.make_head(task)
 
     def make_head(self, task: str) -> nn.Module | None:
+        """The head of `task`, None for "base"."""
         c = self.config
         match task:
             case "masked-lm" | "causal-lm":
@@ -176,6 +177,7 @@ class Encoder(CrossAttentionMixin):
     def run_head(
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
     ) -> dict[str, Tensor]:
+        """What the head returns for the final hidden states x (T, hidden_size) and pooled (n, hidden_size)."""
         head = self.head
         match self.task:
             case "masked-lm" | "causal-lm":

@@ -17,6 +17,7 @@ class Progress:
         self._printed = False
 
     def add(self, count: int) -> None:
+        """Note `count` more bytes, and show the line now and then."""
         self.done += count
         now = time.monotonic()
         if now - self._last >= (0.5 if self._terminal else 10):
@@ -24,6 +25,7 @@ class Progress:
             self._print(now)
 
     def close(self) -> None:
+        """Show the last line."""
         if self._printed or (self.shown and self.total >= 2**30):
             self._print(time.monotonic())
             if self._terminal and self.shown:

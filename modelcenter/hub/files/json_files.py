@@ -26,6 +26,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` for json. Raises ValueError: a key occurs twice."""
     names = dict(pairs)
     if len(names) != len(pairs):
         seen: set[str] = set()

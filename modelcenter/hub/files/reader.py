@@ -180,6 +180,7 @@ def reading_threads() -> int:
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -77,7 +77,7 @@ def check_directory(directory: Path, say: Callable[[str], None] = lambda text: N
     pickles = [name for name in files if name.lower().endswith(PICKLES)]
     if pickles:
         raise ValueError(
-            f"{directory} holds {pickles[0]}, which may run code on whoever loads it. Weights belong into safetensors: "
+            f"{directory} holds {pickles[0]}, which may run code on whoever loads it. Weights belong in safetensors: "
             "from_pretrained reads them and save_pretrained writes those; delete or move what is no weight"
         )
     partial = next((name for name in files if name.endswith((".incomplete", ".tmp", ".part"))), None)

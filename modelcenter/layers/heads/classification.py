@@ -26,6 +26,7 @@ class SequenceClassifier(Smoothing, Linear):
         self.dropout, self.problem_type = Dropout(dropout), problem_type
 
     def kind(self, labels: Tensor) -> str:
+        """The problem_type, or what the labels say that it is, as in transformers."""
         if self.problem_type is not None:
             return self.problem_type
         if self.out_features == 1:

@@ -5,7 +5,7 @@ max_positions, ...). Hugging Face's spellings are translated by the CONFIG map o
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
@@ -109,6 +109,15 @@ class ModelConfig:
         """Raise one clear error about the field `name` unless `condition` holds."""
         if not condition:
             raise ValueError(f"{self.model_type} config: {name} is {getattr(self, name)!r}, expected {expected}")
+
+    def require_one_of(self, name: str, choices: Collection[str]) -> None:
+        """Raise unless the field `name` is one of the choices."""
+        self.require(getattr(self, name) in choices, name, f"one of {', '.join(choices)}")
+
+    def require_probabilities(self, *names: str) -> None:
+        """Raise unless these fields are probabilities below 1, as those of dropouts are."""
+        for name in names:
+            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
 
     def require_token(self, name: str, vocab_size: int) -> None:
         """Raise unless the token `name` has a row, counted from the end where it is negative, or is None."""

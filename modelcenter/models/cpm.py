@@ -50,7 +50,7 @@ class CPMConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(0 <= self.dropout < 1, "dropout", "a probability, 0 <= p < 1")
+        self.require_probabilities("dropout")
         self.require(self.num_buckets >= 4 and self.num_buckets % 2 == 0, "num_buckets", "an even number, at least 4")
         self.require(self.max_distance > self.num_buckets // 4, "max_distance", "more than num_buckets / 4")
 

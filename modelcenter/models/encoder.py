@@ -60,9 +60,8 @@ class EncoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-        for name in ("dropout", "attention_dropout"):
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_one_of("hidden_act", ACTIVATIONS)
+        self.require_probabilities("dropout", "attention_dropout")
         self.require_token("pad_token_id", self.vocab_size)
         decides = self.is_decoder or not self.cross_attention
         self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")

@@ -62,9 +62,8 @@ class GPT2Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-        for name in ("dropout", "embedding_dropout", "attention_dropout", "choice_dropout"):
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_one_of("hidden_act", ACTIVATIONS)
+        self.require_probabilities("dropout", "embedding_dropout", "attention_dropout", "choice_dropout")
 
     def attention_scale(self, layer: int) -> float:
         """What the scores of layer 0, 1, ... are multiplied by."""

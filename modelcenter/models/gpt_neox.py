@@ -50,11 +50,10 @@ class GPTNeoXConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        self.require_one_of("hidden_act", ACTIVATIONS)
         turning = self.rotary_dim
         self.require(turning > 0 and turning % 2 == 0, "rotary_fraction", "an even number of a head's channels")
-        for name in ("dropout", "attention_dropout", "classifier_dropout"):
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_probabilities("dropout", "attention_dropout", "classifier_dropout")
 
     @property
     def rotary_dim(self) -> int:

@@ -44,12 +44,11 @@ class GPTJConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        self.require_one_of("hidden_act", ACTIVATIONS)
         width = self.hidden_size // self.num_heads
         turning = isinstance(self.rotary_dim, int) and 0 < self.rotary_dim <= width and self.rotary_dim % 2 == 0
         self.require(turning, "rotary_dim", f"an even number of the {width} channels of a head")
-        for name in ("dropout", "embedding_dropout", "attention_dropout"):
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_probabilities("dropout", "embedding_dropout", "attention_dropout")
 
 
 class GPTJ(Decoder):

@@ -54,8 +54,8 @@ class LlamaBodyConfig(ModelConfig):
             self.head_dim = self.hidden_size // self.num_heads
         self.require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"a divisor of {self.num_heads} heads")
         self.require(self.head_dim % 2 == 0, "head_dim", "an even number: rotary turns pairs of channels")
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-        self.require(0 <= self.attention_dropout < 1, "attention_dropout", "a probability, 0 <= p < 1")
+        self.require_one_of("hidden_act", ACTIVATIONS)
+        self.require_probabilities("attention_dropout")
         self.require_token("pad_token_id", self.vocab_size)
 
 

@@ -50,9 +50,8 @@ class OPTConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
-        for name in ("dropout", "attention_dropout"):
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_one_of("hidden_act", ACTIVATIONS)
+        self.require_probabilities("dropout", "attention_dropout")
         self.require_token("pad_token_id", self.vocab_size)
 
 

@@ -64,11 +64,10 @@ class T5Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.hidden_act in ACTIVATIONS, "hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        self.require_one_of("hidden_act", ACTIVATIONS)
         self.require(self.num_buckets >= 4 and self.num_buckets % 2 == 0, "num_buckets", "an even number, at least 4")
         self.require(self.max_distance > self.num_buckets // 2, "max_distance", "more than num_buckets / 2")
-        for name in ("dropout", "classifier_dropout"):
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+        self.require_probabilities("dropout", "classifier_dropout")
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
         if self.scale_decoder_outputs is None:

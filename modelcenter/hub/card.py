@@ -10,8 +10,8 @@ from typing import Any
 from engine.memory import readable
 from modelcenter import registry
 from modelcenter._paths import write_whole
+from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
-from modelcenter.hub.tokens import without_tokens
 
 PIPELINES = {
     "base": "feature-extraction",

@@ -20,6 +20,7 @@ from modelcenter import registry
 from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.rules import ArchMap
 from modelcenter.convert.stream import export_tensor
+from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.card import make_card, read_card
 from modelcenter.hub.dtypes import parse_dtype
 from modelcenter.hub.files.atomic_directory import new_directory
@@ -30,7 +31,6 @@ from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter, parse_si
 from modelcenter.hub.files.sharded_writer import ShardedWriter
 from modelcenter.hub.remote.push import upload
 from modelcenter.hub.tokenizer import save_tokenizer
-from modelcenter.hub.tokens import without_tokens
 from modelcenter.registry import ARCHITECTURES, shipped_file
 
 log = logging.getLogger("modelcenter")

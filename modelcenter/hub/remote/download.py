@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import engine
 from modelcenter._paths import nearest_beside
+from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
 from modelcenter.hub.files.weight_index import index_files
-from modelcenter.hub.tokens import without_tokens
 from modelcenter.registry import list_models, nearest, preset_names
 
 log = logging.getLogger("modelcenter")

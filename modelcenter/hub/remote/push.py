@@ -9,6 +9,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from engine.memory import readable
+from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.card import check_card, read_card
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import (
@@ -23,7 +24,6 @@ from modelcenter.hub.files.names import (
 from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.remote.download import XET_ADVICE, hub_address
 from modelcenter.hub.resolve import resolve
-from modelcenter.hub.tokens import without_tokens
 from modelcenter.registry import ARCHITECTURES
 
 # What executes code when it is loaded, or may.

@@ -1,7 +1,20 @@
 """ModelCenter: load pretrained language models by name, fine-tune them anywhere, export them to the Hugging Face Hub.
 
+    import modelcenter as mc
+
+    model = mc.from_pretrained("bert-base-uncased", task="masked-lm")
+    model.save_pretrained("my-bert")
+
 Public names are imported on first use (PEP 562): `import modelcenter` does not import torch, reads no network and
-starts no process group.
+starts no process group. Where to look:
+
+auto.py, registry.py, config.py    from_pretrained and the like; architectures and names; the fields of a model
+models/, layers/                   a file for each architecture; the layers they share
+convert/, hub/                     conversion rules; downloading, loading, saving
+data/, training/, generation/      rows and batches; the training loop and its tasks; text generation
+adapters/                          LoRA, prompt tuning, freezing
+compare/, testing/                 comparison with transformers; the parity tests
+cli.py, command_line/              the verbs; flags and their errors (preprocess.py is a verb of its own)
 """
 
 import importlib

@@ -147,15 +147,20 @@ def old_names(theirs):
     return found
 
 
-def test_modelcenters_files(theirs, tmp_path):
-    """Its names, its config, and its gate, whose GELU is the exact one."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_modelcenters_files(tied, theirs, tmp_path):
+    """Its names, its config, its gate, whose GELU is the exact one, and its tied head, which scales nothing."""
     config = {
         "vocab_size": 136, "dim_model": 48, "num_heads": 4, "dim_head": 10, "dim_ff": 80, "num_encoder_layers": 2,
         "num_decoder_layers": 3, "position_bias_num_buckets": 14, "position_bias_max_distance": 20, "norm_eps": 0.01,
-        "dropout_p": 0.0, "ffn_activate_fn": "gated_gelu", "length_scale": False, "attn_scale": False, "tied": False,
+        "dropout_p": 0.0, "ffn_activate_fn": "gated_gelu", "length_scale": False, "attn_scale": False, "tied": tied,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    torch.save(old_names(theirs), tmp_path / "pytorch_model.pt")
+    state = old_names(theirs)
+    if tied:
+        del state["output_projection.weight"]
+        theirs.lm_head.weight = theirs.shared.weight
+    torch.save(state, tmp_path / "pytorch_model.pt")
     ours, batch = mc.CPM2.from_pretrained(tmp_path), batch_of()
     published = theirs(**batch).logits
     theirs.config.dense_act_fn = "gelu"

@@ -158,5 +158,6 @@ CPM2 = replace(
         "ffn_activate_fn": "gated_gelu",
     },
     classes=("ForConditionalGeneration", ""),
-    derived_fields=lambda config: {**T5.derived_fields(config), **_CPM2_TOKENS},
+    # A tied head reads the decoder's states as they are, unlike T5's.
+    derived_fields=lambda config: {**T5.derived_fields(config), "scale_decoder_outputs": False, **_CPM2_TOKENS},
 )

@@ -28,6 +28,7 @@ from engine.parallel.pipeline.stages import whole_tensor
 from engine.precision import Policy
 from engine.registry import stages_of
 from engine.shards import show_own_parameters
+from engine.tensors import is_shard
 
 
 class LoadResult(NamedTuple):
@@ -187,7 +188,21 @@ def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         ) from error
     if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
         raise ValueError(f"{file_name} holds a {type(state).__name__}, expected a state dict: names to tensors")
+    _check_values(state, file_name)
     return state
+
+
+def _check_values(state: Mapping[str, torch.Tensor], file_name: str | os.PathLike[str]) -> None:
+    """Raise ValueError for what is not a whole tensor: only rank 0 sees it, so it would fail there alone, later."""
+    for name, tensor in state.items():
+        if is_shard(tensor):
+            raise ValueError(
+                f"{file_name} holds one rank's shard of {name}, as state_dict() of a sharded model does, and not the "
+                "rest: write the model by engine.save, which every rank calls"
+            )
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "is on the meta device and has no values" if tensor.is_meta else f"is a {tensor.layout} tensor"
+            raise ValueError(f"tensor {name} in {file_name} {kind}, expected a dense one with its values")
 
 
 def _write(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[str]) -> None:

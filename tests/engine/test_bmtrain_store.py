@@ -134,6 +134,28 @@ def test_names_and_shapes_are_checked_on_every_rank(two, tmp_path):
         assert all("cannot be read as a state dict" in m for m in two.run(failing, file, True, False)), content
 
 
+def load_what_a_state_dict_holds(file):
+    bmt.init_distributed()
+    model = Tied()
+    bmt.init_parameters(model)
+    if bmt.rank() == 0:
+        torch.save(model.state_dict(), file)
+    bmt.synchronize()
+    return failing(file, True, False)
+
+
+def test_a_file_of_shards_or_without_values_is_refused_on_every_rank(two, tmp_path):
+    file = str(tmp_path / "shards.pt")
+    for message in two.run(load_what_a_state_dict_holds, file):
+        assert "one rank's shard of scale" in message and "write the model by engine.save" in message
+    for value, words in (
+        (torch.empty(1, device="meta"), "is on the meta device and has no values"),
+        (torch.ones(1).to_sparse(), "is a torch.sparse_coo tensor"),
+    ):
+        torch.save({**state(5), "scale": value}, file)
+        assert all(f"tensor scale in {file} {words}" in m for m in two.run(failing, file, True, False))
+
+
 def test_a_file_of_the_old_format_and_other_dtypes(tmp_path):
     bmt.init_distributed()
     file = str(tmp_path / "old.pt")

@@ -18,7 +18,7 @@ from engine.parallel.shard import lay_over_ranks
 from engine.parallel.units import find_units
 from engine.precision import Policy
 from engine.shards import is_sharded, materialize, sharded_roots
-from engine.tensors import as_bytes
+from engine.tensors import as_bytes, is_shard
 
 
 def init_parameters(model: nn.Module, policy: Policy | None = None, forward_methods: Iterable[str] = ()) -> None:
@@ -82,7 +82,7 @@ def shard_from_rank_0(
 
 def _roots(model: nn.Module) -> list[nn.Module]:
     """``model``; or, where a part of it is sharded already, the outermost modules that are not."""
-    if is_sharded(model) or next(model.parameters(), None) is None:
+    if is_sharded(model) or all(map(is_shard, model.parameters())):  # the shards of a module around it, or it has none
         return []
     container = isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward
     if not sharded_roots(model) and not container:

@@ -105,6 +105,28 @@ def test_ranks_load_what_plain_torch_saved(two, tmp_path, level, meta):
     assert [sharded for _, _, sharded in two.run(load_into, file, level, meta, True)] == [True, True]
 
 
+def load_into_a_part(file):
+    bmt.init_distributed(seed=2)
+    model = Tied()
+    bmt.init_parameters(model)
+    bmt.load(model.embed, file)
+    part = model.embed._parameters["weight"]
+    loaded = whole_of(part)
+    bmt.init_parameters(model.embed)
+    assert part is model.embed._parameters["weight"] is model.head._parameters["weight"]
+    model(torch.tensor([0, 1])).sum().backward()
+    return loaded, whole_of(part)
+
+
+def test_a_part_of_a_sharded_model_is_loaded_and_initialised_by_itself(two, tmp_path):
+    """One that is no block, so that its parameters are among those of the model around it."""
+    file = str(tmp_path / "part.pt")
+    torch.save({"weight": torch.arange(20.0).view(5, 4)}, file)
+    (loaded, drawn), other, alone = *two.run(load_into_a_part, file), load_into_a_part(file)
+    assert torch.equal(loaded, torch.arange(20.0).view(5, 4)) and torch.equal(other[0], loaded)
+    assert torch.equal(drawn, alone[1]) and torch.equal(other[1], drawn) and not torch.equal(drawn, loaded)
+
+
 def failing(file, strict, meta):
     try:
         return load_into(file, 3, meta, strict)[1]

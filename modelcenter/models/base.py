@@ -46,7 +46,7 @@ class Model(TrainerProtocol, ModelInputs):
     # What it was loaded from: the Hub id or the directory, and the commit there.
     base_name: str | None = None
     base_revision: str | None = None
-    # The head of the task, None for "base"; its arguments depend on the task.
+    # The head, None if the task has none; its arguments depend on the task.
     head: Any
     # What modelcenter.adapters put in (adapters.state.AdapterState).
     adapter: Any = None

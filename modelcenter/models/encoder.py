@@ -121,7 +121,7 @@ class Encoder(CrossAttentionMixin):
         self.head = self.make_head(task)
 
     def make_head(self, task: str) -> nn.Module | None:
-        """The head of `task`, None for "base"."""
+        """The head of `task`, None if it has none."""
         c = self.config
         match task:
             case "masked-lm" | "causal-lm":

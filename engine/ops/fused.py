@@ -252,10 +252,24 @@ def _mode(mode: str) -> int:
 
 
 def _check(a: StepArguments) -> None:
+    """Raises ValueError for arguments that a step cannot take."""
     _check_lengths(a)
     if not len(a.p):
         return
     device = a.p[0].device
+    _check_dtypes(a, device)
+    for name, tensors in _lists(a).items():
+        _pairs(tensors, a.p, name, "p")
+    for one in a.step:
+        _one("step", one, torch.float32, device)
+    for name, tensor in (("gscale", a.gscale), ("found_inf", a.found_inf)):
+        if tensor is not None:
+            _one(name, tensor, torch.float32, device)
+    scales = (*a.scales[0], *a.scales[1]) if a.scales else ()
+    _overlap([*a.p, *a.m, *(a.v or ()), *a.aux, *a.step, *scales], a.g)
+
+
+def _check_dtypes(a: StepArguments, device: torch.device) -> None:
     for name, tensors in (("p", a.p), ("g", a.g), ("m", a.m)):
         if name != "m" or a.scales is None:
             _floats(name, tensors, device)
@@ -272,15 +286,6 @@ def _check(a: StepArguments) -> None:
         _dtypes("v", a.v, (a.m[0].dtype,))
     if a.mode in _WITH_AUX:
         _dtypes("aux", a.aux, (torch.float32 if a.mode == Mode.MASTER else torch.int16,))
-    for name, tensors in _lists(a).items():
-        _pairs(tensors, a.p, name, "p")
-    for one in a.step:
-        _one("step", one, torch.float32, device)
-    for name, tensor in (("gscale", a.gscale), ("found_inf", a.found_inf)):
-        if tensor is not None:
-            _one(name, tensor, torch.float32, device)
-    scales = (*a.scales[0], *a.scales[1]) if a.scales else ()
-    _overlap([*a.p, *a.m, *(a.v or ()), *a.aux, *a.step, *scales], a.g)
 
 
 def _lists(a: StepArguments) -> dict[str, Tensors]:

@@ -11,7 +11,7 @@ from engine.ops import Activation, is_just, linear, linear_activated, linears
 class Linear(nn.Linear):
     """x (..., in_features) -> (..., out_features).
 
-    first_row: the number of its first output, where it is a part of a layer (engine.parallel.tensor).
+    first_row: the index of its first output, where it is a part of a layer (engine.parallel.tensor).
     """
 
     first_row = 0
@@ -43,5 +43,5 @@ def inner(layer: nn.Module) -> Any:
 
 
 def first_output(layer: nn.Module) -> int:
-    """Which of the whole layer's outputs is the first of this one, a part of it under tensor parallelism."""
+    """The index of its first output among those of the whole layer, of which it is a part under tensor parallelism."""
     return getattr(inner(layer), "first_row", 0)

@@ -289,6 +289,8 @@ def test_rows_that_are_left_out_are_counted(folder, caplog):
     assert "1 rows have no answer within 60 tokens and are left out" in caplog.text and "line 6)" in caplog.text
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["data"]["train"]["rows"] == 10
+    main(command(flags(folder, train_data=str(data), max_length=60, max_steps=1, too_long="drop", dry_run=True)))
+    assert "1 rows are longer than 60 tokens and are left out" in caplog.text  # its answer may lie within them
 
 
 @pytest.mark.parametrize(

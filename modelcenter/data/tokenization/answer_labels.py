@@ -80,11 +80,8 @@ def label_conversations(
     )
     if not len(labelled.rows):
         left_out = labelled.unanswered if len(labelled.unanswered) else labelled.unfitting
-        reason = (
-            "has an answer to train on"
-            if len(labelled.unanswered)
-            else f"has some of its answer in {max_length} tokens"
-        )
+        fits = "some of its answer in" if too_long == "cut" else "at most"
+        reason = "has an answer to train on" if len(labelled.unanswered) else f"has {fits} {max_length} tokens"
         raise ValueError(f"{where(int(left_out[0]))}: neither this row nor any other {reason}")
     return labelled
 

@@ -174,7 +174,7 @@ class DPO(LanguageModelling):
         whole = np.flatnonzero((pairs >= 0).all(1))
         if not len(whole):
             raise ValueError(f"{table.name}: in no row both answers have a token within max_length {max_length}")
-        warn_left_out(table, _of_pairs(labelled), max_length)
+        warn_left_out(table, _of_pairs(labelled), max_length, self.cfg.too_long != "cut")
         context = self.model is not None and takes_tokens_for_context(self.model)
         answers = AnswerExamples(table, labelled.tokens, labelled.labels, context)
         unknown = np.full((len(whole), 2), np.nan, np.float32)

@@ -122,7 +122,8 @@ class LanguageModelling(Task):
             labelled = label_conversations(self.template, rows, table.where, **how)
             context = self.model is not None and takes_tokens_for_context(self.model)
             examples = AnswerExamples(table.subset(labelled.rows), labelled.tokens, labelled.labels, context)
-        warn_left_out(table, labelled, max_length)
+        is_whole = self.cfg.too_long != "cut" or self.columns.answers is not None
+        warn_left_out(table, labelled, max_length, is_whole)
         return examples, labelled
 
     def describe_columns(self) -> str:
@@ -299,12 +300,10 @@ def prompt_tokens(template: ChatTemplate, rows: Sequence[Any], table: Table, max
     return Tokens(np.concatenate(prompts).astype(np.int32), offsets, None, 0)
 
 
-def warn_left_out(table: Table, labelled: LabelledTokens, max_length: int) -> None:
-    """Warn, once, of rows that cannot be trained on."""
-    reasons = (
-        (labelled.unanswered, "have no answer"),
-        (labelled.unfitting, f"have no answer within {max_length} tokens"),
-    )
+def warn_left_out(table: Table, labelled: LabelledTokens, max_length: int, whole: bool) -> None:
+    """Warn, once, of rows that cannot be trained on. whole: rows are not cut, but left out if they are too long."""
+    too_long = f"are longer than {max_length} tokens" if whole else f"have no answer within {max_length} tokens"
+    reasons = ((labelled.unanswered, "have no answer"), (labelled.unfitting, too_long))
     for rows, why in reasons:
         if len(rows) and engine.rank() == 0:
             log.warning("%s: %d rows %s and are left out (first: %s)", table.name, len(rows), why, table.where(rows[0]))

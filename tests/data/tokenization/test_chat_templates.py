@@ -240,6 +240,8 @@ def test_rows_that_are_too_long():
         labelled(template, rows, 30, too_long="error")
     with pytest.raises(ValueError, match="line 1: neither this row nor any other has some of its answer in 10 tokens"):
         labelled(template, [long, long], 10)
+    with pytest.raises(ValueError, match="line 1: neither this row nor any other has at most 30 tokens"):
+        labelled(template, [long, long], 30, too_long="drop")
 
 
 def test_rows_without_an_answer():

@@ -17,6 +17,7 @@ from engine.parallel.checks import check_ranks
 from engine.parallel.shard import lay_over_ranks
 from engine.parallel.units import find_units
 from engine.precision import Policy
+from engine.registry import AWAITS_SHARDING
 from engine.shards import is_sharded, materialize, sharded_roots
 from engine.tensors import as_bytes, is_shard
 
@@ -82,8 +83,10 @@ def shard_from_rank_0(
 
 def _roots(model: nn.Module) -> list[nn.Module]:
     """``model``; or, where a part of it is sharded already, the outermost modules that are not."""
-    if is_sharded(model) or all(map(is_shard, model.parameters())):  # the shards of a module around it, or it has none
+    if all(map(is_shard, model.parameters())):  # perhaps of a module around it
         return []
+    if is_sharded(model):
+        return _added_to(model)
     container = isinstance(model, nn.ModuleList | nn.ModuleDict) and type(model).forward is nn.Module.forward
     if not sharded_roots(model) and not container:
         return [model]
@@ -93,6 +96,13 @@ def _roots(model: nn.Module) -> list[nn.Module]:
             "once, on the outermost module, or put the parameter in a module of its own"
         )
     return [root for child in model.children() for root in _roots(child)]
+
+
+def _added_to(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules inside all of whose parameters are to be sharded yet."""
+    if (parameters := list(model.parameters())) and all(map(AWAITS_SHARDING.get, parameters)):
+        return [model]
+    return [added for child in model.children() for added in _added_to(child)]
 
 
 @torch.no_grad()

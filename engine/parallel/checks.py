@@ -53,8 +53,11 @@ def check_shards(model: nn.Module) -> None:
 
 def check_hooks(model: nn.Module) -> None:
     """Raises ValueError if a shard was given a hook that nothing will call."""
+    from engine.parallel.gloo.collectives import is_own_hook  # FSDP comes with it, which one process does without
+
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
+        # A model that was put around this one since, and called first, has its own hooks there.
+        if not all(map(is_own_hook, (parameter._backward_hooks or {}).values())):
             raise ValueError(
                 f"register_hook of parameter {clean_name(name)} would never be called, as FSDP sets the gradients of "
                 f"shards itself: {_ON_SHARDS}"

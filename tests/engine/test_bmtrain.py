@@ -386,6 +386,43 @@ def test_what_is_left_of_a_model_is_sharded_later(two):
         assert "parameter scale of Module is not sharded but a module inside it is" in message and sharded
 
 
+class Headed(bmt.DistributedModule):
+    """Has a head once it is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = toys.Embedding(5, 4)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def head_of_a_sharded_model(whole):
+    bmt.init_distributed(seed=2)
+    model = Headed()
+    bmt.init_parameters(model)
+    model.head = bmt.nn.Linear(4, 3)
+    bmt.init_parameters(model if whole else model.head)
+    ids = torch.tensor([[0, 3], [1, 4]])
+    for _ in range(2):  # the second forward finds the hooks of the first
+        model.zero_grad()
+        model(ids.chunk(bmt.world_size())[bmt.rank()]).square().mean().backward()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
+    gradients = {name: toys.whole(p.grad) for name, p in model.named_parameters()}
+    norm = bmt.optim.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return {**gradients, "norm": norm, "stepped": toys.whole(model.head._parameters["weight"])}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_head_that_a_sharded_model_gets_later(two, whole):
+    """It is initialised with the model again, or by itself."""
+    expected = head_of_a_sharded_model(whole)
+    for found in two.run(head_of_a_sharded_model, whole):
+        for name, value in expected.items():
+            toys.assert_close(name, found[name], value, rtol=1e-5, atol=1e-6)
+
+
 def groups_of(sharded):
     bmt.init_distributed()
     model = toys.GPT(layers=1)

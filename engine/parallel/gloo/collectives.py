@@ -234,6 +234,11 @@ class GlooCollectives:
                 module.reshard()
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook on a shard is ``GlooCollectives.before_accumulation``, of whichever model."""
+    return getattr(hook, "__func__", None) is GlooCollectives.before_accumulation
+
+
 def use_gloo_collectives(model: nn.Module, mesh: DeviceMesh, order: Sequence[nn.Module]) -> GlooCollectives | None:
     """Let FSDP use these collectives for ``model`` where its shards are on several CPUs; None elsewhere.
 

@@ -301,8 +301,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [(key[0], batch) for key, batch in batches.items()]
 
     def _sort_in(self, parameter: torch.Tensor, batches: dict[tuple[Any, ...], Batch]) -> None:
-        """Add the shard of a parameter to the batch of its kind, the first key of which is the device."""
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        """Add the shard of a parameter, which has a gradient, to the batch of its kind; keys begin with the device."""
+        assert parameter.grad is not None
+        if parameter.grad.layout is not torch.strided:
             raise sparse_gradient(parameter.shape)
         gradient, state = local_tensor(placed_gradient(parameter)), self._ready_state(parameter)
         shard, m = local_tensor(parameter), local_tensor(state[self.moments[0]])

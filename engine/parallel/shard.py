@@ -114,7 +114,10 @@ def _wraps_units(policy: Policy) -> bool:
 
 
 def _check_chosen(model: nn.Module, chosen: set[nn.Module], policy: Policy, stays_plain: bool) -> None:
-    """Before the model is cut into stages, so that all of them raise and none is cut."""
+    """Raises ValueError for units, or parameters in them, that the policy or FSDP cannot treat.
+
+    Called before the model is cut into stages, so that all of them raise and none is cut.
+    """
     if _wraps_units(policy) and not chosen:
         raise ValueError(
             f"the policy recomputes or compiles units, but {type(model).__name__} has none that were found: name them "

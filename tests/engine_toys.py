@@ -1,7 +1,7 @@
 """A small model, its data and the one-process truth that the engine's tests compare with."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -171,6 +171,15 @@ class Collectives(Exchanges):
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def union(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What all stages of a pipeline have by name; what several have must be equal."""
+    whole: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), name
+    return whole
 
 
 def groups(model: nn.Module) -> list[dict]:

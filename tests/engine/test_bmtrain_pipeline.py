@@ -3,6 +3,7 @@
 import bmtrain_toys as toys
 import pytest
 import torch
+from engine_toys import union
 
 import engine as bmt
 
@@ -14,14 +15,6 @@ def joined(results):
     found["grads"] = [union([r["grads"][step] for r in results]) for step in range(toys.STEPS)]
     found["params"] = union([r["params"] for r in results])
     return found
-
-
-def union(parts):
-    whole = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), name
-    return whole
 
 
 def build(layers, **block):

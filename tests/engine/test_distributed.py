@@ -38,17 +38,21 @@ def test_all_gather(two):
     assert torch.equal(out, data(0)[None]) and torch.equal(grad, weights(0, (2, 3)))
 
 
+def reduced_by(op, of_ranks):
+    """The reduction over the ranks, by plain torch."""
+    return {
+        "sum": of_ranks.sum(0),
+        "avg": of_ranks.mean(0),
+        "max": of_ranks.max(0).values,
+        "min": of_ranks.min(0).values,
+        "prod": of_ranks.prod(0),
+    }[op]
+
+
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "prod"])
 def test_all_reduce(two, op):
     leaves = [data(r).requires_grad_() for r in range(2)]
-    both = torch.stack(leaves)
-    reduced = {
-        "sum": both.sum(0),
-        "avg": both.mean(0),
-        "max": both.max(0).values,
-        "min": both.min(0).values,
-        "prod": both.prod(0),
-    }[op]
+    reduced = reduced_by(op, torch.stack(leaves))
     for rank, (out, grad) in enumerate(two.run(ran, "all_reduce", (op,))):
         assert torch.equal(out, reduced.detach())
         (own,) = torch.autograd.grad((reduced * weights(rank, (2, 3))).sum(), leaves[rank], retain_graph=True)
@@ -85,14 +89,7 @@ def test_broadcast(two, root):
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "prod"])
 def test_reduce_scatter(two, op):
     leaves = [data(r).requires_grad_() for r in range(2)]
-    both = torch.stack(leaves)
-    reduced = {
-        "sum": both.sum(0),
-        "avg": both.mean(0),
-        "max": both.max(0).values,
-        "min": both.min(0).values,
-        "prod": both.prod(0),
-    }[op]
+    reduced = reduced_by(op, torch.stack(leaves))
     upstream = torch.cat([weights(r, (1, 3)) for r in range(2)])  # rank r has the gradient of row r
     for rank, (out, grad) in enumerate(two.run(ran, "reduce_scatter", (op,))):
         assert torch.equal(out, reduced.detach()[rank : rank + 1])

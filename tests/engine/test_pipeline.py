@@ -8,6 +8,7 @@ import engine_toys as toys
 import parallel_bert as bert
 import pytest
 import torch
+from engine_toys import union
 
 import engine
 import modelcenter as mc
@@ -39,14 +40,6 @@ def joined(results):
     found["grads"] = [union([r[i] for r in steps]) for i in range(len(steps[0]))]
     found["params"] = union([r["params"] for r in results])
     return found
-
-
-def union(parts):
-    whole = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), name
-    return whole
 
 
 def check(pool, task, plan, sizes, policy=None, **fields):

@@ -4,6 +4,7 @@ writes and shows: generation and hidden states."""
 import engine_toys as toys
 import pytest
 import torch
+from engine_toys import union
 
 import engine
 import modelcenter as mc
@@ -72,14 +73,6 @@ def foreign_on_one_stage(path):
 
 def test_a_stage_with_another_optimizer_keeps_no_other_waiting(two, tmp_path):
     two.run(foreign_on_one_stage, tmp_path / "c")
-
-
-def union(parts):
-    whole = {}
-    for part in parts:
-        for name, tensor in part.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), name
-    return whole
 
 
 def same(results, expected):

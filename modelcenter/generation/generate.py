@@ -121,8 +121,6 @@ def generate(
     _check_call(model, input_ids)
     more = {name: value for name, value in more.items() if name not in _PASSED_OVER}
     token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
-    checkpoint = {**model.config.special_tokens(), **model.generation_config}
-    encodes = bool(getattr(model, "is_encoder_decoder", False))
     asked = with_defaults(
         model.generation_defaults,
         max_new_tokens=max_new_tokens,
@@ -143,16 +141,7 @@ def generate(
         seed=seed,
     )
     stop = StopStrings(asked.pop("stop_strings", None), tokenizer)
-    max_new_tokens, max_length, min_new_tokens, min_length = (asked.pop(name, None) for name in (*MOST, *LEAST))
-    length = 1 if encodes else input_ids.shape[1]
-    settings = Settings(
-        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),
-        max_new_tokens=_new_tokens(max_new_tokens, max_length, length),
-        min_new_tokens=_least_tokens(min_new_tokens, min_length, length),
-        **asked,
-    )
-    used = {**vars(settings), "stop_strings": stop.strings, "min_length": min_length}
-    _warn_unused(*_unused_settings(model, used))
+    settings = _settings(model, asked, input_ids.shape[1], eos_token_id, pad_token_id, stop)
     if attention_mask is None and settings.tokens.marks_padding:
         attention_mask = guessed_mask(input_ids, settings.tokens.pad)
     if streamer is not None and (settings.num_beams > 1 or len(input_ids) * settings.num_return_sequences > 1):
@@ -180,6 +169,30 @@ def _check_call(model: Any, input_ids: Any) -> None:
     check_tensor("input_ids", input_ids, "a tensor of shape (batch, seq)")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
+
+
+def _settings(
+    model: Any,
+    asked: dict[str, Any],
+    prompt_length: int,
+    eos_token_id: int | Sequence[int] | None,
+    pad_token_id: int | None,
+    stop: StopStrings,
+) -> Settings:
+    """What is asked for as Settings; warns of what the checkpoint's files ask for and nobody follows."""
+    encodes = bool(getattr(model, "is_encoder_decoder", False))
+    checkpoint = {**model.config.special_tokens(), **model.generation_config}
+    max_new_tokens, max_length, min_new_tokens, min_length = (asked.pop(name, None) for name in (*MOST, *LEAST))
+    length = 1 if encodes else prompt_length
+    settings = Settings(
+        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),
+        max_new_tokens=_new_tokens(max_new_tokens, max_length, length),
+        min_new_tokens=_least_tokens(min_new_tokens, min_length, length),
+        **asked,
+    )
+    used = {**vars(settings), "stop_strings": stop.strings, "min_length": min_length}
+    _warn_unused(*_unused_settings(model, used))
+    return settings
 
 
 def _new_tokens(max_new_tokens: int | None, max_length: int | None, length: int) -> int:

@@ -31,7 +31,7 @@ class Examples(Protocol):
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         """The packed batch of these rows, on the host: keyword arguments of the model's forward. What is random in it,
-        such as masks, is a function of (seed, epoch, row)."""
+        such as masks, is a function of (seed, epoch, row); training on a mixture gives the step as the epoch."""
         ...
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:

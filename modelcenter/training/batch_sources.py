@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import engine
-from modelcenter.data.batching.mixture import draw_of
+from modelcenter.data.batching.mixture import Mixture, draw_of
 from modelcenter.data.pretraining.text_rows import StreamRows
 from modelcenter.data.sampling import EpochBatches, TokenBatches
 from modelcenter.data.streaming import StreamBatches
@@ -100,8 +100,10 @@ class RowBatchSource:
     def _batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
         """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
         parts = self.sampler.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
+        # Masks are drawn anew when a row comes again, in a mixture perhaps within the epoch.
+        turn = step if isinstance(self.examples, Mixture) else epoch
         microbatches = [
-            _with_row_ids(self.examples, self.examples.batch(part, epoch), part) for part in parts if len(part)
+            _with_row_ids(self.examples, self.examples.batch(part, turn), part) for part in parts if len(part)
         ]
         return GlobalBatch(step, microbatches, int(self.sampler.lengths[rows].sum()), rows, {})
 

@@ -14,8 +14,9 @@ from toydata import command, write_jsonl
 from modelcenter.cli import run as cli
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.pretraining.text_rows import encode_texts
+from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.token_files import open_tokens
-from modelcenter.training.batch_sources import StreamBatchSource
+from modelcenter.training.batch_sources import RowBatchSource, StreamBatchSource
 from modelcenter.training.config import SpanCorruptionConfig
 from modelcenter.training.tasks.pretraining.span_corruption import SpanCorruptionPretraining
 
@@ -174,6 +175,18 @@ def test_parts_with_weights(folder):
     assert len(pretrain(folder, "lm", train_data=[f"{first}@1", f"{more}@3"], max_steps=3)) == 3
     with pytest.raises(ValueError, match=r"more.jsonl has no weight, but others have; write .*more.jsonl@1"):
         rows_of(folder, "lm", train_data=[f"{first}@1", more])
+
+
+def test_a_row_that_comes_again_within_an_epoch_is_masked_anew(folder):
+    """Of a small part with a large weight; a run that goes on has the same masks."""
+    write_jsonl(folder / "one.jsonl", [{"text": make_texts(1, 5)[0]}])
+    parts = [f"{folder / 'data' / 'train.jsonl'}@1", f"{folder / 'one.jsonl'}@1"]
+    mixed, _ = rows_of(folder, "mlm", train_data=parts)
+    source = RowBatchSource(mixed, EpochBatches(mixed.lengths, 1, 0, mixed.draw), mixed.rows, 1)
+    steps = [batch for batch in source.batches() if batch.rows.tolist() == [len(mixed) - 1]]
+    read = [batch.microbatches[0]["input_ids"][0] for batch in steps]
+    assert len(read) > 5 and len({tuple(ids.tolist()) for ids in read}) > len(read) / 2
+    assert torch.equal(next(source.batches(steps[-1].step)).microbatches[0]["input_ids"][0], read[-1])
 
 
 def test_a_part_that_is_found_by_itself_only(folder, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engine import runtime
 from engine.tensors import are_plain, is_shard, local_tensor, part_of, placements_of, shard_of, whole_of, with_local
 
 _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what a step does
@@ -112,6 +113,14 @@ def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
             f"a state of {type(optimizer).__name__} has state and param_groups, this has "
             f"{', '.join(map(str, state_dict)) or 'nothing'}: give what its state_dict() returned"
         )
+    here = (runtime.stage(), runtime.stages())
+    if (saved := tuple(state_dict.get("stage", here))) != here:
+        place = "in no pipeline" if here[1] == 1 else f"of stage {here[0]} of {here[1]}"
+        raise ValueError(
+            f"a state of {type(optimizer).__name__} is of stage {saved[0]} of the {saved[1]} of a pipeline, this rank "
+            f"is {place}: the optimizer of each stage has other parameters. Save one for each stage and load it there, "
+            "or use engine.save_checkpoint, whose files fit any number of stages"
+        )
 
 
 def as_adamw_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -200,9 +209,11 @@ def placed_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def whole_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer with whole states, on the CPU, in place of shards. Collective."""
+    """The state dict of an optimizer with whole states, on the CPU, in place of shards; in a pipeline with the number
+    of this rank's stage, whose parameters they are of. Collective."""
     states = {i: {name: _whole(v) for name, v in state.items()} for i, state in state_dict["state"].items()}
-    return {**state_dict, "state": states}
+    place = {"stage": (runtime.stage(), runtime.stages())} if runtime.stages() > 1 else {}
+    return {**state_dict, "state": states, **place}
 
 
 def _whole(value: Any) -> Any:

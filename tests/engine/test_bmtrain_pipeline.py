@@ -6,6 +6,7 @@ import torch
 from engine_toys import union
 
 import engine as bmt
+from engine.collectives import from_rank_0
 
 
 def joined(results):
@@ -94,6 +95,42 @@ def test_files_do_not_depend_on_the_stages(two, tmp_path):
     bmt.save(alone, tmp_path / "alone.pt")
     loaded = two.run(run, {"pipe_size": 2}, 3, {"load": tmp_path / "alone.pt"})
     toys.assert_same({**joined(loaded), "params": {}}, {**toys.truth(alone, 2), "params": {}})
+
+
+KINDS = [bmt.optim.AdamOptimizer, torch.optim.SGD]
+
+
+def load_message(manager, state):
+    try:
+        manager.load_state_dict(state)
+    except ValueError as error:
+        return str(error)
+
+
+def loading_the_states_of_stage_0():
+    bmt.init_distributed(pipe_size=2)
+    model = build(2)
+    bmt.init_parameters(model)
+    found = []
+    for kind in KINDS:
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(kind(model.parameters(), lr=0.1))
+        state = manager.state_dict(gather_opt=True)
+        assert load_message(manager, state) is None  # its own
+        found.append((from_rank_0(state), load_message(manager, from_rank_0(state))))
+    return found
+
+
+def test_whole_states_of_one_stage_do_not_load_on_another(two):
+    """Blocks are alike, so that shapes do not tell whose states they are."""
+    bmt.init_distributed()
+    alone = build(2)
+    first, second = two.run(loading_the_states_of_stage_0)
+    for kind, (state, there), (_, elsewhere) in zip(KINDS, first, second, strict=True):
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(kind(alone.parameters(), lr=0.1))
+        assert there is None and "is of stage 0 of the 2 of a pipeline, this rank is of stage 1 of 2" in elsewhere
+        assert "is of stage 0 of the 2 of a pipeline, this rank is in no pipeline" in load_message(manager, state)
 
 
 class Tied(torch.nn.Module):

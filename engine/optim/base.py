@@ -32,6 +32,7 @@ from engine.optim.states import (
     sparse_gradient,
     undone_on_error,
     whole_states,
+    with_parts,
     with_strides_of,
 )
 from engine.registry import ROUNDING_KEY, ROUNDS_AT_RANDOM
@@ -398,7 +399,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """As in torch; with ``gather`` of whole states, on the CPU of every rank, and collective."""
         state_dict: dict[str, Any] = super().state_dict()
-        return whole_states(state_dict) if gather else state_dict
+        return whole_states(state_dict) if gather else with_parts(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but states keep their dtypes, which torch would change to the parameter's.

@@ -16,7 +16,7 @@ from engine import runtime
 from engine.optim.base import FusedOptimizer, same_objects
 from engine.optim.checks import check_optimizer
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
-from engine.optim.states import whole_states, with_placed_states
+from engine.optim.states import whole_states, with_parts, with_placed_states
 
 
 class OptimManager:
@@ -275,9 +275,8 @@ class OptimManager:
             gather_opt: states are whole, on the CPU of every rank, and load on any number of ranks; else they are this
                 rank's shards. Collective.
         """
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        if gather_opt:
-            optimizers = [whole_states(state_dict) for state_dict in optimizers]
+        complete = whole_states if gather_opt else with_parts
+        optimizers = [complete(optimizer.state_dict()) for optimizer in self.optimizers]
         return {
             "loss_scale": None if self._first_scale is None else self.loss_scale,
             "good_steps": 0 if self._good is None else int(self._good.item()),

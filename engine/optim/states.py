@@ -121,6 +121,12 @@ def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
             f"is {place}: the optimizer of each stage has other parameters. Save one for each stage and load it there, "
             "or use engine.save_checkpoint, whose files fit any number of stages"
         )
+    if "shards" in state_dict and state_dict["shards"] != _held_parts(state_dict):
+        raise ValueError(
+            f"a state of {type(optimizer).__name__} holds the shards of another rank than this one, rank "
+            f"{runtime.rank()}: save one file for each rank, or whole states, by state_dict(gather_opt=True) of the "
+            "OptimManager, in one file for all"
+        )
 
 
 def as_adamw_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -208,12 +214,33 @@ def placed_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return shard_of(whole, mesh, placements)
 
 
+def _held_parts(state_dict: dict[str, Any]) -> dict[int, tuple[int, ...]]:
+    """{number of a parameter: which part of its states is this rank's, by the dimensions of their mesh}, of those in
+    shards."""
+    parts = {}
+    for index, state in state_dict["state"].items():
+        shard = next((value for value in state.values() if isinstance(value, DTensor)), None)
+        if shard is not None:
+            # One that was read from a file has the coordinates of the rank that wrote it.
+            here = (shard.device_mesh.mesh == runtime.rank()).nonzero().flatten().tolist()
+            parts[index] = tuple(0 if p.is_replicate() else c for p, c in zip(shard.placements, here, strict=False))
+    return parts
+
+
+def with_parts(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of an optimizer with the parts that this rank holds, if its states are in shards: in a file these
+    do not say whose they are."""
+    parts = _held_parts(state_dict)
+    return {**state_dict, "shards": parts} if parts else state_dict
+
+
 def whole_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict of an optimizer with whole states, on the CPU, in place of shards; in a pipeline with the number
     of this rank's stage, whose parameters they are of. Collective."""
     states = {i: {name: _whole(v) for name, v in state.items()} for i, state in state_dict["state"].items()}
     place = {"stage": (runtime.stage(), runtime.stages())} if runtime.stages() > 1 else {}
-    return {**state_dict, "state": states, **place}
+    kept = {name: value for name, value in state_dict.items() if name != "shards"}
+    return {**kept, "state": states, **place}
 
 
 def _whole(value: Any) -> Any:
@@ -224,7 +251,8 @@ def with_placed_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, A
     """A state for an optimizer that takes states as they are: those of a parameter's shape, which may be whole, placed
     as the parameter is."""
     _check_form(optimizer, state_dict)
-    placed = {**state_dict, "state": {index: {**state} for index, state in state_dict["state"].items()}}
+    placed = {name: value for name, value in state_dict.items() if name != "shards"}
+    placed["state"] = {index: {**state} for index, state in state_dict["state"].items()}
     for parameter, state in saved_states(optimizer, placed):
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:

@@ -605,6 +605,37 @@ def test_grad_scale_1_sums_gradients_over_ranks(two):
     assert two.run(summed_gradient) == [[[3.0, 3.0]]] * 2
 
 
+def loading_states(path, level):
+    """What loading this rank's states says, and what loading those of rank 0 says, of each kind of optimizer."""
+    bmt.init_distributed(seed=2, zero_level=level)
+    model = bmt.nn.Linear(4, 4)
+    bmt.init_parameters(model)
+    said = []
+    for kind in (bmt.optim.AdamOptimizer, torch.optim.AdamW):
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(kind(model.parameters(), lr=0.1))
+        manager.backward(model(torch.full((2, 4), 1.0 + bmt.rank())).square().sum())
+        manager.step()
+        torch.save(manager.state_dict(), path / f"{kind.__name__}.{bmt.rank()}")
+        bmt.synchronize()
+        for rank in (bmt.rank(), 0):
+            try:
+                manager.load_state_dict(torch.load(path / f"{kind.__name__}.{rank}"))
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("level", [3, 0])
+def test_states_of_rank_0_in_shards_load_on_no_other(two, tmp_path, level):
+    """Where ranks have the same states, any of their files will do."""
+    first, second = two.run(loading_states, tmp_path, level)
+    assert first == [""] * 4 and second[0] == second[2] == ""
+    for message in second[1::2]:
+        assert "holds the shards of another rank than this one, rank 1" in message if level else message == ""
+
+
 def test_printing(capsys):
     bmt.init_distributed()
     bmt.print_dict("Title", {"a": 1, "longer": "word " * 20, "none": ""})

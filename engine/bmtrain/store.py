@@ -24,7 +24,7 @@ from engine.checkpoint.safe_pickle import refuse_compressed
 from engine.collectives import from_rank_0, together
 from engine.init import write_
 from engine.names import state_dict_tensors, unmatched
-from engine.parallel.pipeline.stages import whole_tensor
+from engine.parallel.pipeline.stages import is_absent, whole_tensor
 from engine.precision import Policy
 from engine.registry import stages_of
 from engine.shards import show_own_parameters
@@ -56,7 +56,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
 
     Raises:
         OSError or RuntimeError: it cannot be written; on every rank.
-        ValueError: a parameter is on meta.
+        ValueError: a parameter is on meta, or the model is a part of another, with blocks on other stages.
     """
     global _writer
     _finish()
@@ -65,6 +65,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     with torch.no_grad():
         held = _named_tensors(model)
         with together("looking at the parameters to write"):
+            _check_stages(model)
             if lost := next((name for name, tensor in held.items() if tensor.is_meta), None):
                 raise ValueError(f"parameter {lost} is on the meta device, so there is nothing to save")
         for name, (first, tensor) in _everything(model, held).items():
@@ -115,6 +116,7 @@ def load(
         {name: (tuple(t.shape), t.dtype) for name, t in stored.items()}
     )
     with together(f"reading {file_name}"):
+        _check_stages(model)
         sources, missing, unexpected = _match(model, shapes, file_name, strict)
     shard_from_rank_0(model, policy, overwritten=set(sources))
     stages, home = stages_of(model), runtime.device()
@@ -129,6 +131,16 @@ def load(
         if name in by_name:
             write_(by_name[name], whole)
     return LoadResult(missing, unexpected)
+
+
+def _check_stages(model: nn.Module) -> None:
+    """Raise ValueError for a part of a model that has blocks on other stages: only the whole knows what is there."""
+    absent = next((name for name, m in model.named_modules() if is_absent(m)), None)
+    if absent is not None and stages_of(model) is None:
+        raise ValueError(
+            f"{absent or 'all'} of this {type(model).__name__} is on another stage of the pipeline: save and load the "
+            "model that was sharded, not a part of it with blocks of the pipeline"
+        )
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

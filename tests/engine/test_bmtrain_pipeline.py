@@ -97,6 +97,29 @@ def test_files_do_not_depend_on_the_stages(two, tmp_path):
     toys.assert_same({**joined(loaded), "params": {}}, {**toys.truth(alone, 2), "params": {}})
 
 
+def files_of_parts(path):
+    bmt.init_distributed(pipe_size=2)
+    model = build(2)
+    bmt.init_parameters(model)
+    bmt.save(model.norm, path / "norm.pt")  # on all ranks
+    bmt.load(model.norm, path / "norm.pt")
+    said = []
+    for do, part in ((bmt.save, model.layers), (bmt.load, model.layers), (bmt.save, model.layers[1])):
+        try:
+            do(part, path / "norm.pt")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_part_with_blocks_on_other_stages_is_not_saved_by_itself(two, tmp_path):
+    """Rank 0 would write what its own stage has."""
+    for messages in two.run(files_of_parts, tmp_path):
+        assert len(messages) == 3 and all("on another stage of the pipeline" in message for message in messages)
+        assert "all of this " in messages[2]
+    assert len(torch.load(tmp_path / "norm.pt")) == 2
+
+
 KINDS = [bmt.optim.AdamOptimizer, torch.optim.SGD]
 
 

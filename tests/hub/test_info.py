@@ -146,6 +146,8 @@ def test_an_architecture_of_somebody_else(tmp_path):
     about = model_info(str(tmp_path))
     assert about["parameters"] is None and about["memory"] is None
     assert "'albert' is no architecture that is known here" in render(about)
+    (tmp_path / "config.json").write_text('{"dim_model": 24, "num_layers": 2}')
+    assert "its config names no model_type; one of the original ModelCenter" in render(model_info(str(tmp_path)))
 
 
 def test_presets_say_where_they_are_from(monkeypatch):

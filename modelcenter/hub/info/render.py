@@ -28,8 +28,12 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         labels = about["labels"]
         facts.append(("labels", ", ".join(map(str, labels[:8])) + (f", ... ({len(labels)})" if labels[8:] else "")))
     if about["parameters"] is None:
-        known = str(about["model_type"]) in ARCHITECTURES
-        why = "its config says no sizes" if known else f"{about['model_type']!r} is no architecture that is known here"
+        if (kind := about["model_type"]) is None:
+            why = "its config names no model_type; one of the original ModelCenter's does after `modelcenter convert`"
+        elif str(kind) in ARCHITECTURES:
+            why = "its config says no sizes"
+        else:
+            why = f"{kind!r} is no architecture that is known here"
         facts.append(("parameters", f"unknown: {why}"))
     else:
         bare = "" if about["bare_parameters"] is None else f"; the bare model has {about['bare_parameters']:,}"

@@ -219,7 +219,7 @@ def _held_parts(state_dict: dict[str, Any]) -> dict[int, tuple[int, ...]]:
     shards."""
     parts = {}
     for index, state in state_dict["state"].items():
-        shard = next((value for value in state.values() if isinstance(value, DTensor)), None)
+        shard = next((value for value in state.values() if is_shard(value)), None)
         if shard is not None:
             # One that was read from a file has the coordinates of the rank that wrote it.
             here = (shard.device_mesh.mesh == runtime.rank()).nonzero().flatten().tolist()

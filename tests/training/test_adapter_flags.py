@@ -93,6 +93,20 @@ def test_other_updates_begin_with_the_merged_model(folder):
     assert (folder / "new" / "adapter").is_dir()
 
 
+def test_a_lora_run_goes_on_with_the_base_that_its_adapter_is_for(folder):
+    """Not with the run's own merged model, which the adapter would name; a base that was moved is the same one."""
+    main(command(values_of(folder, "old", **LORA, max_steps=1)))
+    changes = {**LORA, "resume": str(folder / "old"), "max_steps": 2}
+    with pytest.raises(ValueError, match="old/model', whose weights .* Give the model of that run, '.*/base'"):
+        main(command(values_of(folder, "new", **changes, model=str(folder / "old"))))
+    (folder / "base").rename(folder / "moved")
+    (folder / "base").mkdir()
+    moved = {"model": str(folder / "moved"), "tokenizer": str(folder / "moved")}
+    main(command(values_of(folder, "new", **changes, **moved)))
+    config = json.loads((folder / "new" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "moved")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_lora_run_on_a_pipeline(folder, dora):

@@ -9,10 +9,13 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import engine
 from engine.checkpoint import latest_checkpoint, load_checkpoint
 from engine.collectives import from_rank_0, together
 from engine.optim import OptimManager
+from engine.tensors import local_tensor
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.models.base import Model
@@ -101,6 +104,24 @@ class Continuation:
                 raise ValueError(
                     f"{name}: got {now[name]!r}, which has no use for the state that {self.checkpoint} keeps for "
                     f"{before!r}. {remedy}"
+                )
+
+    def check_base(self, cfg: TrainConfig, model: Model, loaded: Mapping[str, float]) -> None:
+        """Raise ValueError if --resume came with another --model, whose weights are not those under the adapter in the
+        checkpoint: what is saved would name it as the adapter's base. Collective, after the checkpoint was loaded.
+
+        Args:
+            loaded: frozen_sums of the model before that.
+        """
+        changed = self._changed_flags({"model": cfg.model}, {})
+        if model.adapter is None or not from_rank_0(bool(changed)):
+            return
+        with together(f"comparing the weights under the adapter with those of {self.checkpoint}"):
+            if frozen_sums(model) != loaded:
+                raise ValueError(
+                    f"model: got {cfg.model!r}, whose weights are not those under the adapter in {self.checkpoint}. "
+                    f"Give the model of that run, {self.flags['model']!r}; or begin anew with this one, without "
+                    "--resume"
                 )
 
     def _warn_of_changes(self, now: dict[str, Any], changed: dict[str, Any], data: Any) -> None:
@@ -203,6 +224,12 @@ def _absolute_path(name: str, value: Any) -> Any:
     """The value of a flag, made absolute if it is a path."""
     is_path = name in PLACES and isinstance(value, str)
     return str(Path(expanduser(value)).absolute()) if is_path else value
+
+
+def frozen_sums(model: Model) -> dict[str, float]:
+    """The sum of this rank's part of each parameter that is not trained, by which models are told from each other."""
+    frozen = ((name, local_tensor(p)) for name, p in model.named_parameters() if not p.requires_grad)
+    return {name: tensor.sum(dtype=torch.float64).item() for name, tensor in frozen}
 
 
 def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[str, Any]:

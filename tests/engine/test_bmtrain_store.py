@@ -52,7 +52,7 @@ def save_from(file, level, shards_integers=True):
     model = Tied()
     with pytest.MonkeyPatch.context() as patch:  # the pool's ranks go on to other tests
         if not shards_integers:
-            patch.setattr("engine.parallel.shard.shards_integers", lambda: False)
+            patch.setattr("engine.parallel.over_ranks.shards_integers", lambda: False)
         bmt.init_parameters(model)
     model.seen += 4
     bmt.save(model, file)

@@ -38,9 +38,15 @@ def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
 
 
 @cache
-def make_decoder_tokenizer() -> Any:
-    """Words, an end token, and nothing around a text."""
-    return _words(["<eos>", "<unk>"], eos_token="<eos>", unk_token="<unk>")
+def make_decoder_tokenizer(begin: bool = False) -> Any:
+    """Words, an end token, and nothing around a text; with `begin` a token before each text, as Llama's."""
+    if not begin:
+        return _words(["<eos>", "<unk>"], eos_token="<eos>", unk_token="<unk>")
+    from tokenizers.processors import TemplateProcessing
+
+    made = _words(["<eos>", "<unk>", "<bos>"], bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+    made.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", None, [("<bos>", 2)])
+    return made
 
 
 @cache

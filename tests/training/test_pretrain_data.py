@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from text_toys import KINDS, TOKENIZERS, flags, make_texts, pretrain, rows_of, write_texts
+from text_toys import KINDS, TOKENIZERS, flags, make_decoder_tokenizer, make_texts, pretrain, rows_of, write_texts
 from toydata import command, write_jsonl
 
 from modelcenter.cli import run as cli
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.pretraining.text_rows import encode_texts
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.data.token_files import open_tokens
+from modelcenter.data.token_files import TokenWriter, open_tokens
 from modelcenter.training.batch_sources import RowBatchSource, StreamBatchSource
-from modelcenter.training.config import SpanCorruptionConfig
+from modelcenter.training.config import PretrainLMConfig, SpanCorruptionConfig
+from modelcenter.training.tasks.pretraining.causal import CausalPretraining
 from modelcenter.training.tasks.pretraining.span_corruption import SpanCorruptionPretraining
 
 
@@ -175,6 +176,36 @@ def test_parts_with_weights(folder):
     assert len(pretrain(folder, "lm", train_data=[f"{first}@1", f"{more}@3"], max_steps=3)) == 3
     with pytest.raises(ValueError, match=r"more.jsonl has no weight, but others have; write .*more.jsonl@1"):
         rows_of(folder, "lm", train_data=[f"{first}@1", more])
+
+
+def test_rows_of_a_decoder_begin_as_the_tokenizers_texts_do(folder, monkeypatch):
+    """As Llama's do, in pretraining and in what `generate` is given: pieces of a long document too."""
+    tokenizer = make_decoder_tokenizer(begin=True)
+    monkeypatch.setitem(TOKENIZERS, "tiny/gpt2", lambda: tokenizer)
+    tokenizer.save_pretrained(folder / "tiny-gpt2")
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    texts = [json.loads(line)["text"] for line in (folder / "data" / "train.jsonl").read_text().splitlines()]
+    whole = [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
+    expected = [[begin, *ids[at : at + 23]] for ids in whole for at in range(0, len(ids), 23)]
+    assert max(map(len, expected)) == 24 and len(expected) > len(texts)
+
+    def sequences(examples):
+        batch = examples.batch(np.arange(len(examples)))
+        assert examples.lengths.sum() >= batch["input_ids"].numel()
+        return [part.tolist() for part in np.split(batch["input_ids"][0].numpy(), batch["cu_seqlens"][1:-1].numpy())]
+
+    assert sequences(rows_of(folder, "lm")[0]) == expected
+    words = ["--tokenizer", str(folder / "tiny-gpt2"), "--output", str(folder / "tokens")]
+    cli(["preprocess", str(folder / "data" / "train.jsonl"), *words])
+    assert sequences(rows_of(folder, "lm", train_data=str(folder / "tokens"))[0]) == expected
+    with TokenWriter(folder / "begun", vocab_size=len(tokenizer), eos=end) as writer:
+        for ids in whole:
+            writer.add(np.array([begin, *ids]), np.array([len(ids) + 1]))
+    held = sequences(rows_of(folder, "lm", train_data=str(folder / "begun"))[0])
+    assert all(ids.count(begin) == 1 and ids[0] == begin for ids in held)
+    task = CausalPretraining.from_flags(PretrainLMConfig(**flags(folder, "tiny/gpt2")))
+    prompts = task.prompt_examples(tokenizer, 64, task.parts[0].data, "text")
+    assert prompts == [[begin, *ids[:-1]] for ids in whole]
 
 
 def test_a_row_that_comes_again_within_an_epoch_is_masked_anew(folder):

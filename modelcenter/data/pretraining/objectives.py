@@ -40,7 +40,7 @@ class Objective(Protocol):
     bare: bool
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
-        """Tokens that pieces of these sizes have in a batch."""
+        """Tokens that pieces of these sizes have in a batch, at most."""
         ...
 
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
@@ -51,24 +51,31 @@ class Objective(Protocol):
 class Causal:
     """The next token of each token; documents keep their end tokens.
 
-    mark_context: batches state that no token is context, for models whose tokens otherwise all attend to each other.
+    before: what each piece begins with, as the texts that the model was trained on and is given to complete (Llama's
+        <s>), unless it does already: documents of token files may. mark_context: batches state that no token is
+        context, for models whose tokens otherwise all attend to each other.
     """
 
     bare = False
-    min_piece = 2
     min_sequence = 1
 
-    def __init__(self, max_length: int, mark_context: bool = False):
-        self.max_piece, self.mark_context = max_length, mark_context
+    def __init__(self, max_length: int, before: Sequence[int] = (), mark_context: bool = False):
+        self.before, self.mark_context = np.array(before, np.int64), mark_context
+        self.max_piece = max_length - len(before)
+        self.min_piece = 1 if before else 2
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
-        return sizes
+        return sizes + len(self.before)
 
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
-        batch: Batch = dict(pack_documents(rows))
+        batch: Batch = dict(pack_documents([[self._begun(piece) for piece in pieces] for pieces in rows]))
         if self.mark_context:
             batch["context"] = torch.zeros_like(batch["input_ids"])
         return batch
+
+    def _begun(self, piece: np.ndarray) -> np.ndarray:
+        begins = np.array_equal(piece[: len(self.before)], self.before)
+        return piece if begins else np.concatenate((self.before, piece))
 
 
 class Masked:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import engine
 from modelcenter.data.pretraining.objectives import Causal, Objective
+from modelcenter.data.tokenization.special_tokens import SpecialTokens
 from modelcenter.models.base import Model
 from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.tasks.base import takes_tokens_for_context
@@ -29,14 +30,16 @@ class CausalPretraining(Pretraining):
         self.context = takes_tokens_for_context(model)
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
-        return Causal(max_length, self.context)
+        return Causal(max_length, SpecialTokens.of(tokenizer).before, self.context)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Any:
         self.on_model_built(model)
         return super().inference_examples(model, tokenizer, max_length)
 
     def prompt_examples(self, tokenizer: Any, max_length: int, table: Any, column: str) -> Any:
-        return encode_prompts(tokenizer, table, column, max_length, special=False)
+        before = SpecialTokens.of(tokenizer).before  # as in training; what comes after a text would end it
+        rows = encode_prompts(tokenizer, table, column, max_length - len(before), special=False)
+        return [[*before, *row] for row in rows]
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """The continuation of each row."""

@@ -85,9 +85,10 @@ def placed_alike(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> b
     """Whether each gradient is placed as its parameter is; quick, for many, where all are shards or none is."""
     if are_plain(gradients):
         return True
-    if len(set(map(type, gradients))) == 1 and is_shard(gradients[0]):
+    try:
         return list(map(placements_of, gradients)) == list(map(placements_of, params))
-    return all(placements_of(p) == placements_of(g) for p, g in zip(params, gradients, strict=True) if is_shard(g))
+    except AttributeError:  # some are plain
+        return all(placements_of(p) == placements_of(g) for p, g in zip(params, gradients, strict=True) if is_shard(g))
 
 
 def scalar_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
@@ -229,8 +230,8 @@ def _held_parts(state_dict: dict[str, Any]) -> dict[int, tuple[int, ...]]:
 
 def with_parts(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict of an optimizer with the parts that this rank holds, if its states are in shards: in a file these
-    do not say whose they are."""
-    parts = _held_parts(state_dict)
+    do not say whose they are. That of a FusedOptimizer has them already."""
+    parts = {} if "shards" in state_dict else _held_parts(state_dict)
     return {**state_dict, "shards": parts} if parts else state_dict
 
 

@@ -336,9 +336,9 @@ class Run:
         """Go on from a checkpoint. Raises ValueError: it is of another run."""
         data = self.train_set.fingerprint()
         continuation.check(self.cfg, data)
-        frozen = {} if self.model.adapter is None else resume.frozen_sums(self.model)
+        before = continuation.sums_of_other_base(self.cfg, self.model)
         state = resume.load_state(continuation.checkpoint, self.model, self.manager)
-        continuation.check_base(self.cfg, self.model, frozen)
+        continuation.check_base(self.cfg, self.model, before)
         self.step, self.clock = state["step"], Clock(state["seconds"])
         if self.step > self.batch_source.steps:
             name = "epochs" if self.cfg.max_steps is None else "max_steps"

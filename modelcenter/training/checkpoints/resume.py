@@ -106,18 +106,24 @@ class Continuation:
                     f"{before!r}. {remedy}"
                 )
 
-    def check_base(self, cfg: TrainConfig, model: Model, loaded: Mapping[str, float]) -> None:
-        """Raise ValueError if --resume came with another --model, whose weights are not those under the adapter in the
-        checkpoint: what is saved would name it as the adapter's base. Collective, after the checkpoint was loaded.
+    def sums_of_other_base(self, cfg: TrainConfig, model: Model) -> dict[str, float] | None:
+        """frozen_sums of a model with an adapter, for `check_base`, if --resume came with another --model; else None.
+        Collective, before the checkpoint is loaded."""
+        if model.adapter is None or not from_rank_0(bool(self._changed_flags({"model": cfg.model}, {}))):
+            return None
+        return frozen_sums(model)
+
+    def check_base(self, cfg: TrainConfig, model: Model, before: Mapping[str, float] | None) -> None:
+        """Raise ValueError if the weights of another --model are not those under the adapter in the checkpoint: what is
+        saved would name it as the adapter's base. Collective, after the checkpoint was loaded.
 
         Args:
-            loaded: frozen_sums of the model before that.
+            before: what `sums_of_other_base` gave.
         """
-        changed = self._changed_flags({"model": cfg.model}, {})
-        if model.adapter is None or not from_rank_0(bool(changed)):
+        if before is None:
             return
         with together(f"comparing the weights under the adapter with those of {self.checkpoint}"):
-            if frozen_sums(model) != loaded:
+            if frozen_sums(model) != before:
                 raise ValueError(
                     f"model: got {cfg.model!r}, whose weights are not those under the adapter in {self.checkpoint}. "
                     f"Give the model of that run, {self.flags['model']!r}; or begin anew with this one, without "

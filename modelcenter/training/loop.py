@@ -123,7 +123,7 @@ class Run:
         check_data(train_set, eval_set)  # before anything that all ranks work out together
         check_best_metric(cfg, task, eval_set)
         resolve_eval_batch_size(cfg, train_set, eval_set)
-        task.precompute(model, train_set, eval_set)
+        task.precompute(model, train_set, eval_set, None if continuation is None else continuation.checkpoint)
         resolve_automatic_batch_size(cfg, task, model, train_set)
         self.batch_source = make_batch_source(cfg, train_set)
         self.source_state: dict[str, Any] = {}
@@ -326,6 +326,7 @@ class Run:
         def write_extra(folder: Path) -> None:
             write_texts(self.model, folder, self.model.dtype, self.tokenizer, None)
             (folder / RUN_FILE).write_text(run_file, encoding="utf-8")
+            self.task.write_extra(folder)
 
         try:
             self.checkpoints.write(self.step, self.model, self.manager, state, write_extra, wait)

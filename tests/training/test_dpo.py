@@ -21,6 +21,7 @@ from modelcenter.data.schemas.preferences import find_preference_columns, prefer
 from modelcenter.training import loop
 from modelcenter.training.config import DPOConfig, PredictConfig
 from modelcenter.training.tasks.dpo import DPO
+from modelcenter.training.tasks.kept_reference import REFERENCE_FILE, read_reference
 from scripts.finetune_dpo import main
 
 TOKENIZER = {"template": CHATML, "end": "<|im_end|>"}
@@ -188,6 +189,48 @@ def test_a_stopped_run_goes_on_with_the_reference_it_began_with(folder, monkeypa
     main(command(flags(folder, save_every=2)))
     assert went_on_after(capfd) == 6
     assert rows_of(folder) == rows_of(folder, "whole")
+
+
+@pytest.fixture
+def worked_out(monkeypatch):
+    """The rows whose reference log-probabilities were worked out, and by which model, in order."""
+    found, work = [], DPO.set_reference
+
+    def noted(self, model, *sets):
+        found.append((model.base_name, [len(examples) for examples in sets]))
+        work(self, model, *sets)
+
+    monkeypatch.setattr(DPO, "set_reference", noted)
+    return found
+
+
+def test_what_the_reference_gives_is_taken_from_the_checkpoint(folder, worked_out):
+    """Also where --resume came with another model: the reference is the one that the run began with."""
+    main(command(flags(folder, epochs=1)))
+    assert worked_out == [(str(folder / "start"), [19, 7])]
+    for name in ("start", "other"):
+        went_on = {"model": str(folder / name), "output_dir": str(folder / f"on-{name}"), "resume": str(folder / "run")}
+        main(command(flags(folder, **went_on)))
+    assert len(worked_out) == 1
+    assert len(losses(folder, "on-start")) > 2
+    assert rows_of(folder, "on-start") == rows_of(folder, "on-other")
+    on_ranks(lambda: main(command(flags(folder, **went_on | {"output_dir": str(folder / "two"), "batch_size": 2}))), 2)
+    assert losses(folder, "two") == pytest.approx(losses(folder, "on-start"), abs=1e-5)
+
+
+def test_what_is_not_in_the_checkpoint_is_worked_out(folder, worked_out):
+    main(command(flags(folder, epochs=1)))
+    path, on = str(folder / "run"), {"output_dir": str(folder / "on")}
+    write_jsonl(folder / "data" / "dev.jsonl", make_preferences(5, seed=9))
+    main(command(flags(folder, resume=path, **on)))
+    assert worked_out[1:] == [(str(folder / "start"), [5])]  # other rows to evaluate on
+    main(command(flags(folder, resume=path, reference=str(folder / "other"), output_dir=str(folder / "third"))))
+    assert worked_out[2:] == [(str(folder / "other"), [19, 5])]
+    kept = folder / "run" / "checkpoints" / "last" / REFERENCE_FILE
+    kept.write_bytes(bytes(len(kept.read_bytes())))
+    with pytest.raises(ValueError, match=rf"^resume: .*{REFERENCE_FILE} is damaged \(.*\); give another checkpoint"):
+        main(command(flags(folder, resume=path, output_dir=str(folder / "fourth"))))
+    assert read_reference(folder, "the start") == {}  # as a checkpoint of before this file was written
 
 
 def test_use(folder, tmp_path, capsys):

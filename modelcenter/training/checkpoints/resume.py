@@ -72,7 +72,7 @@ class Continuation:
             return unsaid.get(name) if value is None else value
 
         before = {name: meant(name, self.flags[name]) for name in known}
-        return {n: x for n, x in before.items() if _absolute_path(n, x) != _absolute_path(n, meant(n, now[n]))}
+        return {n: x for n, x in before.items() if absolute_path(n, x) != absolute_path(n, meant(n, now[n]))}
 
     def _check_same(self, now: dict[str, Any], changed: dict[str, Any], data: Any) -> None:
         remedy = f"--resume never starts anew, --resume {self.checkpoint} goes on all the same"
@@ -226,7 +226,7 @@ def _start_of(resume: str) -> str | None:
     return None if resume in ("auto", "never") else str(Path(expanduser(resume)).absolute())
 
 
-def _absolute_path(name: str, value: Any) -> Any:
+def absolute_path(name: str, value: Any) -> Any:
     """The value of a flag, made absolute if it is a path."""
     is_path = name in PLACES and isinstance(value, str)
     return str(Path(expanduser(value)).absolute()) if is_path else value

@@ -7,6 +7,7 @@ created, so that wrong data is an error before anything else starts.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -149,9 +150,17 @@ class Task(ABC):
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[Examples, Examples | None]:
         """The examples to train on, and those to evaluate on if there are any."""
 
-    def precompute(self, model: Model, train_set: Examples, eval_set: Examples | None) -> None:
+    def precompute(self, model: Model, train_set: Examples, eval_set: Examples | None, checkpoint: Path | None) -> None:
         """Before the first step and before a checkpoint is loaded: what the task needs of the model that it starts
-        from, for all examples. A run that goes on does it again. Collective."""
+        from, for all examples. Collective.
+
+        Args:
+            checkpoint: the run goes on from it; what `write_extra` put there need not be computed again.
+        """
+        return
+
+    def write_extra(self, folder: Path) -> None:
+        """Write what `precompute` found into a checkpoint. On rank 0."""
         return
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:

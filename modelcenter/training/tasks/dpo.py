@@ -1,12 +1,13 @@
 """Preference training: DPO (Rafailov et al. 2023), with label smoothing (Mitchell 2023), and IPO (Azar et al. 2023).
 
 A pair is two sequences of a batch, the chosen answer before the rejected one, each after its prompt. The reference
-model's log-probabilities are computed once, before the first step, and are part of the batches.
+model's log-probabilities are computed once, before the first step, and are part of the batches and of checkpoints.
 """
 
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import engine
 import modelcenter
+from engine.collectives import from_rank_0, together
 from engine.registry import policy_of
 from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns
@@ -24,12 +26,14 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens, label_conversations
 from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model
+from modelcenter.training.checkpoints.resume import absolute_path
 from modelcenter.training.config import DPOConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, log_probs_of
 from modelcenter.training.metrics import Preference
 from modelcenter.training.tasks.answer_examples import AnswerExamples
 from modelcenter.training.tasks.base import Batches, TokenExamples, rank_batches, takes_tokens_for_context
 from modelcenter.training.tasks.column_roles import inference_columns
+from modelcenter.training.tasks.kept_reference import digest, read_reference, write_reference
 from modelcenter.training.tasks.lm import (
     LanguageModelling,
     choose_template,
@@ -69,6 +73,11 @@ class PreferenceExamples(TokenExamples):
         batch["answer_tokens"] = torch.tensor(tokens)
         batch["reference"] = torch.from_numpy(self.reference[rows].reshape(-1))
         return batch
+
+    def digest(self) -> str:
+        """A name for what the log-probabilities are of: all pairs, as the model is given them."""
+        tokens = self.answers.tokens
+        return digest(tokens.ids, tokens.offsets, self.answers.labels, self.pairs, np.array(self.answers.context))
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         """Numbers of the answers, by which dropout gives each masks of its own."""
@@ -127,12 +136,13 @@ class DPO(LanguageModelling):
 
     Attributes:
         rows: two conversations of each row, the chosen and the rejected one; without labels prompts. pair_columns:
-            {role: column} of the pairs.
+            {role: column} of the pairs. sets: those whose reference log-probabilities `precompute` found.
     """
 
     name: ClassVar[str] = "dpo"
     loss_fn: PreferenceLoss
     pair_columns: Mapping[str, str | None] = field(default_factory=dict)
+    sets: list[PreferenceExamples] = field(default_factory=list)
 
     @classmethod
     def from_flags(cls, cfg: DPOConfig) -> Self:  # type: ignore[override]
@@ -183,11 +193,35 @@ class DPO(LanguageModelling):
         examples = PreferenceExamples(table.subset(whole), labelled.tokens, answers, pairs[whole], unknown, cut)
         return examples, labelled
 
-    def precompute(self, model: Model, train_set: Any, eval_set: Any) -> None:
+    def precompute(self, model: Model, train_set: Any, eval_set: Any, checkpoint: Path | None) -> None:
+        self.sets = [examples for examples in (train_set, eval_set) if examples is not None]
+        unknown = self.sets if checkpoint is None else self._without_kept(checkpoint)
+        if not unknown:
+            return
         if self.cfg.reference is not None:
             with flag_in_errors("reference"):
                 model = self.load_reference(self.cfg.reference, model)
-        self.set_reference(model, train_set, eval_set)
+        self.set_reference(model, *unknown)
+
+    def _without_kept(self, checkpoint: Path) -> list[PreferenceExamples]:
+        """The sets whose log-probabilities are not in a checkpoint; the others are given theirs. Collective."""
+        found: list[np.ndarray | None] = []
+        with together(f"reading the reference's log-probabilities in {checkpoint}"):
+            if engine.rank() == 0:
+                kept = read_reference(checkpoint, self._reference_name())
+                found = [kept.get(examples.digest()) for examples in self.sets]
+        found = from_rank_0(found)
+        for examples, log_probs in zip(self.sets, found, strict=True):
+            if log_probs is not None:
+                examples.reference[:] = log_probs
+        return [examples for examples, log_probs in zip(self.sets, found, strict=True) if log_probs is None]
+
+    def _reference_name(self) -> str:
+        return "the start" if self.cfg.reference is None else absolute_path("reference", self.cfg.reference)
+
+    def write_extra(self, folder: Path) -> None:
+        kept = {examples.digest(): examples.reference for examples in self.sets}
+        write_reference(folder, self._reference_name(), kept)
 
     def load_reference(self, name: str, like: Model, **options: Any) -> Model:
         """A reference model for the tokens of this run, placed on the ranks as another model is.
@@ -214,21 +248,20 @@ class DPO(LanguageModelling):
             )
         return model
 
-    def set_reference(self, model: Model, *sets: PreferenceExamples | None) -> None:
+    def set_reference(self, model: Model, *sets: PreferenceExamples) -> None:
         """Compute the log-probabilities of all answers by the reference model. Collective.
 
         Raises:
             ValueError: an answer with its prompt is longer than the model's table of positions.
         """
-        given = [examples for examples in sets if examples is not None]
-        longest = max(int(examples.answers.lengths[examples.pairs].max()) for examples in given)
+        longest = max(int(examples.answers.lengths[examples.pairs].max()) for examples in sets)
         positions = model.config.max_tokens
         if model.bounded and positions is not None and longest > positions:
             raise ValueError(
                 f"reference: {model.base_name} has {positions} positions, but the longest answer and its prompt are "
                 f"{longest} tokens; cut them by --max_length {positions}, or give a reference with more"
             )
-        for examples in given:
+        for examples in sets:
             batch_size = 8 if self.cfg.batch_size == "auto" else self.cfg.batch_size  # auto is not settled yet
             size = self.cfg.eval_batch_size or max(batch_size, 8)
             rows = rank_batches(examples, size)

@@ -67,7 +67,7 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
     data_name = finetuning_data.NAMES[task] if args.data else "samples"
     what = f"{task}, {data_name}, {data['parameters'] / 1e6:.3g}M parameters"
     rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
-    why = f"the products alone take {rate:.0%} of the time here, at the rate the machine multiplies at best"
+    why = f"at the rate the machine multiplies at best, the model FLOPs take {rate:.0%} of the time here"
     rows = []
     for name in peers:
         target = None if name != best else SPEED[task] if args.ranks == 1 else ON_RANKS

@@ -60,6 +60,19 @@ int64_t cuts(int64_t rows, int64_t columns, int64_t threads) {
   return best;
 }
 
+// The rows of b are shared among the threads, whose numbers have the same bits.
+void multiply_few(const Product& p, int64_t rows) {
+  constexpr int64_t kTogether = 4, kPaying = 1 << 15;  // columns; multiplications for which a thread is worth its start
+  const int64_t groups = (p.columns + kTogether - 1) / kTogether;
+  const int64_t most = std::min<int64_t>(groups, torch::stable::get_num_threads());
+  const int64_t parts = std::max<int64_t>(1, std::min(most, rows * p.columns * p.depth / kPaying));
+  auto edge = [&](int64_t i) { return std::min(p.columns, groups * i / parts * kTogether); };
+  torch::stable::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+    FlushDenormals flush;
+    kernels().product_of_few(p, rows, edge(begin), edge(end));
+  });
+}
+
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& sums,
               const std::optional<Tensor>& bias, bool add) {
   Product p = check_product(out, a, b, sums, bias, add);
@@ -68,6 +81,8 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::op
     for (int64_t i = 0; i < rows; i++) memset(p.out + i * p.out_stride, 0, sizeof(float) * (size_t)p.columns);
   if (p.depth == 0 && p.sums) memset(p.sums, 0, sizeof(float) * (size_t)rows);
   if (!rows || p.depth == 0 || (!p.columns && !p.sums)) return;
+  const bool taken = p.b_transposed && !p.a_transposed && !p.add && !p.sums;
+  if (taken && rows <= kernels().few_rows) return multiply_few(p, rows);
   // Cut into parts of whole tiles, one for each thread. A large product has work for all, and the bits are the same.
   constexpr int64_t kTile = 32;
   const int64_t threads = torch::stable::get_num_threads();

@@ -324,6 +324,7 @@ void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, in
 #include "bytes.h"
 #include "dropout.h"
 #include "attention.h"
+#include "few_rows.h"
 #include "gelu.h"
 #include "loss.h"
 #include "norm.h"
@@ -334,7 +335,7 @@ namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
                            split_all, merge_all, dropout, gelu, norm, norm_backward, cross_entropy,
-                           product, attention_scratch, attention, attention_backward, transpose, crc32, sha256};
+                           product, product_of_few, kFewRows, attention_scratch, attention, attention_backward, transpose, crc32, sha256};
 
 }  // namespace
 

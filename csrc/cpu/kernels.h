@@ -66,6 +66,10 @@ struct CpuKernels {
                         float scale, float smoothing, bool train);
   // Rows [top, bottom) of columns [left, right) of a product. The sums are of whoever begins at column 0.
   void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch);
+  // Columns [left, right) of a product of few rows, whose b is transposed and a is not, and of which no sums are asked
+  // for; and up to how many rows it is the faster one.
+  void (*product_of_few)(const Product&, int64_t rows, int64_t left, int64_t right);
+  int64_t few_rows;
   // Queries of one sequence over its keys, of the heads that share a key head, and back: see attention.h.
   int64_t (*attention_scratch)(int64_t queries, int64_t keys, int64_t channels, bool backward);
   void (*attention)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,

@@ -61,7 +61,10 @@ def _report() -> int:
             status = library.Status(False, f"the GPU does not answer: {str(error).splitlines()[0]}")
         lines.append(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
-    name = "torch" if not used else "fused, oneDNN for a few rows" if gemm.compiled() else "oneDNN"
+    if used:
+        name = "fused, oneDNN for a few rows" if gemm.compiled() else "oneDNN"
+    else:
+        name = "torch, fused for a few rows" if gemm.few_compiled() else "torch"
     lines.append(f"linear on the CPU: {name}: {why}")
     try:
         print("\n".join(lines), flush=True)

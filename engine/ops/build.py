@@ -30,7 +30,10 @@ _TORCH = ["-DTORCH_STABLE_ONLY", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  #
 _ISAS = {
     "plain": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c", "-mpclmul"],
-    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mf16c -mpclmul -mprefer-vector-width=512".split(),
+    "avx512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c", "-mpclmul"),
+        "-mprefer-vector-width=512",
+    ],
 }
 _ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 

@@ -4,9 +4,10 @@ torch multiplies fp32 matrices on a CPU with MKL, which on CPUs of other makers 
 torch ships too. But oneDNN makes code for each shape, a millisecond or two on one thread, and packed batches have
 another number of tokens in almost every step; and what torch lets it see is contiguous, so that in backward, whose
 operands are transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) is as fast
-as oneDNN without either, but for a few rows, as generation has them; without it oneDNN does all. All are exact fp32.
-The choice depends on the CPU, on what is built and on the shape, never on a timing, and no sum on the number of
-threads: a run repeats bit for bit.
+as oneDNN without either, but for a few rows, as generation has them; without it oneDNN does all. On AMD's CPUs with
+AVX2 alone MKL is as fast as either, but again for a few rows, with which it takes up to six times as long as the
+compiled operator for few (csrc/cpu/few_rows.h). All are exact fp32. The choice depends on the CPU, on what is built and
+on the shape, never on a timing, and no sum on the number of threads: a run repeats bit for bit.
 
 On a GPU the products are torch's. The gradient of a bias, which is the sum over all rows, takes torch twice the time of
 reading them; the compiled operator (csrc/cuda/columns.cu) adds them up in one pass, in an order that does not change.
@@ -29,6 +30,7 @@ from engine.ops.autograd import Function, once_differentiable
 
 _CPU = torch.device("cpu")
 _FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there
+_FEW_OF_MKL = 48  # rows, up to which the compiled operator for few is faster than MKL
 _PAYING = 1 << 24  # numbers of a result: below, torch takes less than 30 us for their sum
 # MKL is at its speed for as many columns; of a vocabulary of 50,257 at once it loses a quarter of it.
 _MANY, _COLUMNS = 4096, 1024
@@ -44,16 +46,34 @@ def onednn_linear() -> tuple[bool, str]:
         return choice == "1", f"MODELCENTER_ONEDNN={choice}"
     if not torch.backends.mkl.is_available():
         return False, "this build of torch does not multiply with MKL"
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    if "GenuineIntel" in text or "avx512" not in text:
+    if _is_intel() or "avx512" not in _cpu_info():
         return False, "MKL is at full speed on this CPU"
     return True, "MKL leaves AVX-512 unused on this CPU"
+
+
+def _cpu_info() -> str:
+    info = Path("/proc/cpuinfo")
+    return info.read_text() if info.exists() else ""
+
+
+@functools.cache
+def _is_intel() -> bool:
+    return "GenuineIntel" in _cpu_info()
 
 
 def compiled() -> bool:
     """Whether the compiled operator is there, for an instruction set with which it is fast."""
     return library.serves(_CPU) and library.cpu().isa == "avx512"
+
+
+def few_compiled() -> bool:
+    """Whether that for few rows is there, on a CPU on which it was measured to be faster than MKL."""
+    return library.serves(_CPU) and library.cpu().isa == "avx2" and not _is_intel()
+
+
+def _are_few(rows: int) -> bool:
+    """Whether the compiled operator for few multiplies so many, and not MKL."""
+    return rows <= _FEW_OF_MKL and not torch.compiler.is_compiling() and few_compiled()
 
 
 def _as_it_lies(x: Tensor) -> Tensor:
@@ -66,10 +86,8 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
-def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
-    """The same product, by whatever is faster here for so many rows."""
-    if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
-        return _onednn(a, b, bias)
+def _compiled_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
+    """The same product, by the compiled operator."""
     bias = None if bias is None else bias.contiguous()
     if room is None:  # selective recomputation keeps what an operator returns, not what it writes
         return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias)
@@ -77,15 +95,19 @@ def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor |
     return room
 
 
-def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
-    """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward.
-
-    room: (m, n) whose rows are contiguous: memory that the product may take. What is returned has it.
-    """
-    if not library.plain_fp32(a, b, bias, room) or torch.is_autocast_enabled("cpu"):
-        return F.linear(a, b, bias)
+def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
+    """The same product of plain fp32 matrices, by whatever is faster here for so many rows."""
     if onednn_linear()[0]:
-        return _product_nt(a, b, bias, room)
+        if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
+            return _onednn(a, b, bias)
+        return _compiled_nt(a, b, bias, room)
+    if _are_few(a.shape[0]):
+        return _compiled_nt(a, b, bias, room)
+    return _torchs_nt(a, b, bias, room)
+
+
+def _torchs_nt(a: Tensor, b: Tensor, bias: Tensor | None, room: Tensor | None) -> Tensor:
+    """The same product, by torch, of not too many columns at once."""
     if b.shape[0] <= _MANY:
         return F.linear(a, b, bias)
     out = a.new_empty((a.shape[0], b.shape[0])) if room is None else room
@@ -95,6 +117,16 @@ def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | N
         if bias is not None:  # while it is in the caches; addmm would copy the bias into each row first
             product.add_(bias[part])
     return out
+
+
+def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
+    """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward.
+
+    room: (m, n) whose rows are contiguous: memory that the product may take. What is returned has it.
+    """
+    if not library.plain_fp32(a, b, bias, room) or torch.is_autocast_enabled("cpu"):
+        return F.linear(a, b, bias)
+    return _product_nt(a, b, bias, room)
 
 
 def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None, room: Tensor | None = None) -> Tensor:
@@ -268,6 +300,14 @@ def _function_pays(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return many and torch.is_grad_enabled() and library.plain_cuda(x, weight, bias)
 
 
+def _multiplies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether there is something faster than torch's `linear` for these. Of few rows only without gradients: an
+    autograd function in Python takes what is saved."""
+    if not onednn_linear()[0] and (torch.is_grad_enabled() or not _are_few(x.shape[:-1].numel())):
+        return False
+    return library.plain_fp32(x, weight, bias) and not torch.is_autocast_enabled("cpu")
+
+
 def _is_remade(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's own function would keep what backward is to make again."""
     return remade.is_on(x) and (remade.is_noted(x) or remade.is_noted(weight))
@@ -279,7 +319,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if bias is not None and bias.requires_grad and _function_pays(x, weight, bias):
         return _TorchLinear.apply(x, weight, bias)
-    if not (onednn_linear()[0] and library.plain_fp32(x, weight, bias)) or torch.is_autocast_enabled("cpu"):
+    if not _multiplies(x, weight, bias):
         if _is_remade(x, weight):
             return _TorchLinear.apply(x, weight, bias)
         return F.linear(x, weight, bias)

@@ -223,6 +223,7 @@ int main() {
   norms();
   rows_of_numbers();
   products();
+  products_of_few();
   attention();
   bytes();
   counters();

@@ -27,6 +27,23 @@ static void products() {
         }
 }
 
+static void products_of_few() {
+  for (int64_t rows : {1, 2, 3, 7, 16})
+    for (int64_t depth : {3, 8, 1037})
+      for (int64_t columns : {1, 4, 11}) {
+        const bool wide = rows % 2;  // what lies between rows stays
+        const int64_t stride = columns + (wide ? 2 : 0);
+        const std::vector<float> a = floats(rows * depth), b = floats(columns * depth), bias = floats(columns);
+        std::vector<float> out = wide ? floats(rows * stride) : unwritten(rows * stride);
+        const Product p{out.data(), nullptr, a.data(), b.data(), wide ? bias.data() : nullptr, columns, depth,
+                        stride, depth, depth, false, true, false};
+        on_threads((columns + 7) / 8, [&](int64_t part) {
+          k.product_of_few(p, rows, part * 8, std::min(columns, part * 8 + 8));
+        });
+        show("product of few " + std::to_string(rows) + " " + std::to_string(depth) + " " + std::to_string(columns), out);
+      }
+}
+
 struct Sequences {
   const char* name;
   std::vector<int64_t> queries, keys;  // their lengths

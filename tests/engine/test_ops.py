@@ -211,6 +211,77 @@ def check_product(m, k, n, transposed):
             torch.set_num_threads(threads)
 
 
+# Rows that go together or are left over, a depth that ends within a vector or is cut, columns that are left over.
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 48])
+@pytest.mark.parametrize("depth, columns", [(5, 3), (64, 8), (1037, 261)])
+def test_product_of_few_rows(compiled, rows, depth, columns):
+    assert library.serves(torch.device("cpu"))
+    check_few(rows, depth, columns)
+
+
+def check_few(rows, depth, columns):
+    """Against float64, in strided memory; with the same bits on any number of threads, and of each row alone."""
+    x, weight, bias = (
+        torch.randn(rows, depth + 3)[:, 1:-2],
+        torch.randn(columns, depth + 1)[:, :-1],
+        torch.randn(columns),
+    )
+    around = torch.full((rows, columns + 5), 7.0)
+    for b in (bias, None):
+        out = torch.ops.modelcenter.linear(x, weight, b)
+        wanted = F.linear(*(t if t is None else t.double() for t in (x, weight, b)))
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=3e-7 * depth + 1e-5)
+        torch.ops.modelcenter.linear_(around[:, 2:-3], x, weight, b)
+        assert torch.equal(around[:, 2:-3], out) and (around[:, :2] == 7).all() and (around[:, -3:] == 7).all()
+        for i in range(rows):
+            assert torch.equal(torch.ops.modelcenter.linear(x[i : i + 1], weight, b), out[i : i + 1])
+        threads = torch.get_num_threads()
+        try:
+            for other in (1, 2, 3, 6):
+                torch.set_num_threads(other)
+                assert torch.equal(torch.ops.modelcenter.linear(x, weight, b), out)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_what_is_no_number_stays_in_its_row_and_column(compiled):
+    assert library.serves(torch.device("cpu"))
+    x, weight = torch.randn(5, 21), torch.randn(9, 21)
+    x[3, 2], weight[8, 20] = float("nan"), float("inf")
+    out = torch.ops.modelcenter.linear(x, weight, None)
+    assert torch.equal(out.isfinite(), F.linear(x, weight).isfinite())
+
+
+@pytest.mark.parametrize("isa, intel, takes", [("avx2", False, True), ("avx2", True, False), ("avx512", False, False)])
+def test_which_products_of_few_rows_are_compiled(compiled, monkeypatch, isa, intel, takes):
+    """On AMD's CPUs with AVX2 alone, without gradients, up to 48 rows."""
+    monkeypatch.setattr(gemm, "onednn_linear", lambda: (False, ""))
+    monkeypatch.setattr(gemm, "_is_intel", lambda: intel)
+    monkeypatch.setattr(library, "cpu", lambda: library.Status(True, "", isa))
+    product, shapes = gemm._compiled_nt, []
+    monkeypatch.setattr(gemm, "_compiled_nt", lambda a, *more: shapes.append(tuple(a.shape)) or product(a, *more))
+    w, b, x = torch.randn(7, 6, requires_grad=True), torch.randn(7, requires_grad=True), torch.randn(2, 24, 6)
+
+    def taken(call):
+        shapes.clear()
+        wanted = F.linear(x.double(), w.double(), b.double()).detach()
+        torch.testing.assert_close(call().double(), wanted, rtol=1e-5, atol=1e-5)
+        return shapes == [(48, 6)]
+
+    with torch.no_grad():
+        assert taken(lambda: ops.linear(x, w, b)) == takes
+        assert not taken(lambda: ops.linear(x.double(), w.double(), b.double()))
+        x = torch.randn(49, 6)
+        assert not taken(lambda: ops.linear(x, w, b))
+        ops.linear(torch.randn(6), w, b)
+        assert shapes == [(1, 6)] * takes
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ops.linear(x[:5], w, b).dtype == torch.bfloat16
+    x = torch.randn(2, 24, 6)
+    assert not taken(lambda: ops.linear(x, w, b))  # gradients are torch's business
+    assert taken(lambda: gemm.matmul_nt(x.flatten(0, 1), w.detach(), b.detach()).view(2, 24, 7)) == takes
+
+
 @pytest.mark.parametrize("columns", [41, gemm._MANY, 2 * gemm._MANY + 77])
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_in_room_that_is_given(onednn, columns, bias):
@@ -300,7 +371,7 @@ def check_gelu():
 
 def test_operators_give_the_same_where_no_gradient_is_wanted(either):
     """They are then called without autograd, also on weights that have one."""
-    x = torch.randn(3, 40)
+    x = torch.randn(gemm._FEW_OF_MKL + 1, 40)  # products of fewer may be another operator's, with other roundings
     weight, scale = (torch.nn.Parameter(torch.randn(shape)) for shape in ((24, 40), (40,)))
     calls = (lambda: ops.linear(x, weight), lambda: ops.rms_norm(x, scale, 1e-6), lambda: ops.gelu_tanh(x))
     for call in calls:

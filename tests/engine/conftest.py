@@ -1,8 +1,10 @@
 """Ranks that the tests of a file share, and the compiled operators."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from checkpoint_toys import save
 
 from engine import testing
 from engine.ops import build, library
@@ -53,3 +55,11 @@ def two() -> Iterator[Pool]:
 def four() -> Iterator[Pool]:
     with Pool(4, timeout=60) as pool:
         yield pool
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of the toy model, as one process saves it."""
+    path = tmp_path / "checkpoint"
+    save(path, 3, 1, {})
+    return path

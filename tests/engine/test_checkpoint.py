@@ -1,71 +1,20 @@
-"""Saved on any mesh, loaded on any other, bit for bit; complete or absent; damage is named."""
+"""Saved on any mesh, loaded on any other, bit for bit; complete or absent."""
 
-import contextlib
-import copyreg
-import ctypes
-import errno
-import functools
 import json
-import os
-import pickle
 import re
-import resource
-import shutil
-import stat
-import tracemalloc
 from pathlib import Path
 
 import engine_toys as toys
 import pytest
 import torch
+from checkpoint_toys import load, on, prepared, save
+from directory_toys import files_of_at_most
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import engine
-from engine.checkpoint import atomic_directory, check_manifest, dcp, files, load_model, save_model, stored_tensors
-from engine.checkpoint.dcp_metadata import pickled, stored_metadata
-from engine.parallel.fsdp import reshard
+from engine.checkpoint import check_manifest, dcp, files, load_model, save_model, stored_tensors
 
-
-def prepared(level, copies, kwargs, seed=None):
-    engine.init_distributed(zero_level=level, dp_replicate=copies)
-    model = engine.shard(toys.build(**kwargs))
-    model.register_buffer("mean", torch.full((3,), 0.5))
-    if seed is not None:
-        engine.init.init_parameters_(model, seed)
-        model.mean.fill_(seed)
-    return model
-
-
-def save(path, level, copies, kwargs, seed=9):
-    model = prepared(level, copies, kwargs, seed)
-    model(toys.microbatch(0)[0])  # without a backward: gathered parameters do not get in the way
-    save_model(path, model, extra=lambda p: (p / "config.json").write_text("{}"))
-
-
-def load(path, level, copies, kwargs, strict=True, verify=True):
-    model = prepared(level, copies, kwargs)
-    model(toys.microbatch(0)[0])  # without a backward: what is filled is the shards, not what was gathered
-    differences = load_model(path, model, strict=strict, verify=verify)
-    reshard(model)
-    values = {n: toys.whole(p) for n, p in model.named_parameters()} | {"mean": model.mean}
-    return values, differences, model(toys.microbatch(0)[0]).detach()
-
-
-LAYOUTS = {
-    "one": (None, 3, 1),
-    "two": ("two", 3, 1),
-    "two-0": ("two", 0, 1),
-    "four": ("four", 3, 1),
-    "2x2": ("four", 2, 2),
-}
-
-
-def on(request, layout, fn, path, kwargs, **more):
-    pool, level, copies = LAYOUTS[layout]
-    if pool is None:
-        return [fn(path, level, copies, kwargs, **more)]
-    return request.getfixturevalue(pool).run(fn, path, level, copies, kwargs, *more.values())
+LAYOUTS = {"one": (1, 3, 1), "two": (2, 3, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 2, 2)}
 
 
 @pytest.mark.parametrize(
@@ -83,10 +32,10 @@ def on(request, layout, fn, path, kwargs, **more):
 def test_saved_on_one_mesh_loaded_on_another(request, tmp_path, source, target):
     path = tmp_path / "deep" / "checkpoint"
     kwargs = {"tied": source == "two"}
-    on(request, source, save, path, kwargs)
+    on(request, LAYOUTS[source], save, path, kwargs)
     assert sorted(p.name for p in path.parent.iterdir()) == ["checkpoint"]  # nothing beside it
     expected = prepared(3, 1, kwargs, seed=9)
-    for values, differences, out in on(request, target, load, path, kwargs):
+    for values, differences, out in on(request, LAYOUTS[target], load, path, kwargs):
         assert differences == ([], [])
         assert torch.equal(values.pop("mean"), expected.mean)
         assert values.keys() == dict(expected.named_parameters()).keys()
@@ -166,193 +115,6 @@ def test_slices_share_the_models_memory():
     assert not any(p.any() for p in model.parameters())
 
 
-@pytest.fixture
-def saved(tmp_path):
-    path = tmp_path / "checkpoint"
-    save(path, 3, 1, {})
-    return path
-
-
-def damage(path, what):
-    data = next(p for p in sorted((path / "model").iterdir()) if p.suffix == ".distcp")
-    if what == "truncated":
-        data.write_bytes(data.read_bytes()[:-5])
-    elif what == "flipped":
-        content = bytearray(data.read_bytes())
-        content[len(content) // 2] ^= 1
-        data.write_bytes(content)
-    elif what == "gone":
-        data.unlink()
-    elif what == "no manifest":
-        (path / "manifest.json").unlink()
-    elif what == "half a manifest":
-        (path / "manifest.json").write_text('{"format_version": 1, "fil')
-    elif what == "no text":
-        (path / "manifest.json").write_bytes(b'{"format_version": 1, "files": {"\xff"')
-    elif what == "no size":
-        (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {}}}')
-    elif what == "a list":
-        (path / "manifest.json").write_text('{"format_version": 1, "files": ["x"]}')
-    elif what == "a loop":
-        (path / "model" / ".metadata").unlink()
-        (path / "model" / ".metadata").symlink_to(".metadata")
-    elif what == "no end":
-        (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {"size": 1e999}}}')
-    elif what == "of the future":
-        (path / "manifest.json").write_text('{"format_version": 7, "files": {}}')
-    elif what == "outside":
-        (path / "manifest.json").write_text('{"format_version": 1, "files": {"../x": {"size": 1}}}')
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("truncated", r"model/__0_0.distcp has \d+ bytes, its manifest says \d+"),
-        ("flipped", "model/__0_0.distcp has sha256"),
-        ("gone", "incomplete: model/__0_0.distcp is missing"),
-        ("no manifest", "not a complete checkpoint: it has no manifest.json"),
-        ("half a manifest", "manifest.json is damaged"),
-        ("no text", "manifest.json is damaged: UnicodeDecodeError"),
-        ("no size", "manifest.json is damaged: KeyError"),
-        ("a list", "manifest.json is damaged: AttributeError"),
-        ("no end", "manifest.json is damaged: OverflowError"),
-        ("a loop", "is incomplete: model/.metadata is missing"),
-        ("of the future", "format_version 7, this version reads 1"),
-        ("outside", r"names \.\./x, which is outside"),
-    ],
-)
-def test_damage_is_named(saved, what, message):
-    assert check_manifest(saved, hashes=True)["format_version"] == 1
-    damage(saved, what)
-    with pytest.raises(ValueError, match=message):
-        load(saved, 3, 1, {})
-
-
-def test_damage_is_an_error_on_every_rank(two, saved):
-    damage(saved, "gone")
-    with pytest.raises(
-        RuntimeError, match="ValueError(.|\n)*rank 1 then ValueError|rank 1(.|\n)*rank 0 then ValueError"
-    ):
-        two.run(load, saved, 3, 1, {})
-
-
-class Evil:
-    def __reduce__(self):
-        return os.system, ("echo evil",)
-
-
-def test_metadata_that_would_run_something_is_refused(saved):
-    (saved / "model" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match=r"it names (posix|nt).system, which no checkpoint of ours does"):
-        stored_tensors(saved)
-
-
-def test_any_python_reads_the_metadata_of_any_other(saved):
-    """Python 3.13 pickles a path under a name that others lack: none is written, and one that was is read."""
-    path = saved / "model" / ".metadata"
-    told, before = pickle.loads(path.read_bytes()), stored_tensors(saved)
-    assert b"pathlib" not in path.read_bytes() and told.storage_meta.save_id
-    told.storage_meta.checkpoint_id = saved
-    ours = pickle.dumps(told, protocol=2).replace(b"cpathlib\n", b"cpathlib._local\n")
-    assert b"cpathlib._local\nPosixPath\n" in ours
-    path.write_bytes(ours)
-    assert stored_tensors(saved) == before
-    mean = torch.zeros(3)
-    dcp.read(saved / "model", {"mean": mean})
-    assert mean.eq(9).all()
-
-
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    target, synced = tmp_path / "saved", []
-
-    def note(entry):
-        synced.append((entry.name, target.exists()))
-
-    monkeypatch.setattr(files, "_fsync", note)
-    with atomic_directory(target) as path:
-        (path / "part").mkdir()
-        (path / "part" / "file").write_text("x")
-    assert {name for name, there in synced if not there} >= {"part", "file", files.MANIFEST, path.name}
-    assert synced[-1] == (tmp_path.name, True)
-
-
-def test_the_first_versions_of_python_3_11_read_and_write_what_others_do(tmp_path, monkeypatch):
-    """They pickle an item of an Enum as getattr(class, name): nothing of ours is written so, and torch's is read."""
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda item, _: (getattr, (type(item), item.name)))
-    save(tmp_path / "saved", 3, 1, {})
-    path = tmp_path / "saved" / "model" / ".metadata"
-    ours, before = path.read_bytes(), stored_tensors(tmp_path / "saved")
-    assert b"MEM_FORMAT" in ours and b"getattr" not in ours
-
-    monkeypatch.delitem(copyreg.dispatch_table, _MEM_FORMAT_ENCODING)
-    theirs = pickle.dumps(pickle.loads(ours), protocol=4)
-    assert b"builtins" in theirs and b"getattr" in theirs and b"TORCH_CONTIGUOUS_FORMAT" in theirs
-    path.write_bytes(theirs)
-    assert stored_tensors(tmp_path / "saved") == before
-    mean = torch.zeros(3)
-    dcp.read(path.parent, {"mean": mean})
-    assert mean.eq(9).all()
-    described = stored_metadata(tmp_path / "saved", "model")
-    assert pickled(described) != theirs and pickle.loads(pickled(described)) == pickle.loads(theirs)
-
-    path.write_bytes(theirs.replace(b"TORCH_CONTIGUOUS_FORMAT", b"__class__.from_bytes___"))
-    with pytest.raises(ValueError, match="it takes __class__.from_bytes___ of .*, which no checkpoint of ours does"):
-        stored_tensors(tmp_path / "saved")
-    with pytest.raises(RuntimeError, match="it takes __class__.from_bytes___ of"):
-        dcp.read(path.parent, {"mean": mean})
-
-
-def test_metadata_of_a_later_torch_is_read(saved):
-    """2.15 says six things of a tensor, its strides the last, where those before know five; the next may say seven."""
-    told = stored_metadata(saved, "model")
-    for entry in told.state_dict_metadata.values():
-        entry.properties.state = (*entry.properties.state[:5], None, "more")
-    (saved / "model" / ".metadata").write_bytes(pickled(told))
-    mean = torch.zeros(3)
-    dcp.read(saved / "model", {"mean": mean})
-    assert mean.eq(9).all()
-
-
-_MANY = 20_000_000
-
-
-@pytest.mark.parametrize(
-    "read", [lambda path: stored_metadata(path, "model"), lambda path: dcp.read(path / "model", {})]
-)
-@pytest.mark.parametrize(
-    "before, damaged",
-    [
-        (b"q\x00", b"r" + _MANY.to_bytes(4, "little")),
-        (b"\x80\x02", b"\x80\x05\x96" + _MANY.to_bytes(8, "little")),
-    ],
-    ids=["LONG_BINPUT", "BYTEARRAY8"],
-)
-def test_a_damaged_number_in_the_metadata_takes_no_memory(saved, read, before, damaged):
-    """Pickle's reader in C makes an array of twice the number by which something is remembered: up to 64 GB; both make
-    a bytearray before its bytes are there."""
-    metadata = pickled(stored_metadata(saved, "model"))
-    assert before in metadata
-    (saved / "model" / ".metadata").write_bytes(metadata.replace(before, damaged, 1))
-    tracemalloc.start()
-    try:
-        with contextlib.suppress(ValueError, RuntimeError):  # where nothing refers to it, all is there
-            read(saved)
-        assert tracemalloc.get_traced_memory()[1] < _MANY
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("nested", [b"\x85" * 300_000, b"q\0h\0\x86" * 60], ids=["deep", "doubled"])
-@pytest.mark.parametrize(
-    "read", [lambda path: stored_metadata(path, "model"), lambda path: dcp.read(path / "model", {})]
-)
-def test_tuples_in_tuples_are_not_hashed(saved, read, nested):
-    """As a key, the one would overflow the stack, and the other would be hashed for years."""
-    (saved / "model" / ".metadata").write_bytes(b"\x80\x02}K\1" + nested + b"K\2s.")
-    with pytest.raises((ValueError, RuntimeError), match="a tuple of more than 10000 values"):
-        read(saved)
-
-
 def test_what_is_stored_and_what_does_not_match(saved):
     stored = stored_tensors(saved)
     assert (
@@ -404,12 +166,8 @@ def save_beyond_the_room(path):
     """No file may hold the tensors."""
     engine.init_distributed()
     model = engine.shard(torch.nn.Linear(300, 300))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # a file that grows beyond it is an OSError
-    try:
+    with files_of_at_most(50_000):
         return said(save_model, path, model)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -464,101 +222,6 @@ def test_a_rank_that_does_not_see_a_checkpoint_keeps_no_other_waiting(two, tmp_p
     assert first.startswith("ValueError: rank 1 failed while reading") and "cannot be read: [Errno 2]" in first
     assert second.startswith("ValueError: rank 1 failed while reading") and "nowhere" in second
     assert own.startswith("ValueError: ") and "nowhere" in own and its.startswith("ValueError: ") and "nowhere" in its
-
-
-def killed_while_writing(path):
-    with atomic_directory(path) as partial:
-        (partial / "a").write_text("half")
-        if engine.rank() == 0:
-            os.kill(os.getpid(), 9)
-
-
-def test_a_killed_save_leaves_nothing_that_looks_complete(two, tmp_path):
-    path = tmp_path / "checkpoint"
-    with pytest.raises(RuntimeError, match="killed by signal 9"):
-        two.run(killed_while_writing, path)
-    assert not path.exists()
-    save(path, 3, 1, {})
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]  # what was left is cleaned
-    shutil.rmtree(path)
-
-
-def put(path, text):
-    with atomic_directory(path) as new:
-        (new / "a").write_text(text)
-
-
-def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
-    """No rename alone has such a step, so none takes part; without it, the names are as after it."""
-    path = tmp_path / "run [1]"
-    put(path, "first")
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-    exchanges = files.exchange_names(tmp_path / "one", tmp_path / "other")
-    for name in ("one", "other"):
-        (tmp_path / name).rmdir()
-    with monkeypatch.context() as patch:
-        if exchanges:
-            patch.setattr(Path, "rename", None)
-        put(path, "second")
-    assert (path / "a").read_text() == "second" and [p.name for p in tmp_path.iterdir()] == [path.name]
-    monkeypatch.setattr(files, "exchange_names", lambda one, other: False)
-    put(path, "third")
-    assert (path / "a").read_text() == "third" and [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_sandbox_that_does_not_know_how_to_exchange_names(tmp_path, monkeypatch):
-    class Library:
-        @staticmethod
-        def renameat2(*_):
-            ctypes.set_errno(errno.EPERM)
-            return -1
-
-    put(tmp_path / "run", "first")
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library)
-    put(tmp_path / "run", "second")
-    assert (tmp_path / "run" / "a").read_text() == "second" and os.listdir(tmp_path) == ["run"]
-
-
-def test_a_file_system_that_cannot_bring_directories_to_the_disk(tmp_path, monkeypatch):
-    """As of shared folders of virtual machines. An error of the disk is one all the same."""
-    fsync = os.fsync
-
-    def refuse(handle, number=errno.EINVAL):
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    put(tmp_path / "a", "text")
-    assert (tmp_path / "a" / "a").read_text() == "text"
-    monkeypatch.setattr(os, "fsync", functools.partial(refuse, number=errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"):
-        put(tmp_path / "b", "text")
-
-
-def test_what_a_killed_save_was_replacing_gets_its_name_back(tmp_path):
-    path, old = tmp_path / "run [1]", tmp_path / ".run [1].old-dead"
-    put(path, "first")
-    shutil.copytree(path, tmp_path / ".run [1].partial-dead")
-    path.rename(old)
-    with pytest.raises(ValueError, match=r"no manifest.json; what a save .*\.run \[1\]\.old-dead: rename it$"):
-        check_manifest(path)
-    with pytest.raises(RuntimeError), atomic_directory(path):
-        raise RuntimeError
-    assert (path / "a").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == [path.name]
-    shutil.copytree(path, old)
-    (old / "a").unlink()  # half of what was being removed
-    path.rename(tmp_path / "elsewhere")
-    with pytest.raises(RuntimeError), atomic_directory(path):
-        raise RuntimeError
-    assert [p.name for p in tmp_path.iterdir()] == ["elsewhere"]
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        save_model(tmp_path / "file" / "checkpoint", toys.build())
 
 
 def test_an_error_of_the_disk_without_a_number_keeps_its_words():

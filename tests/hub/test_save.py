@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import re
-import resource
 import struct
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import safetensors
 import torch
 import transformers
-from directory_toys import tree, write_config
+from directory_toys import files_of_at_most, tree, write_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
@@ -310,13 +309,9 @@ def test_tokenizer_files(format, saved, tokenizer, tmp_path):
 
 def test_a_disk_that_is_full_before_the_tokenizer_is_an_error_as_any_other(model, tokenizer, tmp_path):
     tokenizer.add_tokens([f"word{i}" for i in range(99)])  # more bytes than files may have, which the texts do not
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
-    try:
-        with pytest.raises(ValueError, match="saving to .*out failed: File too large; nothing was changed there"):
-            model.save_pretrained(tmp_path / "out", tokenizer=tokenizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    expected = "saving to .*out failed: File too large; nothing was changed there"
+    with files_of_at_most(6000), pytest.raises(ValueError, match=expected):
+        model.save_pretrained(tmp_path / "out", tokenizer=tokenizer)
     assert not (tmp_path / "out").exists()
 
 

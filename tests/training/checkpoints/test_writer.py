@@ -2,13 +2,13 @@
 
 import json
 import re
-import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from directory_toys import files_of_at_most
 from toydata import command, write_folder
 from toyruns import run_values, short_run_values, stop_at, went_on_after
 
@@ -66,13 +66,9 @@ def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
 
 def test_a_disk_that_stays_full_is_said_with_the_file(folder, curves, capfd):
     """Files may grow to 6000 bytes: the records fit, checkpoints, curves and the model do not."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
-    try:
-        with pytest.raises(ValueError, match="saving to .*run/model failed: File too large; nothing was changed"):
-            main(command(run_values(folder, "run", max_steps=4, trackers="no")))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    expected = "saving to .*run/model failed: File too large; nothing was changed"
+    with files_of_at_most(6000), pytest.raises(ValueError, match=expected):
+        main(command(run_values(folder, "run", max_steps=4, trackers="no")))
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["steps"] == 4
     out, err = capfd.readouterr()

@@ -109,24 +109,27 @@ class KVCache:
         other._memory = {memo.get(id(layer), layer): kept for layer, kept in self._memory.items()}
         return other
 
-    def next(self, rows: int, tokens: int, device: torch.device, mask: Tensor | None = None) -> Packed:
+    def next(
+        self, rows: int, tokens: int, device: torch.device, mask: Tensor | None = None, prefix: str = ""
+    ) -> Packed:
         """A batch (rows, tokens) that continues the sequences.
 
-        mask: (rows, tokens), or with the columns of the past before them, 1 at each new token.
+        mask: (rows, tokens), or with the columns of the past before them, 1 at each new token. prefix: of the names of
+            the inputs, for errors.
 
         Raises:
             ValueError: another number of rows, or a mask that leaves out a new token.
         """
         if rows != len(self.lengths):
             raise ValueError(
-                f"past_key_values: holds {len(self.lengths)} sequences, but input_ids has {rows} rows; pass one row "
-                "of new tokens for each"
+                f"past_key_values: holds {len(self.lengths)} sequences, but {prefix}input_ids has {rows} rows; pass "
+                "one row of new tokens for each"
             )
         if mask is not None and (mask.shape[0] != rows or mask.shape[1] < tokens or not mask[:, -tokens:].all()):
             raise ValueError(
-                f"attention_mask: got shape {tuple(mask.shape)} beside past_key_values and {tokens} new tokens a row, "
-                "expected 1 at each of these (columns of the past may stand before them): each sequence goes on with "
-                "as many tokens; for other lengths compute the whole texts, without past_key_values"
+                f"{prefix}attention_mask: got shape {tuple(mask.shape)} beside past_key_values and {tokens} new tokens "
+                "a row, expected 1 at each of these (columns of the past may stand before them): each sequence goes on "
+                "with as many tokens; for other lengths compute the whole texts, without past_key_values"
             )
         ends = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
         past = torch.tensor(self.lengths, device=device)[:, None]

@@ -75,16 +75,16 @@ class InputLayout:
         return places if self.caller_tokens is None else self.caller_tokens.index_select(0, places)
 
 
-def flat_positions(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:
+def flat_positions(position_ids: Tensor, shape: tuple[int, int], prefix: str = "") -> Tensor:
     """(batch * seq,) positions of the places of an input of shape (batch, seq), given for all rows or for one.
 
     Raises:
-        ValueError: they are of another shape.
+        ValueError: they are of another shape; it names `{prefix}position_ids`.
     """
     try:
         return position_ids.expand(shape).reshape(-1)
     except RuntimeError as error:
         raise ValueError(
-            f"position_ids: got shape {tuple(position_ids.shape)}, expected {shape} or {shape[1:]}: a position for "
-            "each token"
+            f"{prefix}position_ids: got shape {tuple(position_ids.shape)}, expected {shape} or {shape[1:]}: a position "
+            "for each token"
         ) from error

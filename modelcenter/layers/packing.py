@@ -58,13 +58,18 @@ class Packed:
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_seqlens: Tensor, max_seqlen: int | None, tokens: int, position_ids: Tensor | None = None
+        cls,
+        cu_seqlens: Tensor,
+        max_seqlen: int | None,
+        tokens: int,
+        position_ids: Tensor | None = None,
+        prefix: str = "",
     ) -> "Packed":
-        """A batch that arrives packed, ids of shape (1, T)."""
+        """A batch that arrives packed, ids of shape (1, T). Errors name the inputs with `prefix` before them."""
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
             raise ValueError(
-                f"cu_seqlens: got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}, expected (sequences + 1,) of "
-                "int32, starting at 0 and ending at the number of tokens"
+                f"{prefix}cu_seqlens: got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}, expected "
+                "(sequences + 1,) of int32, starting at 0 and ending at the number of tokens"
             )
         lengths = None
         if (known := host_copy(cu_seqlens)).device.type == "cpu":  # on a GPU this check would wait for the device
@@ -72,7 +77,7 @@ class Packed:
             lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
             if ends[0] != 0 or ends[-1] != tokens or min(lengths, default=0) < 0:
                 raise ValueError(
-                    f"cu_seqlens: got {ends[:3]}...{ends[-1]} for {tokens} tokens; expected rising offsets "
+                    f"{prefix}cu_seqlens: got {ends[:3]}...{ends[-1]} for {tokens} tokens; expected rising offsets "
                     f"from 0 to {tokens}"
                 )
             max_seqlen = max(lengths, default=0)
@@ -80,7 +85,7 @@ class Packed:
             max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if cu_seqlens.numel() > 1 else 0
         cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as the kernels want it
         if position_ids is not None:
-            positions = flat_positions(position_ids, (1, tokens))
+            positions = flat_positions(position_ids, (1, tokens), prefix)
         else:
             seqlens = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
             starts = torch.repeat_interleave(cu_seqlens[:-1].long(), seqlens, output_size=tokens)
@@ -96,36 +101,39 @@ class Packed:
         device: torch.device,
         position_ids: Tensor | None = None,
         count: bool = False,
+        prefix: str = "",
     ) -> "Packed":
         """A padded batch, ids of shape (batch, seq); attention_mask (batch, seq) is 1 at tokens and 0 at padding.
 
-        Positions are columns, or with `count` the number of tokens of the row before each.
+        Positions are columns, or with `count` the number of tokens of the row before each. Errors name the inputs with
+        `prefix` before them.
         """
         batch, seq = shape
         if attention_mask is None:
             positions = torch.arange(seq, device=device).repeat(batch)
             if position_ids is not None:
-                positions = flat_positions(position_ids, shape)
+                positions = flat_positions(position_ids, shape, prefix)
             cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq
             return cls(Sequences(cu, seq, [seq] * batch), InputLayout((batch, seq)), positions)
         if tuple(attention_mask.shape) != (batch, seq):
             raise ValueError(
-                f"attention_mask: got shape {tuple(attention_mask.shape)}, expected {(batch, seq)}: 1 at tokens, 0 at "
-                "padding. Lengths become a mask by torch.arange(seq) < lengths[:, None]; packed rows take cu_seqlens"
+                f"{prefix}attention_mask: got shape {tuple(attention_mask.shape)}, expected {(batch, seq)}: 1 at "
+                "tokens, 0 at padding. Lengths become a mask by torch.arange(seq) < lengths[:, None]; packed rows take "
+                f"{prefix}cu_seqlens"
             )
         mask = attention_mask.bool()
         if attention_mask.dtype != torch.bool and attention_mask.device.type == "cpu":
             if not torch.equal(attention_mask, mask.to(attention_mask.dtype)):
                 raise ValueError(
-                    f"attention_mask: got values from {attention_mask.min().item()} to {attention_mask.max().item()}, "
-                    "expected only 1 (token) and 0 (padding)"
+                    f"{prefix}attention_mask: got values from {attention_mask.min().item()} to "
+                    f"{attention_mask.max().item()}, expected only 1 (token) and 0 (padding)"
                 )
         seqlens = mask.sum(1, dtype=torch.int32)
         lengths: list[int] = seqlens.tolist()
         cu = torch.nn.functional.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
         indices = None if sum(lengths) == batch * seq else mask.flatten().nonzero().flatten()
         if position_ids is not None:
-            positions = flat_positions(position_ids, shape)
+            positions = flat_positions(position_ids, shape, prefix)
             positions = positions if indices is None else positions[indices]
         elif count and indices is not None:
             starts = torch.repeat_interleave(cu[:-1], seqlens, output_size=indices.numel())

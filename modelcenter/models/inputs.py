@@ -150,17 +150,17 @@ class ModelInputs(nn.Module):
     def _pack_tokens(self, batch: Batch, prefix: str, source: Tensor, cache: KVCache | None) -> Packed:
         shape, position_ids = (source.shape[0], source.shape[1]), batch.get("position_ids")
         if cache is not None and cache.lengths:
-            ctx = cache.next(*shape, source.device, batch.get(f"{prefix}attention_mask"))
+            ctx = cache.next(*shape, source.device, batch.get(f"{prefix}attention_mask"), prefix)
             if position_ids is not None:
-                ctx.positions = flat_positions(position_ids, shape)
+                ctx.positions = flat_positions(position_ids, shape, prefix)
             return ctx
         if (ends := batch.get(f"{prefix}cu_seqlens")) is not None:
             if shape[0] != 1:
                 raise ValueError(f"{prefix}cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
-            return Packed.from_cu_seqlens(ends, batch.get(f"{prefix}max_seqlen"), shape[1], position_ids)
+            return Packed.from_cu_seqlens(ends, batch.get(f"{prefix}max_seqlen"), shape[1], position_ids, prefix)
         # What a cache holds is continued at the number of its tokens.
         count = self.counts_positions or cache is not None
-        return Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count)
+        return Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count, prefix)
 
     def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
         """The same without tokens that no output of the batch depends on; `pack` asks, where there is no cache."""

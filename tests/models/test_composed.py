@@ -194,6 +194,8 @@ def test_wrong_inputs_are_named(pair, tmp_path):
             mc.from_config({**config, **changes}, "seq2seq-lm")
     with pytest.raises(ValueError, match="logits_to_keep: got 3"):
         ours(ids, labels=ids, logits_to_keep=3)
+    with pytest.raises(ValueError, match=r"^decoder_position_ids: got shape \(2, 2\), expected \(2, 3\)"):
+        ours(ids, decoder_input_ids=ids, decoder_position_ids=ids[:, :2])
     with pytest.raises(ValueError, match="2 sequences and the decoder 1"):
         ours(ids, decoder_input_ids=ids[:1])
     two = mc.from_config({**config, "decoder": {**GPT2, "vocab_size": 97}}, "seq2seq-lm")

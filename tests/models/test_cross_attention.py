@@ -383,7 +383,10 @@ def test_wrong_inputs_are_named(tmp_path):
     refused("encoder_attention_mask: of which states", encoder_hidden_states=None)
     refused("3 sequences beside 1 of input_ids", **{k: batch[k][:1] for k in ("input_ids", "attention_mask", "labels")})
     refused("no token for the encoder", encoder_attention_mask=torch.zeros(3, 9))
-    refused(r"attention_mask: got shape \(3, 7\), expected \(3, 9\)", encoder_attention_mask=batch["attention_mask"])
+    refused(
+        r"^encoder_attention_mask: got shape \(3, 7\), expected \(3, 9\)",
+        encoder_attention_mask=batch["attention_mask"],
+    )
     refused("not with double heads", model=mc.from_config(model.config, "double-heads"))
     refused(
         "load it with add_cross_attention=True", model=mc.from_config(model.config, "causal-lm", cross_attention=False)

@@ -259,8 +259,13 @@ def test_wrong_inputs_are_named():
         model(decoder_input_ids=decoder)
     with pytest.raises(ValueError, match="no token for the encoder"):
         model(ids, mask * torch.tensor([[1], [0], [1]]), decoder_input_ids=decoder)
-    with pytest.raises(ValueError, match="decoder_attention_mask: got shape|attention_mask: got shape"):
+    with pytest.raises(ValueError, match=r"^decoder_attention_mask: got shape .*decoder_cu_seqlens$"):
         model(ids, mask, decoder_input_ids=decoder, decoder_attention_mask=mask)
+    with pytest.raises(ValueError, match="^decoder_attention_mask: got values from 2 to 2"):
+        model(ids, mask, decoder_input_ids=decoder, decoder_attention_mask=2 * (decoder > 0))
+    with pytest.raises(ValueError, match="^decoder_cu_seqlens: got .*expected rising offsets"):
+        packed = {"cu_seqlens": torch.tensor([0, ids.shape[1]]), "decoder_cu_seqlens": torch.tensor([0, 1])}
+        model(ids[:1], decoder_input_ids=decoder[:1], **packed)
     with pytest.raises(ValueError, match="decoder_input_ids: pass them"):
         from_config("tiny/t5")(ids, mask)
     classifier = from_config("tiny/t5", "sequence-classification")

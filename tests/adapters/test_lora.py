@@ -211,7 +211,7 @@ def test_names_are_short_and_stand_for_nothing_else():
     assert short_names(modules[1::2], modules) == ["0.output.dense", "1.output.dense"]
 
 
-def test_errors(tmp_path):
+def test_options_that_fit_no_layer_are_named(tmp_path):
     base = save_base(tmp_path / "base", "bert", "masked-lm")
     model = mc.from_pretrained(base)
     for options, message in (
@@ -227,8 +227,11 @@ def test_errors(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             add_lora(model, **options)
-    with pytest.raises(ValueError, match="expected a directory with adapter_config.json"):
-        load_lora(tmp_path / "nothing", model)
+
+
+def test_a_model_has_one_adapter_or_none(tmp_path):
+    base = save_base(tmp_path / "base", "bert", "masked-lm")
+    model = mc.from_pretrained(base)
     with pytest.raises(ValueError, match="the model has no adapter"):
         save_adapter(model, tmp_path / "adapter")
     with pytest.raises(ValueError, match="merge: the model has none"):
@@ -241,6 +244,14 @@ def test_errors(tmp_path):
             model.save_pretrained(tmp_path / "whole", form)
     with pytest.raises(ValueError, match="adapter: got .*a saved one is read by modelcenter.adapters.load_lora"):
         mc.from_pretrained(base, adapter=str(tmp_path / "adapter"))
+
+
+def test_an_adapter_that_does_not_fit_or_is_not_whole_is_refused(tmp_path):
+    base = save_base(tmp_path / "base", "bert", "masked-lm")
+    model = mc.from_pretrained(base)
+    with pytest.raises(ValueError, match="expected a directory with adapter_config.json"):
+        load_lora(tmp_path / "nothing", model)
+    add_lora(model)
     save_adapter(model, tmp_path / "adapter")
     llama = mc.from_pretrained(save_base(tmp_path / "llama", "llama", "causal-lm"))
     with pytest.raises(ValueError, match="of its modules are not in this llama"):

@@ -82,7 +82,7 @@ def test_packed_rows_give_the_loss_of_the_documents(tmp_path):
     assert packed.item() == pytest.approx(total / count, abs=1e-5)
 
 
-def test_wrong_values(file, tmp_path):
+def test_cuts_that_the_tokens_do_not_allow_are_named(file, tmp_path):
     for arguments, says in [
         ({"max_length": 1}, "max_length: got 1"),
         ({"max_length": 8, "packing": "best"}, "packing: got 'best', expected none or concat"),

@@ -104,7 +104,7 @@ def test_what_is_deep_counts_to_seven(encoder):
         ({"input": "a", "<ans>": {}}, "'<ans>': got {}, expected a text"),
     ],
 )
-def test_mistakes(encoder, data, said):
+def test_objects_that_the_model_cannot_read_are_named(encoder, data, said):
     with pytest.raises(ValueError, match=said):
         encoder.encode(data)
 

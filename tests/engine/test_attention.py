@@ -196,7 +196,7 @@ def test_a_second_derivative_is_refused_and_not_wrong(monkeypatch, serves):
         ({"dropped": Dropped(0.1, 1, 1, torch.zeros(4, dtype=torch.int64))}, "tokens must be 5 contiguous int64"),
     ],
 )
-def test_bad_input(change, message):
+def test_inputs_that_do_not_fit_each_other_are_refused(change, message):
     (q, k, v), queries, keys, heads, dropped = problem([2, 3], 8)
     given = dict(q=q, k=k, v=v, cu_queries=queries, cu_keys=keys, heads=heads, bias=None, dropped=dropped)
     given |= {{"queries": "cu_queries", "keys": "cu_keys"}.get(name, name): x for name, x in change.items()}
@@ -225,7 +225,7 @@ RULES = Rules(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 1, 0, 0], [0
         ({"heads": Heads(4, 4, 1.0, True)}, "of each sequence to itself, and not causal"),
     ],
 )
-def test_bad_segments(change, message):
+def test_segments_that_do_not_fit_their_rules_are_refused(change, message):
     (q, k, v, bias), queries, _, heads, dropped = problem([3, 2], 8, bias=True)
     given = dict(q=q, k=k, v=v, cu_seqlens=queries, heads=heads, rules=RULES, bias=bias, segment_bias=torch.zeros(4, 2))
     assert attention.attention_by_segments(**given).isfinite().all()

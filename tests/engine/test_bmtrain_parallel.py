@@ -235,7 +235,7 @@ class Unclear(bmt.DistributedModule):
         self.up, self.norm = bmt.nn.ColumnParallelLinear(INPUTS, OUTPUTS), nn.LayerNorm(OUTPUTS)
 
 
-def mistakes() -> None:
+def refused_sizes() -> None:
     bmt.init_distributed(tp_size=2)
     with pytest.raises(ValueError, match="out_features is 7, expected a multiple of the 2 ranks"):
         bmt.nn.ColumnParallelLinear(4, 7)
@@ -253,5 +253,5 @@ def mistakes() -> None:
         bmt.loss.FusedCrossEntropy(torch.ones(12), parallel=True)(values(3, 12), torch.zeros(3))
 
 
-def test_mistakes(two):
-    two.run(mistakes)
+def test_sizes_that_the_ranks_cannot_share_are_named(two):
+    two.run(refused_sizes)

@@ -133,7 +133,7 @@ def test_what_is_frozen_has_no_gradient(either, trained):
     assert [leaf.grad is not None for leaf in leaves] == [i in trained for i in range(4)]
 
 
-def test_bad_input(either):
+def test_inputs_that_do_not_fit_each_other_are_named(either):
     (x, branch, weight, bias), tokens, _ = problem()
     with pytest.raises(ValueError, match="p is 1.5, expected a probability"):
         norm_before(x, weight, bias, EPS, Added(branch, 1.5))

@@ -123,7 +123,7 @@ def test_a_skipped_step_changes_nothing_and_a_nan_reaches_the_parameter(either):
     assert p.isnan().nonzero().tolist() == [[1, 5]] and scales[0].isnan().flatten().tolist() == [False, True]
 
 
-def test_bad_input(either):
+def test_states_that_do_not_fit_their_blocks_are_named(either):
     p, g = torch.ones(4, 128), torch.ones(4, 128)
     m, v = torch.zeros(4, 128, dtype=torch.uint8), torch.zeros(4, 128, dtype=torch.uint8)
     scales = [torch.zeros(4, 1) for _ in range(2)]

@@ -377,7 +377,7 @@ def bad_calls():
 
 
 @pytest.mark.parametrize(("message", "change", "mode", "kwargs"), bad_calls())
-def test_bad_calls(either, message, change, mode, kwargs):
+def test_lists_that_do_not_fit_each_other_are_named_and_left_alone(either, message, change, mode, kwargs):
     case = Case("plain", F32, F32, F32, (5, 5))
     case.mode = mode
     if mode == "remainder":
@@ -389,7 +389,7 @@ def test_bad_calls(either, message, change, mode, kwargs):
     assert all(t.is_meta or torch.equal(t, b) for t, b in zip(case.tensors(), before, strict=True))
 
 
-def test_bad_calls_of_the_small_operators(either):
+def test_the_small_operators_name_what_does_not_fit(either):
     one, two = torch.zeros(()), torch.zeros((), dtype=torch.float64)
     with pytest.raises(ValueError, match="out has 1 elements, torch.float32"):
         fused.grad_norm_sq([torch.ones(3)], one)

@@ -74,7 +74,7 @@ def test_adam_keeps_fp32_masters_of_16_bit_parameters(either):
     assert all(torch.equal(loaded[k], state[k]) and loaded[k].dtype == torch.float32 for k in state)
 
 
-def test_bad_values():
+def test_settings_that_adam_and_clipping_cannot_take_are_named():
     p = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match="lr is -1"):
         AdamOptimizer([p], lr=-1)
@@ -84,6 +84,9 @@ def test_bad_values():
         AdamOptimizer([nn.Parameter(torch.ones(1, device="meta"))])
     with pytest.raises(ValueError, match="norm_type is 0"):
         clip_grad_norm_([p], 1.0, 0)
+
+
+def test_settings_that_the_manager_cannot_take_are_named():
     with pytest.raises(ValueError, match="loss_scale is 0.5, expected 1"):
         OptimManager(loss_scale=0.5)
     for name, value in (

@@ -478,7 +478,7 @@ def test_an_offloaded_step_that_fails_counts_what_it_stepped(monkeypatch):
     assert not any(slot.pieces for slot in optimizer._slots.values())
 
 
-def test_bad_values():
+def test_settings_and_parameters_that_an_optimizer_cannot_take_are_named():
     matrix = nn.Parameter(torch.ones(2, 3))
     for make_it, message in (
         (lambda: Lion([matrix], lr=-1), "lr is -1"),

@@ -162,7 +162,7 @@ def test_units_in_16_bits_share_what_is_worked_out_of_a_batch(two):
     assert two.run(plans, "tiny/gpt2") == [1, 1]
 
 
-def test_bad_policies():
+def test_policies_of_unknown_values_are_named():
     with pytest.raises(ValueError, match="precision is 'int8', expected one of fp32, bf16, fp16, bf16-params"):
         engine.Policy(precision="int8")
     with pytest.raises(ValueError, match="zero_level is 5"):

@@ -357,7 +357,7 @@ def test_selective_recomputation_of_units_in_units_is_an_error():
         engine.shard(torch.nn.Sequential(layer), [layer, layer[0]], engine.Policy(recompute="selective"))
 
 
-def test_wrong_values():
+def test_policies_of_unknown_or_contrary_values_are_named():
     with pytest.raises(ValueError, match="recompute is 'some', expected one of none, cheap, full, selective, offload"):
         engine.Policy(recompute="some")
     with pytest.raises(ValueError, match="compile is 3, expected True"):

@@ -333,7 +333,7 @@ def test_units_that_are_found():
     assert find_units(plain) == [plain.head]
 
 
-def test_bad_arguments(two):
+def test_models_and_arguments_that_cannot_be_sharded_are_named(two):
     with pytest.raises(ValueError, match="'nothing'"):
         engine.shard(toys.build(), forward_methods=["nothing"])
     with pytest.raises(ValueError, match="not a module of Toy"):

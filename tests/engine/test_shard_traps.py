@@ -575,7 +575,7 @@ def test_what_is_assigned_to_the_data_of_a_shard_is_an_error(two, level):
         assert unharmed and converted == "no error"
 
 
-def mistakes():
+def changed_models():
     borrowed = sharded(model=Borrows())
     kept = Borrows()
     sharded(model=kept, units=[kept.layers[1]])
@@ -587,8 +587,8 @@ def mistakes():
     return replaced(), said(borrowed, IDS), said(converted, IDS), said(engine.shard, lazy), said(engine.shard, sparse)
 
 
-def test_mistakes_are_errors_that_say_what_to_do(two):
-    for (messages, unharmed), borrowed, converted, lazy, sparse in two.run(mistakes):
+def test_parameters_replaced_shared_or_converted_are_errors_that_say_what_to_do(two):
+    for (messages, unharmed), borrowed, converted, lazy, sparse in two.run(changed_models):
         for message, name in zip(messages, ["head.weight"] * 2 + ["layers.0.up.weight"] * 2, strict=True):
             assert f"parameter {name} of this FSDPToy was replaced after engine.shard" in message
         assert unharmed

@@ -109,7 +109,7 @@ def test_a_collective_that_never_completes(two):
         two.run(waits_for_one_that_left)
 
 
-def test_bad_arguments(two):
+def test_functions_and_results_that_no_rank_can_take_are_refused(two):
     with pytest.raises(ValueError, match="ranks is 0"):
         Pool(0)
     with pytest.raises(ValueError, match="engine.testing.run takes any"):

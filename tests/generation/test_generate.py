@@ -430,13 +430,16 @@ def test_compiled_units_write_as_they_are_written():
         ({"banned": torch.zeros(4, VOCAB)}, "banned: got .* of torch.float32, expected .* of torch.bool"),
     ],
 )
-def test_bad_arguments(pair, more, message):
+def test_arguments_that_cannot_be_followed_are_named(pair, more, message):
     ours = mc.from_pretrained(pair[1])
     ids, mask = prompts("left")
     with pytest.raises(ValueError, match=message):
         ours.generate(**{"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, **more})
+
+
+def test_a_model_without_a_language_head_writes_no_text(pair):
     with pytest.raises(ValueError, match="writes no text"):
-        mc.from_pretrained(pair[1], "base").generate(ids)
+        mc.from_pretrained(pair[1], "base").generate(prompts("left")[0])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "opt", "bert", "roberta", "llama", "gpt_neox", "cpm1", "cpmant"])

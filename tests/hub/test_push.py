@@ -184,7 +184,7 @@ def test_one_format_and_its_shards(hub, home, tmp_path):
 
 
 @pytest.mark.full
-def test_mistakes_are_explained(hub, home, tmp_path):
+def test_names_and_tokens_that_the_hub_refuses_are_explained_in_one_line(hub, home, tmp_path):
     path = small(tmp_path / "m")
     hub.add("me/private", path, private=True)
     hub.add("me/gated", path, gated=True)
@@ -430,7 +430,7 @@ def test_seq2seq_cards():
     assert ModelCard(text).data.pipeline_tag == "text-generation" and "text2text-generation" in text
 
 
-def test_wrong_details():
+def test_details_that_no_card_has_are_named():
     model = mc.from_config("tiny/bert")
     with pytest.raises(ValueError, match="unknown key 'licence'"):
         make_card(model, "BertModel", {"licence": "mit"})

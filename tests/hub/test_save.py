@@ -277,7 +277,7 @@ def test_a_link_is_followed(model, tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real/model.safetensors").is_file()
 
 
-def test_wrong_arguments(model, tmp_path):
+def test_formats_and_dtypes_that_cannot_be_written_leave_nothing(model, tmp_path):
     with pytest.raises(ValueError, match="format: got 'gguf', expected hf or distributed"):
         model.save_pretrained(tmp_path / "x", format="gguf")
     with pytest.raises(ValueError, match="dtype: a distributed checkpoint holds the parameters as they are"):

@@ -226,7 +226,7 @@ def test_a_tokenizer_with_words_for_which_the_model_has_no_rows(folder):
         ({"lora_rank": 2, "add_tokens": ["x"]}, "add_tokens: the rows of new words are not trained by lora_rank"),
     ],
 )
-def test_mistakes(changes, says):
+def test_flags_that_do_not_go_together_are_named(changes, says):
     with pytest.raises(ValueError, match=says):
         ClassificationConfig(**changes)
 

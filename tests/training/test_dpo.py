@@ -364,7 +364,7 @@ def test_pairs_without_both_answers_are_left_out(folder, caplog):
         ({"model": "tiny/cpmant", "from_scratch": True}, "--tokenizer is needed"),
     ],
 )
-def test_mistakes(folder, changes, said):
+def test_flags_that_do_not_fit_the_loss_or_the_rows_are_named(folder, changes, said):
     with pytest.raises((ValueError, OSError), match=said):
         main(command(flags(folder, **changes)))
 

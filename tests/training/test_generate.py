@@ -313,6 +313,6 @@ def test_two_ranks_write_the_same(folder, tmp_path):
         ({"prompt": ["a"], "output": "/nowhere/x"}, "cannot write"),
     ],
 )
-def test_bad_flags(folder, more, message):
+def test_flags_that_name_no_prompt_or_no_place_are_refused(folder, more, message):
     with pytest.raises((ValueError, OSError), match=message):
         run_generate(config(folder, **more))

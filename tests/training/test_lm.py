@@ -308,7 +308,7 @@ def test_rows_that_are_left_out_are_counted(folder, caplog):
         ({"max_length": 12, "too_long": "error"}, "train.jsonl, line 1: the row has .* tokens, max_length is 12"),
     ],
 )
-def test_mistakes(folder, changes, said):
+def test_flags_that_do_not_fit_the_model_or_the_rows_are_named(folder, changes, said):
     with pytest.raises(ValueError, match=said):
         main(command(flags(folder, **changes)))
 

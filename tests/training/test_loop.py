@@ -491,8 +491,7 @@ def test_dry_run_writes_nothing(folder, capsys):
         ({"train_data": TRAIN, "eval_every": 2}, "eval_every: changes nothing without rows to evaluate on; give eval"),
     ],
 )
-def test_mistakes(folder, changes, says, monkeypatch):
-    """And they leave nothing behind."""
+def test_flags_that_no_run_can_begin_with_leave_no_folder(folder, changes, says, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises((ValueError, OSError), match=says):
         finetune(folder, output_dir=str(folder / "runs" / "a"), **changes)

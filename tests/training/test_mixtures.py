@@ -158,7 +158,7 @@ def test_a_killed_run_goes_on_with_the_same_rows(folder, monkeypatch, capfd):
         ("qa", ["a@1"], "train_data: a@1: qa takes no weights; write a"),
     ],
 )
-def test_mistakes(folder, monkeypatch, task, data, says):
+def test_weights_that_do_not_fit_their_parts_are_named(folder, monkeypatch, task, data, says):
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=says):
         TASKS[task].load().from_flags(TASKS[task].flags()(model="m", train_data=data))

@@ -175,11 +175,15 @@ def test_labels_are_read_alike_in_every_file(folder):
         MultipleChoice.from_flags(MultipleChoiceConfig.from_args(command(flags(folder, **data, label_kind="letter"))))
 
 
-def test_mistakes_and_the_plan(folder, capsys):
+def test_a_dry_run_shows_the_choices(folder, capsys):
     write(folder, 2, 3)
     main(command(flags(folder, dry_run=True)))
     said = capsys.readouterr().out
     assert "[choice " in said and " is right] [CLS]" in said and "One step: loss" in said
+
+
+def test_flags_and_labels_that_do_not_fit_the_choices_are_named(folder):
+    write(folder, 2, 3)
     with pytest.raises(ValueError, match="label_smoothing: for rows with equally many choices"):
         main(command(flags(folder, label_smoothing=0.1)))
     with pytest.raises(ValueError, match="choices_column: .* has no column 'option'.*did you mean 'options'"):

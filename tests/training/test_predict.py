@@ -148,8 +148,8 @@ def test_other_kinds(folder, tmp_path, kind, capsys):
         assert all(line["labels"] == [n for n, p in line["probabilities"].items() if p > 0.5] for line in lines)
 
 
-def test_mistakes(folder, tmp_path):
-    data, run = str(folder / "data"), str(folder / "run")
+def test_a_run_without_a_model_says_how_it_goes_on(folder, tmp_path):
+    data = str(folder / "data")
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text("lr: 1\n")
     with pytest.raises(ValueError, match="unfinished is a run without a model.* goes on$"):
@@ -157,11 +157,19 @@ def test_mistakes(folder, tmp_path):
     (tmp_path / "unfinished" / "checkpoints" / "last").mkdir(parents=True)
     with pytest.raises(ValueError, match="goes on; its newest checkpoint is .*unfinished/checkpoints/last"):
         cli(["predict", str(tmp_path / "unfinished"), data])
+
+
+def test_a_place_that_cannot_hold_the_predictions_is_named(folder, tmp_path):
+    data, run = str(folder / "data"), str(folder / "run")
     with pytest.raises(OSError, match="output: cannot write .*no/such/out: No such file"):
         cli(["predict", run, data, "--output", str(tmp_path / "no/such/out")])
     for place in (str(tmp_path), "."):
         with pytest.raises(OSError, match=r"output: .* is a directory; give the name of a file, such as .*out\.jsonl$"):
             cli(["evaluate", run, data, "--output", place])
+
+
+def test_rows_that_do_not_fit_the_run_are_named(folder, tmp_path):
+    data, run = str(folder / "data"), str(folder / "run")
     with pytest.raises(ValueError, match="no column 'body', it has 'text', 'label'"):
         cli(["predict", run, data, "--text_column", "body"])
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"text": "x", "label": "good"}, {"text": "y", "label": "so-so"}])

@@ -372,13 +372,13 @@ STREAM = {"streaming": True, "max_steps": 2}
         ("span-corruption", {"tokenizer": "tiny-gpt2"}, "tokenizer: it has no sentinels"),
     ],
 )
-def test_mistakes(folder, monkeypatch, kind, changes, message):
+def test_flags_that_do_not_fit_the_objective_are_named(folder, monkeypatch, kind, changes, message):
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=message):
         pretrain(folder, kind, **changes)
 
 
-def test_wrong_data(folder):
+def test_rows_without_a_text_to_learn_are_named(folder):
     data = folder / "x.jsonl"
     write_jsonl(data, [{"text": "a film"}, {"text": 3}])
     with pytest.raises(ValueError, match=r"x.jsonl, line 2: column 'text' holds 3, expected a text"):

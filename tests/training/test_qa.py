@@ -331,7 +331,7 @@ def test_wrong_answers(folder, capsys):
         finetune(folder, train_data=data, overwrite_output_dir=True)
 
 
-def test_mistakes(folder):
+def test_rows_without_a_question_a_context_or_answers_are_named(folder):
     rows = make_asked(3, seed=2)
     for column, value, says in (
         ("answers", {"text": ["a"]}, r"line 2: got {'text': \['a'\]} in column 'answers', expected"),
@@ -343,6 +343,9 @@ def test_mistakes(folder):
         data = str(write_jsonl(folder / "bad.jsonl", [rows[0], rows[1] | {column: value}]))
         with pytest.raises(ValueError, match=says):
             finetune(folder, train_data=data)
+
+
+def test_flags_that_do_not_fit_the_questions_are_named(folder):
     data = str(write_jsonl(folder / "bad.jsonl", [{"question": "a", "text": "b", "answers": {}}]))
     with pytest.raises(
         ValueError, match="context_column: which column of .* has the context. None is called context or"

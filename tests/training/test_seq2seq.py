@@ -317,7 +317,7 @@ def test_rows_without_a_text_are_left_out(folder, caplog):
         ({"model_config": SIZES | {"eos_token_id": 5}}, r"tokenizer: its token .* is 3 \(.</s>.\), the model.s 5"),
     ],
 )  # fmt: skip
-def test_mistakes(folder, changes, says):
+def test_flags_that_do_not_fit_two_texts_are_named_before_the_run(folder, changes, says):
     with pytest.raises(ValueError, match=says):
         finetune(folder, **changes)
     assert not (folder / "run" / "metrics.jsonl").exists()

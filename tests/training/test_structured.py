@@ -201,7 +201,7 @@ def test_ranks_that_share_the_model_train_and_write_as_one(folder, tmp_path, spl
     assert texts[0] == texts[1] and len(set(texts[0])) == 2
 
 
-def test_mistakes(folder, tmp_path, capsys):
+def test_rows_and_prompts_that_cannot_be_encoded_are_named(folder, tmp_path, capsys):
     start, bad = str(folder / "start"), str(write_jsonl(tmp_path / "bad.jsonl", [{"input": "a < b", "<ans>": "c"}]))
     data = str(folder / "data" / "train.jsonl")
 

@@ -340,7 +340,7 @@ def test_forms_and_mistakes_of_entities_by_characters():
         made(str(forms[0]), "[[4, 16, X]]")
 
 
-def test_mistakes(folder):
+def test_rows_whose_words_and_tags_do_not_fit_are_named(folder):
     dev, rows = folder / "data" / "dev.jsonl", make_tagged(3, seed=2)
     wrong = [*rows[:1], {"tokens": ["a", "b"], "ner_tags": ["O", "B-XYZ"]}]
     write_jsonl(dev, wrong)
@@ -358,12 +358,18 @@ def test_mistakes(folder):
         write_jsonl(dev, [*rows[:1], row])
         with pytest.raises(ValueError, match=says):
             finetune(folder)
+
+
+def test_rows_that_teach_nothing_are_refused(folder):
     data = str(write_jsonl(folder / "empty.jsonl", [{"tokens": [], "ner_tags": []}]))
     with pytest.raises(ValueError, match="empty.jsonl: no row has a word in column 'tokens'"):
         finetune(folder, train_data=data)
     data = str(write_jsonl(folder / "one.jsonl", [{"tokens": ["a", "b"], "ner_tags": ["O", "O"]}] * 2))
     with pytest.raises(ValueError, match="one.jsonl: all words have one tag, 'O', in column 'ner_tags': there"):
         finetune(folder, train_data=data)
+
+
+def test_columns_of_words_and_tags_that_are_not_found_are_asked_for(folder):
     for row, says in (
         ({"x": ["a"], "ner_tags": ["O"]}, "words_column: which column of .* has the words. None is called words or"),
         ({"tokens": ["a"], "y": ["O"]}, "tags_column: which column .* the columns are 'tokens', 'y'. Give tags_column"),

@@ -116,7 +116,7 @@ def test_fingerprint_tells_weights_apart():
     assert len({str(p) for p in prints}) == 3
 
 
-def test_wrong_mixtures():
+def test_parts_and_weights_that_cannot_be_mixed_are_named():
     for parts, options, says in [
         ([], {}, "nothing to mix"),
         ([(A, 1), (B, 0)], {}, "weight of from 200 is 0.0, expected a positive"),

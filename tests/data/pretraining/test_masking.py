@@ -118,7 +118,7 @@ def test_words_of_tokenizers_that_mark_spaces(kind):
             WordStarts(made, segment=True)
 
 
-def test_mistakes():
+def test_a_tokenizer_or_tokens_that_cannot_be_masked_are_named():
     from text_toys import make_decoder_tokenizer
 
     with pytest.raises(ValueError, match="tokenizer: it has no mask token"):

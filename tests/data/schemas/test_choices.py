@@ -117,7 +117,7 @@ GOOD = {"question": ["q", "r"], "choice1": ["x", "y"], "choice2": ["u", "v"], "l
         ({"label": [0, "third"]}, {}, "line 2: label 'third' .* is none of the 2 choices"),
     ],
 )
-def test_mistakes(changes, given, says):
+def test_columns_and_rows_without_choices_are_named(changes, given, says):
     rows = table(**{name: values for name, values in (GOOD | changes).items() if values is not None})
     with pytest.raises(ValueError, match=says):
         columns = find_choice_columns(rows, **given)

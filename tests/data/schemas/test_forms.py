@@ -231,6 +231,6 @@ def test_rows_keep_their_places_and_unlabelled_pairs_are_left_out(tmp_path):
         ("ocnli", {"sentence1": "a", "sentence2": "b", "label": "-"}, "a.jsonl: no row of the form ocnli has a label"),
     ],
 )  # fmt: skip
-def test_mistakes(name, row, says):
+def test_rows_of_another_form_are_named(name, row, says):
     with pytest.raises(ValueError, match=says):
         apply_form(table(row), name, "classification")

@@ -68,7 +68,7 @@ def test_translations():
         ({"translation": BOTH}, {"source_lang": "de", "target_lang": "de"}, "is both source and target"),
     ],
 )
-def test_mistakes(columns, given, says):
+def test_columns_and_languages_that_are_not_found_are_asked_for(columns, given, says):
     with pytest.raises(ValueError, match=says):
         find_pair_columns(table(**columns), **given)
 

@@ -78,7 +78,12 @@ def test_answers_that_nobody_knows_or_that_end_outside():
     assert np.array_equal(first, found.inside[:, 0]) and np.array_equal(last, found.inside[:, 1] - 1)
 
 
-def test_mistakes():
+def test_long_questions_are_cut_and_counted():
+    short = windows_of(make_tokenizer(), max_question_length=2)
+    assert short.tokens.truncated == 12 and (short.inside[:, 0] == 4).all()  # [CLS], two pieces, [SEP]
+
+
+def test_contexts_that_leave_no_windows_are_named():
     tokenizer = make_tokenizer()
     with pytest.raises(
         ValueError, match=r"doc_stride: got 60, but a max_length of 60 leaves .* \(row \d+\); raise max_length"
@@ -86,8 +91,6 @@ def test_mistakes():
         windows_of(tokenizer, 60, 60)
     with pytest.raises(ValueError, match="row 3: the context has no token"):
         windows_of(tokenizer, contexts=[*CONTEXTS[:2], "\u200b", *CONTEXTS[3:]])
-    short = windows_of(tokenizer, max_question_length=2)
-    assert short.tokens.truncated == 12 and (short.inside[:, 0] == 4).all()  # [CLS], two pieces, [SEP]
     slow = type("Slow", (), {"is_fast": False})()
     with pytest.raises(ValueError, match="Slow does not say which characters its tokens stand for"):
         windows_of(slow)

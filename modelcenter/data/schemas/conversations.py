@@ -8,9 +8,10 @@ take it; its first turn also holds the tools that the row lists (TOOLS), which t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from modelcenter.data.readers.literals import parse_json, parse_list
 from modelcenter.data.schemas.column_names import TEXT_NAMES, TOOLS_NAMES
@@ -74,33 +75,16 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
     """
     named = {role: name for role, name in given.items() if name is not None}
     check_columns(table, named)
-    kinds = [kind for kind, roles in _KINDS.items() if roles & set(named)]
+    kinds = [kind for kind in _KINDS if kind.roles & set(named)]
     if len(kinds) > 1:
         raise ValueError(
             f"columns: {' and '.join(f'{role}_column' for role in named)} do not go together: give messages, or prompt "
             "and response, or answers, or text"
         )
-    lower = {name.lower(): name for name in reversed(table.columns)}
-    kind = kinds[0] if kinds else None
-    if kind == "answers" or (kind is None and ANSWER in table.columns):
-        return ChatColumns(answers=named.get("answers", ANSWER))
-    if kind == "messages" or kind is None:
-        messages = named.get("messages") or next(
-            (lower[n] for n in MESSAGES_NAMES if n in lower and _holds_messages(table.columns[lower[n]])), None
-        )
-        if messages is not None:
-            free = {low: name for low, name in lower.items() if name not in (messages, *named.values())}
-            system = named.get("system") or _find_system(free)
-            return ChatColumns(messages=messages, system=system, tools=find_tools(table, named))
-    if kind == "pair" or kind is None:
-        columns = _find_pair(table, named, lower, answered)
-        if columns is not None:
+    search = _Search(table, named, answered)
+    for kind in kinds or _KINDS:
+        if (columns := kind.find(search)) is not None:
             return columns
-    text = named.get("text") or next((lower[n] for n in TEXT_NAMES if n in lower), None)
-    if text is None and len(table.columns) == 1:
-        (text,) = table.columns
-    if text is not None:
-        return ChatColumns(text=text)
     raise ValueError(
         f"columns: {table.name} has the columns {', '.join(map(repr, table.columns))}, none of which is known as "
         "messages, a prompt with its response, or text. Give messages_column, or prompt_column and response_column, or "
@@ -108,42 +92,108 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
     )
 
 
-_KINDS = {"messages": {"messages"}, "pair": {"prompt", "response", "input"}, "text": {"text"}, "answers": {"answers"}}
+@dataclass(frozen=True)
+class _Search:
+    """A table whose columns are given roles: by name those that the caller gave, the others by their usual names.
 
+    Each method finds the columns of one kind of rows; None: the table has none of the kind.
+    """
 
-def _find_pair(table: Table, named: Mapping[str, str], lower: Mapping[str, str], answered: bool) -> ChatColumns | None:
-    prompt, response = named.get("prompt"), named.get("response")
-    used = set(named.values())
-    free = {low: name for low, name in lower.items() if name not in used}
-    if prompt is None and response is None:
-        pair = next(((a, b) for a, b in PAIRS if a in free and (b in free or not answered)), None)
-        if pair is None:
-            if "input" in named:
+    table: Table
+    named: Mapping[str, str]  # by role
+    answered: bool
+
+    @cached_property
+    def columns(self) -> dict[str, str]:
+        """By their names in lower case; of several that differ in case alone, the first."""
+        return {name.lower(): name for name in reversed(self.table.columns)}
+
+    def free(self, *used: str | None) -> dict[str, str]:
+        """The same without those that have a role or are in use."""
+        taken = {*self.named.values(), *used}
+        return {low: name for low, name in self.columns.items() if name not in taken}
+
+    def objects(self) -> ChatColumns | None:
+        answers = self.named.get("answers", ANSWER if ANSWER in self.table.columns else None)
+        return None if answers is None else ChatColumns(answers=answers)
+
+    def messages(self) -> ChatColumns | None:
+        messages = self.named.get("messages")
+        if messages is None:
+            known = (self.columns[name] for name in MESSAGES_NAMES if name in self.columns)
+            messages = next((name for name in known if _holds_messages(self.table.columns[name])), None)
+        if messages is None:
+            return None
+        return ChatColumns(messages=messages, system=self._system(messages), tools=find_tools(self.table, self.named))
+
+    def pair(self) -> ChatColumns | None:
+        prompt, response = self._prompt_and_response()
+        if prompt is None and response is None:
+            if "input" in self.named:
                 raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
             return None
-        prompt, response = free[pair[0]], free.get(pair[1])
-    elif prompt is None:
-        prompt = next((free[a] for a, _ in PAIRS if a in free), None)
-    elif response is None:
-        response = next((free[b] for _, b in PAIRS if b in free), None)
-    if prompt is None or (response is None and answered):
-        role, other = ("prompt", response) if prompt is None else ("response", prompt)
-        raise ValueError(
-            f"{role}_column: which column of {table.name} goes with {other!r}? It has "
-            f"{', '.join(map(repr, table.columns))}. Give {role}_column"
+        if prompt is None or (response is None and self.answered):
+            role, other = ("prompt", response) if prompt is None else ("response", prompt)
+            raise ValueError(
+                f"{role}_column: which column of {self.table.name} goes with {other!r}? It has "
+                f"{', '.join(map(repr, self.table.columns))}. Give {role}_column"
+            )
+        return ChatColumns(
+            prompt=prompt,
+            input=self._input(prompt, response),
+            response=response if self.answered else None,
+            system=self._system(prompt, response),
+            tools=find_tools(self.table, {**self.named, "prompt": prompt, "response": response}),
         )
-    input_, system = named.get("input"), named.get("system")
-    if input_ is None and prompt.lower() == "instruction":
-        input_ = next((free[n] for n in INPUT_NAMES if n in free and free[n] not in (prompt, response)), None)
-    if system is None:
-        system = _find_system({low: name for low, name in free.items() if name not in (prompt, response)})
-    tools = find_tools(table, {**named, "prompt": prompt, "response": response})
-    return ChatColumns(prompt=prompt, input=input_, response=response if answered else None, system=system, tools=tools)
+
+    def text(self) -> ChatColumns | None:
+        text = self.named.get("text")
+        if text is None:
+            text = next((self.columns[name] for name in TEXT_NAMES if name in self.columns), None)
+        if text is None and len(self.table.columns) == 1:
+            (text,) = self.table.columns
+        return None if text is None else ChatColumns(text=text)
+
+    def _prompt_and_response(self) -> tuple[str | None, str | None]:
+        """One that is not given goes with the other by a usual name, or both are a usual pair."""
+        prompt, response, free = self.named.get("prompt"), self.named.get("response"), self.free()
+        if prompt is None and response is None:
+            for first, second in PAIRS:
+                if first in free and (second in free or not self.answered):
+                    return free[first], free.get(second)
+        elif prompt is None:
+            prompt = next((free[name] for name, _ in PAIRS if name in free), None)
+        elif response is None:
+            response = next((free[name] for _, name in PAIRS if name in free), None)
+        return prompt, response
+
+    def _input(self, prompt: str, response: str | None) -> str | None:
+        """What an instruction applies to; other prompts have none unless it is given."""
+        if "input" in self.named or prompt.lower() != "instruction":
+            return self.named.get("input")
+        free = self.free(prompt, response)
+        return next((free[name] for name in INPUT_NAMES if name in free), None)
+
+    def _system(self, *used: str | None) -> str | None:
+        if "system" in self.named:
+            return self.named["system"]
+        free = self.free(*used)
+        return next((free[name] for name in SYSTEM_NAMES if name in free), None)
 
 
-def _find_system(free: Mapping[str, str]) -> str | None:
-    """The column with a usual name among those without a role, by their names in lower case."""
-    return next((free[name] for name in SYSTEM_NAMES if name in free), None)
+class _Kind(NamedTuple):
+    """A kind of rows: the roles that only its columns have, and how they are found."""
+
+    roles: set[str]
+    find: Callable[[_Search], ChatColumns | None]
+
+
+_KINDS = (  # those before are preferred
+    _Kind({"answers"}, _Search.objects),
+    _Kind({"messages"}, _Search.messages),
+    _Kind({"prompt", "response", "input"}, _Search.pair),
+    _Kind({"text"}, _Search.text),
+)
 
 
 def find_tools(table: Table, named: Mapping[str, str | None]) -> str | None:

@@ -119,25 +119,13 @@ def find_labels(
         if num_labels is None:
             _check_recurring_numbers(values, where, column)
     if problem_type == "regression":
-        width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
-        _floats(values, where, width)  # raises for other values
-        return Labels(problem_type, ("score",) if width == 1 else tuple(f"score_{i}" for i in range(width)))
+        return _scores_of(values, where, num_labels)
     multi = problem_type == "multi_label_classification"
     lists = [_as_list(value) for value in values] if multi else [[value] for value in values]
     if names is not None:
-        ids = {v: _as_id(v) for members in lists for v in members}
-        if num_labels not in (None, len(names)):
-            raise ValueError(f"num_labels is {num_labels}, but the labels have {len(names)} names: {', '.join(names)}")
-        # "1.0" is the class called 1, too: see Labels.encode.
-        named = all(str(v) in names or str(number) in names for v, number in ids.items())
-        by_id = None not in ids.values() and not named
-        # How the rows that trained a model were written is not known; a rule for each row depends on no other.
-        return Labels(problem_type, tuple(names), by_id=by_id, multi_hot=multi and _zeros_and_ones(lists, len(names)))
+        return _named_classes(lists, problem_type, num_labels, tuple(names))
     if multi and _is_multi_hot(lists):
-        width = len(lists[0])
-        if num_labels not in (None, width):
-            raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
-        return Labels(problem_type, tuple(map(str, range(width))), by_id=True, multi_hot=True)
+        return _classes_by_place(lists, where, num_labels)
     if num_labels is None and not any(lists):
         raise ValueError(
             f"label_column: all lists of labels in {column} are empty (first at {where(0)}), expected some labels; is "
@@ -173,7 +161,34 @@ def unsaid(
     return found
 
 
+def _scores_of(values: Sequence[Any], where: Where, num_labels: int | None) -> Labels:
+    width = num_labels or (len(values[0]) if isinstance(values[0], list) else 1)
+    _floats(values, where, width)  # raises for other values
+    return Labels("regression", ("score",) if width == 1 else tuple(f"score_{i}" for i in range(width)))
+
+
+def _named_classes(lists: list[list[Any]], problem_type: str, num_labels: int | None, names: tuple[str, ...]) -> Labels:
+    """The classes of these names, which the labels say by name or by id."""
+    if num_labels not in (None, len(names)):
+        raise ValueError(f"num_labels is {num_labels}, but the labels have {len(names)} names: {', '.join(names)}")
+    ids = {v: _as_id(v) for members in lists for v in members}
+    # "1.0" is the class called 1, too: see Labels.encode.
+    named = all(str(v) in names or str(number) in names for v, number in ids.items())
+    # How the rows that trained a model were written is not known; a rule for each row depends on no other.
+    multi_hot = problem_type == "multi_label_classification" and _zeros_and_ones(lists, len(names))
+    return Labels(problem_type, names, by_id=None not in ids.values() and not named, multi_hot=multi_hot)
+
+
+def _classes_by_place(lists: list[list[Any]], where: Where, num_labels: int | None) -> Labels:
+    """The classes of lists that have a zero or a one for each."""
+    width = len(lists[0])
+    if num_labels not in (None, width):
+        raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
+    return Labels("multi_label_classification", tuple(map(str, range(width))), by_id=True, multi_hot=True)
+
+
 def _classes_of(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
+    """The classes that the labels found are: whole numbers are ids, others are numbered in sorted order."""
     first_row: dict[Any, int] = {}
     for row, members in enumerate(lists):
         for value in members:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter.adapters.load import AdapterFile
-from modelcenter.adapters.lora import load_lora, merge_lora
+from modelcenter.adapters.lora import Lora, load_lora, merge_lora
 from modelcenter.adapters.peft_format import PREFIX, TASK_TYPES
 from modelcenter.adapters.state import materialize_adapter
 from modelcenter.convert.match import to_key
@@ -17,7 +17,7 @@ from modelcenter.hub.files.occupied import refuse_occupied
 from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.load import load_model
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.hub.resolve import is_hub_id, resolve
+from modelcenter.hub.resolve import ModelFiles, is_hub_id, resolve
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.hub.weights import blueprint_of
@@ -64,9 +64,7 @@ def merge_adapter(
     refuse_occupied(place)
     lora = load_lora(adapter, **_hub(replace(options, revision=None)))
     file: AdapterFile = lora.saved
-    trained_on = file.config.get("base_model_name_or_path")
-    if options.revision is None and is_hub_id(str(base)) and _repo(trained_on) == _repo(str(base)):
-        options = replace(options, revision=file.config.get("revision"))  # the commit that the adapter was trained on
+    options = _as_trained_on(base, file, options)
     files = resolve(base, options, config=config)
     if files.directory is not None and files.directory.resolve() == place:
         raise ValueError(f"{place} is the base itself; name another directory")
@@ -75,12 +73,11 @@ def merge_adapter(
     # `files` does not keep what in_hf_form opens: a file that can only be read whole would be in memory twice.
     blueprint = blueprint_of(in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore))), task)
     sizes = _sizes(file, blueprint)
-    rows = sizes.get("vocab_size")
-    model = load_model(
+    model = _with_adapter(
         base,
-        task,
-        policy=False,
-        adapter=lora if rows is None else None,
+        lora,
+        sizes.get("vocab_size"),
+        task=task,
         dtype=None if dtype is None else "float32",  # rounded once, to the dtype that is written
         ignore_mismatched_sizes="num_labels" in sizes,  # the adapter has the head
         config=config,
@@ -89,23 +86,47 @@ def merge_adapter(
         **_label_options(labels, blueprint, sizes.get("num_labels")),
         **_hub(options),
     )
-    if rows is not None:
+    _check_complete(model, base, adapter)
+    tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
+    merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
+    return f"{target}: {base} with the adapter {adapter}{_other_base(base, file, files)} merged"
+
+
+def _as_trained_on(base: Any, file: AdapterFile, options: HubOptions) -> HubOptions:
+    """The options with the commit of the base that the adapter was trained on, if it says so and none is asked for."""
+    trained_on = file.config.get("base_model_name_or_path")
+    if options.revision is None and is_hub_id(str(base)) and _repo(trained_on) == _repo(str(base)):
+        return replace(options, revision=file.config.get("revision"))
+    return options
+
+
+def _with_adapter(base: Any, lora: Lora, rows: int | None, **options: Any) -> Any:
+    """The base with the adapter on it; rows: of the adapter's table of words, where the base's has another number."""
+    model = load_model(base, policy=False, adapter=lora if rows is None else None, **options)
+    if rows is not None:  # the adapter fits the table only once it has them
         model.resize_token_embeddings(rows)
         lora.attach(model)
         materialize_adapter(model)
         lora.start(model)
+    return model
+
+
+def _check_complete(model: Any, base: Any, adapter: Any) -> None:
+    """Raise a ValueError for parameters that neither the base nor the adapter holds."""
     lacking = [name for name in model.load_report.initialised if name not in model.adapter.trained]
     if lacking:
         raise ValueError(
             f"{base} lacks {', '.join(lacking[:5])}, and {adapter} does not hold it either. Take the model that the "
             "adapter was trained on, or name the task that the base has a head for (--task)"
         )
-    tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
-    merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def _other_base(base: Any, file: AdapterFile, files: ModelFiles) -> str:
+    """What the adapter was trained on, in words, where that is not known to be the base."""
+    trained_on = file.config.get("base_model_name_or_path")
     here = files.directory.resolve() if files.directory is not None and files.repo is None else None
     known = trained_on in (None, str(base)) or _repo(trained_on) == files.repo or Path(trained_on).resolve() == here
-    note = "" if known else f" (which was trained on {trained_on})"
-    return f"{target}: {base} with the adapter {adapter}{note} merged"
+    return "" if known else f" (which was trained on {trained_on})"
 
 
 def _repo(name: Any) -> Any:

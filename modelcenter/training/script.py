@@ -3,15 +3,23 @@
 Imports no torch before the flags are read, so that --help and mistakes in the flags take no time.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import engine
 from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.trained import check_family, class_names, resolve_model_names
+
+if TYPE_CHECKING:
+    from modelcenter.models.base import Model
+    from modelcenter.training.checkpoints.resume import Continuation
+    from modelcenter.training.tasks.base import Examples, Task
 
 
 def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, about: str | None = None) -> None:
@@ -37,15 +45,27 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
             from modelcenter.training.setup.launch import claim_output
 
             claim.enter_context(claim_output(cfg))  # it can be written, holds no finished run, and no other run writes
-            task, model, tokenizer, train_set, eval_set, continuation = _prepared(cfg, info)
+            made = _prepare(cfg, info)
         if cfg.dry_run:
-            dry_run(cfg, task, model, tokenizer, train_set, eval_set)
+            dry_run(cfg, made.task, made.model, made.tokenizer, made.train_set, made.eval_set)
         else:
-            train(cfg, task, model, tokenizer, train_set, eval_set, continuation, began)
+            train(cfg, made.task, made.model, made.tokenizer, made.train_set, made.eval_set, made.continuation, began)
 
 
-def _prepared(cfg: Any, info: TaskInfo) -> tuple[Any, ...]:
-    """The task, the model, its tokenizer, the rows to train and to evaluate on, and the run that goes on."""
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run needs besides its flags. continuation: of the run that it goes on from, None for a new one."""
+
+    task: Task
+    model: Model
+    tokenizer: Any
+    train_set: Examples
+    eval_set: Examples | None
+    continuation: Continuation | None
+
+
+def _prepare(cfg: Any, info: TaskInfo) -> _Prepared:
+    """Read the data, start the ranks, build the model and tokenize the rows. Collective."""
     from engine.collectives import together
     from modelcenter.training.checkpoints.resume import find_continuation
     from modelcenter.training.setup.launch import start_ranks
@@ -64,4 +84,4 @@ def _prepared(cfg: Any, info: TaskInfo) -> tuple[Any, ...]:
     resolve_for_model(cfg, model, tokenizer)
     with together("preparing the rows", patient=True):  # a row that is wrong on one node alone is an error on all
         train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
-    return task, model, tokenizer, train_set, eval_set, continuation
+    return _Prepared(task, model, tokenizer, train_set, eval_set, continuation)

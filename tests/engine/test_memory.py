@@ -119,10 +119,10 @@ def test_a_run_is_collected_again_once_it_trains(tmp_path):
         import gc, engine
         from modelcenter.training import script
         seen = []
-        def prepared(cfg, info):
+        def prepare(cfg, info):
             seen.append(gc.isenabled())
             raise ValueError("no data")
-        script._prepared = prepared
+        script._prepare = prepare
         try:
             script.run_task("classification", ["--model", "m", "--train_data", "d", "--output_dir", {str(tmp_path)!r}])
         except ValueError as error:

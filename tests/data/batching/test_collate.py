@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from modelcenter.data.batching.collate import merge, pack, pack_pairs
+from modelcenter.data.batching.collate import merge, pack, pack_documents, pack_pairs
 from modelcenter.data.tokenization.tokenize import Tokens
 
 TOKENS = Tokens(np.arange(10, 20, dtype=np.int32), np.array([0, 3, 3, 4, 10]), None, 0)
@@ -34,6 +34,8 @@ def test_float_targets_keep_their_shape():
 def test_no_rows():
     batch = pack(TOKENS, np.zeros(0, dtype=np.int64), np.zeros(4, dtype=np.int64))
     assert batch["input_ids"].shape == (1, 0) and batch["cu_seqlens"].tolist() == [0] and batch["max_seqlen"] == 0
+    documents = pack_documents([])
+    assert documents["input_ids"].shape == (1, 0) and documents["max_seqlen"] == 0
 
 
 def test_both_sides_of_rows():

@@ -97,6 +97,17 @@ def test_batches_are_those_of_the_parts():
     assert [mixture.where(i) for i in (0, 7, 8, 10)] == ["100:0", "100:7", "200:0", "200:2"]
 
 
+def test_each_part_makes_its_rows_for_the_epoch_asked():
+    parts = Toy(100, [2, 3]), Toy(200, [1])
+    asked = []
+    for part in parts:
+        part.batch = lambda rows, epoch, batch=part.batch: asked.append(epoch) or batch(rows, epoch)
+    mixture = Mixture([(part, 1) for part in parts], seed=0)
+    mixture.batch(np.arange(3), epoch=5)
+    mixture.batch(np.arange(3))
+    assert asked == [5, 5, 0, 0]
+
+
 @pytest.mark.parametrize("by", ["rows", "tokens"])
 def test_with_batches(by):
     mixture = Mixture([(A, 1), (B, 3)], seed=0, rows=40)
@@ -121,6 +132,7 @@ def test_parts_and_weights_that_cannot_be_mixed_are_named():
         ([], {}, "nothing to mix"),
         ([(A, 1), (B, 0)], {}, "weight of from 200 is 0.0, expected a positive"),
         ([(A, float("nan"))], {}, "weight of from 100 is nan"),
+        ([(A, float("inf"))], {}, "weight of from 100 is inf"),
         ([(A, 1), (Toy(0, []), 1)], {}, "from 0 has no rows"),
         ([(A, 1), (B, 1e-6)], {}, "from 200 with .* has none of them"),
     ]:
@@ -144,6 +156,14 @@ def test_weights_on_the_command_line():
         parse_weights(["0.3", "a", "0.7", "b"])
 
 
+def test_a_file_may_have_an_at_in_its_name(tmp_path):
+    file = tmp_path / "rows@2"
+    assert parse_weight(str(file)) == (str(tmp_path / "rows"), 2.0)
+    file.touch()
+    assert parse_weight(str(file)) == (str(file), None)
+    assert parse_weight(f"{file}@3") == (str(file), 3.0)
+
+
 def test_merging_both_sides_and_labels_by_token():
     def batch(tokens, other):
         decoder = torch.tensor([other])
@@ -151,13 +171,13 @@ def test_merging_both_sides_and_labels_by_token():
             "input_ids": torch.tensor([tokens]), "cu_seqlens": torch.tensor([0, len(tokens)], dtype=torch.int32),
             "max_seqlen": len(tokens), "decoder_input_ids": decoder, "labels": decoder,
             "decoder_cu_seqlens": torch.tensor([0, 1, len(other)], dtype=torch.int32), "decoder_max_seqlen": 7,
-            "scores": torch.tensor([[0.5, 0.25, 0.1]]),
+            "scores": torch.tensor([[0.5, 0.25, 0.1]]), "pairs": torch.ones(2, 2),
         }  # fmt: skip
 
     found = merge([batch([1, 2], [3, 4, 5, 6]), batch([7], [8, 9])])
     assert found["labels"].tolist() == found["decoder_input_ids"].tolist() == [[3, 4, 5, 6, 8, 9]]
     assert found["decoder_cu_seqlens"].tolist() == [0, 1, 4, 5, 6] and found["cu_seqlens"].tolist() == [0, 2, 3]
-    assert found["scores"].shape == (2, 3)
+    assert found["scores"].shape == (2, 3) and found["pairs"].shape == (4, 2)  # of rows, though a side has 2 tokens
     with pytest.raises(ValueError, match="not all have extra"):
         merge([batch([1], [2]), {**batch([1], [2]), "extra": 0}])
 

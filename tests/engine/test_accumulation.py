@@ -150,6 +150,21 @@ def test_backward_may_be_given_and_gradients_add_up():
     torch.testing.assert_close(model.head.weight.grad, 4 * once)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_mean_is_added_up_in_fp32_and_is_not_what_backward_works_on(dtype):
+    """256 and 16 times 1 are 256 in bf16; a loss may be scaled in place."""
+    weight = nn.Parameter(torch.ones((), dtype=dtype))
+    losses = [torch.tensor(n, dtype=dtype) for n in (256, *[1] * 16)]
+    found = engine.accumulate(
+        nn.ParameterList([weight]),
+        losses,
+        lambda n, totals: n * weight,
+        lambda n: {"n": 1},
+        backward=lambda loss: loss.mul_(2).backward(),
+    )
+    assert (found.item(), found.dtype, weight.grad.item()) == (272.0, torch.float32, 544.0)
+
+
 class Shuffled:
     """Other microbatches each time they are asked for, as a loader has."""
 

@@ -61,10 +61,8 @@ class SpanCorruption:
         """The most tokens of text whose corrupted form has at most max_length."""
         if int(self.lengths(np.array([2]))[0][0]) > max_length:
             raise ValueError(f"max_length: got {max_length}, too few for a span and its sentinel")
-        sizes = np.arange(2, int((max_length + 2) / (1 - self.density)) + 3)
-        inputs = self.lengths(sizes)[0]
-        first = int(np.argmax(inputs > max_length)) if bool((inputs > max_length).any()) else len(sizes)
-        return int(sizes[first - 1])
+        sizes = np.arange(2, int((max_length + 2) / (1 - self.density)) + 3)  # the last of which has too many
+        return int(sizes[np.argmax(self.lengths(sizes)[0] > max_length) - 1])
 
     def counts(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(noise tokens, spans) of sequences of so many tokens, each at least 2."""

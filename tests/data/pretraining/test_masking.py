@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from toydata import make_tokenizer
 
-from modelcenter.data.pretraining.masking import IGNORED, Masking, WordStarts
+from modelcenter.data.pretraining.masking import IGNORED, Masking, WordStarts, _bytes_of_characters
 
 
 def random(*key: int) -> np.random.Generator:
@@ -90,8 +90,11 @@ def test_chinese_by_characters_and_by_words(pieces):
     pytest.importorskip("rjieba")
     ids = np.array(pieces("我们爱北京天安门 playing", add_special_tokens=False)["input_ids"])
     assert list(WordStarts(pieces)(ids)) == [True] * 9 + [False]
-    found = WordStarts(pieces, segment=True)(ids)  # 我们 爱 北京 天安门
-    assert list(found) == [True, False, True, True, False, True, False, False, True, False]
+    words = WordStarts(pieces, segment=True)
+    # 我们 爱 北京 天安门
+    assert list(words(ids)) == [True, False, True, True, False, True, False, False, True, False]
+    words.cut = list  # each character a word: a piece that continues one still begins none
+    assert list(words(ids)) == [True] * 9 + [False]
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
@@ -116,6 +119,43 @@ def test_words_of_tokenizers_that_mark_spaces(kind):
     if kind == "byte level":
         with pytest.raises(ValueError, match="word_segmenter: rjieba reads characters"):
             WordStarts(made, segment=True)
+
+
+def test_characters_of_byte_level_tokens():
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    assert _bytes_of_characters() == {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def test_the_first_bytes_of_a_character_begin_a_word_where_characters_are_words():
+    """Byte-level tokens end within characters: of a character that is a word the first begins one, others none."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    spelt = bytes_to_unicode()
+    characters = "\u3040\u4e00\u9fff\uac00\ud7af" + "é\u0800\ufb01\U0001d400"  # words, and letters of other scripts
+    tokens = list(dict.fromkeys(["<unk>", "a", "Ġa", *(spelt[b] for c in characters for b in c.encode())]))
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    starts = WordStarts(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    for c in characters:
+        ids = np.array([1, *(tokens.index(spelt[b]) for b in c.encode())])  # in the middle of a word
+        assert list(starts(ids)) == [True, c in characters[:5], *[False] * (len(ids) - 2)], hex(ord(c))
+
+
+def test_a_vocabulary_with_gaps():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "<mask>": 1, "a": 7, "Ġb": 40}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", mask_token="<mask>")
+    _, labels = Masking(tokenizer, 0.5).apply(np.array([40, 7]), random(0))
+    assert sorted(labels.tolist()) in ([IGNORED, 7], [IGNORED, 40])
+    assert list(WordStarts(tokenizer)(np.array([40, 7]))) == [True, False]
+
+
+def test_no_tokens(pieces):
+    assert WordStarts(pieces)(np.zeros(0, np.int64)).tolist() == []
 
 
 def test_a_tokenizer_or_tokens_that_cannot_be_masked_are_named():

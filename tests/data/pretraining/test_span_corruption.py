@@ -59,6 +59,17 @@ def test_noise_and_spans():
     assert inner.mean() == pytest.approx(0.15, abs=0.01) and inner.max() < 0.25 and inner.min() > 0.06
 
 
+def test_a_sequence_of_noise_has_as_many_spans_as_kept_tokens():
+    made = SpanCorruption(MARKS, 64, 1, density=0.9, span=1.0)
+    assert [n.tolist() for n in made.counts(np.array([2, 10, 30]))] == [[1, 9, 27], [1, 1, 3]]
+    inputs, targets = made.apply(np.arange(2, 32), np.random.default_rng(0))
+    assert put_back(inputs, targets) == list(range(2, 32)) and (len(inputs), len(targets)) == (3 + 3 + 1, 27 + 3 + 1)
+
+
+def test_a_single_token_has_no_corrupted_form():
+    assert [n.tolist() for n in SpanCorruption(MARKS, 64, 1).lengths(np.array([0, 1, 2]))] == [[0, 0, 3], [0, 0, 3]]
+
+
 def test_sentinels():
     tokenizer = make_t5_tokenizer()
     found = sentinels_of(tokenizer)
@@ -67,7 +78,11 @@ def test_sentinels():
         sentinels_of(make_decoder_tokenizer())
     with pytest.raises(ValueError, match="rows of 512 tokens have 28 spans, but the tokenizer has 20 senti"):
         SpanCorruption(found, 512, 1)
-    for wrong, message in (({"density": 0.0}, "noise_density"), ({"span": 0.5}, "mean_span: got 0.5")):
+    for wrong, message in (
+        ({"density": 0.0}, "noise_density"),
+        ({"density": 1.0}, "noise_density: got 1.0"),
+        ({"span": 0.5}, "mean_span: got 0.5"),
+    ):
         with pytest.raises(ValueError, match=message):
             SpanCorruption(found, 64, 1, **wrong)
     with pytest.raises(ValueError, match="max_length: got 2, too few"):

@@ -138,6 +138,13 @@ def test_clipping_is_torchs(either, norm_type):
         assert (a.grad is None and b.grad is None) or torch.allclose(a.grad, b.grad, rtol=1e-6)
 
 
+def test_eps_is_added_to_the_norm():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_([parameter], 2.0, eps=5.0) == 5
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))  # times 2 / (5 + 5)
+
+
 def test_the_norm_of_complex_gradients():
     parameters = [torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)), torch.nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3 + 4j, 0]), torch.tensor([12.0])
@@ -298,6 +305,7 @@ def test_deferred_clipping_is_the_same_step(either):
         manager.add_optimizer(optimizer)
         before = model.head.weight.grad.clone()
         norm = manager.clip_grad_norm(optimizer.param_groups, 0.5, scale=123)
+        torch.testing.assert_close(model.head.weight.grad, before * 0.5 / norm)  # at once
         if defer:
             model = with_gradients(toys.build())
             optimizer = AdamOptimizer(model.parameters(), lr=1e-2)

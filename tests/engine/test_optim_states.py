@@ -398,6 +398,24 @@ def test_whole_states_go_into_torchs_optimizers(two):
     assert two.run(on_from_whole_states) == [(6, True)] * 2
 
 
+def test_states_that_are_no_tensors_load_as_they_are():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] |= {"steps": self.state[parameter].get("steps", 0) + 1, "best": None}
+
+    parameter, managers = nn.Parameter(torch.ones(2)), []
+    for _ in range(2):
+        managers.append(OptimManager())
+        managers[-1].add_optimizer(Counting([parameter], lr=0.1, momentum=0.9))
+    parameter.grad = torch.ones(2)
+    managers[0].step()
+    managers[1].load_state_dict(managers[0].state_dict())
+    state = managers[1].optimizers[0].state[parameter]
+    assert (state["steps"], state["best"], state["momentum_buffer"].tolist()) == (1, None, [1.0, 1.0])
+
+
 def test_a_group_that_comes_after_its_schedule_keeps_its_ratio():
     early, late = matrices()
     optimizer = torch.optim.SGD([early], lr=0.1)

@@ -273,8 +273,14 @@ def torchs(make_it, shapes, steps=5):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"weight_decay": 0.1, "maximize": True}, {"eps": (1e-4, 1e-2), "d": 2.0, "lr": 0.5}, {"beta2_decay": -0.3}],
-    ids=["default", "decay", "eps", "decay of the moments"],
+    [
+        {},
+        {"weight_decay": 0.1, "maximize": True},
+        {"eps": (1e-4, 1e-2), "d": 2.0, "lr": 0.5},
+        {"eps": (4.0, 1e-2)},  # above most gradients
+        {"beta2_decay": -0.3},
+    ],
+    ids=["default", "decay", "eps", "large eps", "decay of the moments"],
 )
 def test_adafactor_is_torchs(settings):
     shapes = ((5, 7), (9,), (2, 3, 4), (1, 6), (8, 1), ())

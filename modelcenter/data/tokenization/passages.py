@@ -123,7 +123,7 @@ def _windows(encoding: Any, side: np.ndarray, sizes: _Sizes, where: Callable[[],
     before = np.delete(np.arange(context[0]), question[sizes.max_question_length :])
     after = np.arange(context[-1] + 1, len(side))
     room = sizes.max_length - len(before) - len(after)
-    if room <= 0 or (room <= sizes.doc_stride and room < len(context)):
+    if room <= sizes.doc_stride and room < len(context):
         raise ValueError(
             f"doc_stride: got {sizes.doc_stride}, but a max_length of {sizes.max_length} leaves {max(room, 0)} tokens "
             f"for the context beside the question and special tokens ({where()}); raise max_length, or "
@@ -133,7 +133,7 @@ def _windows(encoding: Any, side: np.ndarray, sizes: _Sizes, where: Callable[[],
     chars = np.array(encoding.offsets, np.int32).reshape(-1, 2) * (side == 1)[:, None]
     windows = []
     step = room - sizes.doc_stride if len(context) > room else room
-    for begin in range(0, max(len(context) - sizes.doc_stride, 1), step):
+    for begin in range(0, len(context), step):
         part = context[begin : begin + room]
         chosen = np.concatenate((before, part, after))
         bounds = len(before), len(before) + len(part)
@@ -171,8 +171,6 @@ def find_answers(
         if not len(touched):
             continue
         # A part of an answer that begins before the window or goes on after it would be a wrong answer.
-        begins = touched[0] > 0 or chars[0, 0] <= start or opens[window]
-        ends_here = touched[-1] < len(chars) - 1 or chars[-1, 1] >= end or closes[window]
-        if begins and ends_here:
+        if (chars[0, 0] <= start or opens[window]) and (chars[-1, 1] >= end or closes[window]):
             first[window], last[window] = passages.inside[window, 0] + touched[[0, -1]]
     return first, last

@@ -7,6 +7,7 @@ import pytest
 from chat_toys import CHATML, MARKED, make_tokenizer
 
 from modelcenter.data.schemas.conversations import TOOLS
+from modelcenter.data.tokenization import answer_labels
 from modelcenter.data.tokenization.answer_labels import IGNORED, label_conversations
 from modelcenter.data.tokenization.chat_templates import ChatTemplate
 
@@ -104,6 +105,8 @@ def test_generation_marks_agree_or_are_refused():
     out = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     found = labelled(template, [CHAT])
     np.testing.assert_array_equal(found.labels != IGNORED, np.array(out["assistant_masks"], bool))
+    skipped = [*CHAT[:2], CHAT[2] | {"weight": 0}, *CHAT[3:]]  # which the template marks all the same
+    assert answers(labelled(template, [skipped]), tokenizer) == ["Italian food.<|im_end|>"]
     tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
     with pytest.raises(ValueError, match=r"line 1: template chat: its generation block leaves out '<\|im_end\|>'"):
         labelled(ChatTemplate(tokenizer), [CHAT])
@@ -242,6 +245,26 @@ def test_rows_that_are_too_long():
         labelled(template, [long, long], 10)
     with pytest.raises(ValueError, match="line 1: neither this row nor any other has at most 30 tokens"):
         labelled(template, [long, long], 30, too_long="drop")
+
+
+def test_rows_are_tokenised_in_groups(tmp_path, monkeypatch):
+    template = ChatTemplate(make_tokenizer())
+    rows = [PAIR, CHAT, PAIR[:1], CHAT, [PAIR[0] | {"content": "Aromi? " * 9}, PAIR[1]]]
+    whole = labelled(template, rows, 25)
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path))
+    monkeypatch.setattr(answer_labels, "_CHUNK", 2)
+    parts = labelled(template, rows, 25)
+    for name, value in vars(whole).items():
+        if name != "tokens":
+            np.testing.assert_array_equal(getattr(parts, name), value, name)
+    assert np.array_equal(parts.tokens.ids, whole.tokens.ids) and whole.rows.tolist() == [0, 1, 3]
+
+
+def test_the_first_token_of_a_row_is_no_answer():
+    """Nothing predicts it."""
+    template = ChatTemplate(make_tokenizer())
+    with pytest.raises(ValueError, match="line 1: neither this row nor any other has some of its answer in 1 tokens"):
+        labelled(template, ["Aromi", "Aromi serves food."], 1)
 
 
 def test_rows_without_an_answer():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from span_toys import make_asked, make_bytes_tokenizer, make_tokenizer
 
+from modelcenter.data.tokenization import passages
 from modelcenter.data.tokenization.passages import find_answers, tokenize_passages
 
 ROWS = make_asked(12, seed=5, none=0.2, facts=4)
@@ -15,9 +16,9 @@ def no_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path))
 
 
-def windows_of(tokenizer, max_length=100, doc_stride=3, max_question_length=64, contexts=CONTEXTS):
+def windows_of(tokenizer, max_length=100, doc_stride=3, max_question_length=64, contexts=CONTEXTS, cache=True):
     sizes = {"max_length": max_length, "doc_stride": doc_stride, "max_question_length": max_question_length}
-    return tokenize_passages(tokenizer, QUESTIONS, contexts, where=lambda i: f"row {i + 1}", **sizes)
+    return tokenize_passages(tokenizer, QUESTIONS, contexts, where=lambda i: f"row {i + 1}", cache=cache, **sizes)
 
 
 @pytest.mark.parametrize(("kind", "length"), [("wordpiece", 60), ("wordpiece", 300), ("bytes", 90)])
@@ -44,6 +45,33 @@ def test_same_windows_as_transformers(kind, length):
         if found.tokens.type_ids is not None:
             assert found.tokens.type_ids[a:b].tolist() == theirs["token_type_ids"][window]
     assert (found.tokens.type_ids is not None) == (kind == "wordpiece")
+
+
+def test_questions_are_tokenised_in_groups(monkeypatch):
+    tokenizer = make_tokenizer()
+    whole = windows_of(tokenizer, 60)
+    monkeypatch.setattr(passages, "_CHUNK", 5)
+    parts = windows_of(tokenizer, 60, cache=False)
+    assert len(whole) > 12 and np.array_equal(parts.owner, whole.owner)
+    assert np.array_equal(parts.tokens.ids, whole.tokens.ids) and np.array_equal(
+        parts.tokens.offsets, whole.tokens.offsets
+    )
+    contexts = [*CONTEXTS[:7], "\u200b", *CONTEXTS[8:]]
+    with pytest.raises(ValueError, match="row 8: the context has no token"):
+        windows_of(tokenizer, contexts=contexts)
+
+
+def test_a_stride_that_is_too_large_for_several_windows_is_none_for_one():
+    tokenizer = make_tokenizer()
+    contexts = [context[:20] for context in CONTEXTS]
+    assert windows_of(tokenizer, 60, 60, contexts=contexts).owner.tolist() == list(range(12))
+
+
+def test_an_answer_may_begin_and_end_with_spaces_around_the_context():
+    tokenizer = make_tokenizer()
+    found = windows_of(tokenizer, 300, contexts=[f"  {context}  " for context in CONTEXTS])
+    first, last = find_answers(found, [0] * 12, [len(context) + 4 for context in CONTEXTS])
+    assert np.array_equal(first, found.inside[:, 0]) and np.array_equal(last, found.inside[:, 1] - 1)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bytes"])
@@ -79,6 +107,7 @@ def test_answers_that_nobody_knows_or_that_end_outside():
 
 
 def test_long_questions_are_cut_and_counted():
+    assert windows_of(make_tokenizer(), max_question_length=20).tokens.truncated == 0
     short = windows_of(make_tokenizer(), max_question_length=2)
     assert short.tokens.truncated == 12 and (short.inside[:, 0] == 4).all()  # [CLS], two pieces, [SEP]
 

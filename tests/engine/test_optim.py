@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import engine
-from engine.optim import AdamOptimizer, OptimManager, adam, clip_grad_norm_
+from engine.optim import AdamOptimizer, Lion, OptimManager, adam, clip_grad_norm_
 from engine.optim.clip import grad_norm
 from engine.registry import STAGE_ROLE
 from engine.tensors import local_tensor
@@ -51,6 +51,19 @@ def test_adam_against_the_formula_in_float64(either):
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         x = x * (1 - 0.1 * 0.5) - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-3)
     torch.testing.assert_close(parameter.detach(), x.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_lion_against_the_formula(either):
+    """Chen et al. 2023, algorithm 2, with settings that are not the defaults."""
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    optimizer = Lion([parameter], lr=0.1, betas=(0.5, 0.7), weight_decay=0.5)
+    x, m = parameter.detach().clone(), torch.zeros(3)
+    for factors in ([3.0, -1.0, 1.0], [-0.8, 0.2, -0.25], [-1.0, 1.0, 0.7]):
+        parameter.grad = g = torch.tensor(factors)
+        optimizer.step()
+        x = x - 0.1 * ((0.5 * m + 0.5 * g).sign() + 0.5 * x)
+        m = 0.7 * m + 0.3 * g
+    torch.testing.assert_close(parameter.detach(), x)
 
 
 def test_adam_keeps_fp32_masters_of_16_bit_parameters(either):
@@ -323,7 +336,7 @@ def test_deferred_clipping_is_the_same_step(either):
 def test_a_deferred_clip_is_for_one_step():
     model = with_gradients(toys.build())
     before = model.head.weight.detach().clone()
-    optimizer, manager = engine.optim.Lion([model.head.weight], lr=1.0, betas=(0.0, 0.0)), OptimManager()
+    optimizer, manager = Lion([model.head.weight], lr=1.0, betas=(0.0, 0.0)), OptimManager()
     manager.add_optimizer(optimizer)
     manager.clip_grad_norm(optimizer.param_groups, 0.0, defer=True)
     manager.step()

@@ -351,6 +351,11 @@ def cut_inside_a_block():
     give_gradients(model, 0)
     with pytest.raises(ValueError, match="parts of 100, which are not whole blocks of 128"):
         optimizer.step()
+    whole = AdamW8bit([nn.Parameter(torch.ones(12, 200))], min_size=2)
+    whole.param_groups[0]["params"][0].grad = torch.ones(12, 200)
+    whole.step()
+    with pytest.raises(ValueError, match="parts of 100, which are not whole blocks of 128"):
+        AdamW8bit([model[0].weight], min_size=2).load_state_dict(whole.state_dict())
 
 
 def test_a_block_that_ranks_cut_is_an_error(two):
@@ -391,6 +396,16 @@ def test_8_bit_moments_train_as_fp32_ones_do():
 
     wanted, found = final(lambda p: AdamOptimizer(p, lr=1e-3)), final(lambda p: AdamW8bit(p, lr=1e-3))
     assert found < 1.15 * wanted and wanted < 0.2
+
+
+@pytest.mark.parametrize("settings", [{"betas": (0.5, 0.6)}, {"eps": 0.5}, {"weight_decay": 0.5}], ids=str)
+def test_8_bit_steps_take_the_settings_of_their_group(either, settings):
+    def final(cls, **options):
+        return torchs(lambda p: cls(p, lr=0.1, **options), ((6, 40),))[0][0].detach()
+
+    wanted, found = final(AdamOptimizer, **settings), final(AdamW8bit, min_size=1, **settings)
+    near, far = (found - wanted).abs().mean(), (final(AdamOptimizer) - wanted).abs().mean()
+    assert near < 0.2 * far and far > 0.02
 
 
 def test_8_bit_moments_are_rounded_by_the_parameter(either):

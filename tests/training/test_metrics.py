@@ -92,6 +92,18 @@ def test_regression_of_several_values_and_of_a_constant():
     assert found["pearson"] is None and found["spearman"] is None and found["mse"] == pytest.approx(5 / 3)
 
 
+def test_a_correlation_that_one_value_of_a_row_does_not_have_is_none():
+    x = torch.tensor([[1.0, 4.0], [2.0, 1.0], [3.0, 0.0]])
+    found = feed(Regression(2), x, torch.tensor([[1.0, 5.0], [2.0, 5.0], [3.0, 5.0]]))
+    assert found["pearson"] is None and found["spearman"] is None
+
+
+def test_ranks_of_many_rows_are_exact():
+    values = torch.randperm(20000).float()
+    found = feed(Regression(), values[:, None], -values, size=20000)
+    assert found["spearman"] == pytest.approx(-1.0, abs=1e-12)
+
+
 def test_predictions_that_are_not_finite_have_no_correlation():
     """A model that has diverged must not be the best by the order of its NaNs. As scipy, which gives NaN."""
     for bad in (1, 3):

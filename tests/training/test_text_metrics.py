@@ -17,9 +17,11 @@ from modelcenter.training.metrics import (
     Preference,
     TokenLabels,
     entities,
+    lm,
     perplexity,
     rouge,
 )
+from modelcenter.training.metrics.qa import _longest_common_run, is_han
 
 # -- entities --------------------------------------------------------------------------------------------------------
 
@@ -157,6 +159,19 @@ def test_cmrc():
         ExtractiveAnswers("squadd")
 
 
+def test_the_longest_common_run_is_that_of_all_runs():
+    rng = random.Random(0)
+    for _ in range(200):
+        one, other = (rng.choices("abc", k=rng.randint(0, 7)) for _ in range(2))
+        runs = [{tuple(text[i:j]) for i in range(len(text)) for j in range(i, len(text) + 1)} for text in (one, other)]
+        assert _longest_common_run(one, other) == max(map(len, runs[0] & runs[1]), default=0), (one, other)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x323AF)])
+def test_chinese_characters_are_those_of_unicodes_blocks(first, last):
+    assert [is_han(chr(code)) for code in (first - 1, first, last, last + 1)] == [False, True, True, False]
+
+
 def test_answers_that_do_not_fit():
     metrics = ExtractiveAnswers()
     with pytest.raises(ValueError, match="got 1, 2 and 1 scores"):
@@ -245,7 +260,7 @@ def test_texts_that_do_not_fit(monkeypatch):
 # -- language models and preferences ---------------------------------------------------------------------------------
 
 
-def test_language_model():
+def test_language_model(monkeypatch):
     rng = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(3, 6, 11, generator=rng), torch.randint(11, (3, 6), generator=rng)
     labels[0, :3], labels[2, 5] = -100, -100
@@ -265,6 +280,13 @@ def test_language_model():
     packed = LanguageModel()
     packed.update(logits.view(1, 18, 11), labels.view(1, 18), torch.tensor([0, 6, 12, 18]))
     assert packed.result() == pytest.approx(expected, rel=1e-6)
+    # Logits of 16 bits are worked on in fp32, some rows at a time.
+    monkeypatch.setattr(lm, "_ROWS", 4)
+    half, wide = LanguageModel(), LanguageModel()
+    half.update(logits.bfloat16(), labels)
+    wide.update(logits.bfloat16().float(), labels)
+    assert half.result() == pytest.approx(wide.result(), rel=1e-6)
+    assert wide.result() == pytest.approx(expected, rel=0.02)
     masked = LanguageModel(causal=False)
     masked.update(logits, labels)
     assert masked.tokens[0] == int((labels >= 0).sum()) != metrics.tokens[0]

@@ -246,6 +246,8 @@ def test_use(folder, tmp_path, capsys):
         cli(["predict", str(folder / "run"), str(path), "--max_new_tokens", "3"])
         said = json.loads(capsys.readouterr().out)
         assert said["prompt"].endswith("<|im_start|>assistant\n") and data["prompt"] in said["prompt"]
+    cli(["predict", str(folder / "run"), str(path), "--max_new_tokens", "3", "--template", "plain"])
+    assert "<|im_start|>" not in json.loads(capsys.readouterr().out)["prompt"]
 
 
 def test_new_words_have_rows_in_the_reference(folder, capsys):

@@ -100,6 +100,19 @@ def test_an_adapter_leaves_every_weight_of_the_model_as_it_is(family):
     assert adapter_parameters(model) == [name for name in after if name not in before]
 
 
+def test_an_adapter_starts_as_pefts():
+    """A uniformly within 1 / sqrt(inputs), as torch's linear layers, and B at 0: nothing changes at first."""
+    model = add_lora(mc.from_config("tiny/llama", hidden_size=96, intermediate_size=256), 8, targets=["down", "up"])
+    found = {"A": {}, "B": {}}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            found["A" if ".lora_A." in name else "B"].setdefault(tuple(parameter.shape), parameter.detach())
+    assert all(not b.any() for b in found["B"].values()) and set(found["A"]) == {(8, 96), (8, 256)}
+    for (_, inputs_), a in found["A"].items():
+        bound = inputs_**-0.5
+        assert 0.95 * bound < a.abs().max() <= bound and a.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["minicpm", "cpm1", "cpm3", "cpmbee"])
 def test_a_family_whose_models_peft_does_not_take_reads_its_own_file(family, tmp_path):

@@ -22,6 +22,9 @@ def test_plan_covers_each_sequence_once():
         groups = plan_buckets(lengths)
         flat = sorted(i for group in groups for i in group)
         assert flat == [i for i, n in enumerate(lengths) if n]
+        keys = [rng.randint(0, 300) for _ in lengths]
+        flat = sorted(i for group in plan_pairs(lengths, keys) for i in group)
+        assert flat == [i for i, n in enumerate(lengths) if n]
 
 
 def test_plan_separates_short_from_long_only_when_it_pays():

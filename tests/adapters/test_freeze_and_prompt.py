@@ -226,7 +226,7 @@ def test_models_that_take_no_prompt(tmp_path):
         PromptTuning(0)
     model = PromptTuning(4).add_to(mc.from_config("tiny/gpt2", "causal-lm"))
     save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(ValueError, match="peft_type is 'PROMPT_TUNING', expected 'LORA'"):
+    with pytest.raises(ValueError, match="peft_type is 'PROMPT_TUNING', expected 'LORA'.*load_prompt reads it"):
         load_lora(tmp_path / "adapter")
     with pytest.raises(ValueError, match="the prompt is .* wide, the model's embeddings are"):
         load_prompt(tmp_path / "adapter", mc.from_config("tiny/gpt2", "causal-lm", hidden_size=64, num_heads=4))
@@ -234,6 +234,16 @@ def test_models_that_take_no_prompt(tmp_path):
         merge_lora(model)
     with pytest.raises(ValueError, match=r"already \(prompt\); it takes no other"):  # nor is it merged first
         add_lora(model)
+
+
+@pytest.mark.parametrize("split", ["tp_size", "cp_size", "pp_size"])
+def test_a_prompt_is_refused_where_a_model_is_split(split, monkeypatch):
+    monkeypatch.setattr(engine.runtime.current(), split, 2)
+    model = mc.from_config("tiny/gpt2", "causal-lm")
+    with pytest.raises(ValueError, match="prompt tuning: not with tp_size, cp_size or pp_size above 1"):
+        PromptTuning(1).add_to(model)
+    monkeypatch.setattr(engine.runtime.current(), split, 1)
+    assert PromptTuning(1).add_to(model).adapter.kind == "prompt"
 
 
 # -- 4 bits ----------------------------------------------------------------------------------------------------------

@@ -181,6 +181,10 @@ def test_a_malformed_adapter_is_one_error_that_names_the_field_or_tensor(bases, 
     ):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, lora / "adapter_model.safetensors")
         refused(load_lora, lora, message)
+    held = load_file(prompt / "adapter_model.safetensors")
+    for tensors in ({f"other.{name}": tensor for name, tensor in held.items()}, {n: t[0] for n, t in held.items()}):
+        save_file(tensors, prompt / "adapter_model.safetensors")
+        refused(load_prompt, prompt, "holds no prompt_embeddings")
 
 
 def test_updates_that_are_not_finite_are_not_merged(bases):

@@ -6,6 +6,7 @@ Importing that takes longer than staging a model, so this is imported where tens
 from __future__ import annotations
 
 import copyreg
+import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import ReadItem
 
 from engine.checkpoint.dcp_metadata import MetadataUnpickler
 
@@ -39,7 +41,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup
 def read(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """See ``read_tensors``."""
     with _plain_errors(path):
-        dcp.load(tensors, storage_reader=_Reader(path), no_dist=not dist.is_initialized())
+        dcp.load(tensors, storage_reader=_Reader(path), planner=_Planner(), no_dist=not dist.is_initialized())
 
 
 @contextmanager
@@ -98,6 +100,13 @@ class _Unreadable:
 
     def __getattr__(self, name: str) -> Any:
         raise self._error
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads tensors alone: torch unpickles other values by whatever they name."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint, expected one")
 
 
 class _Reader(dcp.FileSystemReader):

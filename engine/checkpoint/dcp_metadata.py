@@ -81,14 +81,22 @@ class MetadataUnpickler(BoundedUnpickler):
             return _memory_format
         if (
             name in self._ALLOWED.get(module, ())
-            or (module == METADATA and not name.startswith("__"))
+            or (module == METADATA and name.isidentifier() and not name.startswith("__"))
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         ):
             return self.resolve(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
+        raise _strange(module, name)
 
     def resolve(self, module: str, name: str) -> Any:
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        # What that module imports is not its own, such as os.
+        if module == METADATA and not (isinstance(found, type) and found.__module__ == METADATA):
+            raise _strange(module, name)
+        return found
+
+
+def _strange(module: str, name: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
 
 
 class _PlainUnpickler(MetadataUnpickler):

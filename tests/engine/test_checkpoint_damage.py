@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import copyreg
+import io
 import json
 import os
 import pickle
+import re
 import tracemalloc
 import zipfile
 
@@ -13,7 +15,7 @@ import engine_toys as toys
 import pytest
 import torch
 from checkpoint_toys import load, save
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
 import engine
 from engine.checkpoint import check_manifest, dcp, stored_tensors
@@ -142,6 +144,35 @@ def test_metadata_that_would_run_something_is_refused(saved):
     (saved / "model" / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ValueError, match=r"it names (posix|nt).system, which no checkpoint of ours does"):
         stored_tensors(saved)
+
+
+@pytest.mark.parametrize("name", ["os.system", "os", "Metadata.__init__", "dataclass"])
+def test_metadata_names_nothing_that_its_module_has_from_elsewhere(saved, name):
+    """torch's module of metadata imports os, and pickles of protocol 4 name what is inside of what is there."""
+    module, ran = _MEM_FORMAT_ENCODING.__module__.encode(), saved / "ran"
+    named = b"".join(b"\x8c%c%s" % (len(part), part) for part in (module, name.encode()))  # SHORT_BINUNICODE
+    command = f"touch {ran}".encode()
+    called = b"\x80\x04" + named + b"\x93X" + len(command).to_bytes(4, "little") + command + b"\x85R."
+    (saved / "model" / ".metadata").write_bytes(called)
+    with pytest.raises(RuntimeError, match=f"it names .*{re.escape(name)}, which no checkpoint of ours does"):
+        dcp.read(saved / "model", {"mean": torch.zeros(3)})
+    with pytest.raises(ValueError, match="cannot be read"):
+        stored_tensors(saved)
+    assert not ran.exists()
+
+
+def test_a_value_that_is_no_tensor_is_not_unpickled_in_place_of_one(saved):
+    path, value = saved / "model", io.BytesIO()
+    told = pickle.loads((path / ".metadata").read_bytes())
+    torch.save(Evil(), value)
+    (path / "evil").write_bytes(value.getvalue())
+    index, info = next((index, info) for index, info in told.storage_data.items() if index.fqn == "mean")
+    del told.storage_data[index]
+    told.storage_data[MetadataIndex("mean")] = type(info)("evil", 0, len(value.getvalue()))
+    told.state_dict_metadata["mean"] = BytesStorageMetadata()
+    (path / ".metadata").write_bytes(pickle.dumps(told))
+    with pytest.raises(ValueError, match="mean is no tensor in the checkpoint"):
+        dcp.read(path, {"mean": torch.zeros(3)})
 
 
 def test_any_python_reads_the_metadata_of_any_other(saved):

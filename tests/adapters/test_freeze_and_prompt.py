@@ -246,6 +246,15 @@ def test_a_prompt_is_refused_where_a_model_is_split(split, monkeypatch):
     assert PromptTuning(1).add_to(model).adapter.kind == "prompt"
 
 
+def test_states_of_an_encoder_do_not_hold_a_prompt():
+    model = PromptTuning(2).add_to(mc.from_config("tiny/t5", "seq2seq-lm")).eval()
+    states = torch.zeros(1, 3, model.config.hidden_size)
+    with pytest.raises(
+        ValueError, match="encoder_outputs: the encoder's states do not hold those of the learnt prompt"
+    ):
+        model(encoder_outputs=(states,), decoder_input_ids=torch.ones(1, 2, dtype=torch.long))
+
+
 # -- 4 bits ----------------------------------------------------------------------------------------------------------
 
 

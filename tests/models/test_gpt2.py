@@ -52,3 +52,20 @@ def test_a_classifier_reads_the_last_token_but_for_padding(side, tmp_path):
 
 def padded(row, length):
     return row + [0] * (length - len(row))
+
+
+def test_new_weights_spread_as_those_of_transformers():
+    """Those whose products are added to the residual stream by the root of twice the layers, here three, less."""
+    from transformers import GPT2Config, GPT2Model
+
+    sizes = {"n_embd": 96, "n_head": 2, "n_layer": 3, "vocab_size": 300}
+    theirs = GPT2Model(GPT2Config(**sizes, initializer_range=0.1)).h[1]
+    names = {"num_layers": 3, "hidden_size": 96, "num_heads": 2, "vocab_size": 300, "intermediate_size": 384}
+    ours = mc.from_config("tiny/gpt2", "base", **names, initializer_range=0.1).layers[1]
+    for own, other in (
+        (ours.attn.out, theirs.attn.c_proj),
+        (ours.mlp.down, theirs.mlp.c_proj),
+        (ours.mlp.up, theirs.mlp.c_fc),
+        (ours.attn.q, theirs.attn.c_attn),
+    ):
+        assert own.weight.std().item() == pytest.approx(other.weight.std().item(), rel=0.05)

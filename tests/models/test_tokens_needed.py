@@ -5,7 +5,8 @@ import torch
 
 from engine.ops import dropout_key, dropout_rows
 from modelcenter import from_config
-from modelcenter.models.decoder import Decoder
+from modelcenter.layers.packing import Packed
+from modelcenter.models.decoder import Decoder, drop_after_last
 
 MASK = torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 5 + [0] * 4, [1] * 8 + [0]])
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0)) * MASK
@@ -76,3 +77,31 @@ def test_tokens_that_earlier_ones_see_stay():
     given = torch.randn(1, 9, 48, requires_grad=True)
     model(inputs_embeds=given, labels=LABELS[1:2], context=torch.ones_like(IDS[:1])).loss.backward()
     assert given.grad is not None and given.grad[0, -1].any()
+
+
+def test_what_comes_after_the_last_token_that_is_used_is_dropped():
+    """A sequence without one has no token left, whether it is before those of others or behind them."""
+    ctx = Packed.from_cu_seqlens(torch.tensor([0, 3, 5, 9, 11], dtype=torch.int32), None, 11)
+    for used, left in (([4], [0, 2, 0, 0]), ([1, 6, 7], [2, 0, 3, 0]), ([0, 10], [1, 0, 0, 2])):
+        found = drop_after_last(ctx, torch.isin(torch.arange(11), torch.tensor(used)))
+        assert found.sequences.host_lengths() == left and found.cu_seqlens.diff().tolist() == left
+        kept = [start + i for start, n in zip((0, 3, 5, 9), left, strict=True) for i in range(n)]
+        assert found.layout.indices.tolist() == kept and found.positions.tolist() == ctx.positions[kept].tolist()
+    assert drop_after_last(ctx, torch.zeros(11, dtype=torch.bool)) is ctx
+
+
+def test_a_classifier_without_a_padding_token_reads_the_last_token():
+    model = from_config("tiny/gpt2", "sequence-classification", pad_token_id=None).eval()
+    assert model.config.special_tokens().get("pad_token_id") is None
+    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 0, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    found = model(input_ids=ids, attention_mask=mask).logits
+    for row, length in enumerate((4, 1)):
+        assert torch.allclose(found[row], model(input_ids=ids[row : row + 1, :length]).logits[0], atol=1e-6)
+
+
+def test_a_classifier_reads_the_only_token_before_padding_without_a_mask():
+    model = from_config("tiny/gpt2", "sequence-classification", pad_token_id=0).eval()
+    ids = torch.tensor([[9, 0, 0, 0], [5, 6, 0, 0], [0, 0, 0, 0]])  # and the last one where all are padding
+    found = model(input_ids=ids).logits
+    for row, length in enumerate((1, 2, 4)):
+        assert torch.allclose(found[row], model(input_ids=ids[row : row + 1, :length]).logits[0], atol=1e-6)

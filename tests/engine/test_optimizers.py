@@ -503,7 +503,7 @@ def test_settings_and_parameters_that_an_optimizer_cannot_take_are_named():
     matrix = nn.Parameter(torch.ones(2, 3))
     for make_it, message in (
         (lambda: Lion([matrix], lr=-1), "lr is -1"),
-        (lambda: Lion([matrix], betas=(1.0, 0.5)), "betas"),
+        (lambda: Lion([matrix], betas=(1.0, 0.5)), r"betas is \(1.0, 0.5\), expected two numbers"),
         (lambda: AdamOptimizer([matrix], master="half"), "master is 'half', expected one of fp32, remainder"),
         (lambda: AdamOptimizer([matrix], moment_dtype=torch.float16), "moment_dtype is torch.float16"),
         (lambda: AdamOffloadOptimizer([matrix], bucket=0), "bucket is 0"),

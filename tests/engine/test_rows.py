@@ -376,7 +376,7 @@ def test_rotary_positions_that_are_left_to_torch(called):
     )
     rotate(q, k, cos.float(), sin, 6)
     assert not called
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"The size of tensor a \(5\) must match the size of tensor b \(3\)"):
         rotate(q, k, cos[:3], sin[:3], 6)
 
 

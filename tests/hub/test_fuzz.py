@@ -438,7 +438,7 @@ def test_killed_and_started_again(to, workers, after, good, tmp_path):
     assert not (tmp_path / "out").exists()
     (left,) = [p for p in tmp_path.iterdir() if p.is_dir()]
     assert left.name.startswith(".out.converting-")
-    with pytest.raises(ValueError, match="neither|config|no such|not a"):
+    with pytest.raises(ValueError, match="is a directory without config.json, so not a checkpoint"):
         mc.from_pretrained(left)  # it does not look whole
     done = None
     ends = time.monotonic() + 60

@@ -274,9 +274,8 @@ def test_only_whole_directories_without_pickles(tmp_path, spoil, says):
     path = small(tmp_path / "m")
     check_directory(path)
     spoil(path)
-    with pytest.raises(ValueError, match=".*") as error:
+    with pytest.raises(ValueError, match=re.escape(says)):
         check_directory(path)
-    assert says in str(error.value)
 
 
 def _without(path: Path, name: str) -> None:

@@ -302,7 +302,7 @@ def test_kept_in_the_cache_until_something_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(template, "render_answers", None)  # not called again
     again = labelled(template, [PAIR, CHAT])
     np.testing.assert_array_equal(first.labels, again.labels)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # made anew
         labelled(template, [PAIR, CHAT], train_on="last")
 
 

@@ -4,6 +4,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from engine_toys import whole
 
 import engine as bmt
 
@@ -77,11 +78,6 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, ...]:
     mask = pos < torch.tensor([LENGTH, LENGTH - 2])[:, None]
     targets = torch.where(mask, ids[:, 1:], -100)
     return ids[:, :-1], pos, mask, targets
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def train(model: torch.nn.Module, loss_scale: float | None = None) -> dict:

@@ -1,9 +1,10 @@
-"""Files of rows written for a test."""
+"""Files and tables of rows made for a test."""
 
 from pathlib import Path
+from typing import Any
 
 from modelcenter.data.readers import read_file
-from modelcenter.data.table import Table
+from modelcenter.data.table import Origin, Table
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -13,3 +14,9 @@ def write(path: Path, content: str | bytes) -> Path:
 
 def read(tmp_path: Path, name: str, content: str | bytes) -> Table:
     return read_file(write(tmp_path / name, content))
+
+
+def table(**columns: list[Any]) -> Table:
+    """The columns as those of a.jsonl."""
+    rows = len(next(iter(columns.values())))
+    return Table(columns, [Origin("a.jsonl", rows, "0", range(1, rows + 1))])

@@ -49,6 +49,11 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    with open(path, encoding="utf-8") as file:  # a text may hold other ends of lines than the file's
+        return [json.loads(line) for line in file]
+
+
 def write_folder(path: Path, train: int = 24, dev: int = 11) -> Path:
     """data/ with train.jsonl and dev.jsonl, and tokenizer/ beside it."""
     write_jsonl(path / "data" / "train.jsonl", make_rows(train, seed=1))

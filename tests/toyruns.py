@@ -1,6 +1,5 @@
 """Runs of scripts on toy data: killing them, and comparing what they leave."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -8,12 +7,22 @@ import signal
 
 import torch
 from safetensors.torch import load_file
-from toydata import SIZES, command, flags
+from toydata import SIZES, command, flags, read_jsonl
 
+from engine.testing import run as on_ranks
 from modelcenter.training import loop
 from scripts.finetune_classification import main
 
 DROPPED = {"model_config": SIZES | {"dropout": 0.3, "attention_dropout": 0.3}}
+
+
+def run_script(main, values, ranks: int = 1, timeout: float = 90) -> list[dict]:
+    """Run a script on this many ranks; the rows of metrics.jsonl."""
+    if ranks == 1:
+        main(command(values))
+    else:
+        on_ranks(lambda: main(command(values)), ranks, timeout=timeout)
+    return read_jsonl(f"{values['output_dir']}/metrics.jsonl")
 
 
 def in_a_process(main, values) -> int:
@@ -27,8 +36,7 @@ def in_a_process(main, values) -> int:
 
 def curve(folder, name) -> list[dict]:
     """The rows of a run but for the times in them."""
-    with open(folder / name / "metrics.jsonl", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_jsonl(folder / name / "metrics.jsonl")
     return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 

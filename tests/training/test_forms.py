@@ -1,6 +1,5 @@
 """Runs on published forms of rows: groups of answers in classification, label words in text to text."""
 
-import json
 import random
 import re
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import seq2seq_toys
 import torch
-from toydata import WORDS, command, flags, make_tokenizer, write_jsonl
+from toydata import WORDS, command, flags, make_tokenizer, read_jsonl, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
@@ -48,10 +47,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_answers_of_a_question_are_held_out_together(folder):
     cfg = ClassificationConfig(train_data=[str(folder / "data" / "train.jsonl")], form="multirc", eval_fraction=0.4)
     sides = [[str(value) for value in table.columns["group"]] for table in read_splits(cfg)]
@@ -83,9 +78,9 @@ def test_groups_are_needed_of_rows_that_are_judged(folder):
     alone = write_jsonl(folder / "data" / "alone.jsonl", [{**row, "q": None} for row in rows])
     given = {"train_data": str(alone), "eval_data": str(judged), "group_column": "q", "max_steps": 2}
     classify(command(flags(folder, **given)))
-    assert any("eval_exact_match" in row for row in read(folder / "run" / "metrics.jsonl"))
+    assert any("eval_exact_match" in row for row in read_jsonl(folder / "run" / "metrics.jsonl"))
     cli(["predict", str(folder / "run"), str(alone), "--output", str(folder / "out.jsonl")])
-    assert len(read(folder / "out.jsonl")) == len(rows)
+    assert len(read_jsonl(folder / "out.jsonl")) == len(rows)
     with pytest.raises(ValueError, match="line 1: the row has no group in column 'q'"):
         cli(["evaluate", str(folder / "run"), str(alone)])
 
@@ -95,7 +90,7 @@ def test_questions_with_all_answers_right(folder, ranks):
     from transformers import BertForSequenceClassification
 
     classify(command(flags(folder, form="multirc", epochs=2)))
-    logged = [row for row in read(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
+    logged = [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
     model = BertForSequenceClassification.from_pretrained(str(folder / "run" / "model")).eval()
     assert model.config.id2label == {0: "no", 1: "yes"}
     right, hit, said, true = {}, 0, 0, 0
@@ -118,10 +113,10 @@ def test_questions_with_all_answers_right(folder, ranks):
         cli([*values, "--output", str(folder / "two.json")])
     else:
         on_ranks(lambda: cli([*values, "--output", str(folder / "two.json")]), ranks, timeout=90)
-    (two,) = read(folder / "two.json")
+    (two,) = read_jsonl(folder / "two.json")
     assert {name: two[name] for name in expected} == pytest.approx(expected)
     cli(["predict", str(folder / "run"), str(folder / "data"), "--output", str(folder / "out.jsonl")])
-    assert len(read(folder / "out.jsonl")) == two["rows"] > 10
+    assert len(read_jsonl(folder / "out.jsonl")) == two["rows"] > 10
     with pytest.raises(ValueError, match=r"val.jsonl, line 1: the row is not of the form wic: it has no 'start1'"):
         cli([*values, "--form", "wic"])
     with pytest.raises(ValueError, match="label_column: which column of .* is the label"):
@@ -134,9 +129,9 @@ def test_words_for_labels(folder):
     tokenizer.save_pretrained(folder / "tokenizer")
     own = {"form": "multirc", "prefix": "", "max_new_tokens": 3, "epochs": 8}
     write_texts(command(seq2seq_toys.flags(folder, **own)))
-    logged = [row for row in read(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
+    logged = [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
     cli(["predict", str(folder / "run"), str(folder / "data"), "--output", str(folder / "out.jsonl")])
-    said = read(folder / "out.jsonl")
+    said = read_jsonl(folder / "out.jsonl")
     assert said[0]["source"].startswith("multirc question: it was answer: ")
     rows = [(f"{p['idx']}-{q['idx']}", "no yes".split()[a["label"]])
             for p in passages(5, 2) for q in p["passage"]["questions"] for a in q["answers"]]  # fmt: skip
@@ -176,14 +171,14 @@ def test_clozes_with_several_right_texts(folder, ranks):
         assert tokenizer.decode(batch["labels"][0]).split() == asked.split()
     assert (rows.lengths == rows.tokens.lengths + 3).all()  # the longer one and its end
     write_texts(command(seq2seq_toys.flags(folder, form="record", prefix="", max_new_tokens=3, epochs=8)))
-    logged = [row for row in read(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
+    logged = [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "eval_loss" in row][-1]
     values = [str(folder / "run"), str(folder / "data"), "--output"]
     cli(["predict", *values, str(folder / "out.jsonl")])
-    said = [row["prediction"] for row in read(folder / "out.jsonl")]
+    said = [row["prediction"] for row in read_jsonl(folder / "out.jsonl")]
     assert logged["eval_exact_match"] == sum(text in GOOD for text in said) / 8 > 0
     evaluate = ["evaluate", *values, str(folder / "two.json"), "--batch_size", "3"]
     cli(evaluate) if ranks == 1 else on_ranks(lambda: cli(evaluate), ranks, timeout=90)
-    (two,) = read(folder / "two.json")
+    (two,) = read_jsonl(folder / "two.json")
     assert [two[n] for n in ("exact_match", "f1")] == [logged[f"eval_{n}"] for n in ("exact_match", "f1")]
 
 

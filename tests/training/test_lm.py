@@ -9,7 +9,7 @@ import torch
 import toydata
 import transformers
 from chat_toys import CHATML, SIZES, STILL, make_pairs, make_tokenizer
-from toydata import command, write_jsonl
+from toydata import command, read_jsonl, write_jsonl
 from toyruns import die_at, in_a_process, went_on_after
 
 import modelcenter
@@ -62,12 +62,8 @@ def make_folder(path, train=27, chats=False):
 
 
 def curve(folder, name="run"):
-    rows = read(folder / name / "metrics.jsonl")
+    rows = read_jsonl(folder / name / "metrics.jsonl")
     return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def losses(folder, name="run"):
@@ -153,7 +149,7 @@ def test_ranks_and_microbatches_change_nothing(folder):
     assert other["eval_loss"] == pytest.approx(last["eval_loss"], abs=2e-6)
     assert other["eval_accuracy"] == last["eval_accuracy"] > 0
     assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"]))
-    assert len(read(folder / "two" / "samples.jsonl")) == 3
+    assert len(read_jsonl(folder / "two" / "samples.jsonl")) == 3
 
 
 def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd):
@@ -166,8 +162,8 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd):
     main(command(flags(folder, **dropped)))
     assert went_on_after(capfd) in (4, 6)  # step 6 may have been half written
     assert curve(folder) == curve(folder, "whole")
-    samples = read(folder / "run" / "samples.jsonl")
-    assert samples == read(folder / "whole" / "samples.jsonl")
+    samples = read_jsonl(folder / "run" / "samples.jsonl")
+    assert samples == read_jsonl(folder / "whole" / "samples.jsonl")
     assert [row["step"] for row in samples] == [4, 4, 8, 8, 12, 12]
 
 
@@ -175,19 +171,19 @@ def test_predict_is_what_transformers_generates(trained, tmp_path):
     data = write_jsonl(tmp_path / "new.jsonl", [{"mr": row["mr"]} for row in make_pairs(7, seed=4)])
     words = ["predict", str(trained / "run"), str(data), "--max_new_tokens", "12", "--batch_size", "3"]
     cli([*words, "--output", str(tmp_path / "out.jsonl")])
-    found = read(tmp_path / "out.jsonl")
+    found = read_jsonl(tmp_path / "out.jsonl")
     tokenizer, model = make_tokenizer(), hugging_face(trained / "run" / "model").eval()
     assert model.config.eos_token_id == tokenizer.eos_token_id  # not GPT-2's
-    for row, said in zip(read(data), found, strict=True):
+    for row, said in zip(read_jsonl(data), found, strict=True):
         ids = tokenizer(row["mr"] + "\n", return_tensors="pt")["input_ids"]
         whole = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=0)
         expected = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
         assert said == {"prompt": row["mr"] + "\n", "completion": expected}
     assert any(said["completion"].endswith(".") for said in found)  # it learnt to stop
     on_ranks(lambda: cli([*words, "--output", str(tmp_path / "two.jsonl")]), 2)
-    assert read(tmp_path / "two.jsonl") == found
+    assert read_jsonl(tmp_path / "two.jsonl") == found
     cli([*words, "--num_beams", "3", "--num_return_sequences", "2", "--output", str(tmp_path / "b.jsonl")])
-    assert [len(row["completions"]) for row in read(tmp_path / "b.jsonl")] == [2] * 7
+    assert [len(row["completions"]) for row in read_jsonl(tmp_path / "b.jsonl")] == [2] * 7
 
 
 def test_evaluate_is_the_runs_own_evaluation(trained, capsys):
@@ -250,7 +246,7 @@ def test_plain_text(folder, tmp_path, capsys):
     (tmp_path / "t.txt").write_text("Aromi serves Chinese food.\nZizzi serves Italian food.\n")
     data = {"train_data": str(tmp_path / "t.txt"), "eval_data": str(tmp_path / "t.txt")}
     main(command(flags(folder, **data, max_steps=2, eval_samples=1, eval_max_new_tokens=3)))
-    sample = read(folder / "run" / "samples.jsonl")[0]
+    sample = read_jsonl(folder / "run" / "samples.jsonl")[0]
     assert sample["prompt"].startswith("Aromi") and sample["reference"].endswith("food.")
     capsys.readouterr()
     cli(["predict", str(folder / "run"), str(tmp_path / "t.txt"), "--max_new_tokens", "2"])
@@ -263,7 +259,7 @@ def test_a_sample_of_a_chat_that_begins_with_an_answer(folder, tmp_path):
     data = str(write_jsonl(tmp_path / "first.jsonl", [{"messages": turns}]))
     more = {"template": "plain", "max_steps": 1, "eval_samples": 1, "eval_max_new_tokens": 2, "save_every": "never"}
     main(command(flags(folder, train_data=data, eval_data=data, **more)))
-    sample = read(folder / "run" / "samples.jsonl")[0]
+    sample = read_jsonl(folder / "run" / "samples.jsonl")[0]
     assert sample["prompt"] and sample["prompt"] + sample["reference"] == "Aromi serves food."
 
 
@@ -275,7 +271,7 @@ def test_a_sample_is_as_long_as_its_own_prompt_allows(folder, tmp_path):
     texts = []
     for name, count in (("two", 2), ("three", 3)):
         main(command(values | {"eval_samples": count, "output_dir": str(folder / name)}))
-        texts.append([row["completion"] for row in read(folder / name / "samples.jsonl")])
+        texts.append([row["completion"] for row in read_jsonl(folder / name / "samples.jsonl")])
     assert texts[1][:2] == texts[0] and len(texts[1]) == 3
 
 
@@ -357,7 +353,7 @@ def test_cpm_ant_in_chinese(tmp_path, capsys):
     capsys.readouterr()
     cli(["predict", str(folder / "run"), str(folder / "data" / "dev.jsonl"), "--max_new_tokens", "12"])
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    truth = read(folder / "data" / "dev.jsonl")
+    truth = read_jsonl(folder / "data" / "dev.jsonl")
     assert [row["completion"] for row in said] == [row["output"] for row in truth]
     # The loss of a row, from tokens that are given one after another.
     task = TASKS["lm"].load().from_flags(LMConfig(train_data=[str(folder / "data")]))

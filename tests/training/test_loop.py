@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, write_folder, write_jsonl
+from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, read_jsonl, write_folder, write_jsonl
+from toyruns import run_script
 
 import engine
 import modelcenter
@@ -34,12 +35,7 @@ def folder(tmp_path):
 
 def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
     """Run the script on this many ranks; the rows of metrics.jsonl."""
-    values = flags(folder, **changes)
-    if ranks == 1:
-        main(command(values))
-    else:
-        on_ranks(lambda: main(command(values)), ranks, timeout=90)
-    return read_rows(values["output_dir"])
+    return run_script(main, flags(folder, **changes), ranks)
 
 
 @pytest.mark.full
@@ -60,8 +56,7 @@ def test_one_process_does_without_what_shards_need(folder):
 
 
 def read_rows(output_dir) -> list[dict]:
-    with open(f"{output_dir}/metrics.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return read_jsonl(f"{output_dir}/metrics.jsonl")
 
 
 def read_summary(folder, name: str = "run") -> dict:

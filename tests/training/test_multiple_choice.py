@@ -1,13 +1,12 @@
 """Multiple choice from the command line: against transformers, cut differently, rows of many sizes, and mistakes."""
 
-import json
 import random
 
 import numpy as np
 import pytest
 import torch
 from choice_toys import make_rows, write
-from toydata import SIZES, STILL, WORDS, command, flags, make_tokenizer, write_jsonl
+from toydata import SIZES, STILL, WORDS, command, flags, make_tokenizer, read_jsonl, write_jsonl
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -22,10 +21,6 @@ from scripts.finetune_multiple_choice import main
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
     return tmp_path
-
-
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def encoded(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -45,7 +40,7 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
 
     write(folder, 3)
     main(command(flags(folder, epochs=2, lr_scheduler="constant", warmup=0, weight_decay=0, max_grad_norm=0.5)))
-    ours = [row for row in read(folder / "run" / "metrics.jsonl") if "loss" in row]
+    ours = [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "loss" in row]
     options = SIZES | STILL | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
     modelcenter.from_config("tiny/bert", "multiple-choice", seed=42, **options).save_pretrained(folder / "start")
     model = BertForMultipleChoice.from_pretrained(str(folder / "start")).train()
@@ -78,12 +73,12 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
     held = make_rows(9, 2, (3,))
     with torch.no_grad():
         logits = BertForMultipleChoice.from_pretrained(str(folder / "run" / "model")).eval()(**encoded(held)).logits
-    said = read(folder / "out.jsonl")
+    said = read_jsonl(folder / "out.jsonl")
     assert [row["label"] for row in said] == logits.argmax(-1).tolist()
     assert [row["choice"] for row in said] == [row["options"][n["label"]] for row, n in zip(held, said, strict=True)]
     assert [row["probabilities"] for row in said] == [pytest.approx(p, abs=1e-5) for p in logits.softmax(-1).tolist()]
     cli(["evaluate", str(folder / "run"), str(folder / "data"), "--output", str(folder / "eval.json")])
-    (found,) = read(folder / "eval.json")
+    (found,) = read_jsonl(folder / "eval.json")
     right = sum("ABCD"[n] == row["answer"] for n, row in zip(logits.argmax(-1).tolist(), held, strict=True))
     assert found["accuracy"] == pytest.approx(right / 9) and found["rows"] == 9
 
@@ -99,7 +94,7 @@ def test_rows_with_different_numbers_of_choices_are_cut_as_one_likes(folder, ran
         main(cut)
     else:
         on_ranks(lambda: main(cut), ranks, timeout=90)
-    one, two = (read(folder / name / "metrics.jsonl") for name in ("run", "two"))
+    one, two = (read_jsonl(folder / name / "metrics.jsonl") for name in ("run", "two"))
     assert len(one) == len(two) == 4
     for a, b in zip(one, two, strict=True):
         shared = [name for name in a if name in ("loss", "grad_norm", "eval_loss")]
@@ -136,7 +131,7 @@ def test_one_of_several_right_entities(folder):
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
     make_tokenizer().save_pretrained(folder / "tokenizer")
     main(command(flags(folder, form="record", epochs=2)))
-    logged = read(folder / "run" / "metrics.jsonl")[-1]
+    logged = read_jsonl(folder / "run" / "metrics.jsonl")[-1]
     model = BertForMultipleChoice.from_pretrained(str(folder / "run" / "model")).eval()
     asked = [{"context": r["passage"], "question": "it was", "options": r["entities"]} for r in rows]
     with torch.no_grad():
@@ -152,7 +147,7 @@ def test_one_of_several_right_entities(folder):
     assert {name: logged[name] for name in expected} == pytest.approx(expected, abs=1e-5)
     assert "eval_accuracy" not in logged
     cli(["evaluate", str(folder / "run"), str(folder / "data"), "--output", str(folder / "eval.json")])
-    assert read(folder / "eval.json")[0]["exact_match"] == pytest.approx(sum(exact) / 9)
+    assert read_jsonl(folder / "eval.json")[0]["exact_match"] == pytest.approx(sum(exact) / 9)
 
     cfg = MultipleChoiceConfig(model="m", form="record", train_data=[str(folder / "data")])
     examples, _ = MultipleChoice.from_flags(cfg).tokenize(make_tokenizer(), 32)

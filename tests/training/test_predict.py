@@ -9,7 +9,7 @@ import chat_toys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toydata import command, flags, make_rows, write_folder, write_jsonl
+from toydata import command, flags, make_rows, read_jsonl, write_folder, write_jsonl
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
@@ -39,10 +39,6 @@ def chances(folder, texts: list[str], pairs: list[str] | None = None):
         return AutoModelForSequenceClassification.from_pretrained(path).eval()(**batch).logits.softmax(-1)
 
 
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.parametrize("model", ["gpt2", "gpt2 with types", "llama"])
 def test_two_texts_of_a_decoder(tmp_path, model, monkeypatch):
     """A decoder is given no token types: neither those of GPT-2's own tokenizer, which does not name them, nor those of
@@ -61,7 +57,7 @@ def test_two_texts_of_a_decoder(tmp_path, model, monkeypatch):
         sizes["num_kv_heads"] = 2
     main(command(flags(tmp_path, model=f"tiny/{model}", train_data=str(data), max_steps=1, model_config=sizes)))
     cli(["predict", str(tmp_path / "run"), str(data), "--output", str(tmp_path / "out.jsonl")])
-    found = [list(row["probabilities"].values()) for row in read(tmp_path / "out.jsonl")]
+    found = [list(row["probabilities"].values()) for row in read_jsonl(tmp_path / "out.jsonl")]
     expected = chances(tmp_path, *map(list, zip(*texts, strict=True))).tolist()
     assert len({values[0] for values in found}) == 3
     for values, others in zip(found, expected, strict=True):
@@ -73,7 +69,7 @@ def test_a_line_per_row_in_order(folder, tmp_path, capsys):
     data = write_jsonl(tmp_path / "new.jsonl", [{"id": i, "text": row["text"]} for i, row in enumerate(rows)])
     cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl"), "--batch_size", "4"])
     assert capsys.readouterr().err.splitlines()[-1] == f"{tmp_path / 'out.jsonl'}: 21 rows"
-    found, expected = read(tmp_path / "out.jsonl"), chances(folder, [row["text"] for row in rows])
+    found, expected = read_jsonl(tmp_path / "out.jsonl"), chances(folder, [row["text"] for row in rows])
     assert [list(row) for row in found] == [["label", "score", "probabilities"]] * 21
     saved = json.loads((folder / "run" / "model" / "tokenizer_config.json").read_text())
     assert saved["model_max_length"] == 32  # the positions of the model: transformers cuts there
@@ -84,7 +80,7 @@ def test_a_line_per_row_in_order(folder, tmp_path, capsys):
             row["probabilities"].values()
         )
     on_ranks(lambda: cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "two.jsonl")]), 2)
-    for row, other in zip(found, read(tmp_path / "two.jsonl"), strict=True):
+    for row, other in zip(found, read_jsonl(tmp_path / "two.jsonl"), strict=True):
         assert other["probabilities"] == pytest.approx(row["probabilities"], abs=2e-6)
 
 
@@ -236,7 +232,7 @@ def test_the_ending_of_a_file_names_its_format(tmp_path, ending):
         assert columns.pop("id") == ["1", '"2"']  # of several types: JSON
         assert columns == {name: [row.get(name) for row in nested] for name in columns} and len(columns) == 5
     else:
-        assert read(path) == nested
+        assert read_jsonl(path) == nested
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no file that is always full")
@@ -259,7 +255,7 @@ def test_files_of_no_rows_and_of_unknown_formats(tmp_path, folder):
         check_output(str(tmp_path / name))
         check_output(str(tmp_path / name), (".json", ".jsonl", ".ndjson"))
         write_rows(str(tmp_path / name), PREDICTIONS)
-        assert read(tmp_path / name) == [finite(row) for row in PREDICTIONS]
+        assert read_jsonl(tmp_path / name) == [finite(row) for row in PREDICTIONS]
         (tmp_path / name).unlink()
     for name in ("out.jsonl.gz", "out.xlsx", "out.pq"):
         with pytest.raises(
@@ -289,7 +285,7 @@ def test_predictions_in_a_table(folder, tmp_path):
     data = write_jsonl(tmp_path / "new.jsonl", [{"text": row["text"]} for row in make_rows(5, seed=4)])
     for name in ("out.jsonl", "out.csv"):
         cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / name)])
-    lines, table = read(tmp_path / "out.jsonl"), read_file(tmp_path / "out.csv").columns
+    lines, table = read_jsonl(tmp_path / "out.jsonl"), read_file(tmp_path / "out.csv").columns
     assert list(table) == ["label", "score", "probabilities.bad", "probabilities.good"]
     assert table["label"] == [row["label"] for row in lines]
     assert table["probabilities.bad"] == [str(row["probabilities"]["bad"]) for row in lines]
@@ -341,7 +337,7 @@ def test_a_run_is_a_model_to_start_from(folder, tmp_path):
     again["tokenizer"] = again["model"]
     del again["from_scratch"], again["model_config"]
     main(command(again))
-    first, *_ = read(tmp_path / "again" / "metrics.jsonl")
+    first, *_ = read_jsonl(tmp_path / "again" / "metrics.jsonl")
     rows = make_rows(24, seed=1)
     right = [["bad", "good"].index(row["label"]) for row in rows]
     given = chances(folder, [row["text"] for row in rows])[range(24), right]
@@ -350,7 +346,7 @@ def test_a_run_is_a_model_to_start_from(folder, tmp_path):
     assert said.count(f"{folder}/run/model\n") == 2
     file = {"model": str(folder / "run" / "model" / "model.safetensors"), "output_dir": str(tmp_path / "file")}
     main(command(again | file))
-    assert read(tmp_path / "file" / "metrics.jsonl")[0]["loss"] == first["loss"]
+    assert read_jsonl(tmp_path / "file" / "metrics.jsonl")[0]["loss"] == first["loss"]
     with pytest.raises(SystemExit) as ended:
         cli(["compare", str(folder / "run"), str(folder / "run" / "model")])
     assert ended.value.code == 0
@@ -360,7 +356,7 @@ def test_a_run_is_a_model_to_start_from(folder, tmp_path):
     data = write_jsonl(tmp_path / "turned.jsonl", [row | {"label": labels[row["label"]]} for row in rows])
     changes = {"model": str(other), "output_dir": str(tmp_path / "turned-run")}
     main(command(again | changes | {"train_data": str(data), "eval_data": str(data)}))
-    assert read(tmp_path / "turned-run" / "metrics.jsonl")[0]["loss"] == pytest.approx(first["loss"], abs=1e-6)
+    assert read_jsonl(tmp_path / "turned-run" / "metrics.jsonl")[0]["loss"] == pytest.approx(first["loss"], abs=1e-6)
     saved = json.loads((tmp_path / "turned-run" / "model" / "config.json").read_text())
     assert saved["id2label"] == {"0": "good", "1": "bad"}
 

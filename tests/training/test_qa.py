@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from span_toys import make_asked, make_bytes_tokenizer, make_tokenizer, nested, write_folder
-from toydata import SIZES, STILL, command, flags, write_jsonl
-from toyruns import assert_same_end, die_at, in_a_process, went_on_after
+from toydata import SIZES, STILL, command, flags, read_jsonl, write_jsonl
+from toyruns import assert_same_end, die_at, in_a_process, run_script, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -37,17 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
-    values = flags(folder, **{"model_config": LONG | STILL, **SHAPE, **changes})
-    if ranks == 1:
-        main(command(values))
-    else:
-        on_ranks(lambda: main(command(values)), ranks, timeout=90)
-    return read(f"{values['output_dir']}/metrics.jsonl")
-
-
-def read(path) -> list[dict]:
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return run_script(main, flags(folder, **{"model_config": LONG | STILL, **SHAPE, **changes}), ranks)
 
 
 def test_metrics_to_choose_by_are_those_that_the_rows_have(folder):
@@ -181,7 +171,7 @@ def test_answers_are_those_of_transformers_and_metrics_those_of_the_answers(fold
     data.write_text(json.dumps(nested(rows)))
     out = str(tmp_path / "out.jsonl")
     cli(["predict", str(folder / "run"), str(data), "--output", out, "--batch_size", "5"])
-    ours, theirs = read(out), answers_in_transformers(folder, rows)
+    ours, theirs = read_jsonl(out), answers_in_transformers(folder, rows)
     assert len({row["answer"] for row in ours}) > 1
     for row, given, (text, null) in zip(ours, rows, theirs, strict=True):
         assert list(row) == ["id", "answer", "score", "start", "end", "null_score"] and row["id"] == given["id"]
@@ -191,11 +181,11 @@ def test_answers_are_those_of_transformers_and_metrics_those_of_the_answers(fold
             assert given["context"][row["start"] : row["end"]] == row["answer"]
     two = str(tmp_path / "two.jsonl")
     on_ranks(lambda: cli(["predict", str(folder / "run"), str(data), "--output", two, "--batch_size", "3"]), 2)
-    assert [row["answer"] for row in read(two)] == [row["answer"] for row in ours]
+    assert [row["answer"] for row in read_jsonl(two)] == [row["answer"] for row in ours]
     cli(["predict", str(folder / "run"), str(data), "--output", out, "--null_threshold", "-100"])
-    assert all(row["answer"] == "" and row["start"] == -1 for row in read(out))
+    assert all(row["answer"] == "" and row["start"] == -1 for row in read_jsonl(out))
     cli(["predict", str(folder / "run"), str(data), "--output", out, "--null_threshold", "100"])
-    best = [row["answer"] for row in read(out)]
+    best = [row["answer"] for row in read_jsonl(out)]
     assert best == [text for text, _ in theirs]
     capsys.readouterr()
     cli(["evaluate", str(folder / "run"), str(data), "--json"])
@@ -222,7 +212,7 @@ def test_the_best_threshold_is_above_how_far_no_answer_is_behind():
 def test_questions_that_are_cut_are_told_of_and_contexts_are_not(folder, caplog):
     finetune(folder, max_steps=1, max_question_length=4)
     data, tokenizer = folder / "data" / "dev.jsonl", make_tokenizer()
-    cut = sum(len(tokenizer.tokenize(row["question"])) > 4 for row in read(data))
+    cut = sum(len(tokenizer.tokenize(row["question"])) > 4 for row in read_jsonl(data))
     caplog.clear()
     cli(["predict", str(folder / "run"), str(data)])
     assert cut and [r.getMessage() for r in caplog.records] == [f"{data}: {cut} texts cut at max_question_length 4"]
@@ -261,7 +251,7 @@ def test_other_families(folder, model, capsys):
     capsys.readouterr()
     cli(["predict", str(folder / "run"), str(folder / "data" / "dev.jsonl"), "--null_threshold", "1000"])
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    contexts = [row["context"] for row in read(folder / "data" / "dev.jsonl")]
+    contexts = [row["context"] for row in read_jsonl(folder / "data" / "dev.jsonl")]
     for answer, context in zip(answers, contexts, strict=True):
         assert answer["answer"] and context[answer["start"] : answer["end"]] == answer["answer"]
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from seq2seq_toys import SIZES, flags, make_rows, make_tokenizer, write_folder
-from toydata import command, write_jsonl
-from toyruns import die_at, went_on_after
+from toydata import command, read_jsonl, write_jsonl
+from toyruns import die_at, run_script, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -31,17 +31,7 @@ def folder(tmp_path):
 
 def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
     """Run the script on this many ranks; the rows of metrics.jsonl."""
-    values = flags(folder, **changes)
-    if ranks == 1:
-        main(command(values))
-    else:
-        on_ranks(lambda: main(command(values)), ranks, timeout=120)
-    return read(f"{values['output_dir']}/metrics.jsonl")
-
-
-def read(path) -> list[dict]:
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return run_script(main, flags(folder, **changes), ranks, timeout=120)
 
 
 def hf(path):
@@ -130,7 +120,7 @@ def test_losses_and_texts_do_not_depend_on_the_cut(folder, name):
     for row, expected in zip(rows, whole, strict=True):
         compared = {k: v for k, v in expected.items() if k not in ("seconds", "tokens_per_second", "eval_seconds")}
         assert {k: row[k] for k in compared} == pytest.approx(compared, rel=1e-4, abs=1e-5), row["step"]
-    found, expected = read(folder / "cut" / "samples.jsonl"), read(folder / "whole" / "samples.jsonl")
+    found, expected = read_jsonl(folder / "cut" / "samples.jsonl"), read_jsonl(folder / "whole" / "samples.jsonl")
     assert found == expected and len(found) == 7
 
 
@@ -147,7 +137,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, monkeypatch, capfd):
     clocks = ("seconds", "tokens_per_second", "eval_seconds")
     strip = [[{k: v for k, v in row.items() if k not in clocks} for row in r] for r in (rows, whole)]
     assert strip[0] == strip[1]
-    samples = [read(folder / name / "samples.jsonl") for name in ("run", "whole")]
+    samples = [read_jsonl(folder / name / "samples.jsonl") for name in ("run", "whole")]
     assert samples[0] == samples[1] and [row["step"] for row in samples[0]] == [4] * 4 + [8] * 4 + [12] * 4
     files = [folder / name / "model" / "model.safetensors" for name in ("run", "whole")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -181,7 +171,7 @@ def trained(tmp_path_factory):
 
 def test_what_it_writes_is_what_transformers_writes(trained):
     dev = make_rows(11, seed=2)
-    last = read(trained / "run" / "metrics.jsonl")[-1]
+    last = read_jsonl(trained / "run" / "metrics.jsonl")[-1]
     path = trained / "run" / "model"
     texts = hf_texts(path, dev, num_beams=3, max_new_tokens=12, length_penalty=0.6)
     truths = [row["ref"] for row in dev]
@@ -193,7 +183,7 @@ def test_what_it_writes_is_what_transformers_writes(trained):
     assert [last[f"eval_rouge{n}"] for n in "12L"] == pytest.approx(scores.tolist())
     with torch.no_grad():
         assert last["eval_loss"] == pytest.approx(hf(path).eval()(**hf_batch(dev)).loss.item(), rel=1e-4)
-    samples = read(trained / "run" / "samples.jsonl")
+    samples = read_jsonl(trained / "run" / "samples.jsonl")
     assert [row["prediction"] for row in samples] == texts[:2]
     assert samples[1] | {"where": ""} == {
         "step": 48,
@@ -209,21 +199,21 @@ def test_predict_and_evaluate(trained, tmp_path, capsys):
     data = write_jsonl(tmp_path / "new.jsonl", [{"mr": row["mr"], "n": 1} for row in rows])
     words = ["predict", str(trained / "run"), str(data), "--output", str(tmp_path / "a.jsonl"), "--batch_size", "4"]
     cli(words)
-    found, path = read(tmp_path / "a.jsonl"), trained / "run" / "model"
+    found, path = read_jsonl(tmp_path / "a.jsonl"), trained / "run" / "model"
     # As the run said: 3 beams, 12 tokens, the prefix.
     expected = hf_texts(path, [{**row, "ref": ""} for row in rows], num_beams=3, max_new_tokens=12, length_penalty=0.6)
     assert found == [{"source": row["mr"], "prediction": text} for row, text in zip(rows, expected, strict=True)]
     on_ranks(lambda: cli([*words[:4], str(tmp_path / "b.jsonl"), "--batch_size", "2"]), 2, timeout=90)
-    assert read(tmp_path / "b.jsonl") == found
+    assert read_jsonl(tmp_path / "b.jsonl") == found
     cli([*words, "--num_beams", "2", "--num_return_sequences", "2", "--max_new_tokens", "5", "--length_penalty", "1"])
-    several = [row["predictions"] for row in read(tmp_path / "a.jsonl")]
+    several = [row["predictions"] for row in read_jsonl(tmp_path / "a.jsonl")]
     assert all(len(texts) == 2 for texts in several)
     expected = hf_texts(path, [{**row, "ref": ""} for row in rows], num_beams=2, max_new_tokens=5)
     assert [texts[0] for texts in several] == expected
     with pytest.raises(ValueError, match="length_penalty: changes nothing with one beam"):  # the run has three
         cli([*words, "--num_beams", "1", "--length_penalty", "2"])
 
-    last = read(trained / "run" / "metrics.jsonl")[-1]
+    last = read_jsonl(trained / "run" / "metrics.jsonl")[-1]
     capsys.readouterr()
     cli(["evaluate", str(trained / "run"), str(trained / "data"), "--json"])
     scores = json.loads(capsys.readouterr().out)
@@ -267,7 +257,7 @@ def test_translations_and_chinese(folder):
     assert (saved.source_column, saved.target_column, saved.max_new_tokens) == ("translation", "translation", 12)
     new = write_jsonl(folder / "new.jsonl", [{"translation": {"en": "it has tea"}}])
     cli(["predict", str(folder / "run"), str(new), "--output", str(folder / "out.jsonl")])
-    assert read(folder / "out.jsonl")[0]["source"] == "it has tea"
+    assert read_jsonl(folder / "out.jsonl")[0]["source"] == "it has tea"
 
 
 def test_samples_of_steps_that_are_done_again_are_cut_off(tmp_path):

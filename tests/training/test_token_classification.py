@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from span_toys import TAGS, make_bytes_tokenizer, make_tagged, make_tokenizer, write_conll, write_folder
-from toydata import SIZES, STILL, command, flags, write_jsonl
-from toyruns import assert_same_end, die_at, in_a_process, went_on_after
+from toydata import SIZES, STILL, command, flags, read_jsonl, write_jsonl
+from toyruns import assert_same_end, die_at, in_a_process, run_script, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -32,17 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
-    values = flags(folder, **{"model_config": LONG | STILL, **changes})
-    if ranks == 1:
-        main(command(values))
-    else:
-        on_ranks(lambda: main(command(values)), ranks, timeout=90)
-    return read(f"{values['output_dir']}/metrics.jsonl")
-
-
-def read(path) -> list[dict]:
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return run_script(main, flags(folder, **{"model_config": LONG | STILL, **changes}), ranks)
 
 
 def encoded(rows: list[dict], max_length: int = 64) -> dict[str, torch.Tensor]:
@@ -129,7 +119,7 @@ def test_predictions_are_those_of_transformers_pipeline(folder, tmp_path, capsys
     rows = make_tagged(13, seed=8)
     data = write_jsonl(tmp_path / "new.jsonl", [{"tokens": row["tokens"]} for row in rows])
     cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl"), "--batch_size", "4"])
-    ours = read(tmp_path / "out.jsonl")
+    ours = read_jsonl(tmp_path / "out.jsonl")
     theirs = pipeline("token-classification", model=str(folder / "run" / "model"), aggregation_strategy="first")
     assert any(row["entities"] for row in ours)
     for row, given in zip(ours, rows, strict=True):
@@ -143,8 +133,8 @@ def test_predictions_are_those_of_transformers_pipeline(folder, tmp_path, capsys
     two = str(tmp_path / "two.jsonl")
     words = ["predict", str(folder / "run"), str(data), "--output", two, "--batch_size", "2", "--max_length", "9"]
     on_ranks(lambda: cli(words), 2)  # several windows for each row
-    assert [row["words"] for row in read(two)] == [row["words"] for row in ours]
-    assert all(len(row["tags"]) == len(row["words"]) for row in read(two))
+    assert [row["words"] for row in read_jsonl(two)] == [row["words"] for row in ours]
+    assert all(len(row["tags"]) == len(row["words"]) for row in read_jsonl(two))
     capsys.readouterr()
     conll = write_conll(tmp_path / "new.conll", rows)
     cli(["evaluate", str(folder / "run" / "model"), str(conll), "--json"])

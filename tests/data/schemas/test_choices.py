@@ -1,15 +1,9 @@
 """Rows of multiple choice in the forms that data sets have, and rows that are wrong."""
 
 import pytest
+from file_toys import table
 
 from modelcenter.data.schemas.choices import correct_choices, find_choice_columns, read_choices
-from modelcenter.data.table import Origin, Table
-
-
-def table(**columns) -> Table:
-    rows = len(next(iter(columns.values())))
-    return Table(columns, [Origin("a.jsonl", rows, "0", range(1, rows + 1))])
-
 
 FORMS = {
     "swag": (

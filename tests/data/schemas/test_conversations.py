@@ -4,15 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from file_toys import table
 
 from modelcenter.data.schemas.conversations import TOOLS, ChatColumns, conversations, find_chat_columns
 from modelcenter.data.schemas.preferences import find_preference_columns, preferences
-from modelcenter.data.table import Origin, Table
-
-
-def table(**columns) -> Table:
-    rows = len(next(iter(columns.values())))
-    return Table(columns, [Origin("d.jsonl", rows, "0", range(1, rows + 1))])
 
 
 def user(text):
@@ -54,9 +49,9 @@ def test_messages_win_but_a_column_that_is_given_decides():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"prompt": "promt"}, "prompt_column: d.jsonl has no column 'promt', .*did you mean 'prompt'"),
+        ({"prompt": "promt"}, "prompt_column: a.jsonl has no column 'promt', .*did you mean 'prompt'"),
         ({"prompt": "prompt", "text": "note"}, "prompt_column and text_column do not go together"),
-        ({"prompt": "note"}, "response_column: which column of d.jsonl goes with 'note'"),
+        ({"prompt": "note"}, "response_column: which column of a.jsonl goes with 'note'"),
         ({"prompt": "note", "response": "note"}, r"'note' has two roles \(prompt, response\)"),
         ({}, "none of which is known as messages, a prompt with its response, or text. Give messages_column"),
     ],
@@ -104,10 +99,10 @@ def test_the_system_column_of_chats():
 def test_what_is_no_text_beside_a_prompt(role, cell):
     """It would be read as Python writes it."""
     data = table(prompt=["q", "q"], completion=["a", "a"], more=["b", cell])
-    with pytest.raises(ValueError, match="d.jsonl, line 2: the row has .*, expected a text, in column 'more'"):
+    with pytest.raises(ValueError, match="a.jsonl, line 2: the row has .*, expected a text, in column 'more'"):
         conversations(data, find_chat_columns(data, {role: "more"}))
     data.columns |= {"chosen": ["a", "a"], "rejected": ["b", "b"]}
-    with pytest.raises(ValueError, match="d.jsonl, line 2: the row has .*, expected a text, in column 'more'"):
+    with pytest.raises(ValueError, match="a.jsonl, line 2: the row has .*, expected a text, in column 'more'"):
         preferences(data, find_preference_columns(data, {role: "more"}))
 
 
@@ -191,7 +186,7 @@ def test_a_row_without_an_answer():
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (None, "d.jsonl, line 2: the row has nothing in column 'm', expected a text or messages"),
+        (None, "a.jsonl, line 2: the row has nothing in column 'm', expected a text or messages"),
         ([], "line 2: the row has no message"),
         ("", "line 2: the row has an empty text in column 'm'"),
         ([user("a"), "b"], "line 2, message 2 of column 'm': got 'b', expected an object with role and content"),
@@ -227,7 +222,7 @@ def test_preferences():
     more = [answer("b"), user("c")]  # an answer of several turns is one
     longer = table(prompt=["q"], chosen=[[*more, answer("yes")]], rejected=[[*more, answer("no")]])
     assert preferences(longer, find_preference_columns(longer, {}))[0] == [user("q"), *more, answer("yes")]
-    with pytest.raises(ValueError, match="rejected_column: which column of d.jsonl has the rejected answers"):
+    with pytest.raises(ValueError, match="rejected_column: which column of a.jsonl has the rejected answers"):
         find_preference_columns(table(prompt=["q"], chosen=["a"]), {})
     bare = table(chosen=["yes"], rejected=["no"])
     with pytest.raises(ValueError, match="line 1: the row has no prompt: give prompt_column"):

@@ -1,15 +1,9 @@
 """Which columns are read and written, and what they hold."""
 
 import pytest
+from file_toys import table
 
 from modelcenter.data.schemas.text_pairs import PairColumns, column_texts, find_pair_columns
-from modelcenter.data.table import Origin, Table
-
-
-def table(**columns) -> Table:
-    count = len(next(iter(columns.values())))
-    return Table(columns, [Origin("a.jsonl", count, "0", range(1, count + 1))])
-
 
 TEXTS = ["one two", "three"]
 BOTH = [{"en": "one", "de": "eins"}, {"en": "two", "de": "zwei"}]

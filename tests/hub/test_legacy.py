@@ -201,7 +201,81 @@ def t5_case(tied=True):
     return theirs, ours, lambda state: from_t5(state, tied)
 
 
+def from_opt(state: dict) -> dict:
+    old = {
+        "input_embedding.weight": state["model.decoder.embed_tokens.weight"],
+        "position_embedding.weight": state["model.decoder.embed_positions.weight"],
+    }
+    for leaf in ("weight", "bias"):
+        old[f"decoder.output_layernorm.{leaf}"] = state[f"model.decoder.final_layer_norm.{leaf}"]
+        for i in range(SIZE["num_layers"]):
+            layer, ours = f"model.decoder.layers.{i}", f"decoder.layers.{i}"
+            for name, theirs in (
+                ("self_att.layernorm_before_attention", "self_attn_layer_norm"),
+                ("self_att.self_attention.project_q", "self_attn.q_proj"),
+                ("self_att.self_attention.project_k", "self_attn.k_proj"),
+                ("self_att.self_attention.project_v", "self_attn.v_proj"),
+                ("self_att.self_attention.attention_out", "self_attn.out_proj"),
+                ("ffn.layernorm_before_ffn", "final_layer_norm"),
+                ("ffn.ffn.w_in.w", "fc1"),
+                ("ffn.ffn.w_out", "fc2"),
+            ):
+                old[f"{ours}.{name}.{leaf}"] = state[f"{layer}.{theirs}.{leaf}"]
+    return old
+
+
+def from_llama(state: dict) -> dict:
+    old = {
+        "input_embedding.weight": state["model.embed_tokens.weight"],
+        "encoder.output_layernorm.weight": state["model.norm.weight"],
+        "output_projection.weight": state["lm_head.weight"],
+    }
+    for name, theirs in (
+        ("self_att.layernorm_before_attention", "input_layernorm"),
+        ("self_att.self_attention.project_q", "self_attn.q_proj"),
+        ("self_att.self_attention.project_k", "self_attn.k_proj"),
+        ("self_att.self_attention.project_v", "self_attn.v_proj"),
+        ("self_att.self_attention.attention_out", "self_attn.o_proj"),
+        ("ffn.layernorm_before_ffn", "post_attention_layernorm"),
+        ("ffn.ffn.w_in.w_0", "mlp.gate_proj"),
+        ("ffn.ffn.w_in.w_1", "mlp.up_proj"),
+        ("ffn.ffn.w_out", "mlp.down_proj"),
+    ):
+        for leaf in ("weight", "bias"):
+            for i in range(SIZE["num_layers"]):
+                if f"model.layers.{i}.{theirs}.{leaf}" in state:
+                    old[f"encoder.layers.{i}.{name}.{leaf}"] = state[f"model.layers.{i}.{theirs}.{leaf}"]
+    return old
+
+
+def opt_case():
+    theirs = transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            vocab_size=61, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, ffn_dim=40,
+            max_position_embeddings=33, word_embed_proj_dim=24, pad_token_id=2, activation_function="gelu",
+        )
+    )  # fmt: skip
+    fields = {"position_size": 33, "pad_token_id": 2, "ffn_activate_fn": "gelu", "prefix": "</s>"}
+    return theirs, {**SIZE, **fields}, from_opt
+
+
+def llama_case(grouped=True):
+    """Grouped: as hugLLaMa2_bmtrainLLaMa2.py writes it; otherwise as hugLLaMa_bmtrainLLaMa.py, and with biases."""
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=61, hidden_size=24, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40,
+            num_key_value_heads=2 if grouped else 4, head_dim=10 if grouped else 6, rms_norm_eps=1e-2,
+            attention_bias=not grouped, mlp_bias=not grouped,
+        )
+    )  # fmt: skip
+    fields = {"num_heads_kv": 2, "dim_head": 10} if grouped else {"att_bias": True, "ffn_bias": True}
+    return theirs, {**SIZE, "norm_eps": 1e-2, **fields}, from_llama
+
+
 CASES = {
+    "opt": opt_case,
+    "llama": llama_case,
+    "llama with biases": lambda: llama_case(grouped=False),
     "bert": bert_case,
     "bert untied": lambda: bert_case(tied=False),
     "roberta": roberta_case,
@@ -406,6 +480,11 @@ def test_bare_files_prefixes_and_ignored_tensors(tmp_path):
         ("gpt2", {"dim_modl": 3}, "not understood: 'dim_modl' = 3. Did you mean 'dim_model'"),
         ("t5", {"ffn_activate_fn": "gelu"}, "without a gate"),
         ("t5 v1.1", {"scale": True}, "'scale': got true with tied false"),
+        ("opt", {"post_layer_norm": True}, "'post_layer_norm': got True, expected False"),
+        ("opt", {"norm_eps": 1e-3}, "'norm_eps': got 0.001, expected 1e-05"),
+        ("llama", {"dropout_p": 0.1}, "'dropout_p': got 0.1, expected 0"),
+        ("llama", {"ffn_activate_fn": "silu"}, "'ffn_activate_fn': got 'silu', expected 'gated_silu'"),
+        ("llama", {"norm_bias": True}, "'norm_bias': got True, expected False"),
     ],
 )
 def test_configs_that_are_not_understood(name, change, message, tmp_path):
@@ -426,14 +505,30 @@ def test_tensors_that_do_not_fit(tmp_path):
     ):
         mc.from_pretrained(save(tmp_path / "gpt2", config, tensors))
     tensors["encoder.layers.0.self_att.self_attention.project_v.bias"] = lost
-    with pytest.raises(ValueError, match="architecture is not 'opt'"):
-        mc.OPT.from_pretrained(save(tmp_path / "gpt2", config, tensors))
+    with pytest.raises(ValueError, match="architecture is not 'gpt_neox'"):
+        mc.GPTNeoX.from_pretrained(save(tmp_path / "gpt2", config, tensors))
     del tensors["encoder.layers.2.ffn.ffn.w_out.bias"]
     with pytest.raises(ValueError, match=r"'transformer\.h\.2\.mlp\.c_proj\.bias'"):
         mc.from_pretrained(save(tmp_path / "gpt2", config, tensors))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("network", "lost", "added"),
+    [
+        ("GLM", "position_embedding.weight", "block_position_embedding.weight"),
+        ("Longformer", "lm_head.weight", "encoder.layers.0.self_att.self_attention.project_q_global.weight"),
+        ("ViT", "input_embedding.weight", "patch_embed.cls_token"),
+    ],
+)
+def test_networks_of_model_center_that_no_architecture_is(network, lost, added, tmp_path):
+    _, config, tensors = make("bert")
+    tensors.pop(lost, None)
+    path = save(tmp_path / "old", config, tensors | {added: torch.randn(3, 24)})
+    with pytest.raises(ValueError, match=f"ModelCenter checkpoint of {network}, which is not supported; .* opt, llama"):
+        mc.from_pretrained(path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "opt", "llama"])
 def test_converted_without_a_model(name, tmp_path):
     """`modelcenter convert` reads them tensor by tensor, as a directory or a bare file with a prefix."""
     from modelcenter import cli

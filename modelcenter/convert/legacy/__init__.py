@@ -7,7 +7,7 @@ that sees a Hugging Face checkpoint.
 
 translation.py     the means: LegacyRule, LegacyNetwork, and their translation of a config and of tensors
 tensor_rules.py    ModelCenter's names of tensors beside Hugging Face's
-networks.py        T5, RoBERTa, BERT, GPT-2 and GPT-J
+networks.py        T5, RoBERTa, BERT, OPT, Llama, GPT-2 and GPT-J
 cpm.py             the CPM networks
 recognise.py       all networks, and which of them a checkpoint is of
 megatron.py        CPM-2 as it was published, in files of Megatron's tensor parallelism

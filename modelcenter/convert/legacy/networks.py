@@ -1,9 +1,16 @@
-"""ModelCenter's networks that transformers has: T5, RoBERTa, BERT, GPT-2 and GPT-J."""
+"""ModelCenter's networks that transformers has: T5, RoBERTa, BERT, OPT, Llama, GPT-2 and GPT-J."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from modelcenter.convert.legacy.tensor_rules import bert_rules, encoder_decoder_rules, gpt2_rules, gptj_rules
+from modelcenter.convert.legacy.tensor_rules import (
+    bert_rules,
+    encoder_decoder_rules,
+    gpt2_rules,
+    gptj_rules,
+    llama_rules,
+    opt_rules,
+)
 from modelcenter.convert.legacy.translation import Config, LegacyNetwork
 from modelcenter.convert.pieces import Shape
 
@@ -40,6 +47,21 @@ def _t5_fields(config: Config) -> dict[str, Any]:
 
 def _gpt_fields(config: Config) -> dict[str, Any]:
     return {"activation_function": _activation(config)}
+
+
+def _llama_fields(config: Config) -> dict[str, Any]:
+    act = _activation(config)
+    if not str(config["ffn_activate_fn"]).startswith("gated_"):
+        raise ValueError(
+            f"ModelCenter config field 'ffn_activate_fn': got {act!r}, expected 'gated_{act}': a Llama has a gate"
+        )
+    if config["dropout_p"]:
+        raise ValueError(
+            f"ModelCenter config field 'dropout_p': got {config['dropout_p']!r}, expected 0: a Llama of transformers "
+            "has no dropout after attention and feed-forward. Set it to 0 in config.json; it changes training only"
+        )
+    kv_heads = config["num_heads_kv"]
+    return {"hidden_act": act, "num_key_value_heads": config["num_heads"] if kv_heads == -1 else kv_heads}
 
 
 _HEAD_BIAS = frozenset(("proj_bias",))  # a head here has the bias that the file has
@@ -92,6 +114,11 @@ def _is_roberta(config: Config, shapes: Mapping[str, Shape]) -> bool:
     """RoBERTa has BERT's names; one type of token, or its padding token, tells it."""
     types = shapes.get("token_type_embedding.weight")
     return types is not None and (types[0] == 1 or "pad_token_id" in config)
+
+
+def _turns_positions(shapes: Mapping[str, Shape]) -> bool:
+    """Llama's and GPT-J's rotary positions have no tensors; the norms of GPT-J have biases."""
+    return not any("position" in name or "segment" in name for name in shapes)
 
 
 T5 = LegacyNetwork(
@@ -171,6 +198,88 @@ BERT = _bert(
     recognises=lambda config, shapes: "token_type_embedding.weight" in shapes,
     ignored=_HEAD_BIAS,
 )
+OPT = LegacyNetwork(
+    model_types={"opt": "OPT"},
+    recognises=lambda config, shapes: (
+        "position_embedding.weight" in shapes and any(name.startswith("decoder.layers.") for name in shapes)
+    ),
+    rules=opt_rules,
+    defaults={
+        "cls_head": None,
+        "vocab_size": 50272,
+        "dim_model": 768,
+        "num_heads": 12,
+        "dim_head": 64,
+        "dim_ff": 3072,
+        "num_layers": 12,
+        "dropout_p": 0.1,
+        "position_size": 2048,
+        "pad_token_id": 1,
+        "ffn_activate_fn": "relu",
+    },
+    fields={
+        "vocab_size": ("vocab_size",),
+        "dim_model": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        "dim_ff": ("ffn_dim",),
+        "num_layers": ("num_hidden_layers",),
+        "dropout_p": ("dropout", "attention_dropout"),
+        "position_size": ("max_position_embeddings",),
+        "pad_token_id": ("pad_token_id",),
+    },
+    required={
+        **_PLAIN,
+        "att_bias": (True,),
+        "norm_eps": (1e-5,),
+        "post_layer_norm": (False,),
+        "pos_bias_type": ("none",),
+    },
+    classes=("ForCausalLM", ""),
+    derived_fields=_gpt_fields,
+    ignored=_HEAD_BIAS | {"tied", "prefix"},  # its head is the embedding whatever `tied` says
+)
+LLAMA = LegacyNetwork(
+    model_types={"llama": "Llama"},
+    recognises=lambda config, shapes: _turns_positions(shapes) and "encoder.output_layernorm.bias" not in shapes,
+    rules=llama_rules,
+    defaults={
+        **_COMMON,
+        "tied": False,
+        "vocab_size": 32000,
+        "dim_model": 4096,
+        "num_heads": 32,
+        "num_heads_kv": -1,
+        "dim_head": 128,
+        "dim_ff": 11008,
+        "num_layers": 32,
+        "dropout_p": 0.0,
+        "norm_eps": 1e-6,
+        "att_bias": False,
+        "ffn_bias": False,
+        "ffn_activate_fn": "gated_silu",
+    },
+    fields={
+        "vocab_size": ("vocab_size",),
+        "dim_model": ("hidden_size",),
+        "num_heads": ("num_attention_heads",),
+        "dim_head": ("head_dim",),
+        "dim_ff": ("intermediate_size",),
+        "num_layers": ("num_hidden_layers",),
+        "norm_eps": ("rms_norm_eps",),
+        "att_bias": ("attention_bias",),
+        "ffn_bias": ("mlp_bias",),
+        "tied": ("tie_word_embeddings",),
+    },
+    required={
+        "norm_bias": (False,),
+        "attn_scale": (True,),
+        "proj_bias": (False,),
+        "post_layer_norm": (False,),
+        "pos_bias_type": ("rotary",),
+    },
+    classes=("ForCausalLM", ""),
+    derived_fields=_llama_fields,
+)
 GPT2 = LegacyNetwork(
     model_types={"gpt2": "GPT2"},
     recognises=lambda config, shapes: "position_embedding.weight" in shapes,
@@ -196,7 +305,7 @@ GPT2 = LegacyNetwork(
 )
 GPTJ = LegacyNetwork(
     model_types={"gptj": "GPTJ"},
-    recognises=lambda config, shapes: not any("position" in name or "segment" in name for name in shapes),
+    recognises=lambda config, shapes: _turns_positions(shapes),
     rules=gptj_rules,
     defaults={
         **_COMMON,

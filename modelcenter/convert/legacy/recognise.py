@@ -4,17 +4,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert.legacy.cpm import CPM1, CPM2, CPM3, CPM_BEE
-from modelcenter.convert.legacy.networks import BERT, GPT2, GPTJ, ROBERTA, T5
+from modelcenter.convert.legacy.networks import BERT, GPT2, GPTJ, LLAMA, OPT, ROBERTA, T5
 from modelcenter.convert.legacy.translation import Config, LegacyNetwork
 from modelcenter.convert.pieces import Shape
 
 # The first that recognises a checkpoint takes it.
-NETWORKS: tuple[LegacyNetwork, ...] = (CPM2, CPM_BEE, CPM3, CPM1, T5, ROBERTA, BERT, GPT2, GPTJ)
+NETWORKS: tuple[LegacyNetwork, ...] = (CPM2, CPM_BEE, CPM3, CPM1, T5, ROBERTA, BERT, OPT, LLAMA, GPT2, GPTJ)
+
+# A tensor that only this network of ModelCenter's has -> the network, which no architecture here is.
+_UNSUPPORTED = {
+    "block_position_embedding.weight": "GLM",
+    "encoder.layers.0.self_att.self_attention.project_q_global.weight": "Longformer",
+    "patch_embed.cls_token": "ViT",
+}
 
 
 def has_legacy_names(names: Mapping[str, Any]) -> bool:
     """Whether these are the names of a network of ModelCenter's."""
-    return "input_embedding.weight" in names and any(name.endswith("attention.project_q.weight") for name in names)
+    embeds = "input_embedding.weight" in names or "patch_embed.cls_token" in names
+    return embeds and any(name.endswith("attention.project_q.weight") for name in names)
 
 
 def legacy_prefix(names: Mapping[str, Any]) -> str:
@@ -34,11 +42,13 @@ def find_network(config: Config, shapes: Mapping[str, Shape], model_type: str | 
     Raises:
         ValueError: none of those known, or not the one that the caller says.
     """
+    known = ", ".join(name for network in NETWORKS for name in network.model_types)
+    if unsupported := next((net for tensor, net in _UNSUPPORTED.items() if tensor in shapes), None):
+        raise ValueError(f"a ModelCenter checkpoint of {unsupported}, which is not supported; supported: {known}")
     named = model_type or config.get("model_type")
     for network in NETWORKS:
         if named in network.model_types or (named is None and network.recognises(config, shapes)):
             return network
-    known = ", ".join(name for network in NETWORKS for name in network.model_types)
     raise ValueError(
         "a ModelCenter checkpoint whose architecture is not "
         + (f"{named!r}" if named else "recognised")

@@ -72,6 +72,37 @@ def gptj_rules(config: Config, last: int) -> list[LegacyRule]:
     ]
 
 
+def opt_rules(config: Config, last: int) -> list[LegacyRule]:
+    body, legacy = "model.decoder.layers.{i}", "decoder.layers.{i}"
+    return [
+        rename("model.decoder.embed_tokens.weight", "input_embedding.weight"),
+        rename("model.decoder.embed_positions.weight", "position_embedding.weight"),
+        rename(f"{body}.self_attn_layer_norm.*", f"{legacy}.{_BEFORE_ATTENTION}.*"),
+        *(rename(f"{body}.self_attn.{n}_proj.*", f"{legacy}.{_ATTENTION}.project_{n}.*") for n in "qkv"),
+        rename(f"{body}.self_attn.out_proj.*", f"{legacy}.{_ATTENTION}.attention_out.*"),
+        rename(f"{body}.final_layer_norm.*", f"{legacy}.{_BEFORE_FFN}.*"),
+        rename(f"{body}.fc1.*", f"{legacy}.{_FFN}.w_in.w.*"),
+        rename(f"{body}.fc2.*", f"{legacy}.{_FFN}.w_out.*"),
+        rename("model.decoder.final_layer_norm.*", "decoder.output_layernorm.*"),
+    ]
+
+
+def llama_rules(config: Config, last: int) -> list[LegacyRule]:
+    body, legacy = "model.layers.{i}", "encoder.layers.{i}"
+    return [
+        rename("model.embed_tokens.weight", "input_embedding.weight"),
+        rename(f"{body}.input_layernorm.weight", f"{legacy}.{_BEFORE_ATTENTION}.weight"),
+        *(rename(f"{body}.self_attn.{n}_proj.*", f"{legacy}.{_ATTENTION}.project_{n}.*") for n in "qkv"),
+        rename(f"{body}.self_attn.o_proj.*", f"{legacy}.{_ATTENTION}.attention_out.*"),
+        rename(f"{body}.post_attention_layernorm.weight", f"{legacy}.{_BEFORE_FFN}.weight"),
+        rename(f"{body}.mlp.gate_proj.*", f"{legacy}.{_FFN}.w_in.w_0.*"),
+        rename(f"{body}.mlp.up_proj.*", f"{legacy}.{_FFN}.w_in.w_1.*"),
+        rename(f"{body}.mlp.down_proj.*", f"{legacy}.{_FFN}.w_out.*"),
+        rename("model.norm.weight", "encoder.output_layernorm.weight"),
+        rename("lm_head.weight", "output_projection.weight"),
+    ]
+
+
 def encoder_decoder_rules(scale: float) -> Callable[[Config, int], list[LegacyRule]]:
     """T5's names, of weights whose hidden states are divided by `scale`."""
 

@@ -27,16 +27,23 @@ class Block(nn.Module):
         use_checkpoint: recompute in backward.
         zero_level: 3: gathered parameters are freed after forward and gathered again for backward; 2: they stay in
             between; None: as ``init_distributed`` says. What else is sharded is for ``init_distributed`` to say.
+        initialized: False.
+        mode: "BLOCK" or "PIPE", without a difference: a PipelineTransformerBlockList takes either.
 
     Raises:
-        ValueError: zero_level is not one of these, or inner_module is not a module.
+        ValueError: zero_level or mode is not one of these, initialized is not False, or inner_module is not a module.
     """
 
     _recompute = False
     _block_level: int | None = None
 
     def __new__(
-        cls, inner_module: nn.Module | None = None, use_checkpoint: bool = True, zero_level: int | None = None
+        cls,
+        inner_module: nn.Module | None = None,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        initialized: bool = False,
+        mode: str = "BLOCK",
     ) -> Any:
         if inner_module is None and cls is not Block:  # copy.deepcopy makes the instance first
             return super().__new__(cls)
@@ -44,12 +51,24 @@ class Block(nn.Module):
             raise ValueError(f"Block wraps a torch.nn.Module, got {type(inner_module).__name__}")
         if zero_level not in (None, 2, 3):
             raise ValueError(f"zero_level of a Block is {zero_level!r}, expected 2, 3 or None")
+        if initialized:
+            raise ValueError(
+                "initialized of a Block is True, expected False: blocks share parameters by being the same module, "
+                "which may stand in a list several times"
+            )
+        if mode not in ("BLOCK", "PIPE"):
+            raise ValueError(f"mode of a Block is {mode!r}, expected 'BLOCK' or 'PIPE'")
         if not isinstance(inner_module, Block):
             inner_module.__class__ = _class_of(type(inner_module))
         return inner_module
 
     def __init__(
-        self, inner_module: nn.Module | None = None, use_checkpoint: bool = True, zero_level: int | None = None
+        self,
+        inner_module: nn.Module | None = None,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        initialized: bool = False,
+        mode: str = "BLOCK",
     ) -> None:
         # Not the inner module's own __init__, which has run.
         self._recompute = use_checkpoint

@@ -137,6 +137,11 @@ def test_a_block_is_its_module_and_changes_no_name():
     assert not isinstance(toys.Layer(), bmt.Block)
     with pytest.raises(ValueError, match="zero_level of a Block is 1, expected 2, 3"):
         bmt.Block(layer, zero_level=1)
+    assert bmt.Block(layer, True, 3, False, "PIPE") is layer is bmt.Block(layer, mode="BLOCK")
+    with pytest.raises(ValueError, match="mode of a Block is 'pipe', expected 'BLOCK' or 'PIPE'"):
+        bmt.Block(layer, mode="pipe")
+    with pytest.raises(ValueError, match="initialized of a Block is True, expected False"):
+        bmt.Block(layer, initialized=True)
     with pytest.raises(ValueError, match=r"wraps a torch\.nn\.Module, got list"):
         bmt.Block([layer])
 

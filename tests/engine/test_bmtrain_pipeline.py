@@ -61,7 +61,7 @@ OTHERS = list(zip(SIZES, (False, True, False), strict=True))
     [*zip(SIZES, (True, False, True), strict=True), *(pytest.param(*c, marks=pytest.mark.full) for c in OTHERS)],
 )
 def test_two_stages_train_as_plain_torch(two, sizes, recompute):
-    check(two.run(run, {"pipe_size": 2, **sizes}, 3, {"use_checkpoint": recompute}), 3, 2)
+    check(two.run(run, {"pipe_size": 2, **sizes}, 3, {"use_checkpoint": recompute, "mode": "PIPE"}), 3, 2)
 
 
 def run(sizes, layers, kwargs):

@@ -69,11 +69,12 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def show_own_parameters(model: nn.Module) -> None:
     """Let ``model`` show what it keeps of its parameters: no gathered ones, as it may after a forward without a
-    backward, and no casts, as it may after a backward that raised."""
+    backward, its own or that of a model around it, and no casts, as it may after a backward that raised."""
     if _any_sharded():
-        from engine.parallel.fsdp import reshard
+        from engine.parallel.fsdp import reshard, reshard_around
 
         reshard(model)
+        reshard_around(model)
     for module in model.modules():
         hide_casts_of(module)
 

@@ -18,7 +18,7 @@ from engine.parallel.shard import lay_over_ranks
 from engine.parallel.units import find_units
 from engine.precision import Policy
 from engine.registry import AWAITS_SHARDING
-from engine.shards import is_sharded, materialize, sharded_roots
+from engine.shards import is_sharded, materialize, sharded_roots, show_own_parameters
 from engine.tensors import as_bytes, is_shard
 
 
@@ -63,6 +63,7 @@ def shard_from_rank_0(
 
     What was on meta has memory afterwards, and no values; nor need ``overwritten`` parameters have any.
     """
+    show_own_parameters(model)  # gathered ones would be sharded again
     marks = declared_attributes(model)
     skipped = {id(p) for name, p in model.named_parameters() if name in overwritten}
     for root in _roots(model):

@@ -36,14 +36,14 @@ from engine.parallel.fsdp import (
     replaced_parameter,
     reshard,
     trained_shards,
+    under_way,
+    with_gathered,
 )
 from engine.parallel.gloo.collectives import GlooCollectives
 from engine.parallel.scalars import Scalars
 from engine.parallel.unused import Unused
 from engine.torch_compat import in_backward
 
-# Models whose last forward has left parameters gathered: a step would not reach them, and the next forward uses them.
-_with_gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _MIXED = "mixed torch.Tensor and DTensor"
 _MIXED_NOTE = (
     "engine.shard: a module used parameters of another, which are whole in that one's own forward only. Leave that one "
@@ -101,6 +101,8 @@ class ForwardHooks:
             )
         if self._depth == 0:
             self._drop_old()
+            if (model := self._model()) is not None:
+                under_way.add(model)
         self._depth += 1
 
     def leave(self, *_: Any) -> None:
@@ -116,10 +118,11 @@ class ForwardHooks:
             self._collectives.after_forward()
         if (model := self._model()) is None:
             return
+        under_way.discard(model)
         if not torch.is_grad_enabled():
             reshard(model)
             return
-        _with_gathered.add(model)
+        with_gathered.add(model)
 
     def _before_backward(self) -> None:
         _refuse_create_graph()
@@ -150,7 +153,7 @@ class ForwardHooks:
                 self._start()
             if not in_backward():  # else it is computed again, and what is gathered ahead is that backward's
                 self._drop_old()
-            _with_gathered.add(model)
+            with_gathered.add(model)
 
     def _check_replaced(self) -> None:
         """Raises ValueError where FSDP would compute with its own parameters in place of those that are there."""
@@ -232,8 +235,8 @@ def _reshard_shown(*_: Any) -> None:
     """
     if in_backward():  # an optimizer that steps there: what is gathered is in use
         return
-    while _with_gathered:
-        model = _with_gathered.pop()
+    while with_gathered:
+        model = with_gathered.pop()
         if isinstance(model, FSDPModule) and has_unreduced_gradients(model):
             drop_pass(model)
             raise ValueError(

@@ -31,6 +31,19 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+# Models whose last forward has left parameters gathered: a step would not reach them, and the next forward uses them.
+with_gathered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+under_way: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose forward has begun and not ended
+
+
+def reshard_around(part: torch.nn.Module) -> None:
+    """Free what the models that ``part`` belongs to have gathered, except in their forward, which uses it."""
+    modules = set(part.modules())
+    for model in list(with_gathered):
+        if model not in under_way and not modules.isdisjoint(model.modules()):
+            reshard(model)
+
+
 class Uses(Protocol):
     """Is told, in each backward, which parameters it used."""
 

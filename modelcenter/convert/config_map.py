@@ -150,6 +150,8 @@ class ConfigMap:
         model_type = given.pop("model_type", None) or config_class.model_type
         if model_type != config_class.model_type:
             raise ValueError(f"model_type: got {model_type!r}, expected {config_class.model_type!r}")
+        if (numbered := names_of_numbers(given)) is not None:
+            given["id2label"] = numbered
         ours, extra = self._to_ours(given, config_class, "config field")
         if ours.get("id2label") is not None:
             ours.pop("num_labels", None)  # as transformers: the names of the labels decide how many there are
@@ -298,11 +300,8 @@ def _with_id2label(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if (numbers := overrides.get("label2id")) is None:
         return overrides
-    try:
-        names = {operator.index(number): str(name) for name, number in numbers.items()}
-    except (AttributeError, TypeError):
-        names = {}
-    if not names or sorted(names) != list(range(len(numbers))):
+    names = _names_by_number(numbers)
+    if names is None:
         raise ValueError(
             f"label2id: got {numbers!r:.80}, expected the number of each label by its name: 0, 1 and so on, each once"
         )
@@ -310,6 +309,21 @@ def _with_id2label(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     if given is not None and _as_labels(given) != names:
         raise ValueError(f"label2id is {numbers!r:.80} but id2label {given!r:.80}; give either")
     return {**overrides, "id2label": names}
+
+
+def names_of_numbers(values: Mapping[str, Any]) -> dict[int, str] | None:
+    """The labels of a config.json that names them by label2id alone, which transformers forgets; None: of any other."""
+    names = None if values.get("id2label") else _names_by_number(values.get("label2id"))
+    return names if names is not None and values.get("num_labels") in (None, len(names)) else None
+
+
+def _names_by_number(numbers: Any) -> dict[int, str] | None:
+    """The inverse of a label2id; None: it does not number the labels from 0 on, each once."""
+    try:
+        names = {operator.index(number): str(name) for name, number in numbers.items()}
+    except (AttributeError, TypeError):
+        return None
+    return dict(sorted(names.items())) if names and sorted(names) == list(range(len(numbers))) else None
 
 
 def _as_labels(names: Any) -> dict[int, str]:

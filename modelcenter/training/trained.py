@@ -10,6 +10,7 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.command_line.yaml_file import read_mapping
+from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import read_config, resolve, resolve_file
@@ -131,7 +132,7 @@ def resolve_model_names(cfg: Any) -> None:
 
 def class_names(config: dict[str, Any]) -> list[str]:
     """The names of the classes of a checkpoint's head, in order; empty if its configuration has none."""
-    named = config.get("id2label")
+    named = config.get("id2label") or names_of_numbers(config)
     if not isinstance(named, dict) or not all(str(number).isdecimal() for number in named):
         return []
     return [str(named[number]) for number in sorted(named, key=int)]

@@ -292,6 +292,11 @@ def test_names_and_numbers_of_labels_must_agree():
             CONFIG.read(SIZES, BertConfig, {"label2id": numbers, "id2label": ["y", "x"]})
     assert CONFIG.read(named | {"num_labels": 9}, BertConfig).num_labels == 3  # as transformers: the names decide
     assert CONFIG.read(SIZES | {"num_labels": 9}, BertConfig).num_labels == 9
+    numbered = SIZES | {"label2id": {"x": 2, "y": 0, "z": 1}, "id2label": None}
+    for count in ({}, {"num_labels": 3}):
+        assert CONFIG.read(numbered | count, BertConfig).id2label == {0: "y", 1: "z", 2: "x"}
+    assert CONFIG.read(numbered | {"num_labels": 4}, BertConfig).id2label is None  # the names are not of this head
+    assert CONFIG.read(SIZES | {"label2id": {"x": 1}}, BertConfig).id2label is None
     with pytest.raises(ValueError, match="num_labels is 3 but id2label names 2"):
         CONFIG.read(SIZES, BertConfig, {"num_labels": 3, "id2label": ["x", "y"]})
     written = CONFIG.write(CONFIG.read(SIZES, BertConfig, {"num_labels": 3}), "BertModel", "float32")

@@ -120,6 +120,10 @@ def test_directories(tmp_path, capsys):
     about = model_info(str(run))
     assert about["dtype"] == "bfloat16" and set(about["stored"]["dtypes"]) == {"BF16"}
     assert about["labels"] == ["bad", "good", "so so"]
+    config = json.loads((run / "model" / "config.json").read_text())
+    config |= {"id2label": None, "label2id": {"so so": 2, "bad": 0, "good": 1}}
+    (run / "model" / "config.json").write_text(json.dumps(config))
+    assert model_info(str(run))["labels"] == about["labels"]
     shards = sorted((run / "model").glob("model-*"))
     shards[0].unlink()
     about = model_info(str(run))

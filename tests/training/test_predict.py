@@ -18,7 +18,7 @@ from modelcenter.training.config import ClassificationConfig
 from modelcenter.training.inference.output_file import check_output, write_lines, write_rows
 from modelcenter.training.output.json_text import finite
 from modelcenter.training.tasks.classification import Classification
-from modelcenter.training.trained import TrainedModel
+from modelcenter.training.trained import TrainedModel, class_names
 from scripts.finetune_classification import main
 
 
@@ -368,6 +368,13 @@ def test_several_labels_keep_their_meaning(tmp_path):
     task.adopt_label_order(["Z", "x", "y"])
     assert task.labels.names == ("z", "x", "y")
     assert task.targets.tolist() == task.eval_targets.tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0]]
+
+
+def test_names_that_only_label2id_has_decide_the_order_too():
+    """Else a run that starts from such a checkpoint would give its rows of the head to other classes."""
+    assert class_names({"label2id": {"x": 1, "y": 0}, "num_labels": 2}) == ["y", "x"]
+    assert class_names({"label2id": {"x": 1, "y": 0}, "id2label": {"1": "b", "0": "a"}}) == ["a", "b"]
+    assert class_names({"label2id": {"x": 1, "y": 0}, "num_labels": 3}) == class_names({}) == []
 
 
 def turned(folder, tmp_path):

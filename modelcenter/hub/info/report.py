@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter import registry
+from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
 from modelcenter.hub.info.parameter_counts import body_sizes, our_names, task_sizes
@@ -97,7 +98,7 @@ def _describe_config(config: Mapping[str, Any]) -> dict[str, Any]:
         described["sizes"] = {key: ours[key] for key in _SHOWN if key in ours}
     else:
         described |= {"task": None, "tasks": [], "sizes": {}}
-    labels = config.get("id2label")
+    labels = config.get("id2label") or names_of_numbers(config)
     if labels:
         described["labels"] = list(labels.values()) if isinstance(labels, dict) else list(labels)
     return described

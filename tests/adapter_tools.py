@@ -69,7 +69,8 @@ def peft_model(base: Path, family: str, task: str, adapter: Path):
     return model
 
 
-def same(one: torch.Tensor, other: torch.Tensor, tolerance: float = 6e-5):
+def same(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-4):
+    # Random weights make much of roundings, and products of few rows may be rounded by another operator than torch's.
     gap = ((one - other).abs().max() / one.abs().max()).item()
     assert gap <= tolerance, gap
 

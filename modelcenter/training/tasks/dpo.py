@@ -7,6 +7,7 @@ model's log-probabilities are computed once, before the first step, and are part
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -74,6 +75,7 @@ class PreferenceExamples(TokenExamples):
         batch["reference"] = torch.from_numpy(self.reference[rows].reshape(-1))
         return batch
 
+    @cached_property
     def digest(self) -> str:
         """A name for what the log-probabilities are of: all pairs, as the model is given them."""
         tokens = self.answers.tokens
@@ -209,7 +211,7 @@ class DPO(LanguageModelling):
         with together(f"reading the reference's log-probabilities in {checkpoint}"):
             if engine.rank() == 0:
                 kept = read_reference(checkpoint, self._reference_name())
-                found = [kept.get(examples.digest()) for examples in self.sets]
+                found = [kept.get(examples.digest) for examples in self.sets]
         found = from_rank_0(found)
         for examples, log_probs in zip(self.sets, found, strict=True):
             if log_probs is not None:
@@ -220,7 +222,7 @@ class DPO(LanguageModelling):
         return "the start" if self.cfg.reference is None else absolute_path("reference", self.cfg.reference)
 
     def write_extra(self, folder: Path) -> None:
-        kept = {examples.digest(): examples.reference for examples in self.sets}
+        kept = {examples.digest: examples.reference for examples in self.sets}
         write_reference(folder, self._reference_name(), kept)
 
     def load_reference(self, name: str, like: Model, **options: Any) -> Model:

@@ -130,7 +130,7 @@ def tensors_of(millions: int) -> int:
 def measure(kind: str, count: int) -> dict[str, float]:
     """The best milliseconds of each contender."""
     if kind == "large":
-        return steps.best_ms(large_steps(count), 7)
+        return steps.best_ms(large_steps(count), 20)
     return steps.best_ms({kind: small_step(kind) for kind in SMALL}, 300)
 
 

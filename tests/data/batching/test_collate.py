@@ -55,3 +55,9 @@ def test_choices_of_joined_rows():
     assert merge([two, one, none])["num_choices"].tolist() == [2, 2, 4]
     each = merge([one | {"num_choices": torch.tensor([1, 3])}, two])
     assert each["num_choices"].tolist() == [1, 3, 2, 2] and each["cu_seqlens"][-1] == 20
+
+
+def test_as_many_targets_as_a_row_has_tokens_stay_those_of_the_row():
+    rows = [pack(TOKENS, np.array([0]), np.eye(4, 3, dtype=np.float32)) for _ in range(2)]
+    assert [batch["input_ids"].shape for batch in rows] == [batch["labels"].shape for batch in rows] == [(1, 3)] * 2
+    assert merge(rows)["labels"].tolist() == [[1, 0, 0], [1, 0, 0]] and merge(rows)["input_ids"].shape == (1, 6)

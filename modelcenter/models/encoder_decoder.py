@@ -14,6 +14,7 @@ may be half of the model, and a stage in the middle would need a copy of it.
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +47,27 @@ class Side(nn.Module):
         super().__init__()
         self.layers = layers
         self.final_norm = final_norm
+
+
+@dataclass
+class _SideRun:
+    """What a forward has of one side.
+
+    Attributes:
+        ctx: its tokens; None: a side that the task does not have, or an encoder whose keys the cache remembers.
+        states: hidden states (T, hidden_size) on this rank, the last of which the next unit reads.
+        runs: its units run; not those of an encoder whose final states the caller gave.
+        all_states: the states after every unit are kept, not only the last.
+    """
+
+    ctx: Packed | None = None
+    states: list[Tensor] = field(default_factory=list)
+    runs: bool = True
+    all_states: bool = False
+
+    def states_after(self, units: int) -> int:
+        """How many states there are after so many of its units."""
+        return 0 if self.ctx is None else units + 1 if self.all_states else 1
 
 
 def _encoder_states(given: Any) -> Tensor:
@@ -150,119 +172,109 @@ class EncoderDecoder(DecoderInputs):
         stage, cache = self.pipeline, past_of(batch)
         if cache is not None:
             batch = {**batch, "past_key_values": cache}
-        memory, ctx, encoded, decoded = self._begin_sides(batch, cache)
-        all_states = bool(batch.get("output_hidden_states"))
-        runs_encoder = memory is not None and batch.get("encoder_outputs") is None
-        all_encoded = all_states and runs_encoder
-        depth = len(self.encoder.layers)
-        total = depth + (0 if self.decoder is None else len(self.decoder.layers))
-        part = range(total) if stage is None else stage.part
+        encoder, decoder = self._begin_sides(batch, cache)
+        depth, behind = len(self.encoder.layers), 0 if self.decoder is None else len(self.decoder.layers)
+        part = range(depth + behind) if stage is None else stage.part
         if stage is not None and not stage.first:
-            received = stage.receive(self._shapes_of_sides(memory, ctx, part.start, all_encoded, all_states))
-            split_at = len(received) - (0 if ctx is None else self._num_decoder_states(part.start, all_states))
-            encoded, decoded = received[:split_at], received[split_at:]
-        if runs_encoder and memory is not None and part.start < depth:
-            encoded = self._run_encoder(part, encoded, memory, all_encoded)
-        if self.decoder is not None and ctx is not None and part.stop > depth:
-            if memory is not None:
-                seen, split = self.bridge_states(encoded[-1]), self.token_split
-                ctx.attend_to(seen if split is None else split.to_units(seen), memory.sequences)
-            self.set_attention_bias(ctx, self.decoder)
-            units = [*self.decoder.layers][max(0, part.start - depth) : part.stop - depth]
-            decoded = self.run_units(units, decoded, ctx, all_states)
+            shapes = self._shapes_of_sides(encoder, decoder, part.start)
+            received, count = stage.receive(shapes), encoder.states_after(min(part.start, depth))
+            encoder.states, decoder.states = received[:count], received[count:]
+        if part.start < depth:
+            self._run_encoder(encoder, part)
+        if part.stop > depth:
+            self._run_decoder(decoder, encoder, range(max(0, part.start - depth), part.stop - depth))
         if cache is not None and (stage is None or stage.leaves):
             cache.end()
         if stage is not None and not stage.last:
-            shapes = self._shapes_of_sides(memory, ctx, part.stop, all_encoded, all_states)
-            return stage.hand_over([*encoded, *decoded], shapes)
-        if self.decoder is None or ctx is None:
-            assert memory is not None
-            return self._encoder_output(batch, encoded, memory, all_encoded)
-        decoded[-1] = self.after_units(decoded[-1], ctx, self.decoder)
-        out = self.end(decoded[-1], ctx, batch)
-        if cache is not None:
-            out["past_key_values"] = cache
-        self._add_states(out, encoded, decoded, memory, ctx, all_encoded, all_states)
-        return out
+            shapes = self._shapes_of_sides(encoder, decoder, part.stop)
+            return stage.hand_over([*encoder.states, *decoder.states], shapes)
+        if decoder.ctx is None:
+            return self._encoder_output(batch, encoder)
+        return self._decoder_output(batch, encoder, decoder, cache)
 
-    def _run_encoder(self, part: range, states: list[Tensor], ctx: Packed, all_states: bool) -> list[Tensor]:
-        """Run the encoder's units in `part` (`run_units`), and after its last one what follows them."""
-        self.set_attention_bias(ctx, self.encoder)
-        states = self.run_units([*self.encoder.layers][part.start : part.stop], states, ctx, all_states)
-        if part.stop >= len(self.encoder.layers):
-            states[-1] = self.after_units(states[-1], ctx, self.encoder)
-        return states
-
-    def _encoder_output(self, batch: Batch, encoded: list[Tensor], memory: Packed, all_states: bool) -> ModelOutput:
-        """The output of a task without a decoder."""
-        out = self.end(encoded[-1], memory, batch)
-        if all_states:
-            out["hidden_states"] = self.returned_states(encoded, memory)
-            out["last_hidden_state"] = memory.repad(encoded[-1])
-        return out
-
-    def _add_states(
-        self,
-        out: ModelOutput,
-        encoded: list[Tensor],
-        decoded: list[Tensor],
-        memory: Packed | None,
-        ctx: Packed,
-        all_encoded: bool,
-        all_states: bool,
-    ) -> None:
-        """Add the hidden states of both sides that are asked for to the outputs, in transformers' names and order."""
-        if all_states:
-            out["decoder_hidden_states"] = self.returned_states(decoded, ctx)
-        if memory is not None and (all_states or not self.training):
-            out["encoder_last_hidden_state"] = memory.repad(encoded[-1])
-        if memory is not None and all_encoded:
-            out["encoder_hidden_states"] = self.returned_states(encoded, memory)
-        if all_states:
-            out["last_hidden_state"] = ctx.repad(decoded[-1])  # last, as in Model.run
-
-    def _begin_sides(
-        self, batch: Batch, cache: KVCache | None
-    ) -> tuple[Packed | None, Packed | None, list[Tensor], list[Tensor]]:
-        """The shape of the tokens of each side, and its first hidden states where this rank makes them. Nothing of the
-        encoder once its keys are cached."""
-        memory: Packed | None = None
-        ctx: Packed | None = None
-        encoded: list[Tensor] = []
-        decoded: list[Tensor] = []
-        encodes, first = cache is None or not cache.lengths, self.pipeline is None or self.pipeline.first
-        if first and encodes:
-            x, memory = self.begin(batch)
-            encoded = [x]
-        elif encodes:
-            memory = self._pack_encoder(batch)
-        if first and self.decoder is not None:
-            x, ctx = self.begin_decoder(batch)
-            decoded = [x]
-        elif self.decoder is not None:
-            ctx = self.pack(self.decoder_inputs(batch), "decoder_")
+    def _begin_sides(self, batch: Batch, cache: KVCache | None) -> tuple[_SideRun, _SideRun]:
+        """The tokens of the encoder and of the decoder, and their first hidden states where this rank makes them."""
+        all_states, first = bool(batch.get("output_hidden_states")), self.pipeline is None or self.pipeline.first
+        runs = batch.get("encoder_outputs") is None
+        encoder, decoder = _SideRun(runs=runs, all_states=runs and all_states), _SideRun(all_states=all_states)
+        if cache is None or not cache.lengths:
+            if first:
+                x, encoder.ctx = self.begin(batch)
+                encoder.states = [x]
+            else:
+                encoder.ctx = self._pack_encoder(batch)
+        if self.decoder is not None:
+            if first:
+                x, decoder.ctx = self.begin_decoder(batch)
+                decoder.states = [x]
+            else:
+                decoder.ctx = self.pack(self.decoder_inputs(batch), "decoder_")
+        memory, ctx = encoder.ctx, decoder.ctx
         if memory is not None and ctx is not None and ctx.num_sequences != memory.num_sequences:
             raise ValueError(
                 f"the encoder has {memory.num_sequences} sequences and the decoder {ctx.num_sequences}; "
                 "input_ids and decoder_input_ids (or labels) must agree in rows; packed ones take cu_seqlens and "
                 "decoder_cu_seqlens"
             )
-        return memory, ctx, encoded, decoded
+        return encoder, decoder
 
-    def _num_decoder_states(self, units: int, all_states: bool) -> int:
-        """How many of the decoder's hidden states there are after so many units of both sides."""
-        return max(0, units - len(self.encoder.layers)) + 1 if all_states else 1
-
-    def _shapes_of_sides(
-        self, memory: Packed | None, ctx: Packed | None, units: int, all_encoded: bool, all_states: bool
-    ) -> list[tuple[int, int]]:
+    def _shapes_of_sides(self, encoder: _SideRun, decoder: _SideRun, units: int) -> list[tuple[int, int]]:
         """Shapes of the hidden states that go from a stage to the next, after so many units of both sides."""
+        depth = len(self.encoder.layers)
         shapes: list[tuple[int, int]] = []
-        if memory is not None:
-            shapes += self._stage_shapes(memory, min(units, len(self.encoder.layers)), all_encoded)
-        if ctx is not None:
-            shapes += self._stage_shapes(ctx, self._num_decoder_states(units, all_states) - 1, all_states)
+        for side, done in ((encoder, min(units, depth)), (decoder, max(0, units - depth))):
+            if side.ctx is not None:
+                shapes += self._stage_shapes(side.ctx, done, side.all_states)
         return shapes
+
+    def _run_encoder(self, side: _SideRun, part: range) -> None:
+        """Run the encoder's units in `part`, and after its last one what follows them."""
+        if side.ctx is None or not side.runs:
+            return
+        self.set_attention_bias(side.ctx, self.encoder)
+        units = [*self.encoder.layers][part.start : part.stop]
+        side.states = self.run_units(units, side.states, side.ctx, side.all_states)
+        if part.stop >= len(self.encoder.layers):
+            side.states[-1] = self.after_units(side.states[-1], side.ctx, self.encoder)
+
+    def _run_decoder(self, side: _SideRun, encoder: _SideRun, part: range) -> None:
+        """Run the decoder's units in `part`, which see the final states of the encoder."""
+        if self.decoder is None or side.ctx is None:
+            return
+        if encoder.ctx is not None:
+            seen, split = self.bridge_states(encoder.states[-1]), self.token_split
+            side.ctx.attend_to(seen if split is None else split.to_units(seen), encoder.ctx.sequences)
+        self.set_attention_bias(side.ctx, self.decoder)
+        units = [*self.decoder.layers][part.start : part.stop]
+        side.states = self.run_units(units, side.states, side.ctx, side.all_states)
+
+    def _encoder_output(self, batch: Batch, side: _SideRun) -> ModelOutput:
+        """The output of a task without a decoder."""
+        assert side.ctx is not None
+        out = self.end(side.states[-1], side.ctx, batch)
+        if side.all_states:
+            out["hidden_states"] = self.returned_states(side.states, side.ctx)
+            out["last_hidden_state"] = side.ctx.repad(side.states[-1])
+        return out
+
+    def _decoder_output(self, batch: Batch, encoder: _SideRun, decoder: _SideRun, cache: KVCache | None) -> ModelOutput:
+        """The output of a task with a decoder, in transformers' names and order: of its head, and the hidden states of
+        both sides that are asked for."""
+        memory, ctx = encoder.ctx, decoder.ctx
+        assert self.decoder is not None and ctx is not None
+        x = decoder.states[-1] = self.after_units(decoder.states[-1], ctx, self.decoder)
+        out = self.end(x, ctx, batch)
+        if cache is not None:
+            out["past_key_values"] = cache
+        if decoder.all_states:
+            out["decoder_hidden_states"] = self.returned_states(decoder.states, ctx)
+        if memory is not None and (decoder.all_states or not self.training):
+            out["encoder_last_hidden_state"] = memory.repad(encoder.states[-1])
+        if memory is not None and encoder.all_states:
+            out["encoder_hidden_states"] = self.returned_states(encoder.states, memory)
+        if decoder.all_states:
+            out["last_hidden_state"] = ctx.repad(x)  # last, as in Model.run
+        return out
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task in ("base", "text-encoding"):

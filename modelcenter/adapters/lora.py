@@ -35,6 +35,7 @@ from modelcenter.adapters.state import (
     uninstall,
 )
 from modelcenter.adapters.targets import choose_layers
+from modelcenter.adapters.update_dropout import key_update_dropout
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.models.base import Model
 
@@ -88,10 +89,13 @@ class Lora:
         if self.quantize is not None and self.use_dora:
             raise ValueError("quantize: not with use_dora, which needs the norms of the weights; leave one out")
         state = self._make_state(model, fresh)
-        if engine.runtime.current().tp_size > 1:
-            self._guard_tensor_parallel(model)
+        split = engine.runtime.current().tp_size > 1
+        if split and self.use_dora:  # its rows' norms are on several ranks
+            raise ValueError("use_dora: not with tp_size above 1; leave it out, or use tp_size=1")
         init_spec = model.init_spec()
         self._inject(model, state)
+        if self.dropout:
+            state.hooks = key_update_dropout(model, split)
         for raw, parameter in model.named_parameters():
             name = clean_name(raw)
             if name in state.trained:
@@ -131,14 +135,6 @@ class Lora:
     @property
     def _alpha(self) -> float:
         return 2 * self.rank if self.alpha is None else self.alpha
-
-    def _guard_tensor_parallel(self, model: Model) -> None:
-        """Refuse what cannot be trained on a part of the outputs: DoRA and dropout."""
-        if self.use_dora or (self.dropout and self.saved is None):
-            what = "use_dora" if self.use_dora else "lora_dropout"
-            raise ValueError(f"{what}: not with tp_size above 1; leave it out, or use tp_size=1")
-        if self.dropout:
-            model.register_forward_pre_hook(_refuse_training)
 
     def _inject(self, model: Model, state: AdapterState) -> None:
         """Put peft's layers around the linear layers, with the ranks and scales of each."""
@@ -271,16 +267,8 @@ def merge_lora(model: Model) -> Model:
         return model
     for layer in lora_layers(model).values():
         local_tensor(layer.lora_B[ADAPTER_NAME].weight).zero_()
+        layer.lora_dropout[ADAPTER_NAME] = torch.nn.Identity()
         if state.dora:
             reset_magnitude(layer)
     state.merged = True
     return model
-
-
-def _refuse_training(model: Any, *_: Any) -> None:
-    """A saved adapter's dropout is no obstacle to those who only use it."""
-    if model.training and model.adapter is not None and not model.adapter.merged:
-        raise ValueError(
-            "lora_dropout: this adapter has dropout, and cannot be trained with tp_size above 1. To use it, call "
-            "model.eval(); to train it, use tp_size=1 or adapter=dataclasses.replace(load_lora(path), dropout=0.0)"
-        )

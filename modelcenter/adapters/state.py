@@ -41,6 +41,7 @@ class AdapterState:
         dropout, dora, rslora: as peft's config has them.
         quantized: how the weights under the updates are kept; None: as they are.
         merged: the weights hold the update, and the adapter adds nothing.
+        hooks: what it put around the modules of the model, each with `remove()`.
         initial: what the file of a saved adapter holds for the model (load.AdapterValues), until `start` writes it.
     """
 
@@ -57,6 +58,7 @@ class AdapterState:
     rslora: bool = False
     quantized: str | None = None
     merged: bool = False
+    hooks: list[Any] = field(default_factory=list)
     initial: Any = None
 
 
@@ -132,6 +134,8 @@ def install(model: Model, state: AdapterState, init_spec: InitSpec) -> None:
 def uninstall(model: Model) -> None:
     """Undo `install`, and make trainable what was trainable before."""
     required = model.adapter.required
+    for hook in model.adapter.hooks:
+        hook.remove()
     model.adapter = None
     for method in ("init_spec", "tp_plan"):
         model.__dict__.pop(method, None)

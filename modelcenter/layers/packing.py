@@ -31,7 +31,7 @@ class Packed:
             tokens, with a dummy sequence at the end of `sequences` where it takes one to divide them.
         draws: what dropouts draw from, where a training loop says which rows these are; None: torch's generator.
         cache: keys and values of earlier tokens (layers.cache.KVCache).
-        memory: (states, sequences) of the encoder, for cross-attention.
+        memory: (states, sequences) of the encoder, for cross-attention. memory_draws: as `draws`, of its tokens.
         rotary: (cos, sin) of each token, made once for all layers (layers.rotary).
         bias, segments, segment_bias, rectangles: what attention adds and hides, as in layers.mask.Mask.
         output_tokens: (m,) indices of the tokens whose states the unit that gets this computes (`with_outputs`); None:
@@ -47,6 +47,7 @@ class Packed:
     draws: Draws | None = None
     cache: Any = None
     memory: tuple[Tensor, Sequences] | None = None
+    memory_draws: Draws | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     bias: Tensor | None = None
     segments: Segments | None = None
@@ -204,17 +205,17 @@ class Packed:
             draws = replace(draws, parts=(*draws.parts, draws.tokens.index_select(0, tokens)))
         return replace(self, output_tokens=tokens, draws=draws)
 
-    def attend_to(self, states: Tensor, sequences: Sequences) -> None:
-        """Let cross-attention read the states of an encoder, `memory`.
+    def attend_to(self, states: Tensor, encoder: "Packed") -> None:
+        """Let cross-attention read the states of the tokens of an encoder, `memory`.
 
         Lengths are compared only where the host knows them: to ask a GPU would be to wait for it.
 
         Raises:
             ValueError: a sequence of the batch has tokens and the encoder's one has none.
         """
-        if self.sequences.lengths is not None and sequences.lengths is not None:
-            self.sequences.paired_lengths(sequences)
-        self.memory = states, sequences
+        if self.sequences.lengths is not None and encoder.sequences.lengths is not None:
+            self.sequences.paired_lengths(encoder.sequences)
+        self.memory, self.memory_draws = (states, encoder.sequences), encoder.draws
 
     def narrow(self, x: Tensor) -> Tensor:
         """(T, ...) -> (m, ...), the rows of the tokens whose states are used."""

@@ -61,7 +61,7 @@ class CrossAttentionMixin(Model):
                 "in rows; packed ones take encoder_cu_seqlens and cu_seqlens"
             )
         x = memory.unpad(states)
-        ctx.attend_to(x if split is None else split.to_units(x), memory.sequences)
+        ctx.attend_to(x if split is None else split.to_units(x), memory)
 
     def tp_plan(self) -> dict[str, str]:
         plan, c = super().tp_plan(), self.config

@@ -3,7 +3,7 @@
     x, memory = self.begin(batch)              # the encoder's tokens
     y, ctx = self.begin_decoder(batch)         # the decoder's
     x = each unit of self.encoder.layers
-    ctx.attend_to(x, memory.sequences)
+    ctx.attend_to(x, memory)
     y = each unit of self.decoder.layers
     return self.end(y, ctx, batch)
 
@@ -243,7 +243,7 @@ class EncoderDecoder(DecoderInputs):
             return
         if encoder.ctx is not None:
             seen, split = self.bridge_states(encoder.states[-1]), self.token_split
-            side.ctx.attend_to(seen if split is None else split.to_units(seen), encoder.ctx.sequences)
+            side.ctx.attend_to(seen if split is None else split.to_units(seen), encoder.ctx)
         self.set_attention_bias(side.ctx, self.decoder)
         units = [*self.decoder.layers][part.start : part.stop]
         side.states = self.run_units(units, side.states, side.ctx, side.all_states)

@@ -186,7 +186,7 @@ def test_a_row_without_memory_is_refused(packed):
 
 def test_one_row_without_memory_is_refused():
     rows = Packed.from_cu_seqlens(torch.tensor([0, 2, 5], dtype=torch.int32), None, 5)
-    memory = Packed.from_cu_seqlens(torch.tensor([0, 4, 4], dtype=torch.int32), None, 4).sequences
+    memory = Packed.from_cu_seqlens(torch.tensor([0, 4, 4], dtype=torch.int32), None, 4)
     with pytest.raises(ValueError, match="no token for the encoder"):
         rows.attend_to(torch.randn(4, 8), memory)
     assert rows.memory is None

@@ -60,17 +60,18 @@ def parameters(folder, name):
 
 
 def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch, capfd):
-    main(command(values_of(folder, "whole", **LORA)))
+    lora = LORA | {"lora_dropout": 0.3}
+    main(command(values_of(folder, "whole", **lora)))
     with monkeypatch.context() as patch:
         die_at(patch, 3, signal.SIGTERM)
-        main(command(values_of(folder, "run", **LORA)))
+        main(command(values_of(folder, "run", **lora)))
     stopped = parameters(folder, "run")
-    main(command(values_of(folder, "run", **LORA)))
+    main(command(values_of(folder, "run", **lora)))
     assert went_on_after(capfd) == 4
     assert stopped == parameters(folder, "run") == sum(t.numel() for t in weights(folder, "whole").values())
     assert curve(folder, "run") == curve(folder, "whole")
     cut = {"zero": 3, "batch_size": 2, "gradient_accumulation_steps": 2}
-    on_ranks(lambda: main(command(values_of(folder, "two", **LORA, **cut))), 2, timeout=90)
+    on_ranks(lambda: main(command(values_of(folder, "two", **lora, **cut))), 2, timeout=90)
     for row, expected in zip(curve(folder, "two"), curve(folder, "whole"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
     for name, tensor in weights(folder, "whole").items():
@@ -113,7 +114,7 @@ def test_a_lora_run_on_a_pipeline(folder, dora):
     """Two stages train, merge and save what one process does."""
     sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0, "num_layers": 2}
     mc.from_config("tiny/bert", "sequence-classification", num_labels=2, **sizes).save_pretrained(folder / "base")
-    more = {**LORA, "max_steps": 3, **({"use_dora": True} if dora else {})}
+    more = {**LORA, "lora_dropout": 0.3, "max_steps": 3, **({"use_dora": True} if dora else {})}
     main(command(values_of(folder, "whole", **more)))
     on_ranks(lambda: main(command(values_of(folder, "two", pp=2, **more))), 2, timeout=90)
     for row, expected in zip(curve(folder, "two"), curve(folder, "whole"), strict=True):

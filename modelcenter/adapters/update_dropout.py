@@ -1,0 +1,91 @@
+"""Dropout of what goes into a low-rank update, with masks as the model's own: keyed by the token.
+
+peft's layer takes its input alone, and says nothing of the tokens it belongs to. So the module around adapted layers,
+which is called with the batch, notes for each of them by which numbers it is to draw.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.ops import Draws, dropout
+from engine.tensors import local_box
+from modelcenter.adapters.lora_layers import lora_layers
+from modelcenter.adapters.peft_format import ADAPTER_NAME
+from modelcenter.layers.attention import CrossAttention
+from modelcenter.layers.dropout import DrawingModule, name_sites
+from modelcenter.layers.packing import Packed
+
+
+class UpdateDropout(DrawingModule):
+    """x: (..., in_features), or under tensor parallelism this rank's part of them -> the same.
+
+    Attributes:
+        draws: of the batch that its layer is about to see. None: masks are drawn from torch's generator, as where no
+            training loop says which rows a batch holds, and in compiled graphs.
+        first_channel: the number of the first of its channels. split: other ranks have other channels, or the same
+            tokens, and must draw the same masks.
+    """
+
+    draws: Draws | None = None
+    first_channel = 0
+
+    def __init__(self, p: float, split: bool = False):
+        super().__init__()
+        self.p, self.split = p, split
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        if self.draws is None or torch.compiler.is_compiling():
+            if self.split:
+                raise ValueError(
+                    "lora_dropout: the ranks of tp_size above 1 draw the same masks only in a training loop that says "
+                    "which step and rows these are (as the scripts' does), without compile. Use tp_size=1, or leave "
+                    "lora_dropout out, of a saved adapter by dataclasses.replace(load_lora(path), dropout=0.0)"
+                )
+            return dropout(x, self.p)
+        site, tokens = self.site or 0, self.draws.of(x.shape[0])
+        return dropout(x, self.p, key=self.draws.key, site=site, tokens=tokens, first_channel=self.first_channel)
+
+
+def key_update_dropout(model: nn.Module, split: bool) -> list[Any]:
+    """Put UpdateDropout in place of the dropout in peft's layers; split: by tensor parallelism.
+
+    Returns the hooks, each with `remove()`.
+    """
+    layers = lora_layers(model)
+    for layer in layers.values():
+        layer.lora_dropout[ADAPTER_NAME] = UpdateDropout(layer.lora_dropout[ADAPTER_NAME].p, split)
+    name_sites(model)
+    return [model.get_submodule(name).register_forward_pre_hook(_note_draws) for name in _parents(layers)]
+
+
+def _parents(names: Collection[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def _note_draws(parent: Any, args: tuple[Any, ...]) -> None:
+    """Before attention or a feed-forward network: tell the dropouts in it which tokens they will see."""
+    if not parent.training or torch.compiler.is_compiling():
+        return
+    ctx = next((arg for arg in args if isinstance(arg, Packed)), None)
+    for name, layer in parent.named_children():
+        drop = layer.lora_dropout[ADAPTER_NAME] if hasattr(layer, "lora_dropout") else None
+        if isinstance(drop, UpdateDropout):
+            reads_encoder = isinstance(parent, CrossAttention) and name in ("k", "v")
+            drop.draws = None if ctx is None else ctx.memory_draws if reads_encoder else ctx.draws
+            drop.first_channel = _first_input(layer.base_layer.weight)
+
+
+def _first_input(weight: Any) -> int:
+    """The number of the first column of a weight on this rank, which has some of them under tensor parallelism."""
+    if not hasattr(weight, "placements"):
+        return 0
+    _, offset = local_box(weight.shape, weight.device_mesh, weight.placements)
+    return offset[1]

@@ -6,14 +6,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine import runtime
 from engine.collectives import first_difference
 from engine.parallel.rng import rng_streams
-from engine.tensors import local_tensor
+from engine.tensors import as_bytes, local_tensor
 
 
 def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -51,8 +50,8 @@ def digest(value: Any) -> int:
     found = 0
     for name, x in _tensors_in(value):
         found = zlib.crc32(repr((name, tuple(x.shape), x.dtype)).encode(), found)
-        if x.device.type == "cpu" and x.dtype != torch.bfloat16:
-            found = zlib.crc32(x.detach().contiguous().numpy().tobytes(), found)
+        if x.device.type == "cpu":
+            found = zlib.crc32(as_bytes(x.contiguous()).numpy().data, found)
     return found
 
 

@@ -16,6 +16,7 @@ import engine
 from engine import torch_compat
 from engine.loss.vocabulary import VocabularyShard
 from engine.parallel import functional, rng, tensor, tensor_layers
+from engine.parallel.inputs import digest
 from engine.tensors import whole_of
 from engine.testing import Pool, run
 
@@ -325,6 +326,14 @@ def refused(what):
 def test_errors_say_what_to_do(two, what, words):
     for message in two.run(refused, what):
         assert words in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool], ids=str)
+def test_inputs_of_each_dtype_are_told_apart_by_values(dtype):
+    zeros, other = torch.zeros(2, 3), torch.zeros(2, 3)
+    other[1, 2] = 1
+    numbers = {digest({"x": x.to(dtype)}) for x in (zeros, other, other.t().contiguous().t(), other.t())}
+    assert len(numbers) == 3  # how they lie in memory is all the same
 
 
 # -- the comparison notices -------------------------------------------------------------------------------------------

@@ -44,6 +44,15 @@ def test_transpose_past_the_caches(way):
     assert torch.equal(out[:, :4100], values.t()) and not out[:, 4100:].any()
 
 
+def test_transpose_of_rows_that_push_each_other_out_of_the_cache(way):
+    """They lie at multiples of 2048 bytes; of several tiles, the last ones in part."""
+    values = torch.randint(0, 2**15, (300, 1024), dtype=torch.int16)
+    out = torch.full((700, 310), 7, dtype=torch.int16)
+    transpose_(out[:, 3:303], values[:, 5:705])
+    assert torch.equal(out[:, 3:303], values[:, 5:705].t())
+    assert (out[:, :3] == 7).all() and (out[:, 303:] == 7).all()
+
+
 def test_checksum(way):
     data = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     for size in (0, 1, 15, 63, 64, 65, 127, 128, 200, 4096, 5000):

@@ -169,6 +169,14 @@ def test_selective_keeps_nothing_that_a_recurrent_layer_changes_in_place(kind):
     torch.testing.assert_close(gradients("selective"), gradients("none"))
 
 
+def test_selective_keeps_products_again_after_a_recurrent_layer_has_raised():
+    unit = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GRU(4, 4))
+    wrap_units_([unit], "selective", False)
+    with pytest.raises((RuntimeError, ValueError), match="xpected input to be 2D or 3D"):
+        unit(torch.ones(2, 2, 2, 4))
+    assert "addmm.default" not in backward_operators("selective")
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("how", ["block", "full", "selective"])
 def test_scripted_functions_compute_again_what_they_have_computed(how):

@@ -142,6 +142,20 @@ def test_gradients_have_the_same_bits_and_less_is_kept(by, made, layers, dtype):
     assert kept < more
 
 
+@pytest.mark.parametrize("shape", [(5, 8, WIDTH), (WIDTH,)], ids=str)
+@pytest.mark.parametrize("layer", [linear, lambda *args: linear_activated(*args, gelu)], ids=["linear", "activated"])
+def test_rows_in_more_dimensions_and_in_none(by, layer, shape):
+    found = []
+    for cheap in (True, False):
+        leaves = x, weight, bias = drawn(shape, (9, WIDTH), (9,))
+        with remade.remaking() if cheap else contextlib.nullcontext():
+            out = layer(gelu(x), weight, bias)
+        found.append(torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view(out.shape)))
+    for ours, theirs, leaf in zip(*found, leaves, strict=True):
+        assert ours.shape == leaf.shape
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("onednn", [True, False])
 def test_products_of_the_compiled_operators(compiled, monkeypatch, onednn):
     """On a CPU of either maker."""

@@ -296,9 +296,11 @@ class CallsAllHeads(nn.Module):
         return [head(x) for head in self.heads][number].sum()
 
 
-def losses_of_other_units(numbers, units):
+def losses_of_other_units(numbers, units, by_hand=False):
     model = CallsAllHeads()
     engine.shard(model, units=[model.body] if units == "body" else None)
+    if by_hand:
+        return model(numbers[engine.rank()]).backward()
     engine.accumulate(model, [numbers[engine.rank()]], lambda number, _: model(number), lambda _: {})
 
 
@@ -307,6 +309,13 @@ def test_losses_that_depend_on_other_units_are_an_error(two):
     two.run(losses_of_other_units, (0, 1), "body")
     with pytest.raises(RuntimeError, match="the gradients of this step are wrong: ranks reached .* out of units="):
         two.run(losses_of_other_units, (0, 1), None)
+
+
+def test_losses_that_depend_on_other_units_are_an_error_in_a_loop_of_ones_own(two):
+    two.run(losses_of_other_units, (0, 0), None, True)
+    two.run(losses_of_other_units, (0, 1), "body", True)
+    with pytest.raises(RuntimeError, match="the gradients of this step are wrong: ranks reached .* out of units="):
+        two.run(losses_of_other_units, (0, 1), None, True)
 
 
 def test_so_it_has_none_in_one_process():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import engine
-from engine.parallel.units import find_units
+from engine.parallel.units import choose_units, find_units
 
 # steps -> ranks -> indices of microbatches: one each; ragged; and one rank with none at all
 TWO = [[[0], [1]], [[2, 3, 4, 5], [6, 7, 8]], [[9], []]]
@@ -329,8 +329,20 @@ def test_units_that_are_found():
 
     both = Two()
     assert find_units(both) == [*both.encoder.layers, *both.decoder.layers]
+    plain._no_split_modules = ["Nothing"]
+    assert find_units(plain) == list(plain.layers)
+    plain._no_split_modules = ["LayerNorm", "Embedding"]
+    assert find_units(plain) == [plain.embed, *(layer.norm for layer in plain.layers)]
     plain.shard_units = lambda: [plain.head]
     assert find_units(plain) == [plain.head]
+
+
+def test_units_that_share_a_parameter_are_left_to_the_root():
+    model = toys.build()
+    model.layers[0].up.weight = model.layers[2].up.weight
+    assert choose_units(model, None) == {model.layers[1]}
+    model.layers[1].down.weight = model.head.weight  # the root's
+    assert choose_units(model, None) == set()
 
 
 def test_models_and_arguments_that_cannot_be_sharded_are_named(two):

@@ -190,8 +190,7 @@ def _restore_buffers(model: nn.Module, device: torch.device) -> None:
         if not lost:
             continue
         for name in lost:
-            # A value that no rule leaves, to see whether the rule wrote the buffer.
-            fill = float("nan") if module._buffers[name].is_floating_point() else _unlikely(module._buffers[name].dtype)
+            fill = _unlikely(module._buffers[name].dtype)
             module._buffers[name] = torch.full_like(module._buffers[name], fill, device=device)
         if callable(getattr(module, "reset_buffers", None)):
             module.reset_buffers()
@@ -202,13 +201,20 @@ def _restore_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers.update({name: clone._buffers[name] for name in lost})
         for name in lost:
             buffer = module._buffers[name]
-            untouched = buffer.isnan() if buffer.is_floating_point() else buffer == _unlikely(buffer.dtype)
+            untouched = buffer.isnan() | (buffer == _unlikely(buffer.dtype))
             if name in module._non_persistent_buffers_set and buffer.dtype != torch.bool and bool(untouched.any()):
+                full = f"{prefix}.{name}" if prefix else name
                 raise ValueError(
-                    f"buffer {prefix}.{name} was built on meta and is in no checkpoint, so its value is lost: give "
+                    f"buffer {full} was built on meta and is in no checkpoint, so its value is lost: give "
                     f"{type(module).__name__} a reset_buffers() that computes it in place"
                 )
 
 
-def _unlikely(dtype: torch.dtype) -> int:
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).min
+def _unlikely(dtype: torch.dtype) -> float:
+    """A value that no rule leaves, to see whether it wrote a buffer; of bool there is none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype == torch.bool:
+        return True
+    info = torch.iinfo(dtype)
+    return info.min or info.max  # masks of unsigned numbers are full of zeros

@@ -140,6 +140,27 @@ def test_materialize_keeps_what_is_there_and_wants_buffers_back():
         engine.materialize(lost)
 
 
+@pytest.mark.parametrize("start", [0, 1], ids=["whole", "in part"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.complex64], ids=str)
+def test_buffers_of_each_dtype_have_their_values_back(dtype, start):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.arange(3).to(dtype), persistent=False)
+
+        def reset_buffers(self):
+            self.table[start:] = torch.arange(start, 3)
+
+    with torch.device("meta"):
+        model = Table()
+    if start and dtype != torch.bool:  # of which each value may be meant
+        with pytest.raises(ValueError, match="^buffer table was built on meta"):
+            engine.materialize(model)
+    else:
+        engine.materialize(model)
+        assert torch.equal(model.table[start:], torch.arange(start, 3).to(dtype))
+
+
 def test_a_transformers_model_from_meta():
     from transformers import BertConfig, BertModel
 

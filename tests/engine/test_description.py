@@ -68,6 +68,7 @@ def test_bytes_are_those_that_move(four, level, copies, precision, frozen, dtype
         reduced = moved["allreduce"] - agreed
         assert said.all_reduce == pytest.approx(2 * (ranks - 1) / ranks * reduced, abs=16)
         assert sum(unit.elements for unit in said.units) == sum(p.numel() for p in toys.build().parameters())
+        assert sum(unit.tensors for unit in said.units) == len(list(toys.build().parameters()))
 
 
 def test_the_table(four):

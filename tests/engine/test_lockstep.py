@@ -248,6 +248,15 @@ def test_a_second_failure_does_not_take_the_first_for_its_own(first_of_two):
     assert "rank 1 did not say so" in lost(0)
 
 
+def test_ranks_that_are_behind_are_named_with_their_last_step(first_of_two):
+    store = lockstep.default_store()
+    store.set_timeout(datetime.timedelta(seconds=1))
+    first_of_two.setattr(lockstep.runtime, "world_size", lambda: 4)
+    for rank, step in {0: 2, 2: 1, 3: 2}.items():
+        store.set(f"engine/in_step/7/{rank}", str(step))
+    assert lockstep._last_seen(7, 2) == "rank 1 never began, rank 2 was last at step 1"
+
+
 def test_the_number_of_a_step_travels_where_the_group_can_send_it(first_of_two):
     first_of_two.setattr(lockstep.runtime, "message_device", lambda: torch.device("meta"))
     sent = []

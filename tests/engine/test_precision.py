@@ -8,6 +8,8 @@ import torch
 
 import engine
 import modelcenter
+from engine.parallel.fsdp import shards_integers
+from engine.tensors import local_tensor
 from modelcenter.layers import sequences
 
 PLAN = [[[0], [1]], [[2, 3], [4]], [[5], []], [[6], [7]], [[8], [9]]]
@@ -145,6 +147,17 @@ def packed():
 def test_packed_weights_of_one_process_stay_what_they_are():
     expected = Packed()(torch.ones(2, 4)).tolist()
     assert engine.testing.run(packed, 1) == [(torch.uint8, torch.bfloat16, expected, [2.0] * 4)]
+
+
+def held():
+    model = engine.shard(Packed())
+    return list(local_tensor(model.weight).shape), toys.whole(model.weight).tolist()
+
+
+def test_of_packed_weights_each_rank_holds_its_part(two):
+    if not shards_integers():
+        pytest.skip("FSDP of this torch takes no parameters of integers")
+    assert two.run(held) == [([2, 4], Packed().weight.tolist())] * 2
 
 
 def plans(name):

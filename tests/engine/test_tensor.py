@@ -18,7 +18,7 @@ from engine.loss.vocabulary import VocabularyShard
 from engine.parallel import functional, rng, tensor, tensor_layers
 from engine.parallel.inputs import digest
 from engine.tensors import whole_of
-from engine.testing import Pool, run
+from engine.testing import Pool, fake_ranks, run
 
 SEQUENCE = {"sequence_parallel": True}
 
@@ -140,6 +140,15 @@ def in_inference_mode():
 def test_inference_mode(two):
     for found, expected in two.run(in_inference_mode):
         assert found == expected
+
+
+def test_modules_of_parts_may_have_no_bias():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(6, bias=False), torch.nn.Linear(6, 4, bias=False))
+    with fake_ranks(2):
+        engine.init_distributed(tp_size=2)
+        engine.shard(model, tp_plan={"0": "partial", "1": "colwise_gather"})
+        assert model[0].bias is model[1].bias is None
+        assert model[0].weight.shape == (6,) and model[1].weight.to_local().shape == (2, 6)
 
 
 def test_layers_that_split_themselves_are_found_once(monkeypatch):
@@ -328,7 +337,9 @@ def test_errors_say_what_to_do(two, what, words):
         assert words in message
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16, torch.bool], ids=str
+)
 def test_inputs_of_each_dtype_are_told_apart_by_values(dtype):
     zeros, other = torch.zeros(2, 3), torch.zeros(2, 3)
     other[1, 2] = 1

@@ -444,6 +444,31 @@ def test_grouped_parameters(two):
     assert two.run(groups_of, True) == [plain, plain]
 
 
+class PartlyFrozen(bmt.DistributedModule):
+    def __init__(self):
+        super().__init__()
+        self.frozen = bmt.DistributedParameter(torch.ones(4), False, torch.nn.init.zeros_, "frozen")
+        self.trained = bmt.DistributedParameter(torch.ones(4))
+
+    def forward(self, x):
+        return (x * self.trained + self.frozen).sum()
+
+
+def partly_frozen():
+    bmt.init_distributed()
+    model = PartlyFrozen()
+    bmt.init_parameters(model)
+    model(torch.ones(4)).backward()
+    frozen, trained = (model._parameters[name] for name in ("frozen", "trained"))
+    grads = frozen.grad, toys.whole(trained.grad).tolist()
+    return frozen.requires_grad, trained.requires_grad, frozen.group, toys.whole(frozen).tolist(), grads
+
+
+def test_a_frozen_parameter_stays_frozen(two):
+    expected = False, True, "frozen", [0.0] * 4, (None, [1.0] * 4)
+    assert [*two.run(partly_frozen), partly_frozen()] == [expected] * 3
+
+
 def optimizer_too_early(shard_after):
     bmt.init_distributed()
     model = toys.GPT(layers=1)

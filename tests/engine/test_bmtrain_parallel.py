@@ -83,6 +83,21 @@ def test_layers_by_themselves(two, one, other, block):
     two.run(check_row, one, other, block, 3 if block else 1)
 
 
+def read_outside_forward() -> None:
+    bmt.init_distributed(tp_size=2, seed=3)
+    layer = bmt.nn.RowParallelLinear(INPUTS, OUTPUTS)
+    bmt.init_parameters(layer)
+    for name in ("weight", "bias"):  # each rank has a part, or all of it
+        whole_one = getattr(layer, name)
+        ((whole_one + 1).square().sum() * (bmt.config["tp_zero_rank"] + 1)).backward()
+        torch.testing.assert_close(whole_grad(layer._parameters[name]), 2 * (whole_one.detach() + 1) * 1.5)
+
+
+def test_of_what_is_read_outside_forward_gradients_are_averaged_over_batches_alone(four):
+    """Ranks that share a layer have the same gradient of it."""
+    four.run(read_outside_forward)
+
+
 def check_loss(smoothing: float, weighted: bool, reduction: str, labelled: bool) -> None:
     bmt.init_distributed(tp_size=2)
     targets = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))

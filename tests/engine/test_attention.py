@@ -154,6 +154,10 @@ def test_all_weights_dropped(p):
     (q, k, v, bias), (queries, keys, heads) = inputs, rest
     out = attention.attention(q, k, v, queries, keys, heads, bias, dropped._replace(p=p))
     assert not out.any() and not any(x.any() for x in torch.autograd.grad(out.sum(), inputs))
+    (q, k, v, bias), queries, _, heads, dropped = problem([3, 2], 8, bias=True)
+    between = torch.zeros(4, 2)
+    out = attention.attention_by_segments(q, k, v, queries, heads, RULES, bias, between, dropped._replace(p=p))
+    assert out.shape == q.shape and not out.any()
 
 
 @pytest.mark.parametrize("which", ("q", "bias", "cu_queries", "tokens"))

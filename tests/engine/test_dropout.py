@@ -41,6 +41,16 @@ def test_the_generator_is_the_published_one():
         assert bits[at] == words[inside // 32] >> (16 * (inside // 16 % 2)) & 0xFFFF
 
 
+def test_keys_of_steps_are_those_of_the_published_mixer():
+    """Steele's SplitMix64 from 0: a later version draws the masks of an earlier one."""
+    step = 0x9E3779B97F4A7C15
+    numbers = [dropout_masks._splitmix(i * step % 2**64) for i in range(3)]
+    assert numbers == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    with dropout_key(0, 5):
+        key = dropout_masks._key.get()
+    assert key % 2**64 == dropout_masks._splitmix(numbers[0] + 5) and -(2**63) <= key < 2**63
+
+
 def every():
     out = []
     for dtype in MASK_DTYPES:

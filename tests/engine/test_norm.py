@@ -108,6 +108,18 @@ def test_the_bits_of_dropout_add(compiled):
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_where_all_or_nothing_is_dropped(either, form):
+    """Nothing takes no key from torch's generator."""
+    (x, branch, weight, bias), *_ = problem()
+    state = torch.get_rng_state()
+    for p, total in ((None, x + branch), (0.0, x + branch), (1.0, x), (0.999995, x)):
+        added = Added(branch) if p is None else Added(branch, p)
+        found = FORMS[form](x, weight, bias, EPS, added)
+        assert p or torch.equal(torch.get_rng_state(), state)
+        torch.testing.assert_close(found, FORMS[form](total, weight, bias, EPS), rtol=1e-6, atol=1e-6)
+
+
 def test_the_same_bits_whatever_the_threads(compiled):
     (x, branch, weight, bias), tokens, grads = problem((170, 96))
     found, before = [], torch.get_num_threads()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import bmtrain_toys as toys
 import pytest
@@ -11,7 +12,8 @@ from engine_toys import Collectives, several_machines
 from torch import nn
 
 import engine as bmt
-from engine.testing import Pool, run
+from engine.bmtrain import settings
+from engine.testing import Pool, fake_ranks, run
 
 
 def built(**block):
@@ -560,6 +562,27 @@ def test_settings_of_tensor_parallel_ranks():
     assert last == ([(1, 1), (1, 1), (0, 3)], [2, 1, 2, 1, 4, 3])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tp_size": 2}, {"tp": (1, 1), "tp_zero": (1, 1), "zero": (0, 3), "pipe": (3, 0)}),
+        ({"pipe_size": 2}, {"tp": (3, 0), "tp_zero": (0, 3), "zero": (0, 3), "pipe": (1, 1)}),
+    ],
+)
+def test_the_places_of_the_last_of_four_ranks(sizes, expected):
+    with fake_ranks(4, rank=3):
+        bmt.init_distributed(**sizes)
+        topology = bmt.config["topology"]
+        found = {name: (topology.get_group_id(name), topology.get_group_rank(name)) for name in expected}
+        assert found == expected
+        assert (topology.pipe_idx, topology.stage_id) == expected["pipe"]
+        assert (topology.tp_idx, topology.tp_id) == expected["tp"]
+        assert (bmt.config["pipe_rank"], bmt.config["tp_rank"]) == (expected["pipe"][1], expected["tp"][1])
+        groups = {name: bmt.config[f"{name}_comm"] for name in ("tp", "pipe")}
+        used = "tp" if "tp_size" in sizes else "pipe"
+        assert groups.pop(used).size() == 2 and set(groups.values()) == {None}
+
+
 def test_settings():
     assert bmt.config["world_size"] == 1 and bmt.config["initialized"] is False
     bmt.init_distributed(seed=0, zero_level=2, pipe_size=-1, num_micro_batches=4, tp_size=1)
@@ -582,6 +605,31 @@ def test_settings():
         bmt.init_distributed(num_micro_batches=0)
     bmt.wait_loader()
     bmt.synchronize()
+
+
+def test_the_host_stays_one_step_ahead_of_a_gpu(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(mock.Mock()) or events[-1])
+    monkeypatch.setattr(settings.runtime, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(settings, "_last", [])
+    for _ in range(3):
+        bmt.wait_loader()
+    assert [event.record.call_count for event in events] == [1, 1, 1]
+    assert [event.synchronize.call_count for event in events] == [1, 1, 0]
+
+
+def test_the_linear_layer_and_its_operator_are_torchs():
+    for bias in (True, False):
+        layer = bmt.nn.Linear(3, 2, bias, dtype=torch.float64)
+        bmt.init_parameters(layer)
+        assert repr(layer) == f"Linear(in_features=3, out_features=2, bias={bias})"
+        assert {p.dtype for p in layer.parameters()} == {torch.float64}
+        if bias:
+            nn.init.normal_(layer.bias)
+        x = torch.randn(4, 3, dtype=torch.float64)
+        for out in (layer(x), bmt.nn.OpLinear.apply(x, layer.weight, layer.bias)):
+            torch.testing.assert_close(out, F.linear(x, layer.weight, layer.bias))
+    assert bmt.nn.Linear(3, 2).bias is not None
 
 
 def settings_of_a_rank():

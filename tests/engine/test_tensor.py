@@ -122,6 +122,29 @@ def test_numbers_outside_of_a_split_table_are_refused(two):
     assert two.run(looked_up_in_a_split_table) == [((1, 1, 4), (0, 1, 4))] * 2
 
 
+def padded_table(padding):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(6, 4, padding_idx=padding))
+
+
+def gradient_of_a_padded_table(padding):
+    engine.init_distributed(tp_size=2)
+    table = engine.shard(padded_table(padding), tp_plan={"0": "vocab"})
+    out = table(torch.arange(6).repeat(2))
+    (out + 1).square().sum().backward()
+    return out.detach(), toys.whole(table[0].weight.grad)
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+def test_the_row_of_padding_of_a_split_table_is_not_trained(two, padding):
+    table = padded_table(padding)
+    out = table(torch.arange(6).repeat(2))
+    (out + 1).square().sum().backward()
+    for found, gradient in two.run(gradient_of_a_padded_table, padding):
+        assert torch.equal(found, out)
+        torch.testing.assert_close(gradient, table[0].weight.grad)
+
+
 def test_a_device_refuses_what_is_asserted_on_it():
     torch_compat.assert_on_device(torch.tensor(True), "numbers of another table")
     with pytest.raises(RuntimeError, match="numbers of another table"):

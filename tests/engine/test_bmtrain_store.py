@@ -171,6 +171,10 @@ def test_names_and_shapes_are_checked_on_every_rank(two, tmp_path):
     strict = two.run(failing, file, True, False)
     assert len(set(strict)) == 1 and "does not match Tied: missing: scale; unexpected: extra" in strict[0]
     assert two.run(failing, file, False, False) == [(["scale"], ["extra"])] * 2
+    for one, said in (({"scale": state(5)["scale"]}, "unexpected: extra"), ({"extra": None}, "missing: scale")):
+        torch.save({name: tensor for name, tensor in {**other, **one}.items() if tensor is not None}, file)
+        assert all(message.endswith(f"does not match Tied: {said}") for message in two.run(failing, file, True, False))
+    torch.save(other, file)
     assert "parameter scale is on the meta device and" in two.run(failing, file, False, True)[1]
     torch.save({**state(5), "scale": torch.ones(2)}, file)
     for message in two.run(failing, file, False, False):

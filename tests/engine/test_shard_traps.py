@@ -232,6 +232,26 @@ def test_a_penalty_on_the_shards_adds_to_their_gradients(two, level):
     check_as_in_one_process(two, penalised, level)
 
 
+def looks_at_a_part_in_forward(model):
+    """As a hook that saves it does: in a unit whose other parameters are yet to be used."""
+    model(IDS)  # for a metric, say, without no_grad
+    up = model.layers[1].up
+    up.register_forward_hook(lambda *_: engine.checkpoint.named_tensors(up) and None)
+    model(IDS).square().mean().backward()
+    return {name: toys.whole(p.grad) for name, p in model.named_parameters()}
+
+
+def looks_at_a_unit_in_a_unit():
+    model = toys.build()
+    return looks_at_a_part_in_forward(sharded(3, model, units=[model.layers[1], model.layers[1].up]))
+
+
+def test_a_part_may_be_looked_at_in_the_forward_of_what_it_is_in(two):
+    expected = looks_at_a_part_in_forward(toys.build())
+    for found in two.run(looks_at_a_unit_in_a_unit):
+        torch.testing.assert_close(found, expected)
+
+
 def steps_in_backward(model):
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 

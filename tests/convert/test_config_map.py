@@ -224,6 +224,12 @@ def test_none_drops_what_is_not_understood():
     assert replaced.extra["position_embedding_type"] == "absolute"
 
 
+@pytest.mark.parametrize("name", ["tie_word_embeddings", "tie_embeddings"])
+def test_a_vocabulary_that_is_not_tied_is_the_decoders(name):
+    plain, untied = (mc.from_config("tiny/encoder-decoder", **given).config for given in ({}, {name: False}))
+    assert untied.encoder == plain.encoder and untied.decoder == plain.decoder.replace(tie_embeddings=False)
+
+
 @pytest.mark.parametrize("place", [(), ("encoder",), ("decoder",), ("encoder", "decoder")])
 def test_none_drops_it_on_the_side_that_has_it(place):
     values = registry.preset("tiny/encoder-decoder")["config"]
@@ -273,6 +279,7 @@ def test_overrides_of_what_the_files_of_an_architecture_hold_in_vain():
 def test_overrides_that_ask_for_what_is_done_anyway():
     config = CONFIG.read(SIZES, BertConfig, {"return_dict": True, "output_attentions": False, "use_cache": False})
     assert config.extra["use_cache"] is False
+    CONFIG.read(SIZES, BertConfig, {"return_dict": None, "output_attentions": None})
 
 
 def test_names_and_numbers_of_labels_must_agree():

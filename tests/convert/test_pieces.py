@@ -38,12 +38,14 @@ def random_box(shape: tuple[int, ...], rng: random.Random) -> tuple[tuple[int, i
     return tuple(sorted(rng.sample(range(n + 1), 2)) for n in shape)  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=["widest first", "widest last"])
 @pytest.mark.parametrize("side", [HUB, NATIVE])
-def test_restriction_is_exact(side):
+def test_restriction_is_exact(side, order):
     """In any box, the restricted pieces hold just the elements of the piece there, each once."""
     rng = random.Random(0)
     for _ in range(200):
         for piece in INTERLEAVED:
+            piece = replace(piece, axes=tuple(piece.axes[k] for k in order))
             shape = SHAPES[side][piece.names[side]]
             box = random_box(shape, rng)
             everywhere = torch.zeros(shape, dtype=torch.int)
@@ -149,6 +151,7 @@ def shifted(piece: Piece, side: int, dim: int, by: int) -> Piece:
         [INTERLEAVED[0], INTERLEAVED[1], replace(INTERLEAVED[1], names=("fused", "v"))],  # v read from k's rows
         [shifted(INTERLEAVED[0], HUB, 0, 1), *INTERLEAVED[1:]],
         [shifted(INTERLEAVED[0], NATIVE, 1, 1), *INTERLEAVED[1:]],  # out of bounds
+        [*INTERLEAVED[:2], shifted(INTERLEAVED[2], NATIVE, 0, -1)],  # below them: -1 would count as the last row
         [replace(INTERLEAVED[0], names=("fused", "w")), *INTERLEAVED[1:]],  # an unknown tensor
         [replace(INTERLEAVED[0], axes=(Axis(HEADS, (0, 0), (3 * DIM, 1)), *INTERLEAVED[0].axes[1:])), *INTERLEAVED[1:]],
     ],

@@ -119,6 +119,12 @@ CASES = {
         {"a": (3, 2), "b": (3, 3), "c": (3, 4)},
         lambda h: {"w": torch.cat([h["a"], h["b"], h["c"]], 1)},
     ),
+    "vocabulary without padding": (
+        [Pad("wte", "embed", lambda c: c.vocab)],
+        {"embed": (37, 6)},
+        {"wte": (37, 6)},
+        lambda h: {"embed": h["wte"]},
+    ),
     "padded vocabulary": (
         [Pad("wte", "embed", lambda c: c.vocab)],
         {"embed": (40, 6)},

@@ -92,8 +92,11 @@ def test_cuts_that_the_tokens_do_not_allow_are_named(file, tmp_path):
     ]:
         with pytest.raises(ValueError, match=says):
             Blocks(file, **arguments)
-    with pytest.raises(IndexError):
-        Blocks(file, 8).row(99)
+    for packing in ("none", "concat"):
+        blocks = Blocks(file, 8, packing, eos=2)
+        for row in (-1, len(blocks)):
+            with pytest.raises(IndexError):
+                blocks.row(row)
 
 
 def test_fingerprint_tells_tokens_and_cuts_apart(file, tmp_path):

@@ -65,6 +65,13 @@ def test_units_of_text(folder):
         assert [row["text"] for row in everything(FileRows([folder / "b.txt"], unit))] == expected
 
 
+def test_lines_of_spaces_and_a_line_without_an_end(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n \t\n{"a": 2}')
+    assert everything(FileRows([tmp_path / "a.jsonl"])) == [{"a": 1}, {"a": 2}]
+    (tmp_path / "a.txt").write_text("all there is")
+    assert everything(FileRows([tmp_path / "a.txt"])) == [{"text": "all there is"}]
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 def test_compressed(folder, suffix):
     raw = (folder / "a.jsonl").read_bytes()

@@ -38,4 +38,7 @@ def test_tables_together_and_in_part_keep_places_and_fingerprints(tmp_path):
     part = table.take(np.array([2, 0])).take(np.array([1, 0]))
     assert part.columns["1"] == ["x", None]
     assert [part.where(i).split("/")[-1] for i in range(2)] == ["a.tsv, line 1", "b.jsonl, line 1"]
+    joined = concatenate([b, a.take(np.array([1])), part])  # the whole of a file behind parts of others
+    places = ["b.jsonl, line 1", "a.tsv, line 2", "a.tsv, line 1", "b.jsonl, line 1"]
+    assert [joined.where(i).split("/")[-1] for i in range(4)] == places
     assert table.fingerprint()["rows"] == 3 and len(set(table.fingerprint()["sha256"].values())) == 2

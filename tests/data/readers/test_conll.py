@@ -39,6 +39,7 @@ def test_only_words_and_other_texts(tmp_path):
     assert read_file(write(tmp_path / "a.txt", "a text\nof words\n")).columns == {"text": ["a text", "of words"]}
     found = read_file(write(tmp_path / "b.txt", "\n".join([*texts, "plain"]))).columns
     assert found == {"text": [*texts, "plain"]}  # one line that is no tagged word, and it is a text
+    assert read_file(write(tmp_path / "c.txt", "O\nB-12\n")).columns == {"text": ["O", "B-12"]}  # a tag of no word
 
 
 def test_ragged_lines(tmp_path):

@@ -87,6 +87,8 @@ def test_tsv_with_real_quotes(tmp_path):
     assert table.columns == {"text": ['say "a" to\tb', "plain"], "label": ["1", "0"]}
     everything = read(tmp_path, "b.tsv", '"text"\t"label"\n"a b"\t"1"\n')
     assert everything.columns == {"text": ["a b"], "label": ["1"]}
+    empty = read(tmp_path, "c.tsv", '"text"\t"label"\n"a b"\t"1"\n""\t"0"\n')
+    assert empty.columns == {"text": ["a b", ""], "label": ["1", "0"]}
 
 
 def test_tsv_ragged_names_the_line(tmp_path):
@@ -106,6 +108,7 @@ def test_tsv_ragged_names_the_line(tmp_path):
         ("Good film!\tyes\nbad\tno\n", False),
         ("text\tgood\nmore\tgood\n", False),  # even a known name, if a value beside it comes again
         ("just one column of text\nand another\n", False),
+        ("just one text\n", False),
         ("sentence\nand another\n", True),
         ("messages\n[1]\n", True),
         ("\tsay\tverdict\n0\ta b\tx\n1\tb\ty\n2\tb\ty\n", True),  # the index that pandas writes
@@ -148,6 +151,8 @@ def test_a_row_for_each_word_of_a_sentence(tmp_path):
     table = read(tmp_path, "a.csv", 'Sentence #,Word,Tag\nS: 1,Anna,B-PER\n,",",O\nS: 2,Rome,B-LOC\n')
     assert table.columns == {"Sentence #": ["S: 1", "S: 2"], **words}
     assert table.where(1).endswith("a.csv, line 4")
+    spaces = read(tmp_path, "a.csv", "Sentence #,Word,Tag\nS: 1,Anna,B-PER\n  ,met,O\nS: 2 ,in,O\nS: 2,Rome,B-LOC\n")
+    assert spaces.columns["Word"] == [["Anna", "met"], ["in", "Rome"]]
     every = read(tmp_path, "a.csv", "sentence_id,words,labels\n0,Anna,B-PER\n0,.,O\n1,Rome,B-LOC\n")
     assert every.columns["words"] == [["Anna", "."], ["Rome"]]
     whole = "sentence_id,words,labels\n0,Anna .,B-PER O\n0,Rome,B-LOC\n"

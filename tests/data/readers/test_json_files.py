@@ -48,9 +48,10 @@ TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         {"question": "q", "context": "a b", "answers": [{"text": "b", "answer_start": 2}]},
         {"prompt": "q", "documents": [{"text": "a"}, {"text": "b"}]},
         {"my question": "q", "Tools": [{"type": "function", "function": {"name": "w"}}]},
+        {"text": {"0": "a", "1": "b"}, "label": {"0": 1}},  # columns of pandas would have the same rows
         {"steps": [{"say": "a"}, {"say": "b"}], "tools": [{"type": "function", "function": {"name": "w"}}]},
     ],
-    ids=["chat", "sharegpt", "pair", "answers", "documents", "tools", "steps"],
+    ids=["chat", "sharegpt", "pair", "answers", "documents", "tools", "uneven", "steps"],
 )
 def test_a_file_of_one_row_with_a_list_of_objects(tmp_path, row, indent):
     table = read(tmp_path, "a.jsonl", json.dumps(row, indent=indent))

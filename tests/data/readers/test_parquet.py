@@ -8,6 +8,7 @@ import pytest
 from file_toys import read
 
 from modelcenter.data.readers import read_file
+from modelcenter.data.readers.parquet import rows_from
 from modelcenter.data.schemas.labels import find_labels
 from modelcenter.data.schemas.text_pairs import column_texts
 from modelcenter.data.streams import Cursor, FileRows
@@ -142,6 +143,17 @@ def test_dates_that_python_cannot_hold(tmp_path):
     assert found["valid_to"][0].startswith("10000-01-01 07:59:59") and found["valid_to"][1] is None
     assert found["day"] == ["15659-07-15", "1970-01-02"]
     assert [row["text"] for row, _ in FileRows([tmp_path / "a.parquet"]).read()] == ["a", "b"]
+
+
+def test_rows_of_large_groups_from_any_row_on(tmp_path):
+    """Batches of 1,024 rows are read of a group, and those before the row left out."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"n": list(range(2600))}), str(path), row_group_size=2500)
+    for start in (0, 1, 1024, 1100, 2048, 2300, 2499, 2500, 2599, 2600):
+        assert [row["n"] for row in rows_from(path, start)] == list(range(start, 2600)), start
 
 
 def test_two_columns_of_one_name(tmp_path):

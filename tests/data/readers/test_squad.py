@@ -25,9 +25,10 @@ def test_squad_of_cmrc_and_without_answers(tmp_path):
     article = {"context_id": "T", "context_text": "\u6587", "qas": [{"query_text": "\u4f55", "query_id": "T_0"}]}
     table = read_file(write(tmp_path / "a.json", json.dumps([article])))
     assert table.columns == {"id": ["T_0"], "title": [None], "context": ["\u6587"], "question": ["\u4f55"]}
-    article["qas"][0]["answers"] = ["\u6587"]
-    with pytest.raises(ValueError, match="article 1, paragraph 1, question 1: answers .* expected"):
-        read_file(write(tmp_path / "b.json", json.dumps([article])))
+    for answers in (["\u6587"], [{"text": "\u6587"}]):
+        article["qas"][0]["answers"] = answers
+        with pytest.raises(ValueError, match="article 1, paragraph 1, question 1: answers .* expected"):
+            read_file(write(tmp_path / "b.json", json.dumps([article])))
     with pytest.raises(ValueError, match="article 1, paragraph 1: it has no text called context"):
         read_file(write(tmp_path / "c.json", json.dumps([{"paragraphs": [{"qas": []}]}])))
     with pytest.raises(ValueError, match="question 1: it has no text called question"):

@@ -51,6 +51,11 @@ def test_choices_in_the_cells_of_a_csv_file():
         assert read_choices(rows, columns).offered == [["a", "b"]]
 
 
+def test_spaces_around_a_text_are_left_out():
+    rows = table(premise=[" Rain.\n"], choice1=["a"], choice2=["b"], label=[0])
+    assert read_choices(rows, find_choice_columns(rows)).pairs()[0] == ["Rain.", "Rain."]
+
+
 def test_numbers_from_one_are_told_by_the_rows_or_given():
     rows = table(question=["q"] * 3, option1=["x"] * 3, option2=["y"] * 3, answer=[1, 2, 1])
     choices = read_choices(rows, find_choice_columns(rows))

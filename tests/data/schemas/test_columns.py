@@ -26,6 +26,15 @@ BINARY = [str(i % 2) for i in range(30)]
             {"id": [f"r{i}" for i in range(30)], "what": BINARY, "body of it": TEXTS},
             Columns("body of it", None, "what"),
         ),
+        # Of long texts an id is none, and one of three times the length is the text.
+        (
+            {"id": [f"{i:060d}" for i in range(30)], "what": BINARY, "body of it": TEXTS},
+            Columns("body of it", None, "what"),
+        ),
+        (
+            {"note": [f"n{i}" for i in range(30)], "what": BINARY, "body of it": TEXTS},
+            Columns("body of it", None, "what"),
+        ),
         ({"premise": TEXTS, "hypothesis": TEXTS, "label": BINARY}, Columns("premise", "hypothesis", "label")),
         ({"question": TEXTS, "label": BINARY, "sentence": TEXTS}, Columns("question", "sentence", "label")),
         ({"label": BINARY, "passage": TEXTS, "query": TEXTS}, Columns("query", "passage", "label")),

@@ -44,6 +44,11 @@ def test_messages_win_but_a_column_that_is_given_decides():
     assert find_chat_columns(data, {"prompt": "prompt"}) == ChatColumns(prompt="prompt", response="completion")
     assert find_chat_columns(data, {"text": "text"}) == ChatColumns(text="text")
     assert find_chat_columns(table(question=["a"]), {}, answered=False) == ChatColumns(prompt="question")
+    two = table(messages=[[user("a"), answer("b")]], chat=[[user("c"), answer("d")]])
+    assert find_chat_columns(two, {"messages": "chat"}) == ChatColumns(messages="chat")
+    for counts in ([3], [None]):  # a column that is called so and holds none
+        data = table(messages=counts, prompt=["p"], completion=["c"])
+        assert find_chat_columns(data, {}) == ChatColumns(prompt="prompt", response="completion")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +64,11 @@ def test_messages_win_but_a_column_that_is_given_decides():
 def test_columns_that_do_not_do(given, said):
     with pytest.raises(ValueError, match=said):
         find_chat_columns(table(prompt=["a"], note=["b"]), given)
+
+
+def test_an_answer_without_its_question_asks_for_that():
+    with pytest.raises(ValueError, match="prompt_column: which column of a.jsonl goes with 'note'"):
+        find_chat_columns(table(other=["a"], note=["b"]), {"response": "note"})
 
 
 def test_turns_of_all_forms():
@@ -209,6 +219,8 @@ def test_preferences():
     before = [user("a"), answer("b") | {"weight": 0}, user("q")]
     expected = [[*before, answer("yes")], [*before, answer("no")]]
     assert preferences(chats, find_preference_columns(chats, {})) == expected
+    same = table(chosen=[[user("q"), answer("yes")]], rejected=[[user("q"), answer("yes")]])  # both still answer
+    assert preferences(same, find_preference_columns(same, {})) == [[user("q"), answer("yes")]] * 2
     repeated = table(prompt=["q"], chosen=[[user("q"), answer("yes")]], rejected=[[user("q"), answer("no")]])
     assert preferences(repeated, find_preference_columns(repeated, {})) == preferences(plain, columns)
     named = [[user("q ") | {"id": said}, answer(said)] for said in ("yes", "no")]  # the same question, all the same

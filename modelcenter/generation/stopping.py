@@ -30,9 +30,7 @@ class StopStrings:
         self.reach = max((len(text.encode()) for text in self.strings), default=0) + 8
 
     def found(self, tokens: Tensor) -> list[bool]:
-        """For each row of new tokens and the one before them (rows, 1 + n)."""
-        if not self.strings:
-            return [False] * len(tokens)
+        """For each row of new tokens and the one before them (rows, 1 + n). There are strings to look for."""
         return [any(text in new for text in self.strings) for new in self._new_texts(tokens[:, -self.reach - 1 :])]
 
     def _new_texts(self, tokens: Tensor) -> list[str]:

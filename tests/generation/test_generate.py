@@ -194,6 +194,32 @@ def test_top_p_keeps_at_least_one():
     assert (narrowed(torch.tensor([[0.0, 3.0, 1.0, 2.0, 2.9]]), s) > -torch.inf).tolist() == [[0, 1, 0, 0, 0]]
 
 
+def test_beams_that_are_drawn_have_as_many_tokens_left_as_may_end_and_one(pair, monkeypatch):
+    """As transformers: without it a row's beams could all end, or be too few to draw from."""
+    scores = torch.randn(2, 20, generator=torch.Generator().manual_seed(0))
+    for setting, warp in (
+        ({"top_k": 1}, transformers.TopKLogitsWarper(1, min_tokens_to_keep=3)),
+        ({"top_p": 1e-6}, transformers.TopPLogitsWarper(1e-6, min_tokens_to_keep=3)),
+    ):
+        s = Settings(tokens=SpecialTokens(), max_new_tokens=1, **setting)
+        assert torch.equal(narrowed(scores, s, 3), warp(None, scores)), setting
+    kept = []
+    monkeypatch.setattr(search, "narrowed", lambda scores, s, keep=1: kept.append(keep) or narrowed(scores, s, keep))
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    for ends in ([], [7], MANY):
+        ours.generate(ids, None, 1, num_beams=2, do_sample=True, top_k=1, eos_token_id=ends)
+    assert kept == [2, 2, len(MANY) + 1]
+
+
+def test_without_a_seed_torchs_own_decides(pair):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        drawn.append(ours.generate(ids, None, 20, do_sample=True, eos_token_id=[]))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
 class Letters:
     """A tokenizer of one character for each token."""
 
@@ -210,8 +236,9 @@ def test_stop_strings_end_a_row(pair):
     text = Letters().decode(free)
     stop = text[4:6]
     end = text.index(stop) + 2
-    found = ours.generate(ids, None, 20, eos_token_id=[], stop_strings=stop, tokenizer=Letters())[0, 9:]
-    assert torch.equal(found, free[:end])
+    for strings in (stop, [stop, "no such text"]):
+        found = ours.generate(ids, None, 20, eos_token_id=[], stop_strings=strings, tokenizer=Letters())[0, 9:]
+        assert torch.equal(found, free[:end])
     with pytest.raises(ValueError, match="stop_strings: needs tokenizer"):
         ours.generate(ids, None, 20, stop_strings="x")
 
@@ -229,6 +256,16 @@ def test_stop_strings_that_begin_with_the_space_before_the_first_new_word(pair):
     first = ours.generate(ids, None, 1, **more)
     stop = f" {Words().decode(first[0, 9:])}"
     assert torch.equal(ours.generate(ids, None, 20, stop_strings=stop, **more), first)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_stop_strings_of_the_prompt_end_nothing(pair, beams):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    more = {"num_beams": beams, "eos_token_id": [], "pad_token_id": 11}
+    free = ours.generate(ids, None, 6, **more)
+    stop = Letters().decode(ids[0, -2:])
+    assert stop not in Letters().decode(free[0, 8:])
+    assert torch.equal(ours.generate(ids, None, 6, stop_strings=stop, tokenizer=Letters(), **more), free)
 
 
 def test_stop_strings_end_beams_where_the_longest_ends(pair):
@@ -322,6 +359,22 @@ def test_what_a_tokenizer_returns_is_taken_as_it_is(name, task):
     assert seen[0]["token_type_ids"].tolist() == [types.flatten().tolist()]
 
 
+@pytest.mark.parametrize("name", ["decoder_input_ids", "decoder_attention_mask", "encoder_outputs"])
+def test_what_the_decoder_is_given_is_no_input_of_the_prompts(name):
+    """Forward takes it, and each step would have it in the place of the token that was written."""
+    model, ids = mc.from_config("tiny/t5", "seq2seq-lm"), torch.tensor([[8, 9, 1]])
+    with pytest.raises(ValueError, match=f"{name}: neither an argument of generate nor what"):
+        model.generate(ids, **{name: ids})
+
+
+def test_a_min_length_that_the_prompt_has_already_asks_for_no_token(pair):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    end = int(ours.generate(ids, None, 1, eos_token_id=[])[0, 9])
+    for least, ends_at_once in ((4, True), (9, True), (10, False)):
+        found = ours.generate(ids, None, 4, eos_token_id=end, min_length=least)
+        assert (found.shape[1] == 10) == ends_at_once, least
+
+
 def test_a_first_token_that_the_vocabulary_lacks_is_nothing_to_a_decoder(pair):
     ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
     ours.generation_config = {"bos_token_id": 10**6}
@@ -341,6 +394,8 @@ def test_what_a_decoder_begins_with(name, token):
     model.config.extra.pop("decoder_start_token_id", None)
     model.generation_config = {name: token, "decoder_start_token_id": None, "pad_token_id": 3} | {name: token}
     assert model.generate(torch.tensor([[5, 6]]), None, 1)[0, 0] == token
+    model.generation_config = {"decoder_start_token_id": None, "bos_token_id": None, "pad_token_id": 3}
+    assert model.generate(torch.tensor([[5, 6]]), None, 1)[0, 0] == 3  # T5's own, where nobody says
     model.generation_config[name] = [token, token]
     with pytest.raises(ValueError, match=f"{name} of the checkpoint: got .*, expected one token"):
         model.generate(torch.tensor([[5, 6]]), None, 1)

@@ -108,6 +108,15 @@ def test_a_file_system_that_shares_no_memory(only_private_maps):
     assert found.tolist() == list(range(10)) and isinstance(found, np.memmap) and not found.flags.writeable
 
 
+def test_the_folder_is_one_of_ours_in_that_of_the_users_caches(monkeypatch, tmp_path):
+    monkeypatch.delenv("MODELCENTER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert module.cache_dir() == tmp_path / "xdg" / "modelcenter" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert module.cache_dir() == tmp_path / ".cache" / "modelcenter" / "tokens"
+
+
 def test_a_user_without_a_home_has_no_cache(monkeypatch, tmp_path, caplog):
     """As in containers that run under a number that no user has."""
     for name in ("MODELCENTER_CACHE", "XDG_CACHE_HOME", "HOME"):

@@ -49,6 +49,7 @@ def test_every_row_once_per_epoch(files, by):
             assert batch.lengths.sum() <= BY[by]["budget"]
         epochs.setdefault(batch.epoch, []).append([row["n"] for row in batch.rows])
         skipped = batch.state["skipped"]
+    assert list(epochs) == list(range(len(epochs)))
     full = [sum(found, []) for found in list(epochs.values())[:-1]]
     assert len(full) >= 2 and all(sorted(rows) == expected for rows in full)
     assert full[0] != full[1] and full[0] != expected

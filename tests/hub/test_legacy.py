@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import engine
 import modelcenter as mc
 from engine import testing
+from modelcenter.convert.legacy.recognise import find_network
 from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.resolve import resolve
 from modelcenter.testing import randomize_
@@ -510,6 +511,32 @@ def test_tensors_that_do_not_fit(tmp_path):
     del tensors["encoder.layers.2.ffn.ffn.w_out.bias"]
     with pytest.raises(ValueError, match=r"'transformer\.h\.2\.mlp\.c_proj\.bias'"):
         mc.from_pretrained(save(tmp_path / "gpt2", config, tensors))
+
+
+ONE, TWO = "position_bias.relative_attention_bias", "position_bias_enc.relative_attention_bias"
+
+
+@pytest.mark.parametrize(
+    ("names", "vocabulary", "fields", "kind"),
+    [
+        ([ONE], 100, {}, "cpm1"),
+        ([ONE, "prompt_embedding.weight", "segment_embedding.weight"], 100, {}, None),  # CPM-Ant's, in its own form
+        ([ONE, "prompt_embedding.weight"], 100, {}, "cpm3"),
+        ([ONE], 100, {"position_bias_num_segment_buckets": 8}, "cpmbee"),
+        ([TWO], 100, {}, "t5"),
+        ([TWO], 26240, {}, "cpm2"),  # whose config.json says no more than T5's
+        ([TWO], 26240, {"model_type": "t5"}, "t5"),
+        ([TWO], 100, {"model_type": "cpm2"}, "cpm2"),
+    ],
+)
+def test_networks_of_one_family_are_told_by_what_only_they_have(names, vocabulary, fields, kind):
+    shapes = {"input_embedding.weight": (vocabulary, 24), **dict.fromkeys(names, (4, 8))}
+    if kind is None:
+        with pytest.raises(ValueError, match="whose architecture is not recognised"):
+            find_network(fields, shapes)
+    else:
+        assert find_network(fields, shapes).model_type == kind
+        assert find_network({}, shapes, kind).model_type == kind
 
 
 @pytest.mark.parametrize(

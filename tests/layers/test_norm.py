@@ -18,6 +18,7 @@ def test_gradients_of_many_tokens(dtype):
     norm, wide = LayerNorm(16, 1e-3).to(dtype), nn.LayerNorm(16, 1e-3).double()
     inputs = x.clone().requires_grad_(), x.double().requires_grad_()
     out, wanted = norm(inputs[0]), wide(inputs[1])
+    assert out.dtype == dtype
     out.backward(gradient)
     wanted.backward(gradient.double())
     for ours, theirs in ((out, wanted), (inputs[0].grad, inputs[1].grad)):

@@ -13,6 +13,9 @@ def test_the_files_of_streams_and_mixtures_that_changed_are_named():
     assert differences({"a": 1}, {"a": 1}) == ""
     before, now = ({"rows": 9, "parts": [{"sha256": {"a": n}}, {"sha256": "one"}]} for n in (1, 2))
     assert fingerprints.differences(before, now) == " (9 rows now, 9 rows then; a has changed)"
+    before, now = ({"rows": 9, "cut": {"max_length": n}} for n in (1, 2))  # of which no file has changed
+    assert fingerprints.differences(before, now) == " (9 rows now, 9 rows then)"
+    assert differences(*(dict.fromkeys("abcdefg", n) for n in (1, 2))).count("has changed") == 5  # a few are enough
 
 
 def test_data_are_the_same_in_other_places_but_not_in_another_order():

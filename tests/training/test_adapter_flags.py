@@ -109,14 +109,14 @@ def test_a_lora_run_goes_on_with_the_base_that_its_adapter_is_for(folder):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dora", [False, True])
-def test_a_lora_run_on_a_pipeline(folder, dora):
-    """Two stages train, merge and save what one process does."""
+@pytest.mark.parametrize("split, dora", [("pp", False), ("pp", True), ("cp", False), ("tp", False)])
+def test_a_lora_run_of_ranks_that_share_a_model(folder, split, dora):
+    """Two of them train, merge and save what one process does, with the same masks of dropout."""
     sizes = flags(folder)["model_config"] | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0, "num_layers": 2}
     mc.from_config("tiny/bert", "sequence-classification", num_labels=2, **sizes).save_pretrained(folder / "base")
     more = {**LORA, "lora_dropout": 0.3, "max_steps": 3, **({"use_dora": True} if dora else {})}
     main(command(values_of(folder, "whole", **more)))
-    on_ranks(lambda: main(command(values_of(folder, "two", pp=2, **more))), 2, timeout=90)
+    on_ranks(lambda: main(command(values_of(folder, "two", **{split: 2}, **more))), 2, timeout=90)
     for row, expected in zip(curve(folder, "two"), curve(folder, "whole"), strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
     start = load_file(folder / "base" / "model.safetensors")

@@ -128,7 +128,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, cut: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.cut, ctx.shapes = group, cut, [(x.shape, x.dtype, x.device) for x in tensors]
+        ctx.group, ctx.cut = group, cut
         found = []
         for x, is_cut in zip(tensors, cut, strict=True):
             out = x.view_as(x)
@@ -141,18 +141,14 @@ class _Collect(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         size, rank = ctx.group.size(), ctx.group.rank()
         found: list[Tensor | None] = []
-        for grad, is_cut, (shape, dtype, device), needed in zip(
-            grads, ctx.cut, ctx.shapes, ctx.needs_input_grad[2:], strict=True
-        ):
+        for grad, is_cut, needed in zip(grads, ctx.cut, ctx.needs_input_grad[2:], strict=True):
             if not needed:
                 found.append(None)
                 continue
-            rows = shape[0] * size if is_cut else shape[0]
-            total = torch.zeros(rows, *shape[1:], dtype=dtype, device=device) if grad is None else grad.clone()
-            total = total.contiguous()
+            total = grad.clone(memory_format=torch.contiguous_format)  # zeros where this stage has not used it
             dist.all_reduce(total, group=ctx.group)  # each stage has the part of its blocks
             # In the list losses count 1 / size (see _Deal); this batch's own loss counts whole.
             found.append(total.chunk(size)[rank] * size if is_cut else total)

@@ -260,6 +260,45 @@ def test_gradients_of_other_arguments(two, frozen):
         torch.testing.assert_close(found[name], parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
+class InATuple(Biased):
+    def forward(self, *args):
+        return (super().forward(*args),)
+
+
+class Ignores(Biased):
+    def forward(self, hidden, *_):
+        return hidden @ self.weight
+
+
+class AsLongAsTheBatch(torch.nn.Module):
+    """What is not of the batch is as long as that by chance. The last stage uses neither."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.shared = torch.nn.Parameter(torch.rand(4))
+        self.layers = bmt.PipelineTransformerBlockList([bmt.Block(InATuple()), bmt.Block(Ignores())])
+
+    def forward(self, x):
+        return self.layers(x, x.cos() + self.shared, self.shared, 0.5, batch_related=[0])
+
+
+def gradients_of_what_is_as_long(stages):
+    bmt.init_distributed(pipe_size=stages, num_micro_batches=4)
+    model = AsLongAsTheBatch()
+    bmt.init_parameters(model)
+    out = model(torch.randn(4, 4, generator=torch.Generator().manual_seed(bmt.rank())))
+    out.square().sum().backward()
+    return out.detach(), {n: toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def test_the_caller_says_which_arguments_are_of_the_batch(two):
+    (one, grads), (other, _) = two.run(gradients_of_what_is_as_long, 1)
+    results = two.run(gradients_of_what_is_as_long, 2)
+    torch.testing.assert_close([r[0] for r in results], [one, other])
+    torch.testing.assert_close(union([r[1] for r in results]), grads)
+
+
 class Mixed(torch.nn.Module):
     """Gives its blocks, which compute in bf16, fp32."""
 

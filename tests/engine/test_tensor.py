@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import engine
 from engine import torch_compat
 from engine.loss.vocabulary import VocabularyShard
-from engine.parallel import functional, rng, tensor, tensor_layers
+from engine.parallel import functional, mesh, rng, tensor, tensor_layers
 from engine.parallel.inputs import digest
 from engine.tensors import whole_of
 from engine.testing import Pool, fake_ranks, run
@@ -172,6 +172,33 @@ def test_modules_of_parts_may_have_no_bias():
         engine.shard(model, tp_plan={"0": "partial", "1": "colwise_gather"})
         assert model[0].bias is model[1].bias is None
         assert model[0].weight.shape == (6,) and model[1].weight.to_local().shape == (2, 6)
+
+
+def drawn_in_streams(seed, rank):
+    """(what two streams of a rank draw one after the other, what is drawn after each)."""
+    torch.manual_seed(seed)
+    streams, inside, outside = rng.RngStreams(), [], []
+    for _ in range(2):
+        streams.enter("tp", rank)
+        inside.append(torch.rand(()).item())
+        streams.leave("cp")  # of another kind
+        assert streams.depth() == 1
+        streams.leave("tp")
+        outside.append(torch.rand(()).item())
+    return inside, outside
+
+
+def test_streams_of_ranks_follow_from_the_one_around():
+    (a, outside), (b, same), (c, other) = (drawn_in_streams(*case) for case in ((0, 0), (0, 1), (1, 0)))
+    assert outside == same != other and len({*a, *b, *c, *outside}) == 8
+    assert drawn_in_streams(0, 1) == (b, outside)
+
+
+def test_at_level_0_every_rank_but_those_of_layers_has_a_copy():
+    with fake_ranks(32):
+        engine.init_distributed(zero_level=0, dp_replicate=2, cp_size=2, tp_size=2)
+        sizes = [tuple(mesh.storage_mesh(mesh.device_mesh(), level).shape) for level in (0, 3)]
+        assert sizes == [(1, 16, 1, 1, 2), (1, 2, 8, 1, 2)]
 
 
 def test_layers_that_split_themselves_are_found_once(monkeypatch):

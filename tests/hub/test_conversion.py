@@ -178,6 +178,10 @@ def test_pickles_with_a_prefix(new, saved, tmp_path):
     for request, message in ((Request(prefix="x."), "prefix: no tensor"), (Request(ignore=("y*",)), "--ignore: 'y")):
         with pytest.raises(ValueError, match=message):
             convert(path, tmp_path / "no", "hf", request=request)
+    name = next(iter(held))
+    torch.save(wrapped | {name: held[name] + 1}, path / "pytorch_model.bin", _use_new_zipfile_serialization=new)
+    with pytest.raises(ValueError, match="'module.': without it two tensors of the file are called '"):
+        convert(path, tmp_path / "no", "hf", request=Request(prefix="module.", ignore=("step",)))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +241,9 @@ def test_files_beside_the_weights_come_along(saved, tmp_path):
     convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
     for place in ("shards", "back"):
         assert {name: (tmp_path / place / name).read_text() for name in texts} == texts
+    (path / "README.md").write_text("of the weights that came later")  # the card of an earlier conversion goes
+    convert(path, tmp_path / "back", "hf", workers=1)
+    assert (tmp_path / "back" / "README.md").read_text() == "of the weights that came later"
 
 
 def test_files_beside_the_weights_are_of_their_commit(saved, monkeypatch):

@@ -364,6 +364,12 @@ def test_a_sentencepiece_tokenizer_without_its_packages(tmp_path, monkeypatch):
         f"no tokenizer could be loaded from {tmp_path}: spiece.model is read by the packages sentencepiece and "
         "protobuf, of which protobuf is not installed: pip install 'modelcenter[sentencepiece]'"
     )
+    (tmp_path / "tokenizer.json").write_text("{}")  # damaged, which no package mends
+    for _ in range(2):  # beside the other one, and alone
+        with pytest.raises(ValueError, match="no tokenizer could be loaded from") as error:
+            mc.AutoTokenizer.from_pretrained(tmp_path)
+        assert "pip install 'modelcenter" not in str(error.value)
+        (tmp_path / "spiece.model").unlink(missing_ok=True)
 
 
 def test_a_tokenizer_of_mistral_in_its_own_format(model, tmp_path):

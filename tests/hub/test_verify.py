@@ -80,6 +80,8 @@ def test_a_large_tensor_is_read_in_parts(pair, monkeypatch):
     name = "bert.embeddings.word_embeddings.weight"
     change(pair[0], lambda held: held[name].__setitem__((130, 47), 9.0))
     assert "1 of 6288 elements, first at (130, 47)" in verify(*pair).different[name]
+    change(pair[0], lambda held: held[name].__setitem__((2, 5), 9.0))
+    assert verify(*pair).different[name].startswith("2 of 6288 elements, first at (2, 5), by at most")
 
 
 def test_other_architectures(pair, tmp_path):

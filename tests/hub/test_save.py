@@ -473,6 +473,16 @@ def test_distributed_dtypes_and_sizes(saved, tmp_path):
         mc.from_pretrained(tmp_path / "dist", vocab_size=132, ignore_mismatched_sizes=True)
 
 
+@pytest.mark.parametrize("task", [None, "base", "sequence-classification", "masked-lm"])
+def test_a_distributed_checkpoint_that_lacks_a_body_tensor(task, saved, tmp_path):
+    """An error whether the task is named, and its head new, or not."""
+    model = mc.from_pretrained(saved("sequence-classification"))
+    model.save_pretrained(tmp_path / "dist", format="distributed")
+    layers = model.config.num_layers
+    with pytest.raises(ValueError, match=rf"dist: \d+ missing: layers\.{layers}\.attn\."):
+        mc.from_pretrained(tmp_path / "dist", task, num_layers=layers + 1)
+
+
 def test_distributed_without_its_files(saved, tmp_path):
     mc.from_pretrained(saved("base")).save_pretrained(tmp_path / "dist", format="distributed")
     (tmp_path / "dist/config.json").rename(tmp_path / "config.json")

@@ -22,7 +22,7 @@ def merged_weight(layer: Any, dora: bool) -> torch.Tensor:
     merged = _updated_weight(layer)
     if dora:
         magnitude = _gathered(layer.lora_magnitude_vector[ADAPTER_NAME].weight).to(merged)
-        rows, _ = _local_ranges(layer.base_layer.weight)
+        rows, _ = local_ranges(layer.base_layer.weight)
         merged *= (magnitude[rows] / merged.norm(dim=1))[:, None]
     return merged
 
@@ -43,7 +43,7 @@ def _updated_weight(layer: Any) -> torch.Tensor:
     local = local_tensor(weight).detach()
     wide = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
     a, b = (_gathered(part[ADAPTER_NAME].weight).to(wide) for part in (layer.lora_A, layer.lora_B))
-    rows, columns = _local_ranges(weight)
+    rows, columns = local_ranges(weight)
     return wide.addmm_(b[rows], a[:, columns], alpha=layer.scaling[ADAPTER_NAME])
 
 
@@ -51,7 +51,7 @@ def _gathered(parameter: Any) -> torch.Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
 
 
-def _local_ranges(weight: Any) -> tuple[slice, slice]:
+def local_ranges(weight: Any) -> tuple[slice, slice]:
     """(rows, columns) of a weight that this rank holds."""
     if not hasattr(weight, "placements"):
         return slice(None), slice(None)

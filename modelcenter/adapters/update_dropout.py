@@ -4,15 +4,13 @@ peft's layer takes its input alone, and says nothing of the tokens it belongs to
 which is called with the batch, notes for each of them by which numbers it is to draw.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.ops import Draws, dropout
-from engine.tensors import local_box
-from modelcenter.adapters.lora_layers import lora_layers
+from modelcenter.adapters.lora_layers import local_ranges, lora_layers
 from modelcenter.adapters.peft_format import ADAPTER_NAME
 from modelcenter.layers.attention import CrossAttention
 from modelcenter.layers.dropout import DrawingModule, name_sites
@@ -63,11 +61,8 @@ def key_update_dropout(model: nn.Module, split: bool) -> list[Any]:
     for layer in layers.values():
         layer.lora_dropout[ADAPTER_NAME] = UpdateDropout(layer.lora_dropout[ADAPTER_NAME].p, split)
     name_sites(model)
-    return [model.get_submodule(name).register_forward_pre_hook(_note_draws) for name in _parents(layers)]
-
-
-def _parents(names: Collection[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in layers)
+    return [model.get_submodule(name).register_forward_pre_hook(_note_draws) for name in parents]
 
 
 def _note_draws(parent: Any, args: tuple[Any, ...]) -> None:
@@ -80,12 +75,5 @@ def _note_draws(parent: Any, args: tuple[Any, ...]) -> None:
         if isinstance(drop, UpdateDropout):
             reads_encoder = isinstance(parent, CrossAttention) and name in ("k", "v")
             drop.draws = None if ctx is None else ctx.memory_draws if reads_encoder else ctx.draws
-            drop.first_channel = _first_input(layer.base_layer.weight)
-
-
-def _first_input(weight: Any) -> int:
-    """The number of the first column of a weight on this rank, which has some of them under tensor parallelism."""
-    if not hasattr(weight, "placements"):
-        return 0
-    _, offset = local_box(weight.shape, weight.device_mesh, weight.placements)
-    return offset[1]
+            _, columns = local_ranges(layer.base_layer.weight)
+            drop.first_channel = columns.start or 0

@@ -65,10 +65,6 @@ class _SideRun:
     runs: bool = True
     all_states: bool = False
 
-    def states_after(self, units: int) -> int:
-        """How many states there are after so many of its units."""
-        return 0 if self.ctx is None else units + 1 if self.all_states else 1
-
 
 def _encoder_states(given: Any) -> Tensor:
     return given if isinstance(given, Tensor) else given[0]
@@ -176,9 +172,9 @@ class EncoderDecoder(DecoderInputs):
         depth, behind = len(self.encoder.layers), 0 if self.decoder is None else len(self.decoder.layers)
         part = range(depth + behind) if stage is None else stage.part
         if stage is not None and not stage.first:
-            shapes = self._shapes_of_sides(encoder, decoder, part.start)
-            received, count = stage.receive(shapes), encoder.states_after(min(part.start, depth))
-            encoder.states, decoder.states = received[:count], received[count:]
+            of_encoder, of_decoder = self._shapes_of_sides(encoder, decoder, part.start)
+            received = stage.receive(of_encoder + of_decoder)
+            encoder.states, decoder.states = received[: len(of_encoder)], received[len(of_encoder) :]
         if part.start < depth:
             self._run_encoder(encoder, part)
         if part.stop > depth:
@@ -186,8 +182,8 @@ class EncoderDecoder(DecoderInputs):
         if cache is not None and (stage is None or stage.leaves):
             cache.end()
         if stage is not None and not stage.last:
-            shapes = self._shapes_of_sides(encoder, decoder, part.stop)
-            return stage.hand_over([*encoder.states, *decoder.states], shapes)
+            of_encoder, of_decoder = self._shapes_of_sides(encoder, decoder, part.stop)
+            return stage.hand_over([*encoder.states, *decoder.states], of_encoder + of_decoder)
         if decoder.ctx is None:
             return self._encoder_output(batch, encoder)
         return self._decoder_output(batch, encoder, decoder, cache)
@@ -218,14 +214,16 @@ class EncoderDecoder(DecoderInputs):
             )
         return encoder, decoder
 
-    def _shapes_of_sides(self, encoder: _SideRun, decoder: _SideRun, units: int) -> list[tuple[int, int]]:
-        """Shapes of the hidden states that go from a stage to the next, after so many units of both sides."""
+    def _shapes_of_sides(
+        self, encoder: _SideRun, decoder: _SideRun, units: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Shapes of the hidden states of each side that go from a stage to the next, after so many units of both."""
         depth = len(self.encoder.layers)
-        shapes: list[tuple[int, int]] = []
-        for side, done in ((encoder, min(units, depth)), (decoder, max(0, units - depth))):
-            if side.ctx is not None:
-                shapes += self._stage_shapes(side.ctx, done, side.all_states)
-        return shapes
+        sides = (encoder, min(units, depth)), (decoder, max(0, units - depth))
+        of_encoder, of_decoder = (
+            [] if side.ctx is None else self._stage_shapes(side.ctx, done, side.all_states) for side, done in sides
+        )
+        return of_encoder, of_decoder
 
     def _run_encoder(self, side: _SideRun, part: range) -> None:
         """Run the encoder's units in `part`, and after its last one what follows them."""
@@ -239,8 +237,7 @@ class EncoderDecoder(DecoderInputs):
 
     def _run_decoder(self, side: _SideRun, encoder: _SideRun, part: range) -> None:
         """Run the decoder's units in `part`, which see the final states of the encoder."""
-        if self.decoder is None or side.ctx is None:
-            return
+        assert self.decoder is not None and side.ctx is not None
         if encoder.ctx is not None:
             seen, split = self.bridge_states(encoder.states[-1]), self.token_split
             side.ctx.attend_to(seen if split is None else split.to_units(seen), encoder.ctx)

@@ -46,6 +46,12 @@ MC_INLINE float root(float x) {
 #endif
 }
 
+// Each formula has
+// - scalars: what it needs, at a step of one tensor;
+// - update: the step of a parameter w by its gradient g;
+// - rests: whether, with gradients times `scale`, a step by a zero leaves moments that are zero as they are, and only
+//   multiplies the parameter by `decay`.
+
 // Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
 struct AdamW {
   static constexpr int kMoments = 2;
@@ -54,6 +60,7 @@ struct AdamW {
     return {(float)s.beta1, (float)(1.0 - s.beta1), (float)s.beta2, (float)(1.0 - s.beta2), (float)s.eps,
             (float)(s.lr / rest1), (float)(1.0 / sqrt(rest2)), (float)(1.0 - s.lr * s.weight_decay)};
   }
+  MC_INLINE static bool rests(const Scalars& s, float scale) { return s.step_size * (0.0f * scale) / s.eps == 0.0f; }
   MC_INLINE static void update(const Scalars& s, float g, float& w, float& m, float& v) {
     m = s.beta1 * m + s.rest1 * g;
     v = s.beta2 * v + (s.rest2 * g) * g;
@@ -68,6 +75,7 @@ struct Lion {
     return {(float)s.beta1, (float)(1.0 - s.beta1), (float)s.beta2, (float)(1.0 - s.beta2), 0.0f,
             (float)s.lr,    0.0f,                   (float)(1.0 - s.lr * s.weight_decay)};
   }
+  MC_INLINE static bool rests(const Scalars& s, float scale) { return s.step_size * (0.0f * scale) == 0.0f; }
   MC_INLINE static void update(const Scalars& s, float g, float& w, float& m, float&) {
     const float c = s.beta1 * m + s.rest1 * g;
     // A NaN has no sign; it must reach the parameter all the same, as it does elsewhere.
@@ -83,6 +91,7 @@ struct Momentum {
   MC_INLINE static Scalars scalars(const Settings& s, double) {
     return {(float)s.beta1, s.flag ? 1.0f : 0.0f, 0.0f, 0.0f, 0.0f, (float)s.lr, 0.0f, (float)s.weight_decay};
   }
+  MC_INLINE static bool rests(const Scalars&, float) { return false; }
   MC_INLINE static void update(const Scalars& s, float g, float& w, float& m, float&) {
     g = g + s.decay * w;
     m = s.beta1 * m + g;

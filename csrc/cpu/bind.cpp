@@ -283,6 +283,8 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, Tensor? segment_bias=None, "
       "Tensor(e!)? dsegment_bias=None) -> ()");
   m.def("transpose_(Tensor(a!) out, Tensor input, bool past_caches) -> ()");
+  m.def("clear_pages_(Tensor(a!) x) -> ()");
+  m.def("copy_pages_(Tensor(a!) out, Tensor x) -> ()");
   m.def("crc32(Tensor x, int start) -> int");
   m.def("sha256_(Tensor(a!) first, Tensor x, Tensor(b!) second, Tensor y) -> bool");
   m.def("count_to_(Tensor(a!) counter, int value) -> ()");
@@ -319,6 +321,8 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("attention_", TORCH_BOX(&modelcenter::attention));
   m.impl("attention_backward_", TORCH_BOX(&modelcenter::attention_backward));
   m.impl("transpose_", TORCH_BOX(&modelcenter::transpose));
+  m.impl("clear_pages_", TORCH_BOX(&modelcenter::clear_pages));
+  m.impl("copy_pages_", TORCH_BOX(&modelcenter::copy_pages));
   m.impl("crc32", TORCH_BOX(&modelcenter::checksum));
   m.impl("sha256_", TORCH_BOX(&modelcenter::sha256_states));
   m.impl("count_to_", TORCH_BOX(&modelcenter::count_to));

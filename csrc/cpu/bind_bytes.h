@@ -1,4 +1,4 @@
-// Transposes and checksums of bytes, and counters that processes share: what is checked before.
+// Transposes, copies and checksums of bytes, and counters that processes share: what is checked before.
 #pragma once
 #include "../core/arguments.h"
 #include "counters.h"
@@ -30,11 +30,38 @@ void transpose(Tensor out, Tensor in, bool past_caches) {
                       in.stride(0), past_caches);
 }
 
+constexpr int64_t kPages = 64 * 1024;  // bytes of them that a thread takes at least
+
+int64_t bytes_of(const Tensor& t) { return t.numel() * (int64_t)t.element_size(); }
+
+void clear_pages(Tensor x) {
+  STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
+  uint8_t* const bytes = (uint8_t*)x.mutable_data_ptr();
+  torch::stable::parallel_for(0, bytes_of(x), kPages, [&](int64_t begin, int64_t end) {
+    kernels().clear_pages(bytes + begin, end - begin);
+  });
+}
+
+void copy_pages(Tensor out, Tensor x) {
+  STD_TORCH_CHECK(x.is_contiguous() && out.is_contiguous(), "x and out must be contiguous");
+  STD_TORCH_CHECK(bytes_of(x) == bytes_of(out), "out has ", bytes_of(out), " bytes, expected ", bytes_of(x));
+  same_device(out, x, "out");
+  Overlaps overlaps;
+  overlaps.add(x.const_data_ptr(), bytes_of(x), false);
+  overlaps.add(out.const_data_ptr(), bytes_of(out), true);
+  overlaps.check();
+  uint8_t* const to = (uint8_t*)out.mutable_data_ptr();
+  const uint8_t* const from = (const uint8_t*)x.const_data_ptr();
+  torch::stable::parallel_for(0, bytes_of(x), kPages, [&](int64_t begin, int64_t end) {
+    kernels().copy_pages(to + begin, from + begin, end - begin);
+  });
+}
+
 int64_t checksum(Tensor x, int64_t start) {
   STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
   STD_TORCH_CHECK(start >= 0 && start <= 0xFFFFFFFF, "start is ", start, ", which is no CRC-32");
   return kernels().crc32((uint32_t)start, (const uint8_t*)x.const_data_ptr(),
-                         x.numel() * (int64_t)x.element_size());
+                         bytes_of(x));
 }
 
 bool sha256_states(Tensor first, Tensor x, Tensor second, Tensor y) {

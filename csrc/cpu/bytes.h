@@ -106,6 +106,25 @@ void transpose(void* out, const void* in, int size, int64_t rows, int64_t column
   if (size == 8) run(Words64{}, uint64_t{});
 }
 
+// Linux has no more than one page of zeros for all memory that nobody has written, until somebody writes.
+constexpr int64_t kPage = 4096;
+
+void clear_pages(uint8_t* x, int64_t n) {
+  for (int64_t here; n > 0; x += here, n -= here) {
+    here = kPage - (int64_t)((uintptr_t)x % kPage);
+    here = here < n ? here : n;
+    if (has_bits(x, here)) memset(x, 0, (size_t)here);
+  }
+}
+
+void copy_pages(uint8_t* to, const uint8_t* x, int64_t n) {
+  for (int64_t here; n > 0; to += here, x += here, n -= here) {
+    here = kPage - (int64_t)((uintptr_t)to % kPage);
+    here = here < n ? here : n;
+    if (has_bits(x, here)) memcpy(to, x, (size_t)here);
+  }
+}
+
 // The remainder of x^n by the polynomial of CRC-32, the coefficient of x^0 in the highest bit.
 constexpr uint32_t power_of_x(int n) {
   uint32_t r = 0x80000000u;

@@ -84,6 +84,17 @@ MC_INLINE char* place(const void* base, int type, int64_t i) {
   return (char*)base + i * (type == kFloat ? 4 : 2);
 }
 
+// Whether any bit of n bytes is 1.
+MC_INLINE bool has_bits(const void* of, int64_t n) {
+  const uint8_t* __restrict x = (const uint8_t*)of;
+  for (int64_t i = 0; i < n; i += 512) {
+    uint8_t some = 0;
+    for (int64_t k = i; k < (i + 512 < n ? i + 512 : n); k++) some |= x[k];
+    if (some) return true;
+  }
+  return false;
+}
+
 // fp32 numbers where they are, others in `scratch`.
 MC_INLINE float* floats(const void* base, int type, int64_t i, float* scratch, int64_t n) {
   if (type == kFloat) return (float*)base + i;

@@ -76,6 +76,28 @@ MC_INLINE float load(uint16_t x) { return from_bf16(x); }
 MC_INLINE void store(float& to, float x) { to = x; }
 MC_INLINE void store(uint16_t& to, float x) { to = to_bf16(x); }
 
+MC_INLINE uint32_t bits(float x) { return bits_of(x); }
+MC_INLINE uint32_t bits(uint16_t x) { return x; }
+
+// Whether no gradient has reached n parameters yet: a row of a table that no text has looked up, say. A step then has only
+// to decay them: where moments are zeros that nobody has written, they take neither memory nor time to read it.
+template <class Formula, class Gradient, class Moment>
+MC_INLINE bool untouched(const Gradient* __restrict g, const Moment* __restrict m, const Moment* __restrict v,
+                         int64_t n) {
+  if (bits(g[0])) return false;  // of most others, too
+  uint32_t some = 0;
+  for (int64_t i = 0; i < n; i++) some |= bits(g[i]) | bits(m[i]) | (Formula::kMoments == 2 ? bits(v[i]) : 0);
+  return !some;
+}
+
+// Without decay nothing changes but denormals, and nothing is written.
+MC_INLINE void decay(float* __restrict w, float by, int64_t n) {
+  uint32_t changed = 0;
+  for (int64_t i = 0; i < n; i++) changed |= bits(w[i] * by) ^ bits(w[i]);
+  if (!changed) return;
+  for (int64_t i = 0; i < n; i++) w[i] *= by;
+}
+
 // Steps in one pass over memory, without the scratch, through which numbers pass more slowly than through memory.
 
 // Elements [begin, end) in fp32.
@@ -85,11 +107,15 @@ MC_INLINE void plain(const Slab& slab, const Scalars s, float scale, int64_t beg
   float* __restrict w = (float*)slab.p + begin;
   float* __restrict m = (float*)slab.m + begin;
   float* __restrict v = (float*)slab.v + begin;
-  const bool asks = !kAmd;
+  const bool asks = !kAmd, rests = Formula::rests(s, scale);
   in_strips(end - begin, [=](int64_t from, int64_t to) {
     if (asks) {
       ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);
       if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
+    }
+    if (rests && untouched<Formula>(g + from, m + from, v + from, to - from)) {
+      decay(w + from, s.decay, to - from);
+      return;
     }
     formula<Formula>(s, scale, g + from, w + from, m + from, v + from, to - from);
   });
@@ -104,21 +130,30 @@ MC_INLINE void one_pass(const Slab& slab, const Scalars s, float scale, int64_t 
   int16_t* __restrict low = (int16_t*)slab.aux + i;
   Moment* __restrict m = (Moment*)slab.m + i;
   Moment* __restrict v = (Moment*)slab.v + i;
+  const bool rests = Formula::rests(s, scale);
+  const auto value = [=](int64_t k) { return kRandomly ? from_bf16(p[k]) : merge(p[k], low[k]); };
+  const auto keep = [=](int64_t k, float w) {
+    if (kRandomly) {
+      p[k] = to_bf16_at_random(w, salt, low_place + (uint32_t)k, high_place);
+    } else {
+      split(w, p[k], low[k]);
+    }
+  };
   in_strips(n, [=](int64_t from, int64_t to) {
     ask_ahead(g + from, kStrip), ask_ahead(p + from, kStrip), ask_ahead(m + from, kStrip);
     if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
     if (!kRandomly) ask_ahead(low + from, kStrip);
+    if (rests && untouched<Formula>(g + from, m + from, v + from, to - from)) {
+      for (int64_t k = from; k < to; k++) keep(k, value(k) * s.decay);
+      return;
+    }
     for (int64_t k = from; k < to; k++) {
-      float w = kRandomly ? from_bf16(p[k]) : merge(p[k], low[k]), first = load(m[k]), second = 0.0f;
+      float w = value(k), first = load(m[k]), second = 0.0f;
       if (Formula::kMoments == 2) second = load(v[k]);
       Formula::update(s, from_bf16(g[k]) * scale, w, first, second);
       store(m[k], first);
       if (Formula::kMoments == 2) store(v[k], second);
-      if (kRandomly) {
-        p[k] = to_bf16_at_random(w, salt, low_place + (uint32_t)k, high_place);
-      } else {
-        split(w, p[k], low[k]);
-      }
+      keep(k, w);
     }
   });
 }
@@ -130,9 +165,14 @@ MC_INLINE void masters(const Slab& slab, const Scalars s, float scale, int64_t i
   float* __restrict w = (float*)slab.aux + i;
   Moment* __restrict m = (Moment*)slab.m + i;
   Moment* __restrict v = (Moment*)slab.v + i;
+  const bool rests = Formula::rests(s, scale);
   in_strips(n, [=](int64_t from, int64_t to) {
     ask_ahead(g + from, kStrip), ask_ahead(w + from, kStrip), ask_ahead(m + from, kStrip);
     if (Formula::kMoments == 2) ask_ahead(v + from, kStrip);
+    if (rests && untouched<Formula>(g + from, m + from, v + from, to - from)) {
+      for (int64_t k = from; k < to; k++) p[k] = to_bf16(w[k] *= s.decay);
+      return;
+    }
     for (int64_t k = from; k < to; k++) {
       float value = w[k], first = load(m[k]), second = 0.0f;
       if (Formula::kMoments == 2) second = load(v[k]);
@@ -202,9 +242,18 @@ void update(const Slab& slab, const Types& types, const Scalars& s, float scale,
                         : in_one_pass<Formula, uint16_t>(slab, types, s, scale, salt, begin, end))
     return;
   alignas(64) float scratch_g[kBlock], scratch_w[kBlock], scratch_m[kBlock], scratch_v[kBlock];
-  const bool second = Formula::kMoments == 2;
+  const bool second = Formula::kMoments == 2, rests = Formula::rests(s, scale);
+  const auto has = [&](const void* x, int type, int64_t i, int64_t n) {
+    return has_bits(place(x, type, i), n * size_of(type));
+  };
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t n = end - i < kBlock ? end - i : kBlock;
+    if (rests && !has(slab.g, types.g, i, n) && !has(slab.m, types.m, i, n) && !(second && has(slab.v, types.m, i, n))) {
+      float* w = values(slab, types, i, scratch_w, n);
+      decay(w, s.decay, n);
+      keep_values(slab, types, i, w, salt, n);
+      continue;
+    }
 
     const float* g = floats(slab.g, types.g, i, scratch_g, n);
     float* m = floats(slab.m, types.m, i, scratch_m, n);
@@ -335,7 +384,8 @@ namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
                            split_all, merge_all, dropout, gelu, norm, norm_backward, cross_entropy,
-                           product, product_of_few, kFewRows, attention_scratch, attention, attention_backward, transpose, crc32, sha256};
+                           product, product_of_few, kFewRows, attention_scratch, attention, attention_backward, transpose, clear_pages,
+                           copy_pages, crc32, sha256};
 
 }  // namespace
 

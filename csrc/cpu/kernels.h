@@ -80,6 +80,9 @@ struct CpuKernels {
   // `past_caches` is for an out that is not read soon.
   void (*transpose)(void* out, const void* in, int size, int64_t rows, int64_t columns, int64_t out_stride,
                     int64_t in_stride, bool past_caches);
+  // Zeros for n bytes, and n bytes to where zeros are: pages are written only where they change.
+  void (*clear_pages)(uint8_t* x, int64_t n);
+  void (*copy_pages)(uint8_t* to, const uint8_t* x, int64_t n);
   uint32_t (*crc32)(uint32_t start, const uint8_t* x, int64_t n);
   // Two states of SHA-256 after n bytes of x and m of y, multiples of 64; false where the processor lacks instructions.
   bool (*sha256)(uint32_t* first, const uint8_t* x, int64_t n, uint32_t* second, const uint8_t* y, int64_t m);

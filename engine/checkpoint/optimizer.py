@@ -12,6 +12,7 @@ from engine import runtime
 from engine.checkpoint.model import read_tensors, stored_tensors
 from engine.collectives import from_rank_0, together
 from engine.names import clean_name
+from engine.ops import zero_pages
 from engine.optim.base import FusedOptimizer
 from engine.optim.states import OwnStates
 from engine.parallel.pipeline.stages import elsewhere, gather_from_stages
@@ -103,7 +104,18 @@ def load_states(
             states[index]["state"].setdefault(position, {})[key_of_state] = tensor
     if has_tensors:
         read_tensors(directory / OPTIM, tensors)
+        tensors.clear()  # so that what is not kept is freed
+        _leave_zeros_unwritten(states)
     return states
+
+
+def _leave_zeros_unwritten(states: list[OwnStates]) -> None:
+    """Let zeros take no more memory than before they were saved, when nobody had written them."""
+    for state in states:
+        for values in state["state"].values():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and zero_pages.mostly_zero_rows(local_tensor(value)):
+                    values[key] = with_local(value, zero_pages.copy_of(local_tensor(value)))
 
 
 def _check_stages(stages: list[list[list[Any]]]) -> None:

@@ -24,6 +24,7 @@ from engine.checkpoint.safe_pickle import dump, load
 from engine.checkpoint.steps import clear_up, newest, path_of
 from engine.collectives import from_rank_0, together
 from engine.lockstep import watched
+from engine.ops import zero_pages
 from engine.optim.manager import OptimManager
 from engine.parallel.mesh import device_mesh, once_per_world
 from engine.parallel.pipeline.stages import gather_from_stages
@@ -281,9 +282,11 @@ def _stage(
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory; from a GPU it is under way when this returns."""
     local = local_tensor(tensor)
-    copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-    copy.copy_(local, non_blocking=local.is_cuda)
-    return with_local(tensor, copy)
+    if local.is_cuda:
+        return with_local(
+            tensor, torch.empty_like(local, device="cpu", pin_memory=True).copy_(local, non_blocking=True)
+        )
+    return with_local(tensor, zero_pages.copy_of(local))
 
 
 @watched("engine.save_checkpoint")

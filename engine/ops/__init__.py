@@ -10,8 +10,8 @@
                                       dropout and its random bits
     compilation, graphs               what torch.compile takes into its graphs
     autograd, autocast, remade        autograd functions; tensors that backward makes again
-    layout, sha256, counters, table_memory
-                                      bytes of files, hashes, counters between processes, memory of large tables
+    layout, sha256, counters          bytes of files, hashes, counters between processes
+    table_memory, zero_pages          memory of large tables, and zeros that take none
 
 Dropout (`engine.ops.dropout_masks`): torch's `bernoulli_` draws one number at a time on one thread, slower than the
 matrix product beside it. Here 16 bits of a counter-based generator decide an element.

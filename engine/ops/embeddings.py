@@ -82,8 +82,8 @@ class _Lookup(torch.autograd.Function):
         head = None if ctx.table is None else _heads.get(ctx.table)
         if head is not None and head.takes(ctx.table, rows.long(), sums):
             return None, None, None, None
-        whole = grad.new_empty(ctx.shape) if memory is None else memory.gradients.take(ctx.shape, grad.dtype)
-        return None, whole.zero_().index_copy_(0, rows.long(), sums), None, None
+        whole = grad.new_zeros(ctx.shape) if memory is None else memory.gradients.take_zeros(ctx.shape, grad.dtype)
+        return None, whole.index_copy_(0, rows.long(), sums), None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:

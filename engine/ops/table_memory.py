@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from engine.ops import zero_pages
 from engine.torch_compat import in_function_transform
 
 LARGE = 32 << 20  # bytes: the largest blocks that glibc can be told to keep when they are freed
@@ -37,6 +39,13 @@ class KeptMemory:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor, uninitialised: in the memory of an earlier one, if no tensor uses that any more."""
+        return self._take(shape, dtype, lambda size: torch.empty(size, dtype=torch.uint8).numpy())
+
+    def take_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The same of zeros, where pages that are never written take no memory."""
+        return zero_pages.clear_(self._take(shape, dtype, zero_pages.zero_bytes))
+
+    def _take(self, shape: Sequence[int], dtype: torch.dtype, new: Callable[[int], np.ndarray]) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
         if size < LARGE or (dist.is_initialized() and dist.get_world_size() > 1):
             # A sharded model has its tables whole for a moment only, and ranks on one machine share its memory.
@@ -48,15 +57,14 @@ class KeptMemory:
             if not free:
                 if len(self._blocks) >= self._most:
                     return torch.empty(shape, dtype=dtype)
-                free = [_Block(size)]
+                free = [_Block(new(size))]
                 self._blocks += free
             return free[0].lend(shape, dtype)
 
 
 class _Block:
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._bytes = torch.empty(size, dtype=torch.uint8).numpy()
+    def __init__(self, memory: np.ndarray) -> None:
+        self.size, self._bytes = memory.nbytes, memory
         self._lent: weakref.ref[Any] | None = None
 
     def in_use(self) -> bool:

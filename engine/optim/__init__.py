@@ -9,6 +9,7 @@
     clip                          the norm of gradients, and clipping by it
     states, checks                groups, gradients and saved states, checked; optimizers built before sharding
     rounding                      stochastic rounding of bf16 parameters
+    moments                       moments of zeros, which take no memory where no gradient comes
 """
 
 from engine.optim.adafactor import Adafactor

@@ -17,6 +17,7 @@ import torch
 from engine.ops import fused
 from engine.ops.compilation import outside_graphs
 from engine.ops.library import FLOATS
+from engine.optim.moments import zero_moment
 from engine.optim.rounding import place_of
 from engine.optim.states import (
     OwnStates,
@@ -343,7 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments:
-            state[name] = torch.zeros_like(parameter, dtype=self._moment_dtype)
+            state[name] = zero_moment(parameter, self._moment_dtype)
         self._convert_master(parameter, state)
         return state
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import engine
+from engine.ops import table_memory
 from engine.parallel.gloo import sharded_embedding
 
 WORDS, WIDTH, PADDING = 9, 6, 4  # on four ranks: 3, 3, 3 and no rows
@@ -45,7 +46,7 @@ def ids_of(rank: int, turn: int) -> torch.Tensor:
 
 def trained(level: int, precision: str, frozen: bool, apart: bool):
     """(the outputs of two batches, whole gradients, where the table is) of this rank."""
-    sharded_embedding.TABLE_BYTES = 1
+    sharded_embedding.TABLE_BYTES, sharded_embedding.LARGE = 1, 1 if level == 2 else table_memory.LARGE
     reader = Reader()
     reader.table.weight.requires_grad_(not frozen)
     with toys.several_machines() if apart else nullcontext():

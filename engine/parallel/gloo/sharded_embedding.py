@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from engine.ops import zero_pages
 from engine.ops.autograd import once_differentiable
 from engine.ops.embeddings import Embedding, check_ids
+from engine.ops.table_memory import LARGE
 from engine.parallel.gloo import shared_memory
 from engine.parallel.gloo.point_to_point import send_parts, wait_for
 from engine.tensors import shard_of
@@ -156,7 +158,7 @@ class _LookUp(torch.autograd.Function):
         into = [sums.new_empty(len(asked), part.shape[1]) for asked in exchange.asked]
         into[exchange.me] = send[exchange.me]
         exchange.swap(send, into, _GRADIENTS_TAG)
-        whole = torch.zeros_like(part, dtype=wide)
+        whole = zero_pages.zeros(part.shape, wide) if part.nbytes >= LARGE else torch.zeros_like(part, dtype=wide)
         for asked, rows in zip(exchange.asked, into, strict=True):  # in the order of the ranks
             whole.index_add_(0, asked, rows.div_(exchange.ranks))
         return whole.to(part.dtype), None, None

@@ -45,6 +45,24 @@ BENCHES: dict[str, Bench] = {
     "finetune_seq2seq_few_words": Bench(
         "finetune", 4, ("--tasks", "seq2seq", "--hidden", "256", "--vocabulary", "data"), True
     ),
+    # A vocabulary of 100 languages, of which the texts are in one.
+    "finetune_multilingual": Bench(
+        "finetune",
+        7,
+        (
+            "--tasks",
+            "classification",
+            "--vocabulary",
+            "multilingual",
+            "--hidden",
+            "768",
+            "--steps",
+            "30",
+            "--rounds",
+            "2",
+        ),
+        True,
+    ),  # fmt: skip
     "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),
     # From random weights, sentiment takes some epochs to learn; fewer steps would compare guesses.
     "quality_classification": Bench(

@@ -38,9 +38,10 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
     rates = ", ".join(f"{task} {rate:g}" for task, rate in LR.items())
     p.add_argument("--lr", type=float, help=f"learning rate (default: {rates})")
     sizes = ", ".join(f"{task} {size:,}" for task, size in finetuning_data.PUBLISHED.items())
-    p.add_argument("--vocabulary", choices=("published", "data"), default=defaults.pop("vocabulary", "published"),
-                   help=f"vocabulary: that of the published checkpoint ({sizes}), or only the words of the data "
-                   "(default: %(default)s)")  # fmt: skip
+    p.add_argument("--vocabulary", choices=finetuning_data.VOCABULARIES,
+                   default=defaults.pop("vocabulary", "published"),
+                   help=f"as large as that of the published checkpoint ({sizes}), or as XLM-R's, of 100 languages "
+                   f"({finetuning_data.MULTILINGUAL:,}), or only the words of the data (default: %(default)s)")  # fmt: skip
     for name, value, what in (
         ("steps", 60, "optimizer steps"),
         ("batch_size", 32, "rows per step"),

@@ -30,6 +30,8 @@ MAX_LENGTH = 128
 MASKED = 0.15
 # Vocabulary sizes of the published BERT, GPT-2 and T5, all of which a fine-tuning run pays for.
 PUBLISHED = {"classification": 30522, "mlm": 30522, "lm": 50257, "seq2seq": 32128}
+MULTILINGUAL = 250_002  # words of XLM-R
+VOCABULARIES = ("published", "multilingual", "data")
 Pair = tuple[str, str]  # label and text; source and target; or nothing and text
 
 
@@ -121,8 +123,8 @@ def prepare(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     texts = [" ".join(row) for row in rows]
     tokenizer = {"lm": byte_level_tokenizer, "seq2seq": unigram_tokenizer}.get(task, wordpiece_tokenizer)(texts)
     torch.manual_seed(settings["seed"])
-    vocabulary = PUBLISHED[task] if settings["vocabulary"] == "published" else len(tokenizer)
-    config = configuration(task, settings["hidden"], settings["layers"], vocabulary)
+    sizes = {"published": PUBLISHED[task], "multilingual": MULTILINGUAL, "data": len(tokenizer)}
+    config = configuration(task, settings["hidden"], settings["layers"], sizes[settings["vocabulary"]])
     model = workloads.auto_class(TASKS[task]).from_config(config)
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")

@@ -48,21 +48,10 @@ BENCHES: dict[str, Bench] = {
     # A vocabulary of 100 languages, of which the texts are in one.
     "finetune_multilingual": Bench(
         "finetune",
-        7,
-        (
-            "--tasks",
-            "classification",
-            "--vocabulary",
-            "multilingual",
-            "--hidden",
-            "768",
-            "--steps",
-            "30",
-            "--rounds",
-            "2",
-        ),
-        True,
-    ),  # fmt: skip
+        8,
+        tuple("--tasks classification --vocabulary multilingual --hidden 768 --steps 30 --rounds 2".split()),
+        data=True,
+    ),
     "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),
     # From random weights, sentiment takes some epochs to learn; fewer steps would compare guesses.
     "quality_classification": Bench(

@@ -41,7 +41,8 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
     p.add_argument("--vocabulary", choices=finetuning_data.VOCABULARIES,
                    default=defaults.pop("vocabulary", "published"),
                    help=f"as large as that of the published checkpoint ({sizes}), or as XLM-R's, of 100 languages "
-                   f"({finetuning_data.MULTILINGUAL:,}), or only the words of the data (default: %(default)s)")  # fmt: skip
+                   f"({finetuning_data.MULTILINGUAL:,}), or only the words of the data (default: %(default)s)"
+    )  # fmt: skip
     for name, value, what in (
         ("steps", 60, "optimizer steps"),
         ("batch_size", 32, "rows per step"),

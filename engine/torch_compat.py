@@ -66,6 +66,15 @@ def run_after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """In a backward pass: whether it adds to the ``grad`` of a leaf, not only returns gradients (``autograd.grad``)."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a leaf for which autograd.grad was asked
+        return False
+
+
 def can_go_backward(node: torch.autograd.function.FunctionCtx) -> bool:
     """Whether a node of the graph has its tensors still: not after a backward pass that does not retain the graph."""
     try:

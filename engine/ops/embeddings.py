@@ -9,20 +9,29 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.ops.table_memory import TableMemory, table_memory
-from engine.torch_compat import assert_on_device, can_go_backward, run_after_backward, running_backward
+from engine.torch_compat import (
+    assert_on_device,
+    can_go_backward,
+    run_after_backward,
+    running_backward,
+    will_accumulate,
+)
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class _HeadGradient:
-    """The gradient of a whole table that a head has given autograd in this backward pass, and what look-ups add to it.
+class _GivenGradient:
+    """The gradient of a whole table that autograd has been given in this backward pass, and what look-ups add to it.
 
     A look-up's gradient is zero but for some rows: as a tensor of its own it costs to fill it and to go over the table
     once more to add it. The rows are added instead where autograd has the sum of all gradients of the table.
+
+    Args:
+        node: of a head, which has made the gradient in its forward; None: of a look-up, which makes it anew each time.
     """
 
-    def __init__(self, node: Any):
-        self._pass, self._node = running_backward(), weakref.ref(node)
+    def __init__(self, node: Any = None):
+        self._pass, self._node = running_backward(), None if node is None else weakref.ref(node)
         self._rows: list[tuple[Tensor, Tensor]] = []
         self._hook: Any = None
 
@@ -42,11 +51,11 @@ class _HeadGradient:
     def _add(self, grad: Tensor) -> Tensor | None:
         if running_backward() != self._pass:  # another thread's, or this one has failed
             return None
-        node = self._node()
+        node = None if self._node is None else self._node()
         if node is not None and can_go_backward(node):  # it has kept its gradient, to give it once more
             grad = grad.clone()
         for rows, sums in self._rows:
-            grad.index_add_(0, rows, sums)
+            grad.index_add_(0, rows, sums.to(grad.dtype))
         return grad
 
     def _end(self) -> None:
@@ -54,13 +63,22 @@ class _HeadGradient:
         self._rows.clear()
 
 
-# Tables that a head is too -> what the head has last given for them.
-_heads = WeakTensorKeyDictionary()
+# Tables that a head is too, and large ones -> what was last given for them.
+_given = WeakTensorKeyDictionary()
 
 
 def head_gives_gradient(table: Tensor, node: Any) -> None:
     """Say, in the backward of a head whose autograd node this is, that it returns the gradient of a plain table."""
-    _heads[table] = _HeadGradient(node)
+    _given[table] = _GivenGradient(node)
+
+
+def _adds_to_gradient(table: Tensor) -> bool:
+    """Whether autograd would add what a look-up gives in this pass to a gradient of the microbatches before, in its
+    place: all of it to all of that, where only rows differ from zero."""
+    grad = table.grad
+    if grad is None or type(grad) is not Tensor or grad.layout is not torch.strided or torch.is_grad_enabled():
+        return False
+    return not table._backward_hooks and will_accumulate(table)
 
 
 class _Lookup(torch.autograd.Function):
@@ -79,11 +97,17 @@ class _Lookup(torch.autograd.Function):
         sums = torch.ops.aten.embedding_dense_backward(wide, at, len(rows), -1, False).to(grad.dtype)
         if ctx.padding >= 0:
             sums[rows == ctx.padding] = 0.0
-        head = None if ctx.table is None else _heads.get(ctx.table)
-        if head is not None and head.takes(ctx.table, rows.long(), sums):
+        rows, table = rows.long(), ctx.table
+        given = None if table is None else _given.get(table)
+        if given is not None and given.takes(table, rows, sums):
             return None, None, None, None
+        if memory is not None and table is not None:
+            if _adds_to_gradient(table):
+                table.grad.index_add_(0, rows, sums.to(table.grad.dtype))
+                return None, None, None, None
+            _given[table] = _GivenGradient()
         whole = grad.new_zeros(ctx.shape) if memory is None else memory.gradients.take_zeros(ctx.shape, grad.dtype)
-        return None, whole.index_copy_(0, rows.long(), sums), None, None
+        return None, whole.index_copy_(0, rows, sums), None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -101,7 +125,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
     if weight.is_cpu and weight.requires_grad and torch.is_grad_enabled():
         memory = table_memory(weight)
         plain = type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-        if memory is not None or (plain and (weight.dtype in _SIXTEEN_BITS or weight in _heads)):
+        if memory is not None or (plain and (weight.dtype in _SIXTEEN_BITS or weight in _given)):
             padding = -1 if padding_idx is None else padding_idx % len(weight)
             return _Lookup.apply(ids, weight, padding, memory)
     return F.embedding(ids, weight, padding_idx)

@@ -85,8 +85,8 @@ def trained(**options):
 @pytest.fixture
 def additions(monkeypatch):
     """Where the sums are to which look-ups have added their rows."""
-    found, add = [], embeddings._HeadGradient._add
-    monkeypatch.setattr(embeddings._HeadGradient, "_add", lambda self, g: found.append(g.data_ptr()) or add(self, g))
+    found, add = [], embeddings._GivenGradient._add
+    monkeypatch.setattr(embeddings._GivenGradient, "_add", lambda self, g: found.append(g.data_ptr()) or add(self, g))
     return found
 
 

@@ -65,6 +65,76 @@ def test_what_is_still_used_is_not_written_over():
     assert third.sum() == 3 * WIDTH and fourth.sum() == 6 * WIDTH and torch.equal(view, kept[2:])
 
 
+def twice(table, weight, ids):
+    """A scalar of two look-ups, through a table or by torch."""
+    find = table if weight is None else lambda ids: F.embedding(ids, weight, table.padding_idx)
+    return (find(ids).sin() + 2 * find(ids.flip(0)[: len(ids)])).tanh().sum()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize(
+    "watched", ["", "hook", "hook on the sum", "other places", "sparse", "derivatives", "asked for"]
+)
+def test_look_ups_and_microbatches_add_their_rows(watched):
+    """Only rows travel, unless somebody is to see a whole gradient: with torch's results, in one block of memory."""
+    torch.manual_seed(0)
+    table, seen, places = Embedding(ROWS, WIDTH, padding_idx=4), [], set()
+    weight = table.weight.detach().clone().requires_grad_()
+    if watched == "hook":
+        table.weight.register_hook(lambda grad: seen.append(grad.clone()) or 2 * grad)
+        weight.register_hook(lambda grad: 2 * grad)
+    if watched == "hook on the sum":
+        table.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for microbatch in range(3):
+        ids = torch.randint(0, ROWS, (19,))
+        for of in (None, weight):
+            total = twice(table, of, ids)
+            leaf = table.weight if of is None else of
+            if watched == "asked for":
+                (asked,) = torch.autograd.grad(total, leaf, retain_graph=True)
+                seen.append(asked)
+            total.backward(create_graph=watched == "derivatives" and microbatch > 0)
+            if watched == "other places" and microbatch == 1:
+                leaf.grad = leaf.grad.t().contiguous().t()
+            if watched == "sparse" and microbatch == 0:
+                leaf.grad = leaf.grad.to_sparse()
+        if not table.weight.grad.is_sparse:
+            places.add(table.weight.grad.data_ptr())
+        torch.testing.assert_close(table.weight.grad, weight.grad)
+    memory = table_memory.table_memory(table.weight).gradients
+    assert (len(places) == 1) == (watched not in ("other places", "derivatives"))
+    assert len(memory._blocks) == 1 or watched not in ("", "other places", "sparse")
+    assert len(seen) == {"hook": 3, "hook on the sum": 3, "asked for": 6}.get(watched, 0)
+    for ours, theirs in zip(seen[::2], seen[1::2], strict=True) if watched == "asked for" else ():
+        torch.testing.assert_close(ours, theirs)
+    assert not table.weight._backward_hooks or watched == "hook"
+    if watched == "derivatives":
+        second = [torch.autograd.grad(leaf.grad.square().sum(), leaf)[0] for leaf in (table.weight, weight)]
+        torch.testing.assert_close(*second)
+
+
+def test_sums_in_more_bits():
+    table = Embedding(ROWS, WIDTH).bfloat16()
+    table.weight.grad_dtype = torch.float32
+    for _ in range(2):
+        (table(torch.tensor([1, 2])) / 3 + table(torch.tensor([2, 5]))).sum().backward()
+    third = float(torch.tensor(1 / 3).bfloat16())
+    wanted = [0, 2 * third, 2 * (1 + third), 0, 0, 2]
+    assert table.weight.grad.dtype == torch.float32
+    assert table.weight.grad[:6, 0].tolist() == pytest.approx(wanted, rel=1e-2)
+
+
+def test_a_pass_that_fails_leaves_no_rows_behind():
+    table, ids = Embedding(ROWS, WIDTH), torch.tensor([1, 2])
+    once = table(ids)
+    once.register_hook(lambda grad: 1 / 0)  # its look-up is not reached, after the second's
+    with pytest.raises(ZeroDivisionError):
+        (once + table(ids + 3)).sum().backward()
+    table.zero_grad()
+    (table(ids) + table(ids + 1)).sum().backward()
+    assert table.weight.grad[:, 0].tolist() == [0, 1, 2, 1] + [0] * (ROWS - 4)
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("of", ["linear_cross_entropy", "linear_log_probs"])

@@ -123,8 +123,8 @@ def prepare(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     texts = [" ".join(row) for row in rows]
     tokenizer = {"lm": byte_level_tokenizer, "seq2seq": unigram_tokenizer}.get(task, wordpiece_tokenizer)(texts)
     torch.manual_seed(settings["seed"])
-    sizes = {"published": PUBLISHED[task], "multilingual": MULTILINGUAL, "data": len(tokenizer)}
-    config = configuration(task, settings["hidden"], settings["layers"], sizes[settings["vocabulary"]])
+    words = {"published": PUBLISHED[task], "multilingual": MULTILINGUAL, "data": len(tokenizer)}
+    config = configuration(task, settings["hidden"], settings["layers"], words[settings["vocabulary"]])
     model = workloads.auto_class(TASKS[task]).from_config(config)
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")

@@ -24,7 +24,7 @@ _LOOKED_AT = 1024  # rows
 def zero_bytes(size: int) -> np.ndarray:
     """That many zeros (uint8), none of which takes memory yet; in small pages, as one of 2 MB has many a row."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without large pages
+    with contextlib.suppress(OSError, AttributeError):  # a system without large pages
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.ops.table_memory import TableMemory, table_memory
+from engine.tensors import local_tensor
 from engine.torch_compat import (
     assert_on_device,
     can_go_backward,
@@ -54,8 +55,9 @@ class _GivenGradient:
         node = None if self._node is None else self._node()
         if node is not None and can_go_backward(node):  # it has kept its gradient, to give it once more
             grad = grad.clone()
+        whole = local_tensor(grad)
         for rows, sums in self._rows:
-            grad.index_add_(0, rows, sums.to(grad.dtype))
+            whole.index_add_(0, rows, sums.to(whole.dtype))
         return grad
 
     def _end(self) -> None:
@@ -72,13 +74,33 @@ def head_gives_gradient(table: Tensor, node: Any) -> None:
     _given[table] = _GivenGradient(node)
 
 
-def _adds_to_gradient(table: Tensor) -> bool:
-    """Whether autograd would add what a look-up gives in this pass to a gradient of the microbatches before, in its
-    place: all of it to all of that, where only rows differ from zero."""
-    grad = table.grad
-    if grad is None or type(grad) is not Tensor or grad.layout is not torch.strided or torch.is_grad_enabled():
+def takes_rows(table: Tensor, rows: Tensor, sums: Tensor) -> bool:
+    """In the backward of a look-up: add its rows to the gradient of the table that is there already, of this pass or of
+    the microbatches before, where autograd would add all of one to all of the other. Only rows differ from zero.
+
+    Args:
+        table: a parameter; of a shard the rows of this rank. rows: (n,), none twice. sums: (n, width).
+
+    Returns:
+        False: the look-up is to give its gradient itself, and to say so by `gives_gradient` if it is a large one.
+    """
+    given, grad = _given.get(table), table.grad
+    if given is not None and given.takes(table, rows, sums):
+        return True
+    if grad is None or torch.is_grad_enabled() or table._backward_hooks or not will_accumulate(table):
         return False
-    return not table._backward_hooks and will_accumulate(table)
+    whole = local_tensor(grad)
+    if type(whole) is not Tensor or whole.layout is not torch.strided:
+        return False
+    whole.index_add_(0, rows, sums.to(whole.dtype))
+    return True
+
+
+def gives_gradient(table: Tensor | None) -> None:
+    """Say, in the backward of a look-up, that it returns the gradient of a whole table, to which others may add. None:
+    the table is gone."""
+    if table is not None:
+        _given[table] = _GivenGradient()
 
 
 class _Lookup(torch.autograd.Function):
@@ -98,14 +120,10 @@ class _Lookup(torch.autograd.Function):
         if ctx.padding >= 0:
             sums[rows == ctx.padding] = 0.0
         rows, table = rows.long(), ctx.table
-        given = None if table is None else _given.get(table)
-        if given is not None and given.takes(table, rows, sums):
+        if table is not None and takes_rows(table, rows, sums):
             return None, None, None, None
-        if memory is not None and table is not None:
-            if _adds_to_gradient(table):
-                table.grad.index_add_(0, rows, sums.to(table.grad.dtype))
-                return None, None, None, None
-            _given[table] = _GivenGradient()
+        if memory is not None:
+            gives_gradient(table)
         whole = grad.new_zeros(ctx.shape) if memory is None else memory.gradients.take_zeros(ctx.shape, grad.dtype)
         return None, whole.index_copy_(0, rows, sums), None, None
 

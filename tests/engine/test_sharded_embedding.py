@@ -1,6 +1,7 @@
 """Tables of embeddings whose rows stay on their ranks: what one process computes, and no more travels than is read."""
 
 from contextlib import nullcontext
+from unittest import mock
 
 import engine_toys as toys
 import pytest
@@ -45,20 +46,22 @@ def ids_of(rank: int, turn: int) -> torch.Tensor:
 
 
 def trained(level: int, precision: str, frozen: bool, apart: bool):
-    """(the outputs of two batches, whole gradients, where the table is) of this rank."""
+    """(the outputs of two batches, whole gradients, where the table is, how many large gradients) of this rank."""
     sharded_embedding.TABLE_BYTES, sharded_embedding.LARGE = 1, 1 if level == 2 else table_memory.LARGE
     reader = Reader()
     reader.table.weight.requires_grad_(not frozen)
     with toys.several_machines() if apart else nullcontext():
         model = engine.shard(reader, units=[reader.unit], policy=engine.Policy(precision=precision, zero_level=level))
-    outputs = []
-    for turn in range(2):
-        outputs.append(model(ids_of(engine.rank(), turn)))
-        outputs[-1].backward()
+    outputs, zeros = [], mock.Mock(wraps=sharded_embedding.zero_pages.zeros)
+    with mock.patch.object(sharded_embedding.zero_pages, "zeros", zeros):
+        for turn in range(2):
+            outputs.append(model(ids_of(engine.rank(), turn)))
+            outputs[-1].backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     table = reader.table.weight
     text = str(engine.describe(model, show=False))
-    return [x.detach() for x in outputs], gradients, (table.placements, len(table.to_local()), ", rows" in text)
+    where = (table.placements, len(table.to_local()), ", rows" in text)
+    return [x.detach() for x in outputs], gradients, where, zeros.call_count
 
 
 def expected(ranks: int, frozen: bool):
@@ -84,7 +87,7 @@ def test_ranks_compute_what_one_process_does(pool, level, precision, frozen, apa
     found = request.getfixturevalue(pool).run(trained, level, precision, frozen, apart)
     outputs, gradients = expected(len(found), frozen)
     near = {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 0.05, "atol": 0.2}
-    for rank, (own, grads, (placements, kept, said)) in enumerate(found):
+    for rank, (own, grads, (placements, kept, said), large) in enumerate(found):
         torch.testing.assert_close(torch.stack(own).float(), torch.stack(outputs[rank]).float(), **near)
         assert grads.keys() == gradients.keys() and ("table.weight" in grads) != frozen
         for name in grads:
@@ -92,6 +95,7 @@ def test_ranks_compute_what_one_process_does(pool, level, precision, frozen, apa
         assert said and placements == (Shard(0),)
         assert kept == len(torch.arange(WORDS).chunk(len(found))[rank]) if rank < 3 else kept == 0
         assert frozen or bool((grads["table.weight"][PADDING] == 0).all())
+        assert large == int(level == 2 and kept > 0), "look-ups add their rows to the first one's gradient"
 
 
 def travelled():

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine.ops import zero_pages
 from engine.ops.autograd import once_differentiable
-from engine.ops.embeddings import Embedding, check_ids
+from engine.ops.embeddings import Embedding, check_ids, gives_gradient, takes_rows
 from engine.ops.table_memory import LARGE
 from engine.parallel.gloo import shared_memory
 from engine.parallel.gloo.point_to_point import send_parts, wait_for
@@ -88,7 +88,8 @@ class _ShardedForward:
         check_ids(flat, words)
         group = table.weight.device_mesh.get_group()
         exchange = _RowExchange(flat, words, group, self._memories.of(group), table.padding_idx)
-        found: torch.Tensor = _LookUp.apply(table.weight.to_local(), exchange, self._dtype or table.weight.dtype)
+        dtype, parameter = self._dtype or table.weight.dtype, weakref.ref(table.weight)
+        found: torch.Tensor = _LookUp.apply(table.weight.to_local(), exchange, dtype, parameter)
         return found.view(*ids.shape, table.embedding_dim)
 
 
@@ -136,29 +137,43 @@ class _LookUp(torch.autograd.Function):
     """(ids, width): rows of all ranks' parts of a table; the gradient is the average over the ranks of this part's."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, exchange: _RowExchange, dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        part: torch.Tensor,
+        exchange: _RowExchange,
+        dtype: torch.dtype,
+        parameter: weakref.ref[torch.Tensor],
+    ) -> torch.Tensor:
         rows = part.new_empty(exchange.count, part.shape[1], dtype=dtype)
         into = rows.split(exchange.read)
         send = [part[asked].to(dtype) for asked in exchange.asked]
         into[exchange.me].copy_(send[exchange.me])
         exchange.swap(send, into, _ROWS_TAG)
-        ctx.exchange, ctx.part = exchange, part.detach()
+        ctx.exchange, ctx.part, ctx.parameter = exchange, part.detach(), parameter
         return rows[exchange.at]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        exchange, part = ctx.exchange, ctx.part
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        exchange, part, parameter = ctx.exchange, ctx.part, ctx.parameter()
         # A row's own sum, and the ranks', in no fewer bits than a mean of gradients is reduced in.
         wide = torch.promote_types(part.dtype, torch.float32)
         sums = torch.ops.aten.embedding_dense_backward(
             gradient.to(wide), exchange.at, exchange.count, exchange.padding, False
         )
-        send = sums.split(exchange.read)
-        into = [sums.new_empty(len(asked), part.shape[1]) for asked in exchange.asked]
-        into[exchange.me] = send[exchange.me]
+        send, counts = sums.split(exchange.read), [len(asked) for asked in exchange.asked]
+        received = sums.new_empty(sum(counts), part.shape[1])
+        into = received.split(counts)
+        into[exchange.me].copy_(send[exchange.me])
         exchange.swap(send, into, _GRADIENTS_TAG)
-        whole = zero_pages.zeros(part.shape, wide) if part.nbytes >= LARGE else torch.zeros_like(part, dtype=wide)
-        for asked, rows in zip(exchange.asked, into, strict=True):  # in the order of the ranks
-            whole.index_add_(0, asked, rows.div_(exchange.ranks))
-        return whole.to(part.dtype), None, None
+        rows, at = torch.cat(exchange.asked).unique(return_inverse=True)
+        # Added in the order of the ranks.
+        sums = sums.new_zeros(len(rows), part.shape[1]).index_add_(0, at, received.div_(exchange.ranks))
+        if parameter is not None and takes_rows(parameter, rows, sums):
+            return None, None, None, None
+        if part.nbytes < LARGE:
+            whole = torch.zeros_like(part, dtype=wide)
+        else:
+            gives_gradient(parameter)
+            whole = zero_pages.zeros(part.shape, wide)
+        return whole.index_copy_(0, rows, sums).to(part.dtype), None, None, None

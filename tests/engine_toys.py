@@ -82,6 +82,13 @@ def build(**kwargs: bool) -> Toy:
     return model
 
 
+def with_gradients(model: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
 def microbatch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels (2, n), of ragged sizes and numbers of labels."""
     generator = torch.Generator().manual_seed(100 + index)

@@ -6,47 +6,16 @@ import re
 import engine_toys as toys
 import pytest
 import torch
+from optimizer_toys import KINDS, give_gradients, make
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 import engine.tensors
-from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager, adafactor
+from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
 from engine.registry import note_name
 
-KINDS = {
-    "adam": (AdamOptimizer, {"weight_decay": 0.1}),
-    "adam-remainder": (AdamOptimizer, {"weight_decay": 0.1, "master": "remainder"}),
-    "adam-bf16-moments": (AdamOptimizer, {"moment_dtype": torch.bfloat16}),
-    "offload": (AdamOffloadOptimizer, {"weight_decay": 0.1, "bucket": 50}),
-    "lion": (Lion, {"weight_decay": 0.1}),
-    "lion-remainder": (Lion, {"master": "remainder"}),
-    "muon": (Muon, {}),
-    "adam8": (AdamW8bit, {"weight_decay": 0.1, "min_size": 2}),
-    "adafactor": (Adafactor, {"weight_decay": 0.1}),
-}
 FP32_ONLY = ("muon", "adafactor")
-
-
-def make(kind, model, **kwargs):
-    cls, settings = KINDS[kind]
-    parameters = [p for p in model.parameters() if p.ndim == 2] if cls is Muon else list(model.parameters())
-    return cls(parameters, lr=1e-2, **settings, **kwargs)
-
-
-def give_gradients(model, step):
-    """The same on any mesh, so that only the optimizer counts."""
-    for index, parameter in enumerate(model.parameters()):
-        whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index))
-        parameter.grad = torch.zeros_like(parameter)
-        if hasattr(parameter, "placements"):
-            size, offset = engine.tensors.local_box(parameter.shape, parameter.device_mesh, parameter.placements)
-            part = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-            parameter.grad._local_tensor.copy_(part)
-        else:
-            parameter.grad.copy_(whole)
 
 
 def stepped(kind, precision="fp32", level=None, copies=1, steps=3):
@@ -68,8 +37,6 @@ def stepped(kind, precision="fp32", level=None, copies=1, steps=3):
 CASES = [(kind, "fp32") for kind in ("adam", "adam-bf16-moments", "offload", "lion", "muon", "adam8", "adafactor")] + [
     (kind, "bf16-params") for kind in ("adam", "adam-remainder", "offload", "lion", "lion-remainder", "adam8")
 ]
-
-
 COPIED = [("adam", "bf16-params"), ("muon", "fp32"), ("adafactor", "fp32"), ("adam8", "bf16-params")]
 MESHES = [(*case, 3, 1) for case in CASES] + [(*case, 2, 2) for case in COPIED]
 MESHES += [pytest.param(*case, 2, 2, marks=pytest.mark.full) for case in CASES if case not in COPIED]
@@ -241,83 +208,6 @@ def test_the_manager_clips_unscales_and_skips(either, kind):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_torchs(adjust, nesterov):
-    torch.manual_seed(0)
-    starts = [torch.randn(12, 30), torch.randn(30, 12), torch.randn(7, 7)]
-    ours, theirs = ([nn.Parameter(x.clone()) for x in starts] for _ in range(2))
-    settings = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov}
-    mine = Muon(ours, adjust_lr=adjust, **settings)
-    reference = torch.optim.Muon(theirs, adjust_lr_fn=adjust, **settings)
-    for _ in range(3):
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
-        mine.step(), reference.step()
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-def torchs(make_it, shapes, steps=5):
-    """Parameters after some steps, and the optimizer."""
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    optimizer = make_it(parameters)
-    for _ in range(steps):
-        for parameter in parameters:
-            parameter.grad = torch.randn_like(parameter) * 3
-        optimizer.step()
-    return parameters, optimizer
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"weight_decay": 0.1, "maximize": True},
-        {"eps": (1e-4, 1e-2), "d": 2.0, "lr": 0.5},
-        {"eps": (4.0, 1e-2)},  # above most gradients
-        {"beta2_decay": -0.3},
-    ],
-    ids=["default", "decay", "eps", "large eps", "decay of the moments"],
-)
-def test_adafactor_is_torchs(settings):
-    shapes = ((5, 7), (9,), (2, 3, 4), (1, 6), (8, 1), ())
-    ours, mine = torchs(lambda p: Adafactor(p, **settings), shapes)
-    theirs, reference = torchs(lambda p: torch.optim.Adafactor(p, foreach=False, **settings), shapes)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=4e-7)
-        for name, value in reference.state[b].items():
-            torch.testing.assert_close(mine.state[a][name], value, rtol=2e-6, atol=2e-7)
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operator makes."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
-            self.bytes = max(self.bytes, found.untyped_storage().nbytes())
-        return found
-
-
-def test_adafactor_takes_little_memory_beside_its_states(monkeypatch):
-    """It works on a block of rows at a time, also of what has more than two dimensions, to the same effect."""
-    shapes = ((300, 40), (3, 50, 8), (70,))
-    whole, _ = torchs(lambda p: Adafactor(p, weight_decay=0.1), shapes)
-    monkeypatch.setattr(adafactor, "_BLOCK", 400)
-    blocks, optimizer = torchs(lambda p: Adafactor(p, weight_decay=0.1), shapes)
-    for a, b in zip(whole, blocks, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    optimizer.param_groups[0]["params"] = blocks[:2]
-    with Largest() as seen:
-        optimizer.step()
-    assert 0 < seen.bytes <= 400 * 8
-
-
 def wide():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(256, 12, bias=False), nn.Linear(12, 256, bias=False), nn.Linear(256, 5))
@@ -342,93 +232,6 @@ def test_matrices_that_are_cut_along_both_dimensions(compiled, four, kind):
     for found in four.run(wide_in_parts, kind):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance / 10, msg=name)
-
-
-def cut_inside_a_block():
-    engine.init_distributed(tp_size=2)
-    model = engine.shard(nn.Sequential(nn.Linear(200, 12)), tp_plan={"0": "rowwise"})
-    optimizer = make("adam8", model)
-    give_gradients(model, 0)
-    with pytest.raises(ValueError, match="parts of 100, which are not whole blocks of 128"):
-        optimizer.step()
-    whole = AdamW8bit([nn.Parameter(torch.ones(12, 200))], min_size=2)
-    whole.param_groups[0]["params"][0].grad = torch.ones(12, 200)
-    whole.step()
-    with pytest.raises(ValueError, match="parts of 100, which are not whole blocks of 128"):
-        AdamW8bit([model[0].weight], min_size=2).load_state_dict(whole.state_dict())
-
-
-def test_a_block_that_ranks_cut_is_an_error(two):
-    two.run(cut_inside_a_block)
-
-
-def stepped_without_columns():
-    engine.init_distributed()
-    mesh = engine.parallel.mesh.device_mesh()["dp_shard"]
-    cut = [distribute_tensor(torch.ones(4, 1), mesh, [Shard(1)]) for _ in range(2)]
-    parameter = nn.Parameter(cut[0])
-    parameter.grad = cut[1]
-    optimizer = AdamW8bit([parameter], lr=0.5, min_size=1)
-    optimizer.step()
-    return optimizer.state[parameter]["step"].item(), parameter.full_tensor().unique().tolist()
-
-
-def test_a_rank_may_have_no_columns_of_8_bit_moments(two):
-    assert two.run(stepped_without_columns) == [(1, [pytest.approx(0.5)])] * 2
-
-
-def test_8_bit_moments_train_as_fp32_ones_do():
-    """A regression in some hundred steps: the loss falls as far."""
-    torch.manual_seed(0)
-    inputs, target = torch.randn(256, 128), torch.randn(128, 64) * 0.1
-
-    def final(make_it):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 64))
-        optimizer = make_it(model.parameters())
-        for step in range(300):
-            rows = torch.arange(32) + step % 8 * 32
-            loss = (model(inputs[rows]) - inputs[rows] @ target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return loss.item()
-
-    wanted, found = final(lambda p: AdamOptimizer(p, lr=1e-3)), final(lambda p: AdamW8bit(p, lr=1e-3))
-    assert found < 1.15 * wanted and wanted < 0.2
-
-
-@pytest.mark.parametrize("settings", [{"betas": (0.5, 0.6)}, {"eps": 0.5}, {"weight_decay": 0.5}], ids=str)
-def test_8_bit_steps_take_the_settings_of_their_group(either, settings):
-    def final(cls, **options):
-        return torchs(lambda p: cls(p, lr=0.1, **options), ((6, 40),))[0][0].detach()
-
-    wanted, found = final(AdamOptimizer, **settings), final(AdamW8bit, min_size=1, **settings)
-    near, far = (found - wanted).abs().mean(), (final(AdamOptimizer) - wanted).abs().mean()
-    assert near < 0.2 * far and far > 0.02
-
-
-def test_8_bit_moments_are_rounded_by_the_parameter(either):
-    """Two parameters with the same values and gradients: in one process, too, they do not round alike."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(128, 64), nn.Linear(128, 64))
-    engine.materialize(engine.shard(model), init=False)
-    for parameter in model.parameters():
-        parameter.data.fill_(1)
-    optimizer = AdamW8bit(model.parameters())
-    for step in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
-        optimizer.step()
-    one, other = (optimizer.state[layer.weight]["exp_avg_sq"].float() for layer in model)
-    assert 0.01 < (one != other).float().mean() < 0.9
-
-
-def test_states_of_another_kind_are_refused():
-    _, plain = torchs(lambda p: AdamOptimizer(p), [(64, 128)], 1)
-    _, bits = torchs(lambda p: AdamW8bit(p), [(64, 128)], 1)
-    with pytest.raises(ValueError, match="has fp32 moments, this AdamW8bit keeps 8-bit ones"):
-        bits.load_state_dict(plain.state_dict())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])

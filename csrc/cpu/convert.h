@@ -95,6 +95,13 @@ MC_INLINE bool has_bits(const void* of, int64_t n) {
   return false;
 }
 
+// Whether there is none in n bytes of numbers of 16 or 32 bits. Of most that are not zeros, the first one tells.
+MC_INLINE bool are_zeros(const void* x, int64_t n) {
+  uint16_t first;
+  memcpy(&first, x, sizeof(first));
+  return !first && !has_bits(x, n);
+}
+
 // fp32 numbers where they are, others in `scratch`.
 MC_INLINE float* floats(const void* base, int type, int64_t i, float* scratch, int64_t n) {
   if (type == kFloat) return (float*)base + i;

@@ -243,12 +243,13 @@ void update(const Slab& slab, const Types& types, const Scalars& s, float scale,
     return;
   alignas(64) float scratch_g[kBlock], scratch_w[kBlock], scratch_m[kBlock], scratch_v[kBlock];
   const bool second = Formula::kMoments == 2, rests = Formula::rests(s, scale);
-  const auto has = [&](const void* x, int type, int64_t i, int64_t n) {
-    return has_bits(place(x, type, i), n * size_of(type));
+  const auto zeros = [&](const void* x, int type, int64_t i, int64_t n) {
+    return are_zeros(place(x, type, i), n * size_of(type));
   };
   for (int64_t i = begin; i < end; i += kBlock) {
     const int64_t n = end - i < kBlock ? end - i : kBlock;
-    if (rests && !has(slab.g, types.g, i, n) && !has(slab.m, types.m, i, n) && !(second && has(slab.v, types.m, i, n))) {
+    if (rests && zeros(slab.g, types.g, i, n) && zeros(slab.m, types.m, i, n) &&
+        (!second || zeros(slab.v, types.m, i, n))) {
       float* w = values(slab, types, i, scratch_w, n);
       decay(w, s.decay, n);
       keep_values(slab, types, i, w, salt, n);
@@ -332,6 +333,7 @@ void squares_of(const void* x, int type, int64_t first, int64_t n, double* total
     for (int64_t c = 0; c < kTogether; c++) {
       const int64_t at = first + c * n + i;
       ask_ahead(place(x, type, at), kStrip * size_of(type));
+      if (are_zeros(place(x, type, at), count * size_of(type))) continue;
       add_squares(floats(x, type, at, scratch, count), count, sums[c]);
     }
   }

@@ -94,6 +94,19 @@ def test_denormals_become_zero_beside_zeros_too(compiled, decay):
     assert not p.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_norm_passes_by_zeros_alone(compiled, dtype):
+    x = torch.zeros(70_001, dtype=dtype)
+    x[63], x[4097], x[40_000:40_100:2], x[-1] = 3, 4, 0.5, -0.25
+    x[50_000] = -0.0
+    out = torch.full((), float("nan"), dtype=torch.float64)
+    fused.grad_norm_sq([x], out)
+    assert out.item() == 9 + 16 + 50 * 0.25 + 0.0625
+    x[65] = float("nan")
+    fused.grad_norm_sq([x], out)
+    assert out.isnan()
+
+
 def table_steps(kind, steps=3, **settings):
     """A table of which few rows are looked up, in a copy that a step goes over without zero pages too."""
     torch.manual_seed(0)

@@ -60,8 +60,7 @@ void copy_pages(Tensor out, Tensor x) {
 int64_t checksum(Tensor x, int64_t start) {
   STD_TORCH_CHECK(x.is_contiguous(), "x is not contiguous");
   STD_TORCH_CHECK(start >= 0 && start <= 0xFFFFFFFF, "start is ", start, ", which is no CRC-32");
-  return kernels().crc32((uint32_t)start, (const uint8_t*)x.const_data_ptr(),
-                         bytes_of(x));
+  return kernels().crc32((uint32_t)start, (const uint8_t*)x.const_data_ptr(), bytes_of(x));
 }
 
 bool sha256_states(Tensor first, Tensor x, Tensor second, Tensor y) {

@@ -109,20 +109,26 @@ void transpose(void* out, const void* in, int size, int64_t rows, int64_t column
 // Linux has no more than one page of zeros for all memory that nobody has written, until somebody writes.
 constexpr int64_t kPage = 4096;
 
-void clear_pages(uint8_t* x, int64_t n) {
-  for (int64_t here; n > 0; x += here, n -= here) {
-    here = kPage - (int64_t)((uintptr_t)x % kPage);
-    here = here < n ? here : n;
-    if (has_bits(x, here)) memset(x, 0, (size_t)here);
+// Calls body(offset, bytes) for each page of n bytes that are written at `to`.
+template <class Body>
+MC_INLINE void for_pages(const uint8_t* to, int64_t n, const Body& body) {
+  for (int64_t i = 0; i < n;) {
+    const int64_t rest = kPage - (int64_t)((uintptr_t)(to + i) % kPage), here = rest < n - i ? rest : n - i;
+    body(i, here);
+    i += here;
   }
 }
 
+void clear_pages(uint8_t* x, int64_t n) {
+  for_pages(x, n, [=](int64_t i, int64_t here) {
+    if (has_bits(x + i, here)) memset(x + i, 0, (size_t)here);
+  });
+}
+
 void copy_pages(uint8_t* to, const uint8_t* x, int64_t n) {
-  for (int64_t here; n > 0; to += here, x += here, n -= here) {
-    here = kPage - (int64_t)((uintptr_t)to % kPage);
-    here = here < n ? here : n;
-    if (has_bits(x, here)) memcpy(to, x, (size_t)here);
-  }
+  for_pages(to, n, [=](int64_t i, int64_t here) {
+    if (has_bits(x + i, here)) memcpy(to + i, x + i, (size_t)here);
+  });
 }
 
 // The remainder of x^n by the polynomial of CRC-32, the coefficient of x^0 in the highest bit.

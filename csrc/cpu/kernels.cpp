@@ -80,7 +80,8 @@ MC_INLINE uint32_t bits(float x) { return bits_of(x); }
 MC_INLINE uint32_t bits(uint16_t x) { return x; }
 
 // Whether no gradient has reached n parameters yet: a row of a table that no text has looked up, say. A step then has only
-// to decay them: where moments are zeros that nobody has written, they take neither memory nor time to read it.
+// to decay them: where moments are zeros that nobody has written, they take neither memory nor time to read it. One loop
+// for all arrays: `are_zeros` of one after the other takes a tenth to a quarter longer for a table.
 template <class Formula, class Gradient, class Moment>
 MC_INLINE bool untouched(const Gradient* __restrict g, const Moment* __restrict m, const Moment* __restrict v,
                          int64_t n) {
@@ -386,8 +387,8 @@ namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
                            split_all, merge_all, dropout, gelu, norm, norm_backward, cross_entropy,
-                           product, product_of_few, kFewRows, attention_scratch, attention, attention_backward, transpose, clear_pages,
-                           copy_pages, crc32, sha256};
+                           product, product_of_few, kFewRows, attention_scratch, attention, attention_backward,
+                           transpose, clear_pages, copy_pages, crc32, sha256};
 
 }  // namespace
 

@@ -282,11 +282,10 @@ def _stage(
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory; from a GPU it is under way when this returns."""
     local = local_tensor(tensor)
-    if local.is_cuda:
-        return with_local(
-            tensor, torch.empty_like(local, device="cpu", pin_memory=True).copy_(local, non_blocking=True)
-        )
-    return with_local(tensor, zero_pages.copy_of(local))
+    if not local.is_cuda:
+        return with_local(tensor, zero_pages.copy_of(local))
+    copy = torch.empty_like(local, device="cpu", pin_memory=True)
+    return with_local(tensor, copy.copy_(local, non_blocking=True))
 
 
 @watched("engine.save_checkpoint")

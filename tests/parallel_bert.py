@@ -34,6 +34,8 @@ SMALL = {
 }
 TWO_PLAN = [[[0]], [[1, 2]], [[3]]]  # steps -> parts of the data -> batches
 FOUR_PLAN = [[[0], [1]], [[2, 3], [4]], [[1], []]]
+FOUR_LAYERS = {"num_layers": 4}  # for pipelines of up to four stages
+PP, INTERLEAVED = {"pp_size": 2}, {"pp_size": 2, "pp_chunks": 2}
 
 
 def build(task, **fields):

@@ -1,28 +1,24 @@
 """Pipelines against one process: loss, every gradient, clip norm, parameters after 3 steps."""
 
 import itertools
-import weakref
-from types import SimpleNamespace
 
 import engine_toys as toys
 import parallel_bert as bert
 import pytest
 import torch
 from engine_toys import union
+from parallel_bert import FOUR_LAYERS, INTERLEAVED, PP
 
 import engine
 import modelcenter as mc
-from engine.parallel.pipeline import p2p, schedule
 from engine.registry import LEAVES_UNUSED
-from engine.testing import Pool, run
+from engine.testing import Pool
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.training import evaluation, metrics
 
-FIELDS = {"num_layers": 4}
 # Other token counts in each step; with two parts of the data, other numbers of microbatches too.
 ONE_PART = [[[0, 1, 2]], [[3]], [[4, 2, 1, 0, 3]]]
 TWO_PARTS = [[[0, 1], [2]], [[3], [4, 1]], [[2, 0, 1], []]]
-PP, INTERLEAVED = {"pp_size": 2}, {"pp_size": 2, "pp_chunks": 2}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +39,7 @@ def joined(results):
 
 
 def check(pool, task, plan, sizes, policy=None, **fields):
-    fields = {**FIELDS, **fields}
+    fields = {**FOUR_LAYERS, **fields}
     expected = bert.train(bert.build(task, **fields), plan)
     results = pool.run(bert.trained, task, plan, sizes, fields, policy)
     assert all(len(r["params"]) < len(expected["params"]) for r in results)
@@ -125,7 +121,7 @@ def twice(sizes):
     """Gradients of two calls of accumulate, the first one's with a loss_fn of the caller's."""
     if sizes:
         engine.init_distributed(**sizes)
-    model = engine.shard(bert.build("masked-lm", **FIELDS))
+    model = engine.shard(bert.build("masked-lm", **FOUR_LAYERS))
     batches = [bert.batch("masked-lm", i, model.config) for i in range(4)]
     calls = []
 
@@ -156,7 +152,7 @@ def with_some_labels_of_the_second_head(sizes):
     """Gradients of two steps. Of the first, one microbatch has such labels, of the second none."""
     if sizes:
         engine.init_distributed(**sizes)
-    model, steps = engine.shard(bert.build("pretraining", **FIELDS)), []
+    model, steps = engine.shard(bert.build("pretraining", **FOUR_LAYERS)), []
     for plan in ([[0], [1, 2]], [[3], [4, 5]]):
         model.zero_grad()
         own = plan[engine.data_rank()] if engine.data_size() > 1 else [*itertools.chain(*plan)]
@@ -191,7 +187,7 @@ def filled_up(level):
     """Names of parameters without a gradient: a fourth microbatch, which is empty, alone has labels of one head."""
     if level is not None:
         engine.init_distributed(**INTERLEAVED, zero_level=level)
-    model = engine.shard(bert.build("pretraining", **FIELDS))
+    model = engine.shard(bert.build("pretraining", **FOUR_LAYERS))
     for _ in range(2):
         model.zero_grad()
         batches = [bert.batch("pretraining", i, model.config) for i in range(3)]
@@ -209,7 +205,7 @@ def test_what_only_an_empty_microbatch_uses_has_no_gradient(two, level):
 
 def leaves_unused(level):
     engine.init_distributed(**INTERLEAVED, zero_level=level)
-    model = engine.shard(bert.build("pretraining", **FIELDS))
+    model = engine.shard(bert.build("pretraining", **FOUR_LAYERS))
     bert.train(model, TWO_PARTS, steps=2)
     return LEAVES_UNUSED.get(model)
 
@@ -256,7 +252,7 @@ def test_stages_draw_different_numbers_and_have_the_same_data(four):
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("bf16-params", marks=pytest.mark.full)])
 def test_in_16_bits(two, precision):
-    fields, policy = FIELDS, {"precision": precision}
+    fields, policy = FOUR_LAYERS, {"precision": precision}
     expected = bert.train(bert.build("masked-lm", **fields), ONE_PART)
     found = joined(two.run(bert.trained, "masked-lm", ONE_PART, PP, fields, policy))
     assert found["loss"] == pytest.approx(expected["loss"], rel=0.03)
@@ -369,7 +365,7 @@ def continued(sizes, steps, save=None, load=None):
     """Train these steps, from and to a checkpoint; the losses and parameters."""
     if sizes:
         engine.init_distributed(**sizes)
-    model = engine.shard(bert.build("masked-lm", **FIELDS))
+    model = engine.shard(bert.build("masked-lm", **FOUR_LAYERS))
     manager = engine.optim.OptimManager(loss_scale=8.0)
     groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is wide]} for wide in (True, False)]
     manager.add_optimizer(engine.optim.AdamOptimizer(groups, lr=1e-2, eps=1e-4))
@@ -389,7 +385,7 @@ def continued(sizes, steps, save=None, load=None):
 
 def sharded_at_the_second_try():
     engine.init_distributed(**PP)
-    model = bert.build("masked-lm", **FIELDS)
+    model = bert.build("masked-lm", **FOUR_LAYERS)
     hook = model.head.bias.register_post_accumulate_grad_hook(lambda parameter: None)  # of the last stage
     with pytest.raises(ValueError, match="parameter head.bias has a hook on its gradient"):
         engine.shard(model)
@@ -398,7 +394,7 @@ def sharded_at_the_second_try():
 
 
 def test_a_model_that_was_refused_is_whole(two):
-    model = bert.build("masked-lm", **FIELDS)
+    model = bert.build("masked-lm", **FOUR_LAYERS)
     results = two.run(sharded_at_the_second_try)
     assert [elements for _, elements in results] == [model.num_parameters()] * 2
     bert.same(joined([found for found, _ in results]), bert.train(model, ONE_PART))
@@ -407,7 +403,7 @@ def test_a_model_that_was_refused_is_whole(two):
 def clipped_apart():
     """Only one of two optimizers is clipped, and the other has no parameters on one of the stages."""
     engine.init_distributed(**PP)
-    model = engine.shard(bert.build("masked-lm", **FIELDS))
+    model = engine.shard(bert.build("masked-lm", **FOUR_LAYERS))
     embeddings = [p for n, p in model.named_parameters() if n.startswith("position")]
     rest = [p for n, p in model.named_parameters() if not n.startswith("position")]
     manager = engine.optim.OptimManager()
@@ -441,7 +437,7 @@ def test_training_goes_on_with_other_stages(two, tmp_path):
 def evaluated(sizes):
     if sizes:
         engine.init_distributed(**sizes)
-    model = engine.shard(bert.build("sequence-classification", **FIELDS))
+    model = engine.shard(bert.build("sequence-classification", **FOUR_LAYERS))
     batches = [bert.batch(model.task, i, model.config) for i in (0, 1, 2)[engine.data_rank() :: engine.data_size()]]
     scores = metrics.SingleLabel(5)
     result = mc.training.evaluate(model, batches, scores)
@@ -456,177 +452,3 @@ def test_evaluation(four, sizes):
     for result, found, training in four.run(evaluated, sizes):
         assert result == pytest.approx(expected, rel=1e-5) and training
         torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
-
-
-# -- order and errors --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_stage_finds_what_it_waits_for(size, chunks):
-    """Played through: each action has what it needs, and what goes one way comes in the order it was sent."""
-    microbatches, most = 4 * size, p2p.max_in_flight(size, chunks)
-    left = [schedule.stage_actions(rank, size, chunks, microbatches) for rank in range(size)]
-    assert all(len(set(actions)) == len(actions) == 2 * chunks * microbatches for actions in left)
-    last, done, sent = size * chunks - 1, set(), {}
-    by = [[] for _ in left]  # what each has sent
-    while any(left):
-        before = len(done)
-        for rank, actions in enumerate(left):
-            while actions:
-                forward, chunk, number = actions[0]
-                stage = chunk * size + rank
-                source = stage - 1 if forward else stage + 1
-                if 0 <= source <= last:
-                    if (forward, source, number) not in done:
-                        break
-                    kind = source % size, rank, forward
-                    assert sent[kind].pop(0) == (source, number)
-                assert forward or (True, stage, number) in done
-                target = stage + 1 if forward else stage - 1
-                if 0 <= target <= last:
-                    if len(by[rank]) >= most:  # it waits until that has been received
-                        assert by[rank][-most] in done
-                    by[rank].append((forward, target, number))
-                sent.setdefault((rank, target % size, forward), []).extend([(stage, number)] * (0 <= target <= last))
-                actions.pop(0)
-                done.add((forward, stage, number))
-        assert len(done) > before
-    in_flight = 0
-    for forward, _, _ in schedule.stage_actions(0, size, 1, 4 * size):
-        in_flight += 1 if forward else -1
-        assert in_flight <= size  # 1F1B holds no more activations than there are stages
-
-
-def test_what_was_sent_is_not_held_for_the_whole_step(monkeypatch):
-    """gloo says of what is sent that it is complete when somebody has waited for it."""
-    waited = []
-
-    class Work:
-        def __init__(self, number):
-            self.number = number
-
-        def is_completed(self):
-            return self.number in waited
-
-        def wait(self):
-            waited.append(self.number)
-
-    numbers = itertools.count()
-    monkeypatch.setattr(torch.distributed, "isend", lambda x, **_: Work(next(numbers)))
-    monkeypatch.setattr(p2p, "_groups", lambda *_: ["backward", "forward"])
-    between = p2p.Neighbours({"pp": SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2)})
-    sent = []
-    for _ in range(30):
-        one, two = torch.ones(3), torch.ones(2)
-        sent += [weakref.ref(one), weakref.ref(two)]
-        between.send(one, torch.ones(0), two, forward=True)
-        del one, two
-    assert sum(one() is not None for one in sent) == 2 * p2p.max_in_flight(2, 1) == 8
-    between.flush()
-    assert not any(one() is not None for one in sent) and waited == list(range(60))
-
-
-def after_an_exception(bad):
-    """Gradients of a step that comes after one whose microbatch `bad` raised on every stage; refused after the first
-    one."""
-    engine.init_distributed(**PP)
-    model = engine.shard(bert.build("masked-lm", **FIELDS))
-    batches = [bert.batch("masked-lm", i, model.config) for i in (0, 2)]
-
-    def forward(batch, totals):
-        if batch is batches[bad]:
-            raise KeyError("stopped")
-        return model(**batch, loss_counts=totals).loss
-
-    with pytest.raises(KeyError, match="stopped"):
-        engine.accumulate(model, batches, forward, model.loss_counts)
-    model.zero_grad()
-    again = engine.shard(bert.build("masked-lm", **FIELDS))  # which hands over in the same channels
-    if bad:
-        for other in (model, again):
-            with pytest.raises(RuntimeError, match="an exception ended an earlier step of this pipeline"):
-                mc.training.accumulate(other, batches)
-        return {}
-    mc.training.accumulate(model, batches)
-    return {n: toys.whole(p.grad) for n, p in model.named_parameters()}
-
-
-@pytest.mark.full
-def test_a_pipeline_does_not_go_on_with_what_another_step_had_sent():
-    assert run(after_an_exception, 2, 1) == [{}, {}]
-
-
-@pytest.mark.full
-def test_a_pipeline_goes_on_where_nothing_had_been_sent():
-    whole = bert.build("masked-lm", **FIELDS)
-    mc.training.accumulate(whole, [bert.batch("masked-lm", i, whole.config) for i in (0, 2)])
-    found = union(run(after_an_exception, 2, 0))
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=2e-5, atol=2e-5)
-
-
-def refused(what):
-    try:
-        if what == "ranks":
-            engine.init_distributed(pp_size=3)
-        elif what == "chunks":
-            engine.init_distributed(pp_chunks=2)
-        elif what == "twice":
-            engine.init_distributed(pp_size=2, pipe_size=1)
-        elif what == "interleaved":
-            engine.init_distributed(**INTERLEAVED)
-        else:
-            engine.init_distributed(**PP)
-        if what == "plain":
-            engine.shard(toys.build())
-        model = bert.build("masked-lm", num_layers=1 if what == "units" else 2)
-        if what == "lists":
-            model.decoder = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-        if what == "gate":
-            model.gate = torch.nn.Parameter(torch.ones(1))
-        if what == "begin":
-            begin = model.begin
-
-            def biased(batch):
-                x, ctx = begin(batch)
-                ctx.cached = {"bias": x.sum()}
-                return x, ctx
-
-            model.begin = biased
-        if what == "unsplit":
-            mc.training.accumulate(model, [bert.batch(model.task, 0, model.config)])
-        engine.shard(model)
-        batches = [bert.batch(model.task, i, model.config) for i in (0, 2)]
-        if what == "call":
-            model(**batches[0])
-        batches[0]["input_ids"] = batches[0]["input_ids"] + (engine.rank() if what == "other batches" else 0)
-        mc.training.accumulate(model, batches[: 1 + (what == "other number" and engine.rank())])
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("ranks", "pp_size is 3 but there are 2 ranks"),
-        ("chunks", "pp_chunks is 2 but pp_size is 1"),
-        ("twice", "pp_size is 2 and pipe_size is 1"),
-        ("plain", "Toy cannot be split into stages"),
-        ("units", "Bert has 1 units, which are fewer than the 2 parts"),
-        ("lists", "Bert cannot be split into stages: its units are not one list"),
-        (
-            "begin",
-            "its begin computes more than the first hidden states from its parameters (embed, position, token_type",
-        ),
-        ("gate", "Bert cannot be split into stages: gate is in no unit, and in no module that stage_homes names"),
-        ("interleaved", "Bert has 2 units, which are fewer than the 4 parts"),
-        ("unsplit", "this Bert is not split into stages: call engine.shard"),
-        ("call", "no rank can call it alone: use engine.accumulate"),
-        ("other batches", "its pipeline (pp_size=2) were given other microbatches"),
-        ("other number", "compute one batch together (pp_size, tp_size, cp_size) but were given other"),
-    ],
-)
-def test_errors_name_what_is_wrong(two, what, message):
-    for found in two.run(refused, what):
-        assert found is not None and message in found

@@ -45,6 +45,10 @@ BENCHES: dict[str, Bench] = {
     "finetune_seq2seq_few_words": Bench(
         "finetune", 4, ("--tasks", "seq2seq", "--hidden", "256", "--vocabulary", "data"), True
     ),
+    "finetune_token_classification": Bench("finetune", 4, ("--tasks", "token_classification"), data=True),
+    "finetune_qa": Bench("finetune", 10, ("--tasks", "qa", "--steps", "30"), data=True),
+    "finetune_multiple_choice": Bench("finetune", 10, ("--tasks", "multiple_choice", "--steps", "30"), data=True),
+    "finetune_dpo": Bench("finetune", 12, ("--tasks", "dpo", "--hidden", "256"), data=True),
     # A vocabulary of 100 languages, of which the texts are in one.
     "finetune_multilingual": Bench(
         "finetune",
@@ -76,7 +80,7 @@ BENCHES: dict[str, Bench] = {
     "data": Bench("data", 4, data=True),
     "clients": Bench("clients", 4),
 }
-NEED_PEERS = ("decoder_step", "clients")
+NEED_PEERS = ("decoder_step", "finetune_dpo", "clients")
 
 
 def command(name: str, args: argparse.Namespace) -> list[str]:

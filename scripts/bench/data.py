@@ -24,7 +24,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import against, child, finetuning_data, finish, fraction, median, parse, parser, take_turns
+from scripts.bench.lib import against, child, finish, fraction, median, parse, parser, take_turns
+from scripts.bench.lib.finetuning import tokenizers
+from scripts.bench.lib.finetuning.tasks import TASKS
 
 OURS = """
 import json, os, sys, time
@@ -122,11 +124,11 @@ def main() -> None:
 
 def prepare(folder: Path, args: argparse.Namespace) -> list[str]:
     """rows.jsonl and the tokenizer; returns the distinct texts."""
-    texts = list(dict.fromkeys(text for _, text in finetuning_data.read("classification", args.data, "train")))
+    texts = list(dict.fromkeys(row["text"] for row in TASKS["classification"].read(args.data, "train")))
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
         for i in range(args.rows):
             file.write(json.dumps({"id": i, "text": texts[i % len(texts)], "label": i % 2}, ensure_ascii=False) + "\n")
-    finetuning_data.wordpiece_tokenizer(texts).save_pretrained(folder / "tokenizer")
+    tokenizers.wordpiece(texts).save_pretrained(folder / "tokenizer")
     return texts
 
 

@@ -1,11 +1,16 @@
 """Fine-tuning compared with Hugging Face's Trainer: real tokens per second, time to exported model, and memory.
 
 The tasks are BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, and T5 on
-E2E. Both sides train the same model from the same weights on the same rows, with the same tokenizer, batch size, steps,
-learning rates, dropout, clipping, fused AdamW and threads, in fp32. Trainer runs with its defaults; with rows of
-similar length grouped; for decoders, with the rows of a batch packed end to end; and with --compiled by torch.compile.
-Tokens are those that are not padding (in an encoder-decoder, on both sides). To show that nobody wins by doing less,
-the loss curves and the numbers of tokens are recorded, and transformers evaluates each export on held-out rows.
+E2E. More are made of E2E's texts: BERT tags the words that say what is known of a restaurant, finds them as answers in
+several texts, and chooses which of four texts is about it; GPT-2 learns to prefer that one (DPO, one pass over its
+pairs, without dropout). Both sides train the same model from the same weights on the same rows, with the same
+tokenizer, batch size, steps, learning rates, dropout, clipping, fused AdamW and threads, in fp32. Trainer runs with its
+defaults; with rows of similar length grouped; for decoders, with the rows of a batch packed end to end; and with
+--compiled by torch.compile. The peer of DPO is TRL, with the reference model beside the other or with its
+log-probabilities computed before the first step. Tokens are those that are not padding (in an encoder-decoder, on both
+sides). To show that nobody wins by doing less, the loss curves and the numbers of tokens are recorded, and transformers
+evaluates each export on held-out rows. (With answers in a text, transformers' loss is higher at first: padding is among
+the places where an answer may be.)
 
     python scripts/bench/finetune.py --data path/to/data --output result.json
     python scripts/bench/finetune.py --ranks 2 --tasks classification   # sharded here, Trainer under DDP
@@ -18,28 +23,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.lib import (
-    against,
-    finetuning,
-    finetuning_data,
-    finish,
-    fraction,
-    machine,
-    medians,
-    parse,
-    parser,
-    take_turns,
-)
+from scripts.bench.lib import against, finish, fraction, machine, medians, parse, parser, take_turns
+from scripts.bench.lib.finetuning import contenders
+from scripts.bench.lib.finetuning.tasks import TASKS
 
-# Ratios to reach: of real tokens per second to Trainer's best, and of the time from start to exported model.
-SPEED = {"classification": 1.4, "mlm": 2.0, "lm": 2.0, "seq2seq": 1.5}
+# Ratios to reach: of real tokens per second to the best peer's on several ranks (on one, the task says it), and of the
+# time from start to exported model.
 ON_RANKS = 1.3
 END_TO_END = 1.5
 
 
 def main() -> None:
     p = parser(__doc__)
-    finetuning.add_flags(p)
+    contenders.add_flags(p)
     p.add_argument("--ranks", type=int, default=1, help="processes, which share the threads (default: 1)")
     # Gradients and optimizer states sharded: what DistributedDataParallel would move goes between the ranks.
     p.add_argument("--zero", type=int, default=2, help="ZeRO level on several ranks (default: 2)")
@@ -56,21 +52,21 @@ def main() -> None:
 
 
 def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    data = finetuning.prepare(folder, task, args)
-    peers = finetuning.peers_of(task, args.compiled)
-    contenders = {"modelcenter": finetuning.ours(folder, task, args, args.ranks, zero=args.zero)} | {
-        name: finetuning.trainer(folder, task, name, args, args.ranks) for name in peers
+    data = contenders.prepare(folder, task, args)
+    peers = contenders.peers_of(task, args.compiled)
+    runs = {"modelcenter": contenders.ours(folder, task, args, args.ranks, zero=args.zero)} | {
+        name: contenders.peer(folder, task, kind, args, args.ranks) for name, kind in peers.items()
     }
-    results = take_turns(contenders, args.rounds, args.threads)
+    results = take_turns(runs, args.rounds, args.threads)
     speed, whole, peak = (medians(results, key) for key in ("tokens_per_second", "process_seconds", "peak_mb"))
     best = max(peers, key=lambda name: speed[name])
-    data_name = finetuning_data.NAMES[task] if args.data else "samples"
+    data_name = TASKS[task].data_name if args.data else "samples"
     what = f"{task}, {data_name}, {data['parameters'] / 1e6:.3g}M parameters"
     rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
     why = f"at the rate the machine multiplies at best, the model FLOPs take {rate:.0%} of the time here"
     rows = []
     for name in peers:
-        target = None if name != best else SPEED[task] if args.ranks == 1 else ON_RANKS
+        target = None if name != best else TASKS[task].speed if args.ranks == 1 else ON_RANKS
         rows.append(against(f"{what}: real tokens", name, speed["modelcenter"], speed[name], "tokens/s", target, why))
     quickest, least = min(peers, key=lambda name: whole[name]), min(peers, key=lambda name: peak[name])
     why = "with so few steps the start of a process is most of it" if args.steps < 50 else ""
@@ -81,7 +77,7 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
     rows.append(against(f"{what}: peak memory of a process", least, peak["modelcenter"], peak[least], "MB"))
     rows.append(fraction(f"{what}: arithmetic of training, with everything around it", rate, "fp32 products"))
     judged = {
-        n: finetuning.evaluate_export(folder, task, found[-1]["model"], args.threads) for n, found in results.items()
+        n: contenders.evaluate_export(folder, task, found[-1]["model"], args.threads) for n, found in results.items()
     }
     return {
         "data": {key: data[key] for key in ("parameters", "rows", "tokens_per_row", "gflop_per_token")},
@@ -89,7 +85,7 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
         "start_to_export_seconds": {name: round(value, 2) for name, value in whole.items()},
         "peak_mb": {name: round(value) for name, value in peak.items()},
         "tokens": {name: found[-1]["tokens"] for name, found in results.items()},
-        "loss_by_fifths": {name: finetuning.fifths(found[-1]["losses"]) for name, found in results.items()},
+        "loss_by_fifths": {name: contenders.fifths(found[-1]["losses"]) for name, found in results.items()},
         "losses": {name: [round(x, 4) for x in found[-1]["losses"]] for name, found in results.items()},
         "judged": judged,
     }, rows

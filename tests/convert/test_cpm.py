@@ -189,7 +189,7 @@ def test_tokenizer_of_cpm_generate(tmp_path):
 
     (tmp_path / "text.txt").write_text("中国 人民 你好 世界\nhello world 中文 分词\n今天 天气 很好\n" * 20)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "spiece"), vocab_size=34, pad_id=3,
+        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "spiece"), vocab_size=33, pad_id=3,
         character_coverage=1.0, user_defined_symbols=["<sep>", "<cls>", "<mask>", "<eop>", "<eod>"],
         minloglevel=2,
     )  # fmt: skip

@@ -20,7 +20,6 @@ from scripts.bench import gpu_training, lib, page
 from scripts.bench.__main__ import BENCHES, command
 from scripts.bench.lib import (
     exports,
-    finetuning_data,
     flops,
     gpu_build,
     gpu_check,
@@ -317,15 +316,6 @@ def test_flops_are_those_of_the_layers():
     itself = 2 * 4 * (4 * 8 * 6 + 2 * 8 * 20) + 2 * 4 * 4 * 6
     across = 2 * (4 * 2 * 8 * 6 + 5 * 2 * 8 * 6) + 2 * (2 * 5 * 4 * 6)
     assert flops.training(t5, [flops.Row(5, 4, 4)], "seq2seq-lm") == 3 * (encoder + itself + across + 2 * 4 * 8 * 100)
-
-
-def test_samples_stand_in_for_data_sets(tmp_path: Path):
-    for task in finetuning_data.NAMES:
-        rows = finetuning_data.read(task, None, "train")
-        finetuning_data.write(task, rows, tmp_path / "train")
-        assert finetuning_data.read_back(task, tmp_path / "train") == rows and len(rows) == 4000
-    with pytest.raises(ValueError, match="sst2/train.tsv is not there"):
-        finetuning_data.read("classification", str(tmp_path), "train")
 
 
 @pytest.mark.full

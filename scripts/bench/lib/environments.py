@@ -25,6 +25,7 @@ PEERS: dict[str, tuple[tuple[str, ...], bool, str]] = {
         "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder\n"
         "CPUAdamBuilder().load(), ShareMemCommBuilder().load()",
     ),
+    "trl": (("trl>=1.16",), True, ""),
 }
 HF_PACKAGES = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
 

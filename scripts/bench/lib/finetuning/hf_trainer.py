@@ -1,0 +1,81 @@
+"""A contender: fine-tuning with Hugging Face's Trainer, in one process or under torchrun.
+
+Usage: python -m scripts.bench.lib.finetuning.hf_trainer SETTINGS, with SETTINGS as JSON. Prints JSON: the real tokens
+that were trained on, seconds and losses. The setting `kind` is "default"; "grouped" (batches of rows of similar
+length); "packed" (the rows of a batch end to end, which Trainer supports for decoders only); or "compiled" ("grouped"
+with torch.compile).
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.lib.finetuning.tasks import TASKS
+
+
+def main(settings: dict[str, Any]) -> dict[str, Any]:
+    import datasets
+    import torch
+    import torch.distributed as dist
+    import transformers
+    from transformers import Trainer, TrainingArguments
+
+    transformers.utils.logging.set_verbosity_error()
+    task, folder, kind = TASKS[settings["task"]], Path(settings["folder"]), settings["kind"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start")
+    rows = task.read_back(folder / "train")
+    data: Any = task.encode(tokenizer, rows)
+    grouped = kind in ("grouped", "compiled")
+    if grouped and isinstance(data[0]["input_ids"][0], list):  # Trainer would take the number of choices for a length
+        lengths = [max(map(len, row["input_ids"])) for row in data]
+        data = datasets.Dataset.from_list(data).add_column("length", lengths)
+    model = task.load(folder / "start", rows)
+    seen = 0
+
+    class Counting(Trainer):
+        def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += task.tokens(inputs)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    args = TrainingArguments(
+        **arguments(settings),
+        torch_compile=kind == "compiled",
+        **({"train_sampling_strategy": "group_by_length"} if grouped else {}),
+    )
+    collator = task.collator(kind, tokenizer, model)
+    trainer = Counting(model, args, train_dataset=data, data_collator=collator, processing_class=tokenizer)
+    seconds = trainer.train().metrics["train_runtime"]
+    trainer.save_model(settings["output_dir"])
+    if dist.is_initialized():
+        total = torch.tensor(seen)
+        dist.all_reduce(total)
+        seen = int(total)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"tokens": seen, "seconds": seconds, "losses": losses} if trainer.is_world_process_zero() else {}
+
+
+def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """TrainingArguments that every peer has."""
+    return {
+        "output_dir": settings["output_dir"],
+        "per_device_train_batch_size": settings["batch_size"],
+        "max_steps": settings["steps"],
+        "learning_rate": settings["lr"],
+        "warmup_steps": 0.1,
+        "weight_decay": 0.01,
+        "optim": "adamw_torch_fused",
+        "seed": settings["seed"],
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+
+
+if __name__ == "__main__":
+    if found := main(json.loads(sys.argv[1])):
+        print(json.dumps(found))

@@ -1,0 +1,75 @@
+"""Preferences: a text of E2E about this rather than one about something else, by a GPT-2."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.lib.finetuning import tokenizers
+from scripts.bench.lib.finetuning.tasks.base import Rows
+from scripts.bench.lib.finetuning.tasks.e2e import E2ETask
+from scripts.bench.lib.finetuning.tasks.lm import gpt2
+from scripts.bench.lib.flops import Row
+
+BETA = 0.1
+
+
+class DPO(E2ETask):
+    model_task = "causal-lm"
+    words = 50257
+    lr = 1e-4
+    script = "finetune_dpo.py"
+    flags = {"template": "none", "beta": BETA}
+    peer = "trl_dpo"
+    environment = "trl"
+    peers = {"trl": "default", "trl, precomputed": "precomputed"}
+    passes = 4 / 3  # the reference model's forward
+    one_epoch = True  # some contenders compute the reference's log-probabilities of all rows before they begin
+    tokenizer = staticmethod(tokenizers.byte_level)
+
+    def of_pairs(self, pairs: Rows) -> Rows:
+        draw = random.Random(0)
+        return [
+            {"prompt": f"{pair['mr']} ->", "chosen": f" {pair['ref']}", "rejected": f" {draw.choice(pairs)['ref']}"}
+            for pair in pairs
+        ]
+
+    def configuration(self, hidden: int, layers: int, words: int) -> Any:
+        """Without dropout, which TRL turns off."""
+        config = gpt2(hidden, layers, words)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        return config
+
+    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+        """A row's `answers` are two rows of a language model."""
+        encoded = []
+        for row in rows:
+            prompt, *answers = (tokenizer(row[name])["input_ids"] for name in ("prompt", "chosen", "rejected"))
+            ends = [[*answer, tokenizer.eos_token_id] for answer in answers]
+            both = [{"input_ids": prompt + end, "labels": [-100] * len(prompt) + end} for end in ends]
+            encoded.append({"answers": both})
+        return encoded
+
+    def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:
+        return [Row(len(x["input_ids"]), 0, sum(y >= 0 for y in x["labels"])) for x in encoded["answers"]]
+
+    def collator(self, kind: str, tokenizer: Any, model: Any) -> Any:
+        import transformers
+
+        collate = transformers.DataCollatorForSeq2Seq(tokenizer, model=model)
+        return lambda rows: collate([answer for row in rows for answer in row["answers"]])
+
+    def judge(self, model: Any, batch: Any, start: Path) -> tuple[float, int, int]:
+        import torch.nn.functional as F
+
+        reference = self.load(start, [])
+        rewards = BETA * (_log_probs(model, batch) - _log_probs(reference.eval(), batch))
+        chosen, rejected = rewards.view(-1, 2).unbind(1)
+        return -F.logsigmoid(chosen - rejected).sum().item(), len(chosen), int((chosen > rejected).sum())
+
+
+def _log_probs(model: Any, batch: Any) -> Any:
+    """Of the answers, (rows,)."""
+    logits, labels = model(**batch).logits[:, :-1].float(), batch["labels"][:, 1:]
+    found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return (found * (labels >= 0)).sum(-1)

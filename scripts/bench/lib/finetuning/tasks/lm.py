@@ -1,0 +1,55 @@
+"""Texts of E2E after what they are about, by a GPT-2 whose loss is on the texts only."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from scripts.bench.lib.finetuning import tokenizers
+from scripts.bench.lib.finetuning.tasks.base import TRAINER, Rows, judge_labels
+from scripts.bench.lib.finetuning.tasks.e2e import E2EColumns
+from scripts.bench.lib.flops import Row
+
+
+def gpt2(hidden: int, layers: int, words: int) -> Any:
+    """The configuration of a GPT-2 with heads of 64 channels."""
+    import transformers
+
+    return transformers.GPT2Config(
+        vocab_size=words, n_positions=512, n_embd=hidden, n_layer=layers, n_head=hidden // 64,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+class LanguageModelling(E2EColumns):
+    model_task = "causal-lm"
+    words = 50257
+    lr = 1e-3
+    speed = 2.0
+    script = "finetune_lm.py"
+    flags = {"prompt_column": "source", "response_column": "target", "template": "none"}
+    peers = {**TRAINER, "trainer, packed": "packed"}
+    tokenizer = staticmethod(tokenizers.byte_level)
+    judged_by = ("loss",)
+
+    def configuration(self, hidden: int, layers: int, words: int) -> Any:
+        return gpt2(hidden, layers, words)
+
+    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+        sources, targets = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("source", "target"))
+        found = []
+        for source, target in zip(sources, targets, strict=True):
+            answer = [*target, tokenizer.eos_token_id]
+            found.append({"input_ids": source + answer, "labels": [-100] * len(source) + answer})
+        return found
+
+    def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:
+        return [Row(len(encoded["input_ids"]), 0, sum(label >= 0 for label in encoded["labels"]))]
+
+    def collator(self, kind: str, tokenizer: Any, model: Any) -> Any:
+        import transformers
+
+        if kind == "packed":
+            return transformers.DataCollatorWithFlattening()
+        return transformers.DataCollatorForSeq2Seq(tokenizer, model=model)
+
+    def judge(self, model: Any, batch: Any, start: Any) -> tuple[float, int, int]:
+        return judge_labels(model(**batch).logits[:, :-1], batch["labels"][:, 1:])

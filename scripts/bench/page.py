@@ -79,7 +79,8 @@ def render() -> str:
     parts = [HEAD, summary(found)]
     scripts = [bench_of(name).script for name in found]
     parts += [section(name, record, scripts[i] in scripts[:i]) for i, (name, record) in enumerate(found.items())]
-    if missing := [f"`{name}`" for name in SPEED if name not in found]:
+    measured = {name.split(".")[0] for name in found}
+    if missing := [f"`{name}`" for name in SPEED if name not in measured]:
         parts.append(f"## Not measured yet\n\n{', '.join(missing)}: they have no JSON file yet.\n")
     return "\n".join(parts)
 

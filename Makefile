@@ -67,7 +67,7 @@ check: $(READY_DEV)  ## what a change must pass: linter, formatter, types, fast 
 	$(PY) -m mypy
 	$(call TEST,$(FAST))
 
-bench: $(READY)  ## the benchmarks against peers from PyPI, about two hours; ARGS="--data DIR --quick --only NAME ..."
+bench: $(READY)  ## the benchmarks against peers from PyPI, about three hours; ARGS="--data DIR --quick --only NAME ..."
 	$(PY) -m scripts.bench $(ARGS)
 
 gpu-check: $(READY)  ## GPU tests and GPU benchmarks in 8 minutes, results in OUT; ARGS="--only STEP ... --minutes N"

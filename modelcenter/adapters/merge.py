@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def merge_adapter(
     files = resolve(base, options, config=config)
     if files.directory is not None and files.directory.resolve() == place:
         raise ValueError(f"{place} is the base itself; name another directory")
+    _refuse_merged(files, adapter)
     options = replace(options, revision=files.revision or options.revision)  # the branch may move meanwhile
     task = task or _TASKS.get(str(file.config.get("task_type")))
     # `files` does not keep what in_hf_form opens: a file that can only be read whole would be in memory twice.
@@ -90,6 +92,18 @@ def merge_adapter(
     tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
     merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
     return f"{target}: {base} with the adapter {adapter}{_other_base(base, file, files)} merged"
+
+
+def _refuse_merged(files: ModelFiles, adapter: Any) -> None:
+    """Raise a ValueError for the model/ of the run whose adapter/ this is: it has the updates already."""
+    if files.directory is None or files.directory.name != "model":
+        return
+    run = files.directory.resolve().parent
+    if Path(expanduser(str(adapter))).resolve() == run / "adapter":
+        raise ValueError(
+            f"{files.directory} has {adapter} merged already; name the base that the adapter was trained on, or leave "
+            f"--adapter out: `modelcenter export {run} DST` writes the merged model"
+        )
 
 
 def _as_trained_on(base: Any, file: AdapterFile, options: HubOptions) -> HubOptions:

@@ -144,6 +144,11 @@ def _local_splits(spec: str) -> dict[str, list[Path]]:
         if not paths:
             raise ValueError(f"{spec}: no file matches this pattern")
         return {"train": paths}
+    if path.exists():
+        raise ValueError(
+            f"{spec}: expected a file or a directory, got a pipe or a device; write its rows to a file, which can be "
+            "read more than once"
+        )
     hint = f".{nearest_beside(path)}" if path.parent.is_dir() else f" ({path.parent} does not exist)"
     raise ValueError(f"{spec}: no such file or directory{hint}")
 

@@ -166,7 +166,10 @@ class FileWeights:
             ]
             fix = ""
             if len(heads) == len(wrong):
-                how = "change num_labels, or pass ignore_mismatched_sizes=True to initialise it"
+                how = (
+                    "change num_labels, or pass ignore_mismatched_sizes=True to initialise it; in training "
+                    "--ignore_mismatched_sizes"
+                )
                 fix = f"\nThey belong to the head: {how}"
             raise ValueError(f"{self._files.origin}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines[:20]) + fix)
 

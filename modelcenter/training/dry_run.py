@@ -55,6 +55,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
         ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters{share}, {run.task.head}"),
         *([("labels", labels)] if labels else []),
         ("train", _amount(examples)),
+        ("rows", run.task.describe_columns()),
         ("eval", "none" if eval_set is None else f"{len(eval_set):,} rows from {eval_set.name}"),
         *_length_lines(cfg, examples),
         ("step", (f"{cfg.batch_tokens} tokens" if cfg.batch_tokens is not None else

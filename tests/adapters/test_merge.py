@@ -135,6 +135,17 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change, words, says
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("base", ["run", "run/model"])
+def test_an_adapter_is_not_merged_into_the_model_that_its_run_merged_it_into(base, bases, tmp_path):
+    shutil.copytree(bases["llama"], tmp_path / "run" / "model")
+    adapter = tmp_path / "run" / "adapter"
+    trained(bases["llama"], "llama", "causal-lm", adapter, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    says = r"run/model has .*run/adapter merged already; .* `modelcenter export .*run DST`"
+    with pytest.raises(ValueError, match=says):
+        cli.run(["export", str(tmp_path / base), str(tmp_path / "out"), "--adapter", str(adapter)])
+    assert not (tmp_path / "out").exists()
+
+
 def test_flags_of_a_merge_without_an_adapter(tmp_path):
     with pytest.raises(ValueError, match="--labels: it is for the model that --adapter makes; give --adapter too"):
         cli.run(["export", str(tmp_path), "--output", str(tmp_path / "out"), "--labels", "a", "b"])

@@ -1,6 +1,7 @@
 """Where rows come from: files, folders with splits, patterns, Hub names."""
 
 import gzip
+import os
 import sys
 import types
 
@@ -100,6 +101,13 @@ def test_nothing_there(folder, tmp_path):
         sources.find(str(folder / "empty"))
     with pytest.raises(ValueError, match="data_config 'x' is for Hub data sets"):
         sources.find(str(folder), "x")
+
+
+def test_a_pipe_is_no_data(tmp_path):
+    """What a shell makes of `<(...)`: it can be read only once."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: expected a file or a directory, got a pipe or a device; write"):
+        sources.find(str(tmp_path / "pipe"))
 
 
 def test_hold_out_is_a_fixed_partition(folder):

@@ -39,8 +39,12 @@ class Source:
 
     def has(self, split: str) -> bool:
         """Whether there is such a split, by its name here or by another usual one."""
-        # The Hub's slices, such as train[:1000], are the Hub library's to read.
-        return self._canonical(split).split("[", 1)[0] in self.splits
+        return self.whole(split) in self.splits
+
+    def whole(self, split: str) -> str:
+        """The name here of the split that is meant, or that a slice is of: the Hub's slices, such as train[:1000], are
+        the Hub library's to read."""
+        return self._canonical(split).split("[", 1)[0]
 
     def _canonical(self, split: str) -> str:
         return split if split in self.splits else SPLITS.get(split.lower(), split)

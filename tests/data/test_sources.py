@@ -26,6 +26,7 @@ def test_folder_with_splits(folder):
     assert set(source.splits) == {"train", "validation", "test"}
     sizes = {name: len(source.read(name)) for name in ("train", "dev", "validation", "test")}
     assert sizes == {"train": 5, "dev": 3, "validation": 3, "test": 2}  # the unlabelled file belongs to none
+    assert source.whole("dev") == source.whole("validation[:2]") == "validation"
     with pytest.raises(ValueError, match="has no split 'tset'; its splits: "):
         source.read("tset")
 

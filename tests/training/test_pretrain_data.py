@@ -235,6 +235,8 @@ def test_a_part_that_is_found_by_itself_only(folder, monkeypatch):
         assert len(mixed.parts[0]) == len(only) and len(held_out) == len(expected)
         _, train = rows_of(folder, "lm", train_data=parts, eval_split="train")
         assert len(train) == len(mixed)
+        for split in ("validation", "dev"):  # trained on, so not evaluated on by itself
+            assert rows_of(folder, "lm", train_data=name, train_split=split)[1] is None
 
 
 def test_documents_of_txt_files(folder):

@@ -8,6 +8,7 @@ import pytest
 from modelcenter.data.readers import read_file
 from modelcenter.training.config import ClassificationConfig, EvaluateConfig, TokenClassificationConfig
 from modelcenter.training.tasks.classification import Classification
+from modelcenter.training.tasks.splits import read_splits
 from modelcenter.training.tasks.token_classification import TokenClassification
 
 
@@ -33,6 +34,18 @@ def test_a_class_that_only_held_out_rows_have(tmp_path, rare):
     for seed in range(9):
         with pytest.raises(ValueError, match="rows.jsonl, line 21: the row has no label"):
             Classification.from_flags(ClassificationConfig(train_data=[data], eval_fraction=0.3, seed=seed))
+
+
+@pytest.mark.parametrize("name", ["validation", "dev", "valid"])
+def test_rows_that_are_trained_on_are_not_evaluated_on_by_themselves(tmp_path, name):
+    """A split has several names."""
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.csv").write_text("text,label\na film,a\na book,b\n")
+    data = [str(tmp_path)]
+    train, held = read_splits(ClassificationConfig(train_data=data, train_split=name))
+    assert train.where(0).endswith("dev.csv, line 2") and held is None
+    train, held = read_splits(ClassificationConfig(train_data=data, train_split=name, eval_split="train"))
+    assert held is not None and held.where(0).endswith("train.csv, line 2")
 
 
 def test_rows_with_some_of_the_columns_of_labels(tmp_path):

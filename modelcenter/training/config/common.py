@@ -131,9 +131,8 @@ class TrainConfig(Flags):
         "save_total_limit")
     best_metric: str | None = _output(None, "evaluation metric, such as accuracy or loss: the checkpoint with the best "
         "value is kept and becomes model/; if not given, model/ is the last state", "metric_for_best_model")
-    early_stopping: int | None = _output(None, "stop after this many evaluations without an improvement of best_metric, "
-        "or, if not given, of the main metric of the task",
-        "early_stopping_patience")
+    early_stopping: int | None = _output(None, "stop after this many evaluations without an improvement of "
+        "best_metric, or, if not given, of the main metric of the task", "early_stopping_patience")
     resume: str = _output("auto", "auto: resume from the latest complete checkpoint in output_dir if the flags "
         "describe the same run; never: start over; or the path of a run or checkpoint to resume from, whatever its "
         "flags", "resume_from_checkpoint", means={"true": "auto", "false": "never"})

@@ -23,7 +23,7 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
 
     found, weights = train_sources(cfg)
     split = sources.SPLITS["dev"]
-    with_split = [source for source in found if split in source.splits and cfg.train_split != split]
+    with_split = [source for source in found if split in source.splits and source.whole(cfg.train_split) != split]
     named = (cfg.eval_data, cfg.eval_split, cfg.eval_fraction) != (None, None, None)
     cfg.refuse_evaluation_flags(named or bool(with_split))  # before rows are read, or downloaded
     tables = [read(source, cfg.train_split) for source in found]

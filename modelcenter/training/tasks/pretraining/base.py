@@ -209,7 +209,11 @@ def _eval_parts_reader(cfg: PretrainConfig) -> Callable[[], list[Part]] | None:
     groups = [[path] for path, weight in parsed if weight is not None] + ([bare] if bare else [])
     split = cfg.eval_split or "validation"
     found = [(specs, sources.find(specs, cfg.data_config)) for specs in groups]
-    having = [specs for specs, source in found if source.has(split) and (cfg.eval_split or cfg.train_split != split)]
+    having = [
+        specs
+        for specs, source in found
+        if source.has(split) and (cfg.eval_split or source.whole(cfg.train_split) != split)
+    ]
     if not having and (cfg.eval_split is None or not groups):
         return None
 

@@ -229,6 +229,7 @@ def test_without_a_network(hub, home):
     code = "out = attempt(lambda: mc.from_pretrained(ARGS[0]))"
     offline = run(hub, home, code, "bert-base-cased", HF_HUB_OFFLINE="1")
     assert "not in the cache" in offline and "while offline" in offline and str(home) in offline
+    assert "Did you mean" not in offline
     dead = run(hub, home, code, "bert-base-casd", HF_ENDPOINT="http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in dead and "Did you mean 'bert-base-cased'" in dead
     right = run(hub, home, code, "google-bert/bert-base-cased", HF_ENDPOINT="http://127.0.0.1:9")

@@ -203,6 +203,8 @@ def test_new_tokens_get_rows(folder):
     tokenizer = mc.AutoTokenizer.from_pretrained(str(folder / "run" / "model"))
     assert tokenizer("the cinema")["input_ids"][2] == len(make_tokenizer()) + 1
     assert mc.from_pretrained(str(folder / "run" / "model")).config.vocab_size == len(make_tokenizer()) + 2
+    with pytest.raises(ValueError, match="freeze: the embedding is frozen, so the rows of the words in add_tokens"):
+        main(command(values_of(folder, "frozen", add_tokens=["cinema"], freeze=["embed.*"])))
 
 
 def test_a_tokenizer_with_words_for_which_the_model_has_no_rows(folder):

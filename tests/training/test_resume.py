@@ -166,8 +166,12 @@ def test_resume_never_and_by_path(folder, monkeypatch):
     assert curve(folder, "third")[0]["step"] == 5
     main(command(run_values(folder, "run", resume="never")))
     assert curve(folder, "run")[0]["step"] == 1
-    with pytest.raises(ValueError, match="resume: .*nowhere holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="resume: .*nowhere holds no whole checkpoint; give a run's folder"):
         main(command(run_values(folder, "fourth", resume=str(folder / "nowhere"))))
+    main(command(run_values(folder, "light", save_every="never", max_steps=1)))
+    says = "resume: .*light/checkpoints holds no whole checkpoint; to begin .* give --model .*light$"
+    with pytest.raises(ValueError, match=says):
+        main(command(run_values(folder, "fourth", resume=str(folder / "light"))))
 
 
 def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch):

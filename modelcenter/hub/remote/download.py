@@ -178,6 +178,11 @@ def is_offline(options: HubOptions) -> bool:
     return options.local_files_only or constants.is_offline_mode()
 
 
+def _nearest_preset(name: str) -> str:
+    known = any(name == info.hub for info in list_models())  # then nothing is misspelt
+    return "" if known else nearest(name, preset_names())
+
+
 def _nearest(name: str) -> str:
     return nearest(name, preset_names()) or nearest_beside(Path(name))
 
@@ -263,12 +268,10 @@ def _unreachable(repo: str, name: str, error: BaseException) -> UnreachableError
         fix = "Run it again later" if status in _TRANSIENT_STATUSES else "Check HF_ENDPOINT and the token's rights"
         fix += "; signed in (HF_TOKEN, `hf auth login`) one may ask more often" if status == 429 else ""
         return UnreachableError(f"{endpoint} does not give {name} of {repo}, which the cache lacks: {said}. {fix}")
-    known = any(repo == info.hub for info in list_models())  # then nothing is misspelt
-    hint = "" if known else nearest(repo, preset_names())
     return UnreachableError(
         f"{repo!r} is no local directory, the cache lacks its {name}, and {endpoint} cannot be reached ({said}). "
         "Check the network, HF_ENDPOINT and proxies, give a directory, or run `modelcenter download` where there is a "
-        f"network.{hint}"
+        f"network.{_nearest_preset(repo)}"
     )
 
 
@@ -288,7 +291,7 @@ def download_config(repo: str, options: HubOptions) -> Path:
         raise ValueError(
             f"{repo!r} is no local directory, and its config.json{at} is not in the cache "
             f"({options.cache_dir or constants.HF_HUB_CACHE}) while offline (local_files_only or HF_HUB_OFFLINE is set)"
-            f". Download it once online, or give a directory.{nearest(repo, preset_names())}"
+            f". Download it once online, or give a directory.{_nearest_preset(repo)}"
         )
     adapter = download_file(repo, ADAPTER_CONFIG_FILE, options)
     if adapter is not None:

@@ -171,7 +171,10 @@ def find_continuation(cfg: TrainConfig) -> Continuation | None:
         if _read_run_file(newest).get("begun_with") == _start_of(cfg.resume):  # the same command, started again
             return _read(newest, cfg, forced=False, in_output_dir=True)
     if path is None:
-        raise ValueError(f"resume: {root} holds no whole checkpoint; give a run's folder or one of its checkpoints")
+        fix = "give a run's folder or one of its checkpoints"
+        if (Path(expanduser(cfg.resume)) / "model").is_dir():  # a run that has ended and kept none
+            fix = f"to begin a run with the weights of that one give --model {cfg.resume}"
+        raise ValueError(f"resume: {root} holds no whole checkpoint; {fix}")
     path = path.resolve()
     if newest is None or path == newest.resolve():
         return _read(path, cfg, forced=True, in_output_dir=newest is not None)

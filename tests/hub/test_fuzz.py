@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import modelcenter as mc
 from modelcenter.hub.conversion import convert, fill
 from modelcenter.hub.conversion import run as conversion_run
+from modelcenter.hub.conversion.checkpoint import Request
 from modelcenter.hub.verify import verify
 
 TURNS = int(os.environ.get("MODELCENTER_FUZZ_TURNS", "30"))
@@ -521,6 +522,19 @@ def test_another_source_starts_again(good, tmp_path, monkeypatch):
     assert convert(tmp_path / "source", tmp_path / "out", "hf", workers=1).continued == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
     assert verify(tmp_path / "source", tmp_path / "out").same
+
+
+def test_another_prefix_starts_again(good, tmp_path, monkeypatch):
+    """Of a file that holds a model twice, as trainers save averaged weights beside those of the last step."""
+    source = shutil.copytree(good / "hub", tmp_path / "source")
+    held = load_file(good / "hub" / "model.safetensors")
+    both = {f"{prefix}.{name}": t + add for prefix, add in (("model", 0), ("ema", 1)) for name, t in held.items()}
+    save_file(both, source / "model.safetensors", {"format": "pt"})
+    last, averaged = Request(prefix="model.", ignore=("ema.*",)), Request(prefix="ema.", ignore=("model.*",))
+    convert_until(monkeypatch, conversion_run._Run, "_finish", source, tmp_path / "out", request=last)
+    assert convert(source, tmp_path / "out", "hf", workers=1, request=averaged).continued == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], t + 1) for name, t in held.items())
 
 
 def test_another_dtype_starts_again(good, tmp_path, monkeypatch):

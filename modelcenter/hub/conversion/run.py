@@ -202,7 +202,9 @@ class _Run:
         source, location = self.checkpoint.source, self.checkpoint.files
         files = sorted({source.position(name)[0] for name in source.tensors})
         stats = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [_stat(location.directory, f)] if s is not None]
-        content = [__version__, self.side, stats, [asdict(job) for job in self.plan.jobs], location.config]
+        # One file may hold a model twice, under two prefixes.
+        read = [self.checkpoint.names, location.prefix]
+        content = [__version__, self.side, stats, [asdict(job) for job in self.plan.jobs], location.config, read]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def _fill(self, scratch: Path) -> None:

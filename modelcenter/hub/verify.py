@@ -22,7 +22,7 @@ class Verification:
         equal: tensors that both have, with the same shape, dtype and bits.
         different: name -> what differs. only_first, only_second: tensors that one of the two lacks.
         renamed: (name in the first, name in the second) where files spell a tensor differently, or hold it in parts.
-        dropped: checkpoint -> its tensors without content, or that repeat another.
+        dropped: checkpoint -> its tensors that are left out: without content, ignored, or repeating another.
     """
 
     first: str
@@ -51,7 +51,7 @@ class Verification:
         for which, names in self.dropped.items():
             if names:
                 shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
-                lines.append(f"{len(names)} in {which} hold nothing of their own: {shown}")
+                lines.append(f"{len(names)} in {which} are left out (ignored, repeated or without content): {shown}")
         return "\n".join([*lines, "the same" if self.same else "NOT the same"])
 
 
@@ -135,7 +135,8 @@ def _difference(
         if as_bytes(left) == as_bytes(right):
             continue
         width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(dtype.itemsize, torch.uint8)
-        unequal = left.reshape(-1).view(width) != right.reshape(-1).view(width)
+        ours, theirs = left.reshape(-1), right.reshape(-1)
+        unequal = ours.view(width) != theirs.view(width)
         if not count:
             place = int(unequal.nonzero()[0])
             sizes = [high - low for low, high in box]
@@ -143,7 +144,8 @@ def _difference(
             at = tuple(int(i) + low for i, (low, _) in zip(where, box, strict=True))
         count += int(unequal.sum())
         if dtype.is_floating_point:
-            gap = (left.double() - right.double()).abs().nan_to_num(float("inf"))
+            # Of these alone: between infinities that both have, there is none.
+            gap = (ours[unequal].double() - theirs[unequal].double()).abs().nan_to_num(float("inf"))
             most = max(most, float(gap.max()))
     if not count:
         return None

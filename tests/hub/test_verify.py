@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import modelcenter as mc
 from modelcenter.hub import commands
 from modelcenter.hub import verify as verify_module
 from modelcenter.hub.conversion import convert
+from modelcenter.hub.conversion.checkpoint import Request
 from modelcenter.hub.verify import verify
 
 
@@ -46,6 +48,32 @@ def test_one_element(value, said, pair):
     assert "NOT the same" in str(result)
 
 
+def test_an_infinity_that_both_have_is_no_difference(pair, tmp_path):
+    """Beside an element that differs: how much is said of that one."""
+    name = "cls.seq_relationship.bias"
+    change(pair[0], lambda held: held[name].copy_(torch.tensor([float("inf"), 1.0])))
+    convert(pair[0], tmp_path / "shards of it", "distributed", workers=1)
+    change(pair[0], lambda held: held[name].__setitem__(1, 1.5))
+    assert verify(pair[0], tmp_path / "shards of it").different == {
+        name: "1 of 2 elements, first at (1,), by at most 0.5"
+    }
+
+
+def test_shapes_and_dtypes_that_differ(saved, tmp_path):
+    """Also of a tensor that the other checkpoint has in parts, each of a dtype of its own."""
+    first, second = saved("sequence-classification"), saved("sequence-classification", "more", num_labels=4)
+    different = verify(first, second).different
+    assert different["classifier.weight"] == "shape (3, 48) and (4, 48)"
+    assert different["classifier.bias"] == "shape (3,) and (4,)"
+    model = mc.from_config("tiny/gpt2", "causal-lm", seed=2)
+    model.save_pretrained(tmp_path / "whole")
+    model.layers[0].attn.k.bfloat16()
+    model.save_pretrained(tmp_path / "parts", "distributed")
+    assert verify(tmp_path / "whole", tmp_path / "parts").different == {
+        f"transformer.h.0.attn.c_attn.{name}": "dtype float32 and several dtypes" for name in ("weight", "bias")
+    }
+
+
 def test_the_sign_of_zero_counts(pair, tmp_path):
     def negate(held):
         held["cls.seq_relationship.bias"].zero_()
@@ -70,8 +98,9 @@ def test_a_copy_of_a_tied_tensor_is_read(pair):
         held["cls.predictions.decoder.weight"] = held["bert.embeddings.word_embeddings.weight"] + 1
 
     change(pair[0], repeat)
-    with pytest.raises(ValueError, match="'cls.predictions.decoder.weight' should repeat"):
-        verify(*pair)
+    for order in (pair, pair[::-1]):
+        with pytest.raises(ValueError, match="'cls.predictions.decoder.weight' should repeat"):
+            verify(*order)
 
 
 def test_a_large_tensor_is_read_in_parts(pair, monkeypatch):
@@ -80,13 +109,27 @@ def test_a_large_tensor_is_read_in_parts(pair, monkeypatch):
     name = "bert.embeddings.word_embeddings.weight"
     change(pair[0], lambda held: held[name].__setitem__((130, 47), 9.0))
     assert "1 of 6288 elements, first at (130, 47)" in verify(*pair).different[name]
-    change(pair[0], lambda held: held[name].__setitem__((2, 5), 9.0))
-    assert verify(*pair).different[name].startswith("2 of 6288 elements, first at (2, 5), by at most")
+    before = float(load_file(pair[0] / "model.safetensors")[name][2, 5])
+    change(pair[0], lambda held: held[name].__setitem__((2, 5), 99.0))
+    said = f"2 of 6288 elements, first at (2, 5), by at most {99 - before:.3g}"
+    assert verify(*pair).different[name] == said
+
+
+def test_what_is_not_compared_is_listed(pair):
+    def add(held):
+        held["step"] = torch.tensor(3.0)
+        held["cls.predictions.decoder.weight"] = held["bert.embeddings.word_embeddings.weight"].clone()
+
+    change(pair[0], add)
+    result = verify(*pair, request=Request(ignore=("step",)), second_request=Request())
+    assert result.same and result.dropped == {
+        str(pair[0]): ["step", "cls.predictions.decoder.weight"],
+        str(pair[1]): [],
+    }
+    assert f"2 in {pair[0]} are left out (ignored, repeated or without content): step, cls" in str(result)
 
 
 def test_other_architectures(pair, tmp_path):
-    import modelcenter as mc
-
     mc.from_config("tiny/gpt2").save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="'bert' and .* 'gpt2': there is nothing to compare"):
         verify(pair[0], tmp_path / "gpt2")

@@ -44,8 +44,8 @@ def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = Non
             plain module.
         seed: of the values of a head that the files lack.
         adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
-        config: of a weight file that has no config.json beside it: a name, a JSON file, a dictionary or a config of
-            transformers.
+        config: of a weight file, or a distributed checkpoint, that has no config.json beside it: a name, a JSON file, a
+            dictionary or a config of transformers.
         prefix: what to take off the names in a weight file ("bert." of a wrapped model).
         ignore: patterns of names in a weight file to pass over ("dense.*").
 

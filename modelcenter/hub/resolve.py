@@ -200,7 +200,9 @@ def resolve(
     if weights and path.is_file() and path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
         return resolve_file(path, config, options)
     if config is not None and path.is_dir():
-        return ModelFiles(name, read_config(config, options), path, weights=find_weights(path))
+        distributed = (path / MANIFEST_FILE).is_file()
+        weight_file = None if distributed else find_weights(path)
+        return ModelFiles(name, read_config(config, options), path, weights=weight_file, distributed=distributed)
     if config is not None:
         local_directory(name)  # says what is the matter with a file that is no weight file
         raise ValueError(f"config: {name!r} is no local file or directory, so its config comes with it; leave it out")
@@ -208,7 +210,10 @@ def resolve(
     if directory is not None:
         distributed = (directory / MANIFEST_FILE).is_file()
         if not (directory / CONFIG_FILE).is_file():
-            raise ValueError(f"{directory} is a distributed checkpoint without {CONFIG_FILE}")
+            raise ValueError(
+                f"{directory} is a distributed checkpoint without {CONFIG_FILE}; pass config=, the name of a model or "
+                "a JSON file"
+            )
         weight_file = None
         if weights and not distributed:
             weight_file = find_weights(directory)

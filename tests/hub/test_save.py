@@ -15,6 +15,7 @@ from directory_toys import files_of_at_most, tree, write_config
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+import engine
 import modelcenter as mc
 from modelcenter.convert.bert import ARCH
 from modelcenter.hub.conversion import convert
@@ -485,10 +486,20 @@ def test_a_distributed_checkpoint_that_lacks_a_body_tensor(task, saved, tmp_path
 
 def test_distributed_without_its_files(saved, tmp_path):
     mc.from_pretrained(saved("base")).save_pretrained(tmp_path / "dist", format="distributed")
-    (tmp_path / "dist/config.json").rename(tmp_path / "config.json")
-    with pytest.raises(ValueError, match="distributed checkpoint without config.json"):
-        mc.from_pretrained(tmp_path / "dist")
-    (tmp_path / "config.json").rename(tmp_path / "dist/config.json")
-    next((tmp_path / "dist/model").glob("*.distcp")).unlink()
-    with pytest.raises(ValueError, match="incomplete"):
-        mc.from_pretrained(tmp_path / "dist")
+    for file in ("config.json", "model/__0_0.distcp"):
+        (tmp_path / "dist" / file).rename(tmp_path / "away")
+        with pytest.raises(ValueError, match=f"incomplete: {file} is missing"):
+            mc.from_pretrained(tmp_path / "dist", config=tmp_path / "theirs/config.json")
+        (tmp_path / "away").rename(tmp_path / "dist" / file)
+
+
+def test_distributed_without_a_config(saved, tmp_path):
+    """As training with the engine alone leaves it."""
+    model = mc.from_pretrained(saved("sequence-classification"))
+    bare = engine.save_checkpoint(tmp_path / "bare", model, extra=lambda path: None)
+    with pytest.raises(ValueError, match="distributed checkpoint without config.json; pass config="):
+        mc.from_pretrained(bare)
+    again = mc.from_pretrained(bare, config=tmp_path / "theirs/config.json")
+    assert type(again) is type(model) and not again.load_report.initialised
+    for (name, x), (_, y) in zip(again.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name

@@ -32,12 +32,15 @@ def locked(path: Path, message: str) -> Iterator[None]:
     The system lets go of it when the process and all that it forked meanwhile have ended, however they end.
 
     Raises:
-        ValueError: another process has it; says `message`.
+        ValueError: another process has it; says `message`. OSError: the file cannot be made there.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # another user's, who may be at it or was killed
-        handle = os.open(path, os.O_RDONLY)
+    except PermissionError as refused:
+        try:
+            handle = os.open(path, os.O_RDONLY)  # another user's, who may be at it or was killed
+        except FileNotFoundError:  # it is the folder that may not be written
+            raise refused from None
     if not (try_lock(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)) and is_same_file(path, handle)):
         os.close(handle)
         raise ValueError(message)

@@ -75,6 +75,20 @@ def test_folders_where_only_owners_remove_files(tmp_path, monkeypatch):
     assert (tmp_path / "out/config.json").read_text() == "new"
 
 
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    """It says so, and not that the lock, which it could not make there, is not there."""
+    kept = os.open
+
+    def refuse(path, flags, *mode, **options):
+        if flags & os.O_CREAT:
+            raise PermissionError(13, "Permission denied", str(path))
+        return kept(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ValueError, match=r"cannot save to .*/out: Permission denied \(.*/\.out\.saving\)"):
+        write_config(tmp_path / "out", "new")
+
+
 def test_a_file_system_without_permissions(tmp_path, monkeypatch):
     write_config(tmp_path / "out", "old")
 

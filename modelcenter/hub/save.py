@@ -1,5 +1,6 @@
 """Save a model as a Hugging Face directory or a distributed checkpoint, and push it to the Hub."""
 
+import functools
 import logging
 import os
 import shutil
@@ -174,8 +175,8 @@ class _Export:
         self.key_of = {layout.written[name]: key for name, key in keys.items()}
         entries: list[Entry] = []
         for name, key in self.key_of.items():
-            held = self.parameters[layout.natives(key)[0]].dtype
-            entries.append((name, dtype or held, layout.shapes[key]))
+            held = [self.parameters[native].dtype for native in layout.natives(key)]  # a user may have cast some
+            entries.append((name, dtype or functools.reduce(torch.promote_types, held), layout.shapes[key]))
         self.files = plan_files(entries, max_bytes)
 
     def write(self, directory: Path, activity: str) -> None:
@@ -219,7 +220,8 @@ class _Export:
             for file in self.files:
                 with SafetensorsWriter(directory / file.name, file.entries) as writer:
                     for name, dtype, _ in file.entries:
-                        writer.write(export_tensor(self.layout, self.key_of[name], next(gathered)).to(dtype))
+                        natives = {native: values.to(dtype) for native, values in next(gathered).items()}
+                        writer.write(export_tensor(self.layout, self.key_of[name], natives))
         finally:
             deque(gathered, maxlen=0)  # after a failure too: the other ranks wait for this one
 

@@ -286,6 +286,21 @@ def test_formats_and_dtypes_that_cannot_be_written_leave_nothing(model, tmp_path
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_tensor_of_parts_of_several_dtypes_is_saved_in_the_widest(gathered, tmp_path, monkeypatch):
+    """As where a user cast a layer: no part loses bits. Others keep their dtype."""
+    model = mc.from_config("tiny/gpt2", "causal-lm", seed=2, dtype="bf16")
+    attn = model.layers[0].attn
+    attn.k.float().weight.data.add_(1e-6)
+    if gathered:
+        monkeypatch.setattr("modelcenter.hub.files.sharded_writer.ShardedWriter.is_visible", lambda _: False)
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    fused = torch.cat([attn.q.weight.float(), attn.k.weight, attn.v.weight.float()]).t()
+    assert torch.equal(held["transformer.h.0.attn.c_attn.weight"], fused)
+    assert held["transformer.h.1.attn.c_attn.weight"].dtype == torch.bfloat16
+
+
 # -- texts -----------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ from modelcenter import registry
 from modelcenter.config import ModelConfig
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.rules import ArchMap, Pad, Part, Rename, Split, Task, Transpose
+from modelcenter.convert.stream import ReadBuffer
+from modelcenter.hub.conversion import blocks, convert
 from modelcenter.models.base import Model
 
 VOCAB, WIDTH, INNER = 37, 16, 24
@@ -130,3 +132,18 @@ def test_each_of_two_ranks_reads_its_own_slices(path, tmp_path):
     # The rows of this file are shorter than a page, so they are read whole for some columns, but never twice.
     assert all(read < total for read, _ in results)
     assert all(same(tmp_path / f"out-{name}", path) for name in ("hf", "small", "dist"))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_conversion(held, path, tmp_path, monkeypatch):
+    """What nothing fills is zero, whatever the memory held, also of a tensor that is held whole to be reordered."""
+    kept = ReadBuffer.tensor
+    monkeypatch.setattr(ReadBuffer, "tensor", lambda *arguments: kept(*arguments).fill_(float("nan")))
+    if held:
+        monkeypatch.setattr(blocks, "keeps_order", lambda piece: False)
+    convert(path, tmp_path / "shards", "distributed", workers=1, verify=True)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1, verify=True)
+    expected, found = mc.from_pretrained(path).state_dict(), mc.from_pretrained(tmp_path / "shards").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    a, b = load_file(path / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
+    assert a.keys() == b.keys() and all(torch.equal(b[name], tensor) for name, tensor in a.items())

@@ -21,9 +21,11 @@ import engine
 import modelcenter as mc
 from engine import testing
 from modelcenter import registry
+from modelcenter.convert.pieces import NATIVE, full_box
 from modelcenter.convert.stream import copy_values
 from modelcenter.hub import sidecar
 from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, fill, workers
+from modelcenter.hub.conversion.blocks import BlockReader
 from modelcenter.hub.conversion.checkpoint import Request, open_checkpoint
 from modelcenter.hub.conversion.progress import Progress
 from modelcenter.hub.conversion.workers import imap_unordered
@@ -397,6 +399,18 @@ def test_in_small_parts(kind, workers, held, tmp_path, monkeypatch):
     plain = mc.from_config(f"tiny/{kind}", "causal-lm")
     engine.checkpoint.load_model(tmp_path / "shards", plain)  # as torch reads it
     same_bits(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_tensors_are_read_in_any_order(tmp_path):
+    """Parts of a fused tensor, of which the whole is held meanwhile."""
+    model = mc.from_config("tiny/gpt2", "causal-lm", seed=1)
+    model.save_pretrained(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        reader = BlockReader(checkpoint)
+        for name in [f"layers.{i}.attn.{part}.weight" for part in "qk" for i in (0, 1, 0)]:
+            expected = model.get_parameter(name).detach()
+            blocks = reader.read(NATIVE, name, full_box(expected.shape), expected.dtype)
+            assert torch.equal(torch.cat([values.clone() for _, values in blocks]), expected), name
 
 
 def test_archives_are_whole(saved, tmp_path, monkeypatch):

@@ -310,6 +310,34 @@ def test_what_is_cached_loads_without_the_token_that_it_was_downloaded_with(kind
         resolve("me/gated", HubOptions(cache_dir=tmp_path))
 
 
+def test_a_shard_that_is_not_there(saved, tmp_path, monkeypatch):
+    """As after a download that was broken off, or in a repository from which it is gone."""
+    import huggingface_hub
+
+    held = tmp_path / "models--me--many/snapshots" / ("0" * 40)
+    (tmp_path / "models--me--many/refs").mkdir(parents=True)
+    (tmp_path / "models--me--many/refs/main").write_text(held.name)
+    held.parent.mkdir()
+    saved("base", max_shard_size="30KB").rename(held)
+    options = HubOptions(cache_dir=tmp_path, local_files_only=True)
+    assert resolve("me/many", options).weights == held / "model.safetensors.index.json"
+    shard = sorted(held.glob("*.safetensors"))[-1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"me/many: {shard.name}.* is not in the cache while offline .*`modelcenter d"):
+        resolve("me/many", options)
+
+    def absent(repo, name, **_):
+        if (held / name).is_file():
+            return str(held / name)
+        raise huggingface_hub.errors.EntryNotFoundError("404")
+
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, **_: absent("", url.split("/")[-1]))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", absent)
+    with pytest.raises(ValueError, match=f"the index lists {shard.name}, which is not in the repository"):
+        resolve("me/many", HubOptions(cache_dir=tmp_path))
+
+
 @pytest.mark.parametrize(
     "error, says",
     [

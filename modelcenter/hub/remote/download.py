@@ -323,4 +323,9 @@ def download_weights(repo: str, options: HubOptions) -> Path:
 def _download_all(repo: str, names: Sequence[str], options: HubOptions) -> None:
     for name in names:
         if _download(repo, name, options) is None:
-            raise ValueError(f"{repo}: the index lists {name}, which is not there")
+            if is_offline(options):
+                raise ValueError(
+                    f"{repo}: {name}, which the index lists, is not in the cache while offline (local_files_only or "
+                    "HF_HUB_OFFLINE is set); `modelcenter download` where there is a network gets what is missing"
+                )
+            raise ValueError(f"{repo}: the index lists {name}, which is not in the repository")

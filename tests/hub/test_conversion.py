@@ -98,6 +98,17 @@ def test_files_of_transformers(task, saved, tmp_path):
     same_bits(dict(a.state_dict()), dict(b.state_dict()))
 
 
+def test_a_tensor_without_elements(saved, tmp_path):
+    """As transformers has it of a BERT without token types; it lies in no part of a file, and its neighbours whole."""
+    path = saved("base", type_vocab_size=0)
+    convert(path, tmp_path / "shards", "distributed", workers=1, verify=True)
+    engine.checkpoint.check_manifest(tmp_path / "shards", hashes=True)
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1, verify=True)
+    assert weights(tmp_path / "back")["embeddings.token_type_embeddings.weight"].shape == (0, 48)
+    same_bits(weights(path), weights(tmp_path / "back"))
+    assert verify(path, tmp_path / "shards").same
+
+
 def test_all_heads_travel(saved, config_of, tmp_path):
     """A file of one class that holds more: the further heads come along, and load from the distributed checkpoint."""
     path = saved("pretraining")

@@ -149,17 +149,17 @@ def file_parts(
     lies around them, which is little.
 
     Args:
-        jobs: the tensors in it. written: name -> sha256 of the elements.
+        jobs: the tensors in it, in their order. written: name -> sha256 of the elements.
     """
     parts: list[dict[str, list[list[int]] | str]] = []
     spans: list[list[int]] = []
     for job in jobs:
         item = job.dtype.itemsize
-        own = [[s.start, s.start + box_numel(s.box) * item] for s in job.segments if box_numel(s.box)]
+        own = [[s.start, s.start + box_numel(s.box) * item] for s in job.segments]
         parts.append({"bytes": own, "sha256": written[job.name]})
         spans += own
     around, at = [], 0
-    for first, end in [*sorted(spans), [size, size]]:
+    for first, end in [*spans, [size, size]]:
         if at < first:
             around.append([at, first])
         at = end

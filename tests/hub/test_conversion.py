@@ -88,9 +88,15 @@ def test_there_and_back(kind, tmp_path):
     )
 
 
-@pytest.mark.parametrize("task", ["base", "masked-lm", "pretraining", "token-classification", "question-answering"])
-def test_files_of_transformers(task, saved, tmp_path):
-    path = saved(task)
+@pytest.mark.parametrize(
+    "task, fields",
+    [
+        *((task, {}) for task in ("base", "masked-lm", "pretraining", "token-classification", "question-answering")),
+        ("masked-lm", {"tie_word_embeddings": False}),  # which holds a bias twice
+    ],
+)
+def test_files_of_transformers(task, fields, saved, tmp_path):
+    path = saved(task, **fields)
     convert(path, tmp_path / "shards", "distributed", workers=2)
     convert(tmp_path / "shards", tmp_path / "back", "hf", workers=2)
     same_bits(weights(path), weights(tmp_path / "back"))
@@ -164,6 +170,8 @@ def test_old_names_and_masks(tmp_path):
     save_file(old, tmp_path / "old" / "model.safetensors")
     done = convert(tmp_path / "old", tmp_path / "shards", "distributed", workers=1)
     assert done.dropped == ["h.0.attn.bias"] and done.tied == ["lm_head.weight"]
+    said = json.loads((tmp_path / "shards" / CONVERSION_FILE).read_text())
+    assert said["dropped"] == done.dropped and said["tied"] == {"lm_head.weight": "wte.weight"}
     convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
     same_bits(new, weights(tmp_path / "back"))
     result = verify(tmp_path / "old", tmp_path / "back")
@@ -187,7 +195,7 @@ def test_pickles_with_a_prefix(new, saved, tmp_path):
         convert(path, tmp_path / "out", "hf")
     done = convert(path, tmp_path / "out", "hf", workers=2, request=Request(prefix="module.", ignore=("step",)))
     same_bits(held, weights(tmp_path / "out"))
-    assert done.ignored == ["step"]
+    assert done.ignored == ["step"] == json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())["ignored"]
     for request, message in ((Request(prefix="x."), "prefix: no tensor"), (Request(ignore=("y*",)), "--ignore: 'y")):
         with pytest.raises(ValueError, match=message):
             convert(path, tmp_path / "no", "hf", request=request)
@@ -243,6 +251,19 @@ def test_mixed_dtypes_stay(named, config_of, tmp_path):
         assert mc.from_pretrained(tmp_path / place).dtype == getattr(torch, named or "float32")
 
 
+def test_parts_of_several_dtypes_are_converted_to_one_that_is_named(tmp_path):
+    model = mc.from_config("tiny/gpt2", "causal-lm", seed=2)
+    model.layers[0].attn.k.bfloat16()
+    model.save_pretrained(tmp_path / "parts", "distributed")
+    with pytest.raises(ValueError, match="'h.0.attn.c_attn.weight' is one tensor, but layers.0.attn.q.weight is torch.f"
+                       ".*k.weight is torch.bfloat16.*; choose one with --dtype"):  # fmt: skip
+        convert(tmp_path / "parts", tmp_path / "out", "hf", workers=1)
+    convert(tmp_path / "parts", tmp_path / "out", "hf", workers=1, dtype="fp32")
+    attn = model.layers[0].attn
+    fused = torch.cat([attn.q.weight, attn.k.weight.float(), attn.v.weight]).t()
+    assert torch.equal(weights(tmp_path / "out")["transformer.h.0.attn.c_attn.weight"], fused)
+
+
 def test_files_beside_the_weights_come_along(saved, tmp_path):
     path = saved("masked-lm")
     texts = {name: f'{{"of": "{name}"}}' for name in ("generation_config.json", "tokenizer.json")}
@@ -282,6 +303,19 @@ def test_manifest(saved, tmp_path):
         entry = said["tensors"][name]
         assert (entry["shape"], entry["dtype"]) == (list(tensor.shape), "float32")
         assert entry["sha256"] == hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def test_the_commit_that_was_converted_is_noted(saved, tmp_path):
+    held = tmp_path / "models--me--bert/snapshots" / ("c0ffee" + "0" * 34)
+    (tmp_path / "models--me--bert/refs").mkdir(parents=True)
+    (tmp_path / "models--me--bert/refs/main").write_text(held.name)
+    held.parent.mkdir()
+    saved("base").rename(held)
+    request = Request(options=HubOptions(cache_dir=tmp_path, local_files_only=True))
+    convert("me/bert", tmp_path / "out", "hf", workers=1, request=request)
+    source = json.loads((tmp_path / "out" / CONVERSION_FILE).read_text())["source"]
+    assert (source["origin"], source["repository"]) == (f"me/bert@{held.name}", "me/bert")
+    assert source["revision"] == held.name
 
 
 @pytest.mark.parametrize("form", ["hf", "distributed"])

@@ -140,7 +140,7 @@ def _even_groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     group: list[str] = []
     seen, end = 0, share
     for name, size in sizes.items():
-        if group and seen >= end:
+        if seen >= end:
             yield group
             group, end = [], (seen // share + 1) * share
         seen += size

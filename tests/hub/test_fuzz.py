@@ -381,6 +381,11 @@ def test_a_target_that_cannot_be_written(good, tmp_path):
     with pytest.raises(ValueError, match="failed: (Not a directory|File exists)"):
         convert(good / "hub", tmp_path / "file" / "out", "hf")
     assert (tmp_path / "file").read_text() == "x"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="an adapter lies there"):
+        convert(good / "hub", tmp_path / "adapter", "hf", workers=1)
+    assert os.listdir(tmp_path / "adapter") == ["adapter_config.json"]
 
 
 def test_two_at_once(good, tmp_path):

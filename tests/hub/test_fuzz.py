@@ -386,6 +386,11 @@ def test_a_target_that_cannot_be_written(good, tmp_path):
     with pytest.raises(ValueError, match="an adapter lies there"):
         convert(good / "hub", tmp_path / "adapter", "hf", workers=1)
     assert os.listdir(tmp_path / "adapter") == ["adapter_config.json"]
+    shutil.copytree(good / "hub", tmp_path / "hub")
+    (tmp_path / "link").symlink_to(tmp_path / "hub")
+    for source, target in (("link", "hub"), ("hub", "link")):
+        with pytest.raises(ValueError, match="/hub is the source itself"):
+            convert(tmp_path / source, tmp_path / target, "distributed", workers=1)
 
 
 def test_two_at_once(good, tmp_path):

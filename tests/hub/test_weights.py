@@ -183,3 +183,12 @@ def test_weights_of_another_architecture(saved):
         mc.from_pretrained(path)
     with pytest.raises(ValueError, match="weights of another architecture"):
         mc.from_pretrained(path, strict=False)
+
+
+def test_what_the_caller_says_of_a_tie_goes_before_what_the_file_shows(tmp_path):
+    """An own lm_head where the config says that there is none: transformers' files of version 5."""
+    mc.from_config("tiny/mt5", "seq2seq-lm", tie_embeddings=True).save_pretrained(tmp_path)
+    changed(tmp_path, lambda t: t.update({"lm_head.weight": t["shared.weight"].clone()}))
+    assert not mc.from_pretrained(tmp_path).config.tie_embeddings
+    for name in ("tie_embeddings", "tie_word_embeddings"):
+        assert mc.from_pretrained(tmp_path, **{name: True}).config.tie_embeddings

@@ -517,6 +517,8 @@ def test_generation_config_travels(pair, tmp_path):
     theirs, folder = pair
     ours = mc.from_pretrained(folder)
     assert ours.generation_config["eos_token_id"] == 7
+    other = mc.from_pretrained(folder, eos_token_id=8, pad_token_id=3).generation_config
+    assert (other["eos_token_id"], other["pad_token_id"]) == (8, 3)  # what the caller says, not what the file says
     ours.generation_config["eos_token_id"] = [7, 8]
     for form in ("hf", "distributed"):
         ours.save_pretrained(tmp_path / form, form)

@@ -371,7 +371,8 @@ def test_half_precision_and_multiplying_back(tmp_path):
     """Files hold half precision; multiplied back in single precision, each value is rounded once."""
     _, config, tensors = make("t5")
     halves = {k: v.half() for k, v in tensors.items()}
-    model = mc.from_pretrained(save(tmp_path / "old", config, halves), dtype="fp16")
+    model = mc.from_pretrained(save(tmp_path / "old", config, halves))
+    assert model.dtype == torch.float16 and model.load_report.file_dtypes == ["float16"]  # as the file says
     expected = (halves["input_embedding.weight"].float() * 100).half()
     assert torch.equal(model.state_dict()["embed.weight"], expected)
 

@@ -208,6 +208,9 @@ def test_ranks_that_found_other_commits_do_not_load_a_mixture(monkeypatch):
     monkeypatch.setattr(load, "resolve", lambda *_, **__: ModelFiles("me/m", {}, repo="me/m", revision=commits[0]))
     with pytest.raises(ValueError, match="me/m: rank 0 found the commit aaa.* and rank 1 bbb.*revision"):
         mc.from_pretrained("me/m")
+    monkeypatch.setattr(load, "gather_objects", None)  # a rank that loads a plain model for itself waits for nobody
+    with pytest.raises(ValueError, match="me/m@aaa.*: config.json names no model_type"):
+        mc.from_pretrained("me/m", policy=False)
 
 
 class Place:

@@ -34,6 +34,7 @@ def test_directories(saved, tmp_path, monkeypatch):
         ("./nothing", "no such directory: nothing"),
         ("{tmp}/their", "no such directory: .*Did you mean '.*/theirs'"),
         ("a/b/c", "no such directory"),
+        ("~/nothing-of-this-name", "no such directory"),
         ("{tmp}", "is a directory without config.json, so not a checkpoint. Did you mean '.*/theirs'"),
         ("{tmp}/theirs/config.json", "is a file; give the directory"),
         ("cpm1-large", "'cpm1-large' was published nowhere, nor were its sizes; name a directory"),

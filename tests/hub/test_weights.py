@@ -95,6 +95,7 @@ def test_resized_head(saved):
     assert "ignore_mismatched_sizes=True" in str(e.value)
     model = mc.from_pretrained(path, num_labels=5, ignore_mismatched_sizes=True)
     assert model.load_report.initialised == ["head.weight", "head.bias"] and model.head.weight.shape == (5, 48)
+    assert sorted(model.load_report.skipped) == ["classifier.bias", "classifier.weight"]
     assert model.head.weight.isfinite().all() and model.head.weight.std() < 1
     with pytest.raises(ValueError, match="word_embeddings.weight.*has shape .131, 48., expected .140, 48."):
         mc.from_pretrained(path, vocab_size=140, ignore_mismatched_sizes=True)

@@ -86,6 +86,19 @@ def test_half_a_head_is_an_error(saved):
         mc.from_pretrained(path, "sequence-classification")
 
 
+def test_a_head_without_its_body_is_an_error(saved):
+    """Also where the caller named the task, for which a head may be new, but never a body."""
+
+    def keep_head(tensors):
+        for name in [name for name in tensors if not name.startswith("classifier.")]:
+            del tensors[name]
+
+    path = changed(saved("sequence-classification"), keep_head)
+    for task in (None, "sequence-classification", "token-classification"):
+        with pytest.raises(ValueError, match=r"(?s)\d\d missing in model.safetensors.*No tensor of the body is there"):
+            mc.from_pretrained(path, task)
+
+
 def test_resized_head(saved):
     path = saved("sequence-classification")
     with pytest.raises(

@@ -41,6 +41,15 @@ def test_the_best_answer_of_several_windows():
     assert (found.text, found.start, found.end) == ("the", 0, 3) and found.score == pytest.approx(chances[0])
     assert found.null == 0.5 - 3.0  # the lowest of the windows: one of them does see an answer
     assert best_answer("the  red car", WINDOWS, 1, None).score == 1.0
+    assert best_answer("the  red car", WINDOWS[::-1], 20, None) == found
+
+
+def test_of_answers_with_equal_scores_the_first_is_given():
+    """And of those that begin together the shortest, in whatever order windows have them."""
+    for spans, text in (([(4, 7), (0, 7), (0, 3)], "the"), ([(4, 7), (0, 7)], "the red")):
+        for order in itertools.permutations(spans):
+            windows = [WindowSpans([(1.0, *span)], 0.0) for span in order]
+            assert best_answer("the red car", windows, 20, None).text == text
 
 
 @pytest.mark.parametrize(("threshold", "text"), [(-2.4, "the"), (-2.6, ""), (0.0, "the")])

@@ -56,6 +56,12 @@ def test_several_classes():
     assert found["mcc"] == pytest.approx(mcc_by_definition(predicted.tolist(), actual.tolist(), 5))
 
 
+def test_a_class_that_is_only_predicted_has_an_f1_of_0():
+    """As scikit-learn has it, which averages over the classes that are predicted or labelled."""
+    found = feed(SingleLabel(4), one_hot([0, 1, 2], 4), torch.tensor([0, 1, 1]))
+    assert found["f1"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+
+
 def test_one_class_only_has_no_correlation():
     assert feed(SingleLabel(2), one_hot([1, 1, 1], 2), torch.tensor([1, 0, 1]))["mcc"] == 0.0
 

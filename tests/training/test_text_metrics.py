@@ -35,6 +35,7 @@ from modelcenter.training.metrics.qa import _longest_common_run, is_han
         ("S-P B-P I-P E-P S-L", [("P", 0, 1), ("P", 1, 4), ("L", 4, 5)]),
         ("U-P B-P I-P L-P", [("P", 0, 1), ("P", 1, 4)]),  # BILOU
         ("B-P M-P E-P", [("P", 0, 3)]),  # BMES
+        ("B E S B M E", [("", 0, 2), ("", 2, 3), ("", 3, 6)]),  # of words, which have no type
         ("E-P I-P E-P O E-P", [("P", 0, 1), ("P", 1, 3), ("P", 4, 5)]),  # tags that cannot follow
         ("PER PER O LOC PER", [("PER", 0, 2), ("LOC", 3, 4), ("PER", 4, 5)]),  # bare names
         ("I-P O I-P", [("P", 0, 1), ("P", 2, 3)]),
@@ -95,7 +96,7 @@ def test_ignored_pieces_of_a_word_do_not_break_an_entity():
 
 def test_squad():
     metrics = ExtractiveAnswers()
-    metrics.update(["the Cat, sat!", "in a red house"], [["cat sat", "dog"], ["red house near the lake", "house"]])
+    metrics.update(["the Cat, sat!", "in a red house"], [["cat sat", "dog"], ["house", "red house near the lake"]])
     found = metrics.result()  # words: in red house / red house near lake: 2 * 2 / (3 + 4)
     assert found == pytest.approx({"exact_match": 0.5, "f1": (1 + 4 / 7) / 2})
 
@@ -134,6 +135,20 @@ def test_an_answer_without_a_word_to_compare_is_an_answer():
     assert found["best_exact_match"] == pytest.approx(2 / 3) and found["best_exact_match_threshold"] == 0.2
 
 
+def test_no_text_loses_nothing_where_there_is_no_answer():
+    metrics = ExtractiveAnswers()
+    metrics.update(["", "Paris"], [[], ["paris"]], [0.1, 0.2])
+    found = metrics.result()
+    assert (found["best_exact_match"], found["best_exact_match_threshold"]) == (1.0, 0.2)
+
+
+def test_articles_and_answers_of_nothing_else():
+    """As SQuAD's script: an article leaves a space, and an answer without a word is none of several to compare with."""
+    metrics = ExtractiveAnswers()
+    metrics.update(["x\u2019a\u2019y", ""], [["x\u2019 \u2019y"], ["the", "cat"]])
+    assert metrics.result() == {"exact_match": 0.5, "f1": 0.5}
+
+
 def test_no_threshold_is_better_than_never_answering():
     metrics = ExtractiveAnswers()
     metrics.update(["x", "y"], [[], []], [0.3, 0.4])
@@ -144,7 +159,8 @@ def test_no_threshold_is_better_than_never_answering():
 def test_questions_of_equal_score_are_answered_together():
     metrics = ExtractiveAnswers()
     metrics.update(["x", "y"], [["x"], []], [0.5, 0.5])
-    assert metrics.result()["best_f1"] == 0.5
+    found = metrics.result()
+    assert found["best_f1"] == 0.5 and found["best_f1_threshold"] < 0.5  # no better than never answering
 
 
 def test_cmrc():
@@ -155,6 +171,12 @@ def test_cmrc():
     metrics = ExtractiveAnswers("cmrc")
     metrics.update(["北京很大"], [["北京大"]])  # a run, not a sequence with gaps
     assert metrics.result()["f1"] == pytest.approx(2 * 2 / 7)
+    metrics = Generation(["squad"], "zh")
+    metrics.update(["北京很大"], ["北京大"])
+    assert metrics.result()["f1"] == pytest.approx(2 * 2 / 7) and metrics.main == "f1"
+    metrics = ExtractiveAnswers("cmrc")
+    metrics.update(["x+y=1", "\uff11"], [["X Y 1"], ["1"]])  # signs are no units; other forms of a digit are others
+    assert metrics.result()["exact_match"] == 0.5
     with pytest.raises(ValueError, match="style: got 'squadd'"):
         ExtractiveAnswers("squadd")
 
@@ -312,17 +334,18 @@ def test_preference():
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def share() -> list[dict]:
-    """All metrics of 13 rows, of which rank 1 has the last three."""
+def share(first: int) -> list[dict]:
+    """All metrics of 13 rows, of which rank 0 has the first ones, and rank 1 the others."""
     engine.init_distributed(tp_size=engine.world_size())  # all ranks count, whatever they split between them
     rng = torch.Generator().manual_seed(2)
     rows = list(range(13))
-    mine = [rows[:10], rows[10:]][engine.rank()] if engine.world_size() > 1 else rows
+    mine = [rows[:first], rows[first:]][engine.rank()] if engine.world_size() > 1 else rows
     logits, labels = torch.randn(13, 6, 7, generator=rng), torch.randint(7, (13, 6), generator=rng)
     guesses, truths = some_texts(13)
     scores = torch.rand(13, generator=rng).tolist()
     names = ["O", "B-A", "I-A", "B-B", "I-B", "B-C", "I-C"]
-    every = [TokenLabels(names), ExtractiveAnswers(), Generation(), LanguageModel(), Preference()]
+    words = Generation(["accuracy"])
+    every = [TokenLabels(names), ExtractiveAnswers(), Generation(), LanguageModel(), Preference(), words]
     for row in mine:
         one = slice(row, row + 1)
         every[0].update(logits[one], labels[one])
@@ -330,12 +353,14 @@ def share() -> list[dict]:
         every[2].update(guesses[one], truths[one])
         every[3].update(logits[one], labels[one])
         every[4].update(logits[one, 0, 0], logits[one, 0, 1])
+        words.update(["yes"], ["yes" if row % 4 else "no"], [row // 2])
     return [metrics.result() for metrics in every]
 
 
-def test_two_ranks_give_what_one_gives():
-    (alone,) = on_ranks(share, 1)
-    for found in on_ranks(share, 2):
+@pytest.mark.parametrize("first", [10, 13])
+def test_two_ranks_give_what_one_gives(first):
+    (alone,) = on_ranks(lambda: share(first), 1)
+    for found in on_ranks(lambda: share(first), 2):
         for one, two in zip(alone, found, strict=True):
             assert two == pytest.approx(one, rel=1e-12)
             assert one.keys() == two.keys() and any(one.values())

@@ -31,13 +31,11 @@ def tag_separator(names: Collection[str]) -> str:
 
 
 def split_tag(tag: str, separator: str = "-") -> tuple[str, str]:
-    """(B, I, E, S or O; type) of a label: "B-PER", "PER-B" is not one; a bare name is inside."""
+    """(B, I, E, S or O; type) of a label: "B-PER", or "B" without a type. "PER-B" is none: a bare name is inside."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
-    letter, separated, kind = tag.partition(separator)
-    if separated and letter in _LETTERS:
-        return _LETTERS[letter], kind
-    return (_LETTERS[tag], "") if tag in _LETTERS else ("I", tag)
+    letter, _, kind = tag.partition(separator)
+    return (_LETTERS[letter], kind) if letter in _LETTERS else ("I", tag)
 
 
 def entities(tags: Iterable[str], names: Collection[str] | None = None) -> list[Entity]:

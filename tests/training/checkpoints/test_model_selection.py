@@ -219,6 +219,16 @@ def test_best_does_not_count_a_checkpoint_that_was_not_written(folder, monkeypat
     assert best_of(folder) == "step-00000003"
 
 
+def test_best_does_not_count_a_lost_checkpoint_after_which_another_could_not_be_begun():
+    """The wait after that one finds nothing that failed."""
+    selection = ModelSelection("accuracy", None)
+    selection.judge({"step": 1, "eval_accuracy": 0.9})
+    selection.checkpoint_started(selection.would_be_best_on_disk(1))
+    selection.checkpoint_ended(written=False)
+    selection.checkpoint_ended(written=True)
+    assert selection.best_on_disk == {} and selection.would_be_best_on_disk(1)
+
+
 def test_the_best_that_is_there_counts_after_a_stop_where_a_better_one_was_not_written(folder, monkeypatch):
     judged_as(monkeypatch, {1: 0.5, 2: 0.9, 3: 0.3, 4: 0.4})
     losing(monkeypatch, 2)
@@ -408,5 +418,6 @@ def test_a_metric_of_groups_is_one_where_rows_have_them():
                 check_best_metric(ClassificationConfig(best_metric="exact_match"), task, SimpleNamespace(groups=groups))
 
 
-def test_fewer_rewards_of_rejected_answers_are_better():
-    assert ModelSelection("rejected", None).smaller_is_better and not ModelSelection("chosen", None).smaller_is_better
+def test_errors_and_rewards_of_rejected_answers_are_to_be_small():
+    names = ("loss", "eval_perplexity", "mse", "rejected", "chosen", "eval_f1")
+    assert [name for name in names if ModelSelection(name, None).smaller_is_better] == list(names[:4])

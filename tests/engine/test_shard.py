@@ -447,9 +447,10 @@ def test_parameters_that_come_after_sharding(two):
     assert two.run(added_later, True) == [([-1.0, -1.0], [])] * 2  # 1 less the sum of 0 and 1, twice
 
 
-def other_method():
+def other_method(by):
     engine.init_distributed(zero_level=3)
-    model = engine.shard(toys.build(), forward_methods=["encode"])
+    model = toys.build()
+    by(model, forward_methods=["encode"])
     ids = toys.microbatch(0)[0]
     with torch.no_grad():
         out = model.encode(ids)
@@ -459,13 +460,14 @@ def other_method():
         return out, sharded, model(ids)
 
 
-def test_methods_other_than_forward(two):
+@pytest.mark.parametrize("by", [engine.shard, engine.init_parameters, engine.BMTrainModelWrapper])
+def test_methods_other_than_forward(two, by):
     plain, ids = toys.build(), toys.microbatch(0)[0]
     expected = plain.encode(ids)
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.mul_(1.5)
-    for found, sharded, later in two.run(other_method):
+    for found, sharded, later in two.run(other_method, by):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(later, plain(ids))  # not with what was gathered ahead of a forward that did not come
         assert sharded

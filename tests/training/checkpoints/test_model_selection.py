@@ -229,6 +229,16 @@ def test_best_does_not_count_a_lost_checkpoint_after_which_another_could_not_be_
     assert selection.best_on_disk == {} and selection.would_be_best_on_disk(1)
 
 
+def test_a_step_that_was_judged_again_has_its_newest_score():
+    """As one is after a stop, where the evaluation data are others."""
+    selection = ModelSelection("accuracy", None)
+    rows = [{"step": 2, "eval_accuracy": 0.9}, {"step": 2, "eval_accuracy": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3}]
+    selection.fall_back(2, rows)
+    assert selection.best == {"metric": "eval_accuracy", "value": 0.5, "step": 2}
+    selection.fall_back(3, rows)
+    assert selection.best == {}
+
+
 def test_the_best_that_is_there_counts_after_a_stop_where_a_better_one_was_not_written(folder, monkeypatch):
     judged_as(monkeypatch, {1: 0.5, 2: 0.9, 3: 0.3, 4: 0.4})
     losing(monkeypatch, 2)

@@ -51,8 +51,8 @@ class Scalars:
         if not self._places or runtime.world_size() == 1 or self._backward == (running := running_backward()):
             return
         self._backward = running
-        numbers = [p for p in self._parameters() if p not in _left_to_caller]
-        if any(p.requires_grad for p in numbers):
+        numbers = [p for p in self._parameters() if p.requires_grad and p not in _left_to_caller]
+        if numbers:
             mark_gradients_averaged(numbers)
             run_after_backward(functools.partial(_average, numbers))
 

@@ -130,7 +130,10 @@ def own_parameter_beside_a_sharded_part():
         first = str(error)
     outer.scale = None
     outer.other = nn.ModuleList([bmt.nn.Linear(2, 2)])
-    bmt.init_parameters(outer)
+    outer.encode = lambda x: outer.other[0](outer.part(x))
+    bmt.init_parameters(outer, forward_methods=["encode"])  # which the parts do not have
+    with torch.no_grad():
+        assert outer.encode(torch.ones(1, 2)).shape == (1, 2)
     return first, hasattr(outer.other[0]._parameters["weight"], "placements")
 
 

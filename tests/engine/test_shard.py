@@ -57,9 +57,15 @@ def in_a_loop_of_its_own(level):
     model = Numbers()
     nn.init.ones_(model.unit.weight)
     engine.shard(model, units=[model.unit])
+    with toys.Collectives() as made:  # which leaves the averaging of a later backward as it is
+        engine.accumulate(model, [torch.ones(1)] * 3, lambda x, _: model(x).sum(), lambda _: {"n": 1})
+    sums = [made.of("allreduce").count({torch.float64})]
+    model.zero_grad()
     for x in ([1.0], [2.0]):  # gradients add up
-        model(torch.tensor(x)).sum().backward()
-    return {n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()}
+        with toys.Collectives() as made:
+            model(torch.tensor(x)).sum().backward()
+        sums.append(made.of("allreduce").count({torch.float64}))
+    return {n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()}, sums
 
 
 @pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.full), 3])
@@ -68,7 +74,8 @@ def test_gradients_of_single_numbers_are_averaged_in_any_backward(two, level):
     nn.init.ones_(model.unit.weight)
     first, second = model.unit(torch.ones(1)) * model.numbers[0], model(torch.ones(1))
     (3 * (first + second) / 2).sum().backward()
-    for found in two.run(in_a_loop_of_its_own, level):
+    for found, sums in two.run(in_a_loop_of_its_own, level):
+        assert sums == [1, 1, 1]  # of an accumulation it is that of the counts; a backward sums all numbers at once
         for name, parameter in model.named_parameters():
             text = f"{name}: {found[name]} and {parameter.grad}"
             torch.testing.assert_close(found[name], parameter.grad, msg=text)
@@ -154,6 +161,9 @@ def in_the_loss_of_another_model(assign):
         if assign:
             model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)
     engine.accumulate(models[0], batches, lambda x, _: sum(m(x).sum() for m in models), lambda x: {"n": len(x)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of gradients that are each rank's own
+        torch.optim.SGD(models[1].parameters(), lr=1.0).step()
     return [toys.whole(p.grad).item() for model in models for p in model.parameters()]
 
 

@@ -1,18 +1,20 @@
 """Classes that count more or less: against torch's cross_entropy, cut differently, over ranks."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import span_toys
 import torch
 import torch.nn.functional as F
-from toydata import SIZES, STILL, command, flags, write_folder
+from toydata import SIZES, STILL, command, flags, write_folder, write_jsonl
 
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import main
 from modelcenter.training.accumulation import accumulate
+from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.class_weights import ClassWeightedLoss, parse_class_weights
 
 ROOMY = {"model_config": SIZES | STILL | {"num_layers": 2, "max_positions": 64}}
@@ -52,6 +54,27 @@ def test_weights_that_are_meant():
             parse_class_weights([wrong], ("a", "b"), targets)
     with pytest.raises(ValueError, match="'a' is twice"):
         parse_class_weights(["a=1", "a=2"], ("a", "b"), targets)
+
+
+def test_the_smallest_weight_is_one():
+    loss_fn = ClassWeightedLoss([1e-9, 1.0])
+    labels = torch.tensor([0, 0])
+    logits = torch.tensor([[0.0, 3.0], [1.0, 0.0]])
+    loss = loss_fn(SimpleNamespace(logits=logits), {"labels": labels}, loss_fn.counts({"labels": labels}))
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [("classification", {"text": "a", "label": "x"}), ("token-classification", {"tokens": ["a"], "tags": ["x"]})],
+)
+def test_flags_of_a_run(tmp_path, task, row):
+    other = {name: "y" if value == "x" else ["y"] if value == ["x"] else value for name, value in row.items()}
+    data = write_jsonl(tmp_path / "rows.jsonl", [row, row, row, other])
+    given = {"train_data": [str(data)], "class_weights": ["y=3"], "label_smoothing": 0.1}
+    made = TASKS[task].load().from_flags(TASKS[task].flags()(**given))
+    made.on_model_built(None)
+    assert (made.loss_fn.weights.tolist(), made.loss_fn.smoothing) == ([1.0, 3.0], 0.1)
 
 
 CASES = [("classification", "dp"), *((task, split) for task in ("classification", "token-classification")

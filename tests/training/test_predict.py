@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import chat_toys
 import pytest
@@ -454,6 +455,14 @@ def test_transformers_reads_batches_of_a_decoder_without_padding(folder, tmp_pat
     write_jsonl(data, [{"text": "a", "label": "good"}, {"text": "", "label": "bad"}] * 2)
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2: '' has no token, and this tokenizer adds none"):
         main(command(base | {"train_data": str(data), "output_dir": str(tmp_path / "none")}))
+
+
+@pytest.mark.parametrize(("tokens", "padding"), [([5], "</s>"), ([5, 2], None), ([], "</s>")])
+def test_a_token_that_ends_every_text_is_no_padding(tokens, padding):
+    """transformers would read the token before it; and a tokenizer may know no Latin letter."""
+    tokenizer = Mock(return_value={"input_ids": tokens}, pad_token=None, eos_token="</s>", eos_token_id=2)
+    Classification.on_train_begin(Mock(), Mock(), tokenizer)
+    assert tokenizer.pad_token == padding
 
 
 def test_a_model_without_a_trained_head_is_refused(folder, tmp_path):

@@ -150,7 +150,7 @@ class Classification(Task):
         decoders, which read the last token that is no padding. The token that ends texts will do, unless texts already
         end with it."""
         if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-            if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+            if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
                 return
             tokenizer.pad_token = tokenizer.eos_token
         config: Any = model.config

@@ -141,6 +141,10 @@ def test_other_kinds(folder, tmp_path, kind, capsys):
     if kind == "regression":
         squares = [(line["score"] - row["label"]) ** 2 for line, row in zip(lines, rows, strict=True)]
         assert sum(squares) / 16 == pytest.approx(found["mse"], rel=1e-4)
+        config = tmp_path / "run" / "model" / "config.json"  # of one score it need not say so, as Hugging Face's
+        config.write_text(json.dumps({**json.loads(config.read_text()), "problem_type": None}))
+        cli(["predict", str(tmp_path / "run"), str(data)])
+        assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines
     else:
         assert all(line["labels"] == [n for n, p in line["probabilities"].items() if p > 0.5] for line in lines)
 

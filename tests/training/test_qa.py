@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import math
 import re
 import signal
 import uuid
@@ -21,7 +22,7 @@ from modelcenter.data.readers import read_file
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.table import Origin, Table
 from modelcenter.training import metrics
-from modelcenter.training.config import QAConfig
+from modelcenter.training.config import EvaluateConfig, QAConfig
 from modelcenter.training.tasks import qa, questions
 from modelcenter.training.tasks.answer_spans import Answer
 from scripts.finetune_qa import main
@@ -137,8 +138,9 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
         optimizer.step()
 
 
-def answers_in_transformers(folder, rows: list[dict]) -> list[tuple[str, float]]:
-    """(best text, score of no answer over it) by every span of every window, from the exported model."""
+def answers_in_transformers(folder, rows: list[dict], longest: int = 30) -> list[tuple[str, float]]:
+    """(best text, score of no answer over it) by every span of every window, from the exported model. longest: tokens
+    of a text."""
     from transformers import AutoModelForQuestionAnswering
 
     batch, owner, offsets = encoded(rows, targets=False)
@@ -156,7 +158,7 @@ def answers_in_transformers(folder, rows: list[dict]) -> list[tuple[str, float]]
         inside = [i for i, kind in enumerate(types) if kind == 1 and offsets[window][i][1]]
         for i in inside:
             for j in inside:
-                if i <= j < i + 30:
+                if i <= j < i + longest:
                     text = rows[row]["context"][offsets[window][i][0] : offsets[window][j][1]]
                     best[row] = max(best[row], (start[i] + end[j], text))
     return [(text, none - score) for (score, text), none in zip(best, null, strict=True)]
@@ -187,6 +189,12 @@ def test_answers_are_those_of_transformers_and_metrics_those_of_the_answers(fold
     cli(["predict", str(folder / "run"), str(data), "--output", out, "--null_threshold", "100"])
     best = [row["answer"] for row in read_jsonl(out)]
     assert best == [text for text, _ in theirs]
+    few = ["--max_answer_length", "1", "--n_best", "1"]
+    cli(["predict", str(folder / "run"), str(data), "--output", out, "--null_threshold", "100", *few])
+    short = answers_in_transformers(folder, rows, longest=1)
+    assert [row["answer"] for row in read_jsonl(out)] == [text for text, _ in short] != best
+    chances = [1 / (1 + math.exp(null)) for _, null in short]  # beside no answer alone
+    assert [row["score"] for row in read_jsonl(out)] == pytest.approx(chances, abs=1e-4)
     capsys.readouterr()
     cli(["evaluate", str(folder / "run"), str(data), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -207,6 +215,15 @@ def test_the_best_threshold_is_above_how_far_no_answer_is_behind():
     found = scores.result()
     assert found["best_f1"] == found["best_exact_match"] == 1.0
     assert found["best_f1_threshold"] == found["best_exact_match_threshold"] == -2.0
+
+
+@pytest.mark.parametrize("text", [[], ["b"]])
+def test_a_model_without_its_flags_is_judged_by_what_the_rows_have(text):
+    answers = [{"text": ["a"], "answer_start": [0]}, {"text": text, "answer_start": [2] * len(text)}]
+    columns = {"question": ["what"] * 2, "context": ["a b c"] * 2, "answers": answers}
+    table = Table(columns, [Origin("d.json", 2, "0")])
+    task = qa.QuestionAnswering.for_inference(EvaluateConfig(run="m", data=["d"]), None, table, labelled=True)
+    assert task.settings.null_threshold == (None if text else 0.0)
 
 
 def test_questions_that_are_cut_are_told_of_and_contexts_are_not(folder, caplog):
@@ -277,7 +294,7 @@ def test_chinese(folder, tmp_path, capsys):
     ("text", "start", "expected"),
     [
         ("red", 4, 4), (" red", 3, 4), ("red ", 4, 4), ("red", 5, 4), ("red", 0, 4), ("red", 11, 12), ("red", 90, 12),
-        ("red", -7, 4), ("blue", 4, questions.UNKNOWN),
+        ("red", -7, 4), ("red", -11, 4), (" red", 8, 12), ("blue", 4, questions.UNKNOWN),
     ],
 )  # fmt: skip
 def test_answers_are_looked_for_near_where_they_should_be(text, start, expected):
@@ -287,7 +304,7 @@ def test_answers_are_looked_for_near_where_they_should_be(text, start, expected)
 def test_the_first_answer_that_the_context_holds_is_learnt():
     rows = [
         {"text": ["blue", "red", "car"], "answer_start": [0, 4, 8]},
-        {"text": ["blue", "red"], "answer_start": [0, 5]},
+        {"text": ["blue", "red "], "answer_start": [0, 5]},
         {"text": ["blue", "green"], "answer_start": [0, 4]},
     ]
     columns = {"question": ["which?"] * 3, "context": ["the red car"] * 3, "answers": rows}
@@ -367,8 +384,10 @@ def test_forms_of_answers(folder):
         for path in (write_jsonl(folder / "b.jsonl", rows), listed, write_jsonl(folder / "c.jsonl", single))
     ]
     assert asked[0] == asked[1] == asked[2] and asked[0].starts[0] == rows[0]["answers"]["answer_start"][0]
-    table = read_file(write_jsonl(folder / "d.jsonl", [row | {"answers": None} for row in rows]))
-    assert questions.read_questions(table, "question", "context", "answers").starts == (-1,) * 4
+    for number, none in enumerate((None, {"text": [""], "answer_start": [0]}, [{"text": " ", "answer_start": -1}])):
+        table = read_file(write_jsonl(folder / f"none{number}.jsonl", [row | {"answers": none} for row in rows]))
+        found = questions.read_questions(table, "question", "context", "answers")
+        assert found.starts == (-1,) * 4 and found.answers == [[]] * 4
 
 
 def test_answers_in_the_cells_of_a_csv_file():

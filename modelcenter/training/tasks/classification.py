@@ -107,7 +107,7 @@ class Classification(Task):
 
     def adopt_label_order(self, names: Sequence[str]) -> None:
         found = renumbering(self.labels.names, names)
-        if found is None or self.labels.problem_type == "regression":
+        if found is None:
             return
         order, numbers = found
         self.labels = Labels(self.labels.problem_type, order)

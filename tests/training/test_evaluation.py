@@ -60,6 +60,15 @@ def test_a_loss_of_two_terms_is_the_sum_of_their_means():
     with torch.no_grad():
         expected = model(**whole).loss.item()
     assert modelcenter.training.evaluate(model, batches)["loss"] == pytest.approx(expected, abs=1e-5)
+    for batch in batches:
+        batch["labels"].fill_(-100)  # a term without items adds nothing
+    labels = whole["next_sentence_label"]
+    with torch.no_grad():
+        whole = model(**{n: whole[n] for n in ("input_ids", "attention_mask")}, output_logits=True)
+    expected = torch.nn.functional.cross_entropy(whole.seq_relationship_logits, labels).item()
+    assert modelcenter.training.evaluate(model, batches)["loss"] == pytest.approx(expected, abs=1e-5)
+    own = lambda out, batch, totals: (batch["labels"] >= 0).sum() / totals["masked_lm"]  # noqa: E731
+    assert modelcenter.training.evaluate(model, batches, loss_fn=own)["loss"] == 0.0
 
 
 def test_each_batch_is_counted_once_and_its_logits_are_let_go():
@@ -124,6 +133,22 @@ def test_accumulate_is_the_mean_over_all_items(loss_fn):
         assert result.pop("loss") == pytest.approx(loss.item(), rel=1e-5)
         for name, p in model.named_parameters():
             assert torch.allclose(torch.tensor(result[name]), p.grad, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("own", ["inputs", "counts"])
+def test_a_function_may_have_inputs_or_counts_of_its_own(own):
+    seen = []
+
+    def function(out, batch, totals):
+        seen.append(("loss" in out, dict(totals)))
+        return squared(out, batch, totals)
+
+    def inputs(batch):
+        return {name: value for name, value in batch.items() if name != "labels"}
+
+    setattr(function, own, inputs if own == "inputs" else lambda batch: {"loss": 2 * len(batch["labels"])})
+    modelcenter.training.accumulate(make_model(), make_batches([4, 1, 3]), function)
+    assert seen == [(own == "counts", {"loss": 8 if own == "inputs" else 16})] * 3
 
 
 def test_what_goes_over_batches_stops_between_two_of_them():

@@ -2,6 +2,8 @@
 
 import json
 import signal
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -144,6 +146,12 @@ def test_predictions_are_those_of_transformers_pipeline(folder, tmp_path, capsys
     found = json.loads(capsys.readouterr().out)
     assert found.pop("rows") > 0 and found.pop("loss") > 0
     assert found == pytest.approx(judged.result())
+
+
+def test_all_tags_of_the_model_tell_how_those_of_a_row_are_written():
+    examples = SimpleNamespace(rows=[["Ada", "sleeps"]], names=("O", "B_P", "I_P", "E_P", "S_P"))
+    found = TokenClassification.prediction(Mock(), examples, 0, [([4, 0], [0.9, 0.8])])
+    assert found["entities"] == [{"text": "Ada", "type": "P", "start": 0, "end": 1, "score": 0.9}]
 
 
 def test_plain_texts_and_empty_rows(folder, tmp_path, capsys):

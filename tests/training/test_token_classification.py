@@ -154,6 +154,14 @@ def test_all_tags_of_the_model_tell_how_those_of_a_row_are_written():
     assert found["entities"] == [{"text": "Ada", "type": "P", "start": 0, "end": 1, "score": 0.9}]
 
 
+def test_rows_that_training_cuts_are_judged_whole(tmp_path):
+    row = {"tokens": ["a"] * 9, "tags": ["O", "B-X", "O"] * 3}
+    data = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    cfg = TokenClassificationConfig(train_data=[data], eval_data=[data], too_long="cut")
+    trained, judged = TokenClassification.from_flags(cfg).tokenize(make_tokenizer(), 6)
+    assert [len(words.lengths) for words in (trained, judged)] == [1, 3] and judged.owner.tolist() == [0, 0, 0]
+
+
 def test_plain_texts_and_empty_rows(folder, tmp_path, capsys):
     finetune(folder, max_steps=1)
     capsys.readouterr()

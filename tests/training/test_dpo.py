@@ -311,6 +311,12 @@ def test_pairs_of_which_an_answer_is_cut_are_counted(folder):
     assert found.truncated == int((sizes > most).any(1).sum()) < int((sizes > most).sum())
 
 
+def test_both_answers_of_a_pair_have_masks_of_their_own(folder):
+    examples, _ = tokenized(str(folder / "data"), make_tokenizer(**TOKENIZER), 128)
+    assert examples.row_ids(np.array([3, 0])).tolist() == examples.pairs[[3, 0]].reshape(-1).tolist()
+    assert len(np.unique(examples.pairs)) == 2 * len(examples)
+
+
 def tokenized(data, tokenizer, max_length):
     task = DPO.from_flags(DPOConfig(model="m", train_data=[data]))
     return task.tokenize(tokenizer, max_length)

@@ -1,6 +1,7 @@
 """Multiple choice from the command line: against transformers, cut differently, rows of many sizes, and mistakes."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
+from modelcenter.data.schemas.choices import Choices
 from modelcenter.training.config import EvaluateConfig, MultipleChoiceConfig
 from modelcenter.training.tasks.multiple_choice import MultipleChoice
 from scripts.finetune_multiple_choice import main
@@ -168,6 +170,26 @@ def test_labels_are_read_alike_in_every_file(folder):
     assert again.targets.tolist() == [1, 2, 3] * 2
     with pytest.raises(ValueError, match="label_kind: changes nothing as labels are of the kind number"):
         MultipleChoice.from_flags(MultipleChoiceConfig.from_args(command(flags(folder, **data, label_kind="letter"))))
+
+
+def test_numbers_from_1_are_so_in_every_file(folder):
+    """Also where no row has the last choice, by which they are known."""
+    rows = [{"context": "a", "choices": list("wxyz"), "label": i % 4 + 1} for i in range(8)]
+    few = write_jsonl(folder / "few.jsonl", [row for row in rows if row["label"] < 4])
+    data = {"train_data": str(write_jsonl(folder / "all.jsonl", rows)), "eval_data": str(few)}
+    cfg = MultipleChoiceConfig.from_args(command(flags(folder, **data)))
+    task = MultipleChoice.from_flags(cfg)
+    assert task.targets.tolist() == [0, 1, 2, 3] * 2 and task.eval_targets.tolist() == [0, 1, 2] * 2
+    asked = EvaluateConfig(run="m", data=[str(few)])
+    again = MultipleChoice.for_inference(asked, cfg, task.eval_table, labelled=True)
+    assert again.targets.tolist() == [0, 1, 2] * 2
+
+
+@pytest.mark.parametrize(("names", "label"), [([["A", "B"]], "B"), (None, 1)])
+def test_a_prediction_has_the_label_of_its_row(names, label):
+    task = SimpleNamespace(choices=Choices([""], ["q"], [["x", "y"]], names))
+    found = MultipleChoice._prediction(task, 0, [0.25, 0.75])
+    assert found == {"choice": "y", "label": label, "score": 0.75, "probabilities": [0.25, 0.75]}
 
 
 def test_a_dry_run_shows_the_choices(folder, capsys):

@@ -33,6 +33,22 @@ def test_muon_is_for_hidden_layers(name, task):
     assert not any(re.search(r"\.(q|k|v|out|up|down|gate)\.weight", n) for n in others)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "adamw8bit"])
+def test_settings_are_those_of_the_flags(name):
+    """Vectors alone do not decay."""
+    given = {"lr": 0.125, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_epsilon": 1e-3}
+    model = modelcenter.from_config("tiny/bert", "base", policy=False)
+    manager, schedule = make_optimizer(ClassificationConfig(optimizer=name, warmup=0, **given), model, 10)
+    groups = [group for optimizer in manager.optimizers for group in optimizer.param_groups]
+    assert len(manager.optimizers) == 1 + (name == "muon") and schedule.current_lr == 0.125
+    for group in groups:
+        decays = {0.3 if parameter.dim() > 1 else 0.0 for parameter in group["params"]}
+        assert decays == {group["weight_decay"]} and group["lr"] == 0.125
+        known = {"betas": (0.8, 0.7), "eps": 1e-3} if group is not groups[0] or name != "muon" else {}
+        known = {"betas": (0.8, 0.7)} if name == "lion" else {} if name == "adafactor" else known
+        assert {n: group[n] for n in known} == known
+
+
 @pytest.mark.parametrize(
     "precision", ["bf16-params", *(pytest.param(p, marks=pytest.mark.full) for p in ("bf16", "fp16", "bf16-sr"))]
 )

@@ -298,6 +298,24 @@ def test_the_texts_of_steps_that_are_not_logged_yet_are_not_held(folder):
     assert [row["rows"] for row in steps.new_rows(3)] == places
 
 
+def test_each_pass_over_a_stream_masks_its_rows_anew():
+    def at(state):
+        for number in range(4):
+            places = {"rank_numbers": lambda *_: [np.array([0])], "lengths": np.array([3])}
+            yield SimpleNamespace(epoch=number // 2, state={"number": number}, **places)
+
+    examples = SimpleNamespace(
+        rows_of=lambda batch: [batch],
+        row_ids=lambda rows: [0] * len(rows),
+        batch=lambda rows, epoch: {"cu_seqlens": torch.tensor([0, 3]), "epoch": epoch},
+    )
+    source = StreamBatchSource(examples, SimpleNamespace(at=at), 4, 1)
+    found = list(source.batches())
+    assert [batch.microbatches[0]["epoch"] for batch in found] == [0, 0, 1, 1]
+    assert [source.epochs_at(batch.step + 1, batch.state) for batch in found] == [0, 0, 1, 1]
+    assert [batch.state["stream"]["number"] for batch in found] == [0, 1, 2, 3]
+
+
 def test_a_stream_without_a_step_left_knows_its_epoch(folder):
     """The checkpoint says it: no batch is read any more."""
     data = write_jsonl(folder / "few.jsonl", [{"text": text} for text in make_texts(3, 1)])

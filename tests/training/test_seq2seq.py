@@ -14,11 +14,14 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
+from modelcenter.data.schemas.text_pairs import PairColumns
+from modelcenter.data.table import Origin, Table
 from modelcenter.data.tokenization.tokenize import tokenize_targets
 from modelcenter.training.config import GenerateConfig, PredictConfig, Seq2SeqConfig
 from modelcenter.training.inference.generate import _Generator
 from modelcenter.training.metrics import rouge
 from modelcenter.training.output.record import Record
+from modelcenter.training.tasks.seq2seq import SourceTargetExamples
 from scripts.finetune_seq2seq import main
 
 PREFIX = "say : "
@@ -278,6 +281,13 @@ def test_targets_end(ends):
     assert rows == [ids[0] + [3], ids[1] + ([3, 3] if ends else [3]), ids[2] + [3]] and tokens.truncated == 1
     with pytest.raises(ValueError, match="max_target_length: got 1, expected more than the 1 special"):
         tokenize_targets(make_tokenizer(ends), ["tea"], max_length=1)
+
+
+def test_spaces_around_a_target_are_no_part_of_it():
+    """As of what is written, which the words of labels are compared with letter by letter."""
+    tokens = tokenize_targets(make_tokenizer(), ["tea"], max_length=4)
+    table = Table({"from": ["soup"], "to": [" tea\n"]}, [Origin("a.jsonl", 1, "0")])
+    assert SourceTargetExamples(table, tokens, PairColumns("from", "to"), tokens).references() == [["tea"]]
 
 
 def test_rows_without_a_text_are_left_out(folder, caplog):

@@ -293,10 +293,14 @@ def test_spaces_around_a_target_are_no_part_of_it():
 def test_rows_without_a_text_are_left_out(folder, caplog):
     rows = [*make_rows(8), {"mr": "eat", "ref": " "}, {"mr": None, "ref": "tea"}]
     write_jsonl(folder / "a.jsonl", rows)
-    finetune(folder, train_data=str(folder / "a.jsonl"), max_target_length=4, eval_generate=False)
+    judged = str(write_jsonl(folder / "c.jsonl", rows[6:]))
+    given = {"train_data": str(folder / "a.jsonl"), "eval_data": judged}
+    finetune(folder, max_target_length=4, eval_generate=False, **given)
+    assert "c.jsonl: 2 of 4 rows have no source or no target" in caplog.text
     assert "a.jsonl: 2 of 10 rows have no source or no target and are left out (first: " in caplog.text
     assert "a.jsonl, line 9)" in caplog.text and "8 targets cut at max_target_length 4" in caplog.text
-    assert json.loads((folder / "run" / "summary.json").read_text())["data"]["train"]["rows"] == 8
+    data = json.loads((folder / "run" / "summary.json").read_text())["data"]
+    assert (data["train"]["rows"], data["eval"]["rows"]) == (8, 2)
     write_jsonl(folder / "b.jsonl", rows[8:])
     with pytest.raises(ValueError, match="b.jsonl: no row has both texts .*line 1"):
         finetune(folder, train_data=str(folder / "b.jsonl"), output_dir=str(folder / "b"))

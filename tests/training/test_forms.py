@@ -139,6 +139,9 @@ def test_words_for_labels(folder):
     wrong = {group for hit, (group, _) in zip(hits, rows, strict=True) if not hit}
     assert logged["eval_accuracy"] == pytest.approx(sum(hits) / len(hits)) and sum(hits)
     assert logged["eval_exact_match"] == pytest.approx(1 - len(wrong) / 10)
+    cli(["evaluate", str(folder / "run"), str(folder / "data"), "--output", str(folder / "found.json")])
+    (found,) = read_jsonl(folder / "found.json")
+    assert [found[n] for n in ("accuracy", "exact_match")] == [logged[f"eval_{n}"] for n in ("accuracy", "exact_match")]
 
 
 GOOD = [WORDS["good"][0], " ".join(WORDS["good"][1:3])]

@@ -375,6 +375,16 @@ def test_several_labels_keep_their_meaning(tmp_path):
     assert task.targets.tolist() == task.eval_targets.tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0]]
 
 
+def test_several_scores_keep_their_meaning(tmp_path):
+    data = str(
+        write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": scores} for scores in ([0.5, 1.0], [2.5, 3.0])])
+    )
+    task = Classification.from_flags(ClassificationConfig(train_data=[data]))
+    task.adopt_label_order(["score_1", "score_0"])
+    assert task.labels.problem_type == "regression" and task.labels.names == ("score_1", "score_0")
+    assert task.targets.tolist() == [[1.0, 0.5], [3.0, 2.5]]
+
+
 def test_names_that_only_label2id_has_decide_the_order_too():
     """Else a run that starts from such a checkpoint would give its rows of the head to other classes."""
     assert class_names({"label2id": {"x": 1, "y": 0}, "num_labels": 2}) == ["y", "x"]

@@ -1,4 +1,5 @@
-"""A GPU that is not there: tensors say cuda:0 and hold a CPU's values.
+"""A GPU that is not there: tensors say cuda:0 and hold a CPU's values. Each of several ranks may have one, see
+pretended_nccl.
 
 What mixes devices fails as on a GPU, and so does what waits for it under set_sync_debug_mode("error"). A copy to the
 host that is not waited for holds NaNs until something waits. Kernels, the order of streams and speed are not pretended:
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from pretended_nccl import NAMESPACES, Nccl
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from engine.torch_compat import in_backward
 
 aten = torch.ops.aten
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -34,7 +38,7 @@ class Waited(RuntimeError):
 class OnGPU(torch.Tensor):
     """In C++ it is of meta, where autograd needs no driver."""
 
-    device, is_cuda, is_meta = GPU, True, False
+    device, is_cuda, is_meta = GPU, True, False  # another device where this rank's GPU is not the first
     of_host = False  # a number that Python was given, which C++ leaves on the host for a GPU
 
     @staticmethod
@@ -55,6 +59,9 @@ class OnGPU(torch.Tensor):
         memo[id(self)] = copied = torch.nn.Parameter(copied) if isinstance(self, torch.nn.Parameter) else copied
         return copied
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise RuntimeError("a GPU's tensor was pickled: another rank would look for it on this rank's GPU")
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -68,16 +75,25 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.strict = False
         self.on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # to the host: where to, and what
+        self.nccl = Nccl()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if any(hasattr(x, "device_mesh") for x in given):
+            return NotImplemented  # of DTensor, which comes back with its local tensors
+        if func.namespace in NAMESPACES and any(type(x) is OnGPU for x in given):
+            self.nccl.check(func, args, [x.values_here for x in given if type(x) is OnGPU])
         inside = any(type(x) is OnGPU for x in given)
         wanted, kind = kwargs.get("device"), ""
         if wanted is not None:
             kind = torch.device(wanted).type
-            # C++ asks for the device that it sees: beside a tensor of ours, and for the number that goes with one.
-            inside = kind == "cuda" or kind == "meta" and (inside or func is aten.scalar_tensor.default)
+            if kind == "cuda" and torch.device(wanted) not in (torch.device(kind), OnGPU.device):
+                raise RuntimeError(f"{func} on {wanted}: the GPU of this rank is {OnGPU.device}")
+            # C++ asks for the device that it sees: beside a tensor of ours, for the number that goes with one, and for
+            # the zeros in place of a gradient that there is none of.
+            ours = inside or func is aten.scalar_tensor.default or in_backward()
+            inside = kind == "cuda" or kind == "meta" and ours
             kwargs["device"] = wanted if kind == "meta" and not inside else CPU
         kwargs.pop("pin_memory", None)
         leaves = False
@@ -142,14 +158,17 @@ class _Mode(TorchDispatchMode):
 
 
 class _Indexed(TorchFunctionMode):
-    """Of cuda it makes cuda:0: without an index C++ would ask the driver, which is not there."""
+    """Of cuda it makes this rank's: without an index C++ would ask the driver, which is not there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def indexed(x: Any) -> Any:
-            return GPU if type(x) in (str, torch.device) and str(x) == "cuda" else x
+            return OnGPU.device if type(x) in (str, torch.device) and str(x) == "cuda" else x
 
         if func is torch.Tensor.cuda:
-            func, args = torch.Tensor.to, (args[0], GPU)
+            func, args = torch.Tensor.to, (args[0], OnGPU.device)
+        if func is torch.Tensor.new_tensor and type(args[0]) is OnGPU:
+            kwargs = {"dtype": args[0].dtype, "device": OnGPU.device, **(kwargs or {})}
+            func, args = torch.tensor, args[1:]
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         return func(*map(indexed, args), **{name: indexed(value) for name, value in (kwargs or {}).items()})
@@ -158,23 +177,26 @@ class _Indexed(TorchFunctionMode):
 class _Stream:
     """Also an event of it."""
 
-    cuda_stream, device = 0, GPU
+    cuda_stream = 0
 
     def __init__(self, mode: _Mode):
-        self._mode = mode
+        self._mode, self.device = mode, OnGPU.device
 
     def _nothing(self, *_: Any) -> "_Stream":
         return self
 
-    wait_stream = record = record_event = _nothing
+    wait_stream = wait_event = wait = record = record_event = _nothing
 
     def synchronize(self) -> None:
         self._mode.arrive()
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, torch finds a GPU of compute capability 9.0, which has the compiled operators if the CPU has them."""
+def pretended(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> Iterator[None]:
+    """Inside, torch finds a GPU of compute capability 9.0, which has the compiled operators if the CPU has them.
+
+    index: of this rank's, of as many GPUs as its number says.
+    """
     import torch._dynamo  # noqa: F401  as long as torch knows that there is no GPU
 
     from engine.ops import library
@@ -185,9 +207,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def debug(how: str) -> None:
         mode.strict = how == "error"
 
+    monkeypatch.setattr(OnGPU, "device", torch.device("cuda", index))
     stream = _Stream(mode)
     answers = {
-        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": index + 1,
+        "current_device": index,
         "set_device": None, "current_stream": stream, "stream": nullcontext(),
         "get_device_capability": (9, 0), "get_device_properties": SimpleNamespace(major=9), "manual_seed": None,
         "get_device_name": "a GPU that is not there",
@@ -199,6 +223,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
         patch.setattr(torch.cuda, "set_sync_debug_mode", debug)
         patch.setattr(torch.cuda, "synchronize", lambda *_: mode.arrive())
+        patch.setattr(torch.accelerator, "current_stream", lambda *_: stream)
+        patch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
+        patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
         for made in ("Stream", "Event"):
             patch.setattr(torch.cuda, made, lambda *_, **__: stream)
         patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)

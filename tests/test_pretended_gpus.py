@@ -125,7 +125,8 @@ def waiting(name, task, sizes, policy):
     assert loss.isfinite()
 
 
-SIZES = [({}, {}), ({"zero_level": 0}, {}), ({"pp_size": 2}, {}), ({"tp_size": 2}, {})]
+SIZES = [({}, {}), ({"zero_level": 0}, {}), ({"pp_size": 2}, {}), ({"tp_size": 2}, {}), ({"cp_size": 2}, {})]
+SIZES += [({"tp_size": 2}, {"sequence_parallel": True})]
 STEPS = [("tiny/gpt2", "causal-lm", *how) for how in SIZES]
 STEPS += [("tiny/t5", "seq2seq-lm", *how) for how in SIZES]
 STEPS += [("tiny/bert", "pretraining", {}, {"precision": p}) for p in ("bf16", "fp16", "bf16-params", "bf16-sr")]

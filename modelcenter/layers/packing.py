@@ -265,8 +265,10 @@ class Packed:
 
     @property
     def in_input_order(self) -> bool:
-        """Whether the caller's tokens are those of the input, in its order: no padding, no other ranks."""
-        return self.layout.indices is None and self.split is None
+        """Whether the caller's tokens are those of the input, in its order: no padding, and where several ranks share
+        them no tokens of the model's own between them."""
+        shared = self.split is not None and self.split.size > 1
+        return self.layout.indices is None and not (shared and self.layout.caller_tokens is not None)
 
     # -- between the caller's tensors and the tokens -------------------------------------------------------------------
 
@@ -349,6 +351,13 @@ class Packed:
             self.cu_seqlens[1:].contiguous(), (tokens + first).to(self.cu_seqlens.dtype), right=True
         )
         return self.sum_over_ranks(x.new_zeros(self.num_sequences).index_add(0, of, x))
+
+    def of_this_rank(self, places: Tensor) -> Tensor:
+        """Of tokens with these indices in an input (`in_input_order`), on the host: the indices of this rank's."""
+        if self.split is None or self.split.size == 1:
+            return places
+        places = places - self.split.rank * self.num_tokens
+        return places[(places >= 0) & (places < self.num_tokens)]
 
     def select(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Rows of x (T, ...) by their indices among all tokens, on every rank that shares the tokens."""

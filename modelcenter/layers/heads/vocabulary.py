@@ -63,7 +63,7 @@ class VocabularyHead(Smoothing, nn.Module):
             return labels, (labels != IGNORE_INDEX).nonzero().flatten()
         # The host remembers the labels, so the device need not be asked which these are.
         known = self.targets({name: host_copy(value) for name, value in batch.items()})
-        where = (known.flatten() != IGNORE_INDEX).nonzero().flatten()
+        where = ctx.of_this_rank((known.flatten() != IGNORE_INDEX).nonzero().flatten())
         return labels, ctx.layout.token_indices(to_device(where, labels.device))
 
     def reads(self, ctx: Packed, batch: Batch, want_logits: bool | str) -> Tensor | None:

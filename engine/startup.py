@@ -85,9 +85,10 @@ def init_distributed(
             differ in pp, cp or tp only are given the same batches (see ``data_rank``).
         device: "cpu", "cuda", "cuda:1" or None: this rank's GPU if there is one, else the CPU.
         timeout: seconds (or a timedelta) after which ranks that have not met, or a collective that has not ended,
-            raise an error; it replaces that of a process group that is there already. None: as in an earlier call, at
-            first 600, and a process group that its user made keeps its own. Messages between the stages of a pipeline
-            over gloo keep the timeout with which their groups were made.
+            raise an error (of a GPU's tensors torch ends the process instead); it replaces that of a process group that
+            is there already. None: as in an earlier call, at first 600, and a process group that its user made keeps
+            its own. Messages between the stages of a pipeline over gloo keep the timeout with which their groups were
+            made.
         num_micro_batches: parts into which a ``PipelineTransformerBlockList`` cuts a batch; None: pp_size.
             ``engine.accumulate`` is given microbatches, and needs no number.
         pp_chunks: parts of the model that each stage has: 1, or more for the interleaved schedule, which waits less and

@@ -89,7 +89,7 @@ def train(model: torch.nn.Module, loss_scale: float | None = None) -> dict:
     optim_manager.add_optimizer(optimizer, lr_scheduler)
     found: dict = {"loss": [], "norm": [], "lr": [], "grads": []}
     for step in range(STEPS):
-        ids, pos, mask, targets = batch(step, bmt.rank())
+        ids, pos, mask, targets = (x.to(bmt.device()) for x in batch(step, bmt.rank()))
         logits = model(ids, pos, mask)
         rows, length, vocab = logits.size()
         loss = loss_func(logits.view(rows * length, vocab), targets.view(rows * length))

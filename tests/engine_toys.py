@@ -177,7 +177,7 @@ class Collectives(Exchanges):
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().cpu()
 
 
 def union(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

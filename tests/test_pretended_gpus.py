@@ -1,9 +1,14 @@
 """Ranks with a GPU each that is not there: nothing is left on the host, and NCCL is given what it takes."""
 
+import functools
+
+import bmtrain_toys
 import pretended_nccl
 import pytest
 import torch
 import torch.distributed as dist
+import toydata
+import toyruns
 from combinations import WAYS, alone, assert_same_training, trained
 from pretended_gpu import pretended
 from pretended_nccl import over_ranks
@@ -188,3 +193,33 @@ def test_evaluation_files_and_texts(two, tmp_path, sizes):
     loss, accuracy, texts = used(tmp_path / "alone", {})
     for found in two.run(on_gpus, used_on_gpus, tmp_path / "ranks", sizes):
         assert found == (pytest.approx(loss, rel=1e-5), accuracy, texts)
+
+
+def bmtrain_loop(sizes):
+    engine.init_distributed(seed=5, **sizes)
+    model = bmtrain_toys.GPT(3, engine.PipelineTransformerBlockList)
+    engine.init_parameters(model)
+    found = bmtrain_toys.train(model)
+    return found["loss"], found["norm"], found["params"]
+
+
+@pytest.mark.full
+def test_a_pipeline_of_bmtrain(two):
+    sizes = {"pipe_size": 2, "num_micro_batches": 4}
+    for found, wanted in zip(two.run(on_gpus, bmtrain_loop, sizes), two.run(bmtrain_loop, sizes), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [{"zero": 2}, {"tp_size": 2}])
+def test_a_run_of_a_script(tmp_path, flags):
+    """With evaluations and checkpoints; its curve is that of ranks on CPUs."""
+    toydata.write_folder(tmp_path)
+    still = {"model_config": toydata.SIZES | toydata.STILL, "precision": "fp32", **flags}
+    curves = []
+    for name, where in (("cpus", lambda body: body()), ("gpus", on_gpus)):
+        values = toyruns.run_values(tmp_path, name, **still)
+        run = functools.partial(toyruns.main, toydata.command(values))
+        engine.testing.run(functools.partial(where, run), 2, timeout=90)
+        curves.append([row.get("loss", row.get("eval_loss")) for row in toyruns.curve(tmp_path, name)])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and len(curves[0]) > 3

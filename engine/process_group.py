@@ -65,10 +65,12 @@ def choose_device(device: str | torch.device | None, local_rank: int) -> torch.d
     if not torch.cuda.is_available():
         raise ValueError(f"device is {str(device)!r} but torch sees no GPU: use device='cpu'")
     index = local_rank if device.index is None else device.index
-    if index >= torch.cuda.device_count():
+    if index >= (there := torch.cuda.device_count()):
+        if device.index is not None:
+            raise ValueError(f"device is {str(device)!r} but torch sees {there} GPU(s): use one from cuda:0 on")
         raise ValueError(
-            f"this rank needs GPU {index} (LOCAL_RANK) but the machine has {torch.cuda.device_count()}: "
-            "start at most one rank per GPU"
+            f"this rank needs GPU {index} (LOCAL_RANK) but torch sees {there}: start at most one rank per GPU; where "
+            "each rank is shown only its own one (CUDA_VISIBLE_DEVICES), set LOCAL_RANK to 0"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -15,7 +15,7 @@ from nodes import free_port
 
 import engine
 from engine.parallel.pipeline.p2p import Neighbours
-from engine.process_group import launched_ranks
+from engine.process_group import choose_device, launched_ranks
 from engine.testing import run
 
 ROOT = str(Path(__file__).parents[2])
@@ -82,6 +82,17 @@ def test_bad_starts(monkeypatch, environment, arguments, message):
 def test_no_gpu():
     with pytest.raises(ValueError, match="torch sees no GPU: use device='cpu'"):
         engine.init_distributed(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [(None, r"GPU 3 \(LOCAL_RANK\) but torch sees 1: .*set LOCAL_RANK to 0"), ("cuda:5", "'cuda:5' but torch sees 1")],
+)
+def test_a_gpu_that_is_not_there(monkeypatch, device, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=message):
+        choose_device(device, 3)
 
 
 @pytest.mark.parametrize(

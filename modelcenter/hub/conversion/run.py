@@ -110,8 +110,8 @@ def convert(
 
     Raises:
         ValueError: the source or an argument is wrong, or the target cannot be written; nothing is left then.
-        KeyboardInterrupt, ChildProcessError (a worker was killed): what is written stays beside the target, and the
-            same call continues.
+        KeyboardInterrupt, ChildProcessError (a worker was killed), RuntimeError: what is written stays beside the
+            target, and the same call continues.
     """
     if to not in FORMATS:
         raise ValueError(f"--to: got {to!r}, expected {' or '.join(FORMATS)}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.lib import ROOT, child, environments
-from scripts.bench.lib.finetuning import prepare as prepared
 from scripts.bench.lib.finetuning.tasks import TASKS
+from scripts.bench.lib.finetuning.tasks.base import MULTILINGUAL, VOCABULARIES
 
 HERE = "scripts.bench.lib.finetuning"
 
@@ -22,9 +22,9 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
     rates = ", ".join(f"{name} {task.lr:g}" for name, task in TASKS.items())
     p.add_argument("--lr", type=float, help=f"learning rate (default: {rates})")
     sizes = sorted({task.words for task in TASKS.values()})
-    p.add_argument("--vocabulary", choices=prepared.VOCABULARIES, default=defaults.pop("vocabulary", "published"),
+    p.add_argument("--vocabulary", choices=VOCABULARIES, default=defaults.pop("vocabulary", "published"),
                    help=f"as large as that of the published checkpoint ({', '.join(f'{size:,}' for size in sizes)} for "
-                   f"BERT, T5 and GPT-2), or as XLM-R's, of 100 languages ({prepared.MULTILINGUAL:,}), or only the "
+                   f"BERT, T5 and GPT-2), or as XLM-R's, of 100 languages ({MULTILINGUAL:,}), or only the "
                    "words of the data (default: %(default)s)"
     )  # fmt: skip
     for name, value, what in (

@@ -15,9 +15,7 @@ from typing import Any
 
 from scripts.bench.lib import shuffled, workloads
 from scripts.bench.lib.finetuning.tasks import TASKS
-
-MULTILINGUAL = 250_002  # words of XLM-R
-VOCABULARIES = ("published", "multilingual", "data")
+from scripts.bench.lib.finetuning.tasks.base import MULTILINGUAL
 
 
 def prepare(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from scripts.bench.lib.flops import Row, training
 SAMPLES = ROOT / "scripts" / "samples"
 SAMPLE_ROWS = 4000  # to which the samples for training are repeated
 LONGEST = 128  # tokens of a text
+VOCABULARIES = ("published", "multilingual", "data")
+MULTILINGUAL = 250_002  # words of XLM-R
 TRAINER = {"trainer": "default", "trainer, grouped by length": "grouped"}
 Rows = list[dict[str, Any]]  # as users have them: columns by their names
 

@@ -169,7 +169,7 @@ def test_resume_never_and_by_path(folder, monkeypatch):
     with pytest.raises(ValueError, match="resume: .*nowhere holds no whole checkpoint; give a run's folder"):
         main(command(run_values(folder, "fourth", resume=str(folder / "nowhere"))))
     main(command(run_values(folder, "light", save_every="never", max_steps=1)))
-    says = "resume: .*light/checkpoints holds no whole checkpoint; to begin .* give --model .*light$"
+    says = "resume: .*light holds no whole checkpoint; to begin .* give --model .*light$"
     with pytest.raises(ValueError, match=says):
         main(command(run_values(folder, "fourth", resume=str(folder / "light"))))
 

@@ -45,10 +45,10 @@ BENCHES: dict[str, Bench] = {
     "finetune_seq2seq_few_words": Bench(
         "finetune", 4, ("--tasks", "seq2seq", "--hidden", "256", "--vocabulary", "data"), True
     ),
-    "finetune_token_classification": Bench("finetune", 4, ("--tasks", "token_classification"), data=True),
-    "finetune_qa": Bench("finetune", 6, tuple("--tasks qa --steps 20 --rounds 2".split()), data=True),
+    "finetune_token_classification": Bench("finetune", 7, ("--tasks", "token_classification"), data=True),
+    "finetune_qa": Bench("finetune", 6, tuple("--tasks qa --steps 12 --rounds 2".split()), data=True),
     "finetune_multiple_choice": Bench(
-        "finetune", 6, tuple("--tasks multiple_choice --steps 15 --rounds 2".split()), data=True
+        "finetune", 6, tuple("--tasks multiple_choice --steps 8 --rounds 2".split()), data=True
     ),
     "finetune_dpo": Bench(
         "finetune", 8, tuple("--tasks dpo --hidden 256 --batch_size 16 --steps 12 --rounds 2".split()), data=True

@@ -51,7 +51,7 @@ BENCHES: dict[str, Bench] = {
         "finetune", 6, tuple("--tasks multiple_choice --steps 8 --rounds 2".split()), data=True
     ),
     "finetune_dpo": Bench(
-        "finetune", 8, tuple("--tasks dpo --hidden 256 --batch_size 16 --steps 12 --rounds 2".split()), data=True
+        "finetune", 15, tuple("--tasks dpo --hidden 256 --batch_size 16 --steps 12 --rounds 2".split()), data=True
     ),
     # A vocabulary of 100 languages, of which the texts are in one.
     "finetune_multilingual": Bench(

@@ -59,6 +59,16 @@ def test_words_of_a_slot_are_tagged_once():
     assert tagged == ["Blue/B-name", "Spice/I-name", "Blue/B-name", "Spice/I-name", "Thai/B-food"]
 
 
+def test_held_out_tags_have_the_numbers_of_those_that_were_trained_on():
+    task = TASKS["token_classification"]
+    known, held = task.of_pairs([PAIR]), task.of_pairs([{"mr": "food[Thai], area[here]", "ref": "Thai food is here"}])
+    tokenizer = task.tokenizer(task.texts(known[0]) * 2 + task.texts(held[0]) * 2)
+    names = task.head(known)["id2label"]
+    labels = task.encode(tokenizer, held, known)[0]["labels"]
+    # A tag that no row in training has is passed over, as are [CLS] and [SEP].
+    assert [names.get(label) for label in labels if label != -100] == ["B-food", "O", "O"]
+
+
 def test_answers_stand_where_rows_say_and_tokens_are_theirs():
     import transformers  # noqa: F401
 

@@ -25,7 +25,7 @@ def main(settings: dict[str, Any]) -> dict[str, float]:
     known = task.read_back(folder / "train")
     model = task.load(Path(settings["model"]), known).eval()
     collate = task.collator("default", tokenizer, model)
-    rows = task.encode(tokenizer, task.read_back(folder / "dev"))
+    rows = task.encode(tokenizer, task.read_back(folder / "dev"), known)
     total, count, right = 0.0, 0, 0
     with torch.no_grad():
         for start in range(0, len(rows), ROWS):

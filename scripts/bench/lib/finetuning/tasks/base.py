@@ -103,8 +103,11 @@ class Task:
             num_attention_heads=hidden // (64 if hidden >= 512 else 32),
         )  # fmt: skip
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
-        """Token ids and labels, the same for every contender."""
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
+        """Token ids and labels, the same for every contender.
+
+        known: the rows that were trained on, whose classes were numbered; None: these.
+        """
         raise NotImplementedError
 
     def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:

@@ -30,7 +30,7 @@ class Classification(Task):
     def read_back(self, path: Path) -> Rows:
         return self.parse(path.with_suffix(self.suffix), "")
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         ids = tokenizer([row["text"] for row in rows], truncation=True, max_length=LONGEST)["input_ids"]
         return [{"input_ids": x, "labels": row["label"]} for x, row in zip(ids, rows, strict=True)]
 

@@ -40,7 +40,7 @@ class DPO(E2ETask):
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         return config
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         """A row's `answers` are two rows of a language model."""
         encoded = []
         for row in rows:

@@ -33,7 +33,7 @@ class LanguageModelling(E2EColumns):
     def configuration(self, hidden: int, layers: int, words: int) -> Any:
         return gpt2(hidden, layers, words)
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         sources, targets = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("source", "target"))
         found = []
         for source, target in zip(sources, targets, strict=True):

@@ -34,7 +34,7 @@ class MaskedLM(Task):
     def read_back(self, path: Path) -> Rows:
         return [{"text": line} for line in path.with_suffix(self.suffix).read_text(encoding="utf-8").splitlines()]
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         ids = tokenizer([row["text"] for row in rows], truncation=True, max_length=LONGEST)["input_ids"]
         return [{"input_ids": x} for x in ids]
 

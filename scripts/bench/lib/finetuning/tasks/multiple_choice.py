@@ -29,7 +29,7 @@ class MultipleChoice(E2ETask):
     def texts(self, row: Mapping[str, Any]) -> list[str]:
         return [row["context"], *row["choices"]]
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         contexts = [row["context"] for row in rows for _ in row["choices"]]
         choices = [choice for row in rows for choice in row["choices"]]
         found = tokenizer(contexts, choices, truncation=True, max_length=LONGEST)

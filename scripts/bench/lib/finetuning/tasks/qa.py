@@ -40,7 +40,7 @@ class QuestionAnswering(E2ETask):
     def texts(self, row: Mapping[str, Any]) -> list[str]:
         return [row["question"], row["context"]]
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         questions, contexts = ([row[name] for row in rows] for name in ("question", "context"))
         found = tokenizer(questions, contexts, return_offsets_mapping=True)
         encoded = []

@@ -27,7 +27,7 @@ class Seq2Seq(E2EColumns):
             decoder_start_token_id=0,
         )  # fmt: skip
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         sources, targets = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("source", "target"))
         return [{"input_ids": x, "labels": y} for x, y in zip(sources, targets, strict=True)]
 

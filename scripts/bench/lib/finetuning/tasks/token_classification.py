@@ -19,16 +19,16 @@ class TokenClassification(E2ETask):
     def texts(self, row: Mapping[str, Any]) -> list[str]:
         return [" ".join(row["tokens"])]
 
-    def encode(self, tokenizer: Any, rows: Rows) -> Rows:
+    def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         """The first token of a word has its tag."""
-        numbers = {name: i for i, name in enumerate(_names(rows))}
+        numbers = {name: i for i, name in enumerate(_names(rows if known is None else known))}
         tokens = [row["tokens"] for row in rows]
         found = tokenizer(tokens, is_split_into_words=True, truncation=True, max_length=LONGEST)
         encoded = []
         for i, row in enumerate(rows):
             places, seen, labels = found.word_ids(i), set(), []
             for place in places:
-                labels.append(-100 if place is None or place in seen else numbers[row["tags"][place]])
+                labels.append(-100 if place is None or place in seen else numbers.get(row["tags"][place], -100))
                 seen.add(place)
             encoded.append({"input_ids": found["input_ids"][i], "labels": labels})
         return encoded

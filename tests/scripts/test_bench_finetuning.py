@@ -10,7 +10,6 @@ from toydata import read_jsonl
 from modelcenter import cli
 from scripts.bench.lib.finetuning import contenders, prepare
 from scripts.bench.lib.finetuning.tasks import TASKS
-from scripts.bench.lib.finetuning.tasks.token_classification import TokenClassification
 
 ROWS = 12
 SETTINGS = {
@@ -53,7 +52,7 @@ def test_both_sides_train_on_the_same_tokens(name: str, tmp_path: Path, monkeypa
 
 
 def test_words_of_a_slot_are_tagged_once():
-    row = TokenClassification().of_pairs([PAIR])[0]
+    row = TASKS["token_classification"].of_pairs([PAIR])[0]
     tagged = [f"{word}/{tag}" for word, tag in zip(row["tokens"], row["tags"], strict=True) if tag != "O"]
     # The longer value is not tagged within the shorter one's words.
     assert tagged == ["Blue/B-name", "Spice/I-name", "Blue/B-name", "Spice/I-name", "Thai/B-food"]
@@ -70,8 +69,6 @@ def test_held_out_tags_have_the_numbers_of_those_that_were_trained_on():
 
 
 def test_answers_stand_where_rows_say_and_tokens_are_theirs():
-    import transformers  # noqa: F401
-
     task = TASKS["qa"]
     rows = task.of_pairs([PAIR, {"mr": "name[Aromi], food[Fish]", "ref": "Aromi has Fish."}])
     tokenizer = task.tokenizer([text for row in rows for text in task.texts(row)] * 2)

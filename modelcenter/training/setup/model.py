@@ -90,7 +90,7 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
     add_tokens(tokenizer, model, cfg.add_tokens)
     for adapter in adapters:
         adapter.attach(model)
-    if not model.embed.weight.requires_grad:
+    if not all(table.weight.requires_grad for table in model.word_tables().values()):
         raise ValueError(
             "freeze: the embedding is frozen, so the rows of the words in add_tokens would stay as they are drawn; let "
             "it train, or leave add_tokens out"

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.lib.finetuning.tasks import TASKS
+from scripts.bench.lib.finetuning.tasks import TASKS, Task
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
     import datasets
-    import torch
-    import torch.distributed as dist
     import transformers
     from transformers import Trainer, TrainingArguments
 
@@ -32,29 +30,43 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         lengths = [max(map(len, row["input_ids"])) for row in data]
         data = datasets.Dataset.from_list(data).add_column("length", lengths)
     model = task.load(folder / "start", rows)
-    seen = 0
-
-    class Counting(Trainer):
-        def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += task.tokens(inputs)
-            return super().training_step(model, inputs, *args, **kwargs)
-
     args = TrainingArguments(
         **arguments(settings),
         torch_compile=kind == "compiled",
         **({"train_sampling_strategy": "group_by_length"} if grouped else {}),
     )
     collator = task.collator(kind, tokenizer, model)
-    trainer = Counting(model, args, train_dataset=data, data_collator=collator, processing_class=tokenizer)
+    trainer = counting(Trainer, task)(
+        model, args, train_dataset=data, data_collator=collator, processing_class=tokenizer
+    )
+    return trained(trainer)
+
+
+def counting(trainer: Any, task: Task) -> Any:
+    """A class of trainers that count the tokens they train on, in `seen`."""
+
+    class Counting(trainer):
+        seen = 0
+
+        def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self.seen += task.tokens(inputs)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    return Counting
+
+
+def trained(trainer: Any) -> dict[str, Any]:
+    """Train and export; what is to be printed, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
     seconds = trainer.train().metrics["train_runtime"]
-    trainer.save_model(settings["output_dir"])
+    trainer.save_model(trainer.args.output_dir)
+    seen = torch.tensor(trainer.seen)
     if dist.is_initialized():
-        total = torch.tensor(seen)
-        dist.all_reduce(total)
-        seen = int(total)
+        dist.all_reduce(seen)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"tokens": seen, "seconds": seconds, "losses": losses} if trainer.is_world_process_zero() else {}
+    return {"tokens": int(seen), "seconds": seconds, "losses": losses} if trainer.is_world_process_zero() else {}
 
 
 def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A contender: preferences with TRL's DPOTrainer, in one process.
+"""A contender: preferences with TRL's DPOTrainer.
 
 Usage: python -m scripts.bench.lib.finetuning.trl_dpo SETTINGS, with SETTINGS as JSON, by the Python of the environment
 "trl". Prints what hf_trainer prints. The setting `kind` is "default" (the reference model beside the trained one, in
@@ -7,11 +7,10 @@ every step) or "precomputed" (its log-probabilities for all rows before the firs
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.lib.finetuning.hf_trainer import arguments
+from scripts.bench.lib.finetuning.hf_trainer import arguments, counting, trained
 from scripts.bench.lib.finetuning.tasks import TASKS
 from scripts.bench.lib.finetuning.tasks.dpo import BETA
 
@@ -27,14 +26,6 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start")
     rows = task.read_back(folder / "train")
     model = task.load(folder / "start", rows)
-    seen = 0
-
-    class Counting(DPOTrainer):
-        def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal seen
-            seen += task.tokens(inputs)
-            return super().training_step(model, inputs, *args, **kwargs)
-
     args = DPOConfig(
         **arguments(settings),
         beta=BETA,
@@ -43,14 +34,10 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         gradient_checkpointing=False,
         precompute_ref_log_probs=settings["kind"] == "precomputed",
     )
-    began = time.perf_counter()
-    trainer = Counting(model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer)
-    prepared = time.perf_counter() - began
-    seconds = trainer.train().metrics["train_runtime"]
-    trainer.save_model(settings["output_dir"])
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"tokens": seen, "seconds": seconds, "prepared_seconds": prepared, "losses": losses}
+    data = datasets.Dataset.from_list(rows)
+    return trained(counting(DPOTrainer, task)(model, args=args, train_dataset=data, processing_class=tokenizer))
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    if found := main(json.loads(sys.argv[1])):
+        print(json.dumps(found))

@@ -1,5 +1,6 @@
 """Preferences: a text of E2E about this rather than one about something else, by a GPT-2."""
 
+import functools
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from scripts.bench.lib.finetuning import tokenizers
 from scripts.bench.lib.finetuning.tasks.base import Rows
 from scripts.bench.lib.finetuning.tasks.e2e import E2ETask
-from scripts.bench.lib.finetuning.tasks.lm import gpt2
+from scripts.bench.lib.finetuning.tasks.lm import answered, gpt2, size_of
 from scripts.bench.lib.flops import Row
 
 BETA = 0.1
@@ -45,13 +46,11 @@ class DPO(E2ETask):
         encoded = []
         for row in rows:
             prompt, *answers = (tokenizer(row[name])["input_ids"] for name in ("prompt", "chosen", "rejected"))
-            ends = [[*answer, tokenizer.eos_token_id] for answer in answers]
-            both = [{"input_ids": prompt + end, "labels": [-100] * len(prompt) + end} for end in ends]
-            encoded.append({"answers": both})
+            encoded.append({"answers": [answered(prompt, answer, tokenizer.eos_token_id) for answer in answers]})
         return encoded
 
     def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:
-        return [Row(len(x["input_ids"]), 0, sum(y >= 0 for y in x["labels"])) for x in encoded["answers"]]
+        return [size_of(answer) for answer in encoded["answers"]]
 
     def collator(self, kind: str, tokenizer: Any, model: Any) -> Any:
         import transformers
@@ -62,10 +61,14 @@ class DPO(E2ETask):
     def judge(self, model: Any, batch: Any, start: Path) -> tuple[float, int, int]:
         import torch.nn.functional as F
 
-        reference = self.load(start, [])
-        rewards = BETA * (_log_probs(model, batch) - _log_probs(reference.eval(), batch))
+        rewards = BETA * (_log_probs(model, batch) - _log_probs(_reference(start), batch))
         chosen, rejected = rewards.view(-1, 2).unbind(1)
         return -F.logsigmoid(chosen - rejected).sum().item(), len(chosen), int((chosen > rejected).sum())
+
+
+@functools.cache  # one for all batches
+def _reference(start: Path) -> Any:
+    return DPO().load(start, []).eval()
 
 
 def _log_probs(model: Any, batch: Any) -> Any:

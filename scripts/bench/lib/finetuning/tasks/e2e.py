@@ -55,6 +55,11 @@ class E2EColumns(E2ETask):
     def of_pairs(self, pairs: Rows) -> Rows:
         return [{"source": pair["mr"] + " ->", "target": " " + pair["ref"]} for pair in pairs]
 
+    def ids(self, tokenizer: Any, rows: Rows) -> tuple[list[list[int]], list[list[int]]]:
+        """The tokens of all sources, and of all targets."""
+        sources, targets = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("source", "target"))
+        return sources, targets
+
 
 def _about(sample: dict[str, Any]) -> str:
     """What a sample says, in the words of E2E."""

@@ -1,6 +1,7 @@
 """Texts of E2E after what they are about, by a GPT-2 whose loss is on the texts only."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from scripts.bench.lib.finetuning import tokenizers
@@ -19,6 +20,17 @@ def gpt2(hidden: int, layers: int, words: int) -> Any:
     )  # fmt: skip
 
 
+def answered(prompt: list[int], answer: list[int], end: int) -> dict[str, list[int]]:
+    """The row of a decoder whose loss is on the answer, which ends with `end`."""
+    answer = [*answer, end]
+    return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+
+
+def size_of(row: Mapping[str, Any]) -> Row:
+    """Of a row that `answered` made."""
+    return Row(len(row["input_ids"]), 0, sum(label >= 0 for label in row["labels"]))
+
+
 class LanguageModelling(E2EColumns):
     model_task = "causal-lm"
     words = 50257
@@ -34,15 +46,11 @@ class LanguageModelling(E2EColumns):
         return gpt2(hidden, layers, words)
 
     def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
-        sources, targets = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("source", "target"))
-        found = []
-        for source, target in zip(sources, targets, strict=True):
-            answer = [*target, tokenizer.eos_token_id]
-            found.append({"input_ids": source + answer, "labels": [-100] * len(source) + answer})
-        return found
+        sources, targets = self.ids(tokenizer, rows)
+        return [answered(*pair, tokenizer.eos_token_id) for pair in zip(sources, targets, strict=True)]
 
     def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:
-        return [Row(len(encoded["input_ids"]), 0, sum(label >= 0 for label in encoded["labels"]))]
+        return [size_of(encoded)]
 
     def collator(self, kind: str, tokenizer: Any, model: Any) -> Any:
         import transformers
@@ -51,5 +59,5 @@ class LanguageModelling(E2EColumns):
             return transformers.DataCollatorWithFlattening()
         return transformers.DataCollatorForSeq2Seq(tokenizer, model=model)
 
-    def judge(self, model: Any, batch: Any, start: Any) -> tuple[float, int, int]:
+    def judge(self, model: Any, batch: Any, start: Path) -> tuple[float, int, int]:
         return judge_labels(model(**batch).logits[:, :-1], batch["labels"][:, 1:])

@@ -1,5 +1,6 @@
 """Lines of Shakespeare with words masked."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class MaskedLM(Task):
         ids = tokenizer([row["text"] for row in rows], truncation=True, max_length=LONGEST)["input_ids"]
         return [{"input_ids": x} for x in ids]
 
-    def sizes(self, encoded: Any) -> list[Row]:
+    def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:
         count = len(encoded["input_ids"])
         return [Row(count, 0, round(MASKED * count))]
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from scripts.bench.lib.finetuning.tasks.base import Rows
@@ -53,7 +54,7 @@ class QuestionAnswering(E2ETask):
             encoded.append({**ids, "start_positions": inside[0], "end_positions": inside[-1]})
         return encoded
 
-    def judge(self, model: Any, batch: Any, start: Any) -> tuple[float, int, int]:
+    def judge(self, model: Any, batch: Any, start: Path) -> tuple[float, int, int]:
         out = model(**batch)
         first, last = batch["start_positions"], batch["end_positions"]
         right = (out.start_logits.argmax(-1) == first) & (out.end_logits.argmax(-1) == last)

@@ -28,8 +28,7 @@ class Seq2Seq(E2EColumns):
         )  # fmt: skip
 
     def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
-        sources, targets = (tokenizer([row[name] for row in rows])["input_ids"] for name in ("source", "target"))
-        return [{"input_ids": x, "labels": y} for x, y in zip(sources, targets, strict=True)]
+        return [{"input_ids": x, "labels": y} for x, y in zip(*self.ids(tokenizer, rows), strict=True)]
 
     def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:
         target = len(encoded["labels"])

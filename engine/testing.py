@@ -47,6 +47,7 @@ from engine import runtime
 from engine.startup import init_distributed
 
 _LOST = re.compile(r"connection (closed|reset|was)|broken pipe|peer", re.IGNORECASE)
+_CRASH = "Fatal Python error"  # how faulthandler begins
 _GRACE = 2.0  # seconds that ranks get to report after one of them failed
 
 
@@ -56,7 +57,7 @@ def run(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -
     ``fn`` may be any function, closures included.
 
     Raises:
-        RuntimeError: a rank raised (its traceback is in the message) or died.
+        RuntimeError: a rank raised, or it died. Its traceback, or where it crashed, is in the message.
         TimeoutError: ranks had not ended after ``timeout`` seconds; says where each was.
     """
     with Pool(ranks, timeout=timeout) as pool:
@@ -163,7 +164,7 @@ class Pool:
                 "MASTER_ADDR": "127.0.0.1",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of the store made below
             }
-            stacks = str(Path(self._scratch.name) / f"stack-{rank}")
+            stacks = str(self._stack_file(rank))
             worker = context.Process(
                 target=_worker, args=(theirs, environment, stacks, self.timeout, call), daemon=True, name=f"rank-{rank}"
             )
@@ -192,7 +193,7 @@ class Pool:
                     good, value = pickle.loads(self._pipes[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._workers[rank].join(1.0)
-                    good, value = False, f"died: {_exit_text(self._workers[rank].exitcode)}\n"
+                    good, value = False, f"died: {_exit_text(self._workers[rank].exitcode)}\n{self._last_words(rank)}"
                 if good:
                     results[rank] = value
                 else:
@@ -207,14 +208,22 @@ class Pool:
             names = ", ".join(map(str, sorted(waiting)))
             raise TimeoutError(f"{what}: rank {names} of {self.ranks} had not ended after {timeout:g} s\n{stacks}")
         # The first to fail is the cause, unless what it says is that it lost another: that one's end is read later.
-        first, *others = sorted(failures, key=lambda rank: bool(_LOST.search(failures[rank])))
+        first, *others = sorted(failures, key=lambda rank: _lost_another(failures[rank]))
         text = f"{what}: rank {first} of {self.ranks} {failures[first]}"
-        text += "".join(f"rank {rank} then {failures[rank].strip().splitlines()[-1]}\n" for rank in others)
+        text += "".join(f"rank {rank} then {_in_a_line(failures[rank])}\n" for rank in others)
         raise RuntimeError(text + stacks)
+
+    def _last_words(self, rank: int) -> str:
+        """The Python stacks of a rank that crashed."""
+        words = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
+        return words[words.find(_CRASH) :] if _CRASH in words else ""
+
+    def _stack_file(self, rank: int) -> Path:
+        assert self._scratch is not None
+        return Path(self._scratch.name, f"stack-{rank}")
 
     def _stacks(self, waiting: set[int]) -> str:
         """The Python stack of each rank that still runs."""
-        assert self._scratch is not None
         for rank in waiting:
             if self._workers[rank].is_alive():
                 os.kill(self._workers[rank].pid or 0, signal.SIGUSR1)
@@ -222,7 +231,7 @@ class Pool:
             time.sleep(0.3)
         text = ""
         for rank in sorted(waiting):
-            stack = Path(self._scratch.name, f"stack-{rank}")
+            stack = self._stack_file(rank)
             where = stack.read_text().split("/engine/testing.py", 1)[0].rpartition("\n")[0] if stack.exists() else ""
             text += f"rank {rank} was still here:\n{where}\n"
         return text
@@ -242,6 +251,7 @@ def _worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        faulthandler.enable(file)
         threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
         torch.set_num_threads(1)
         try:
@@ -307,6 +317,15 @@ def _exit_text(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
     return f"exit code {code}"
+
+
+def _lost_another(failure: str) -> bool:
+    return failure.startswith("raised") and _LOST.search(failure) is not None
+
+
+def _in_a_line(failure: str) -> str:
+    first, *_, last = failure.strip().splitlines() * 2
+    return first if first.startswith("died") else last
 
 
 def _name(fn: Callable[..., Any]) -> str:

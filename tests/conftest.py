@@ -58,6 +58,7 @@ def pytest_collection_finish() -> None:
     # one and start a thread for it with the first backward pass, and forked ranks could take none.
     import torch
 
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++ too, and of the ranks that are forked from here
     if not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()
 

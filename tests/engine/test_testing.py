@@ -1,5 +1,6 @@
 """A rank that raises, dies or hangs ends the call with an error that names it, in time."""
 
+import ctypes
 import datetime
 import gc
 import multiprocessing
@@ -50,6 +51,11 @@ def is_killed():
     dist.barrier()
 
 
+def crashes():
+    torch._C._set_print_stack_traces_on_fatal_signal(False)  # of C++, which takes seconds
+    ctypes.string_at(0)
+
+
 def hangs_alone():
     if engine.rank() == 1:
         time.sleep(60)
@@ -87,6 +93,11 @@ def test_a_pool_keeps_its_ranks_and_starts_them_anew_after_a_failure(two):
         (leaves, r"leaves: rank 1 of 2 raised\n(.|\n)*SystemExit: no data here"),
         (dies, r"dies: rank 1 of 2 died: exit code 3"),
         (is_killed, r"is_killed: rank 0 of 2 died: killed by signal 9 \(SIGKILL\)"),
+        (
+            crashes,
+            r"rank [01] of 2 died: killed by signal 11 \(SIGSEGV\)\nFatal Python error: Segmentation fault\n"
+            r"(.|\n)* in crashes\n(.|\n)*\nrank [01] then died: killed by signal 11 \(SIGSEGV\)\n$",
+        ),
     ],
 )
 def test_a_rank_that_dies_is_named(two, what, message):

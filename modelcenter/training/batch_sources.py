@@ -110,6 +110,17 @@ class RowBatchSource:
     def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
         return step / self.sampler.steps
 
+    def rows_taken(self, steps: int) -> np.ndarray:
+        """Numbers of the rows that so many steps take from the start, each once, in order."""
+        taken = np.zeros(len(self.sampler.lengths), bool)
+        for epoch in range(-(-steps // self.sampler.steps)):
+            batches = self.sampler.epoch(epoch)
+            for number in range(min(steps - epoch * self.sampler.steps, self.sampler.steps)):
+                taken[batches[number]] = True
+            if taken.all():
+                break
+        return np.flatnonzero(taken)
+
     def where(self, rows: np.ndarray, most: int = 4) -> str:
         return _join_places([self.examples.where(int(row)) for row in rows[:most]], len(rows))
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import engine
@@ -20,7 +21,7 @@ from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.hub.save import write_texts
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import accumulate
-from modelcenter.training.batch_sources import GlobalBatch, make_batch_source
+from modelcenter.training.batch_sources import GlobalBatch, RowBatchSource, make_batch_source
 from modelcenter.training.checkpoints import model_selection, resume
 from modelcenter.training.checkpoints.final_model import push_final_model, save_final_model
 from modelcenter.training.checkpoints.model_selection import ModelSelection, check_best_metric
@@ -123,9 +124,10 @@ class Run:
         check_data(train_set, eval_set)  # before anything that all ranks work out together
         check_best_metric(cfg, task, eval_set)
         resolve_eval_batch_size(cfg, train_set, eval_set)
-        task.precompute(model, train_set, eval_set, None if continuation is None else continuation.checkpoint)
         resolve_automatic_batch_size(cfg, task, model, train_set)
         self.batch_source = make_batch_source(cfg, train_set)
+        checkpoint = None if continuation is None else continuation.checkpoint
+        task.precompute(model, train_set, eval_set, checkpoint, self._rows_needed)
         self.source_state: dict[str, Any] = {}
         self.manager, self.lr_schedule = make_optimizer(cfg, model, self.batch_source.steps)
         self.step = 0  # steps taken
@@ -143,6 +145,13 @@ class Run:
         if continuation is not None:
             self._load(continuation)
         self.record = self._open_record(continuation)
+
+    def _rows_needed(self, examples: Examples) -> np.ndarray:
+        """Numbers of the examples, not of a stream, that the run uses: in a dry run those of one step."""
+        if examples is self.train_set:
+            assert isinstance(self.batch_source, RowBatchSource)
+            return self.batch_source.rows_taken(1 if self.cfg.dry_run else self.batch_source.steps)
+        return np.arange(0 if self.cfg.dry_run else len(examples))
 
     def _open_record(self, continuation: Continuation | None) -> Record:
         """Open the files of output_dir, which a run that starts anew clears. Collective."""

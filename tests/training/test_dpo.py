@@ -193,11 +193,11 @@ def test_a_stopped_run_goes_on_with_the_reference_it_began_with(folder, monkeypa
 
 @pytest.fixture
 def worked_out(monkeypatch):
-    """The rows whose reference log-probabilities were worked out, and by which model, in order."""
+    """The numbers of rows whose reference log-probabilities were worked out, and by which model, in order."""
     found, work = [], DPO.set_reference
 
     def noted(self, model, *sets):
-        found.append((model.base_name, [len(examples) for examples in sets]))
+        found.append((model.base_name, [len(rows) for _, rows in sets]))
         work(self, model, *sets)
 
     monkeypatch.setattr(DPO, "set_reference", noted)
@@ -214,6 +214,7 @@ def test_what_the_reference_gives_is_taken_from_the_checkpoint(folder, worked_ou
     assert len(worked_out) == 1
     assert len(losses(folder, "on-start")) > 2
     assert rows_of(folder, "on-start") == rows_of(folder, "on-other")
+    assert read_reference(folder / "on-other/checkpoints/last", "the start")[1] == str(folder / "start")
     on_ranks(lambda: main(command(flags(folder, **went_on | {"output_dir": str(folder / "two"), "batch_size": 2}))), 2)
     assert losses(folder, "two") == pytest.approx(losses(folder, "on-start"), abs=1e-5)
 
@@ -223,14 +224,32 @@ def test_what_is_not_in_the_checkpoint_is_worked_out(folder, worked_out):
     path, on = str(folder / "run"), {"output_dir": str(folder / "on")}
     write_jsonl(folder / "data" / "dev.jsonl", make_preferences(5, seed=9))
     main(command(flags(folder, resume=path, **on)))
-    assert worked_out[1:] == [(str(folder / "start"), [5])]  # other rows to evaluate on
+    assert worked_out[1:] == [(str(folder / "start"), [0, 5])]  # other rows to evaluate on
     main(command(flags(folder, resume=path, reference=str(folder / "other"), output_dir=str(folder / "third"))))
     assert worked_out[2:] == [(str(folder / "other"), [19, 5])]
     kept = folder / "run" / "checkpoints" / "last" / REFERENCE_FILE
     kept.write_bytes(bytes(len(kept.read_bytes())))
     with pytest.raises(ValueError, match=rf"^resume: .*{REFERENCE_FILE} is damaged \(.*\); give another checkpoint"):
         main(command(flags(folder, resume=path, output_dir=str(folder / "fourth"))))
-    assert read_reference(folder, "the start") == {}  # as a checkpoint of before this file was written
+    assert read_reference(folder, "the start") == ({}, None)  # as a checkpoint of before this file was written
+
+
+def test_what_the_reference_gives_is_worked_out_for_the_rows_that_steps_take(folder, worked_out, monkeypatch):
+    start, same = str(folder / "start"), {"lr_scheduler": "constant", "warmup": 0}
+    main(command(flags(folder, output_dir=str(folder / "whole"), **same)))
+    main(command(flags(folder, max_steps=2, **same)))
+    assert worked_out[1:] == [(start, [8, 7])]
+    monkeypatch.chdir(folder)
+    went_on = {"resume": str(folder / "run"), "output_dir": str(folder / "on"), "model": "start"}
+    main(command(flags(folder, max_steps=4, **went_on, **same)))
+    assert worked_out[2:] == [(start, [8, 0])]
+    assert losses(folder, "on") == pytest.approx(losses(folder, "whole")[2:4], abs=1e-5)
+    # Another model, which may be given where all is kept, is no reference for more.
+    more = {"resume": str(folder / "on"), "model": str(folder / "other"), "output_dir": str(folder / "third")}
+    said = rf"^model: got .*other, but the reference is .* are kept there; go on with --model {start}, or with as many"
+    with pytest.raises(ValueError, match=said):
+        main(command(flags(folder, **more)))
+    assert len(worked_out) == 3
 
 
 def test_use(folder, tmp_path, capsys):
@@ -396,8 +415,9 @@ def test_models_without_log_probabilities(folder):
         main(command(flags(folder, **model)))
 
 
-def test_dry_run(folder, capsys):
+def test_dry_run(folder, worked_out, capsys):
     main(command(flags(folder, dry_run=True)))
+    assert worked_out == [(str(folder / "start"), [4, 0])]  # of one step
     shown = capsys.readouterr().out
     assert (
         "chosen: <|im_start|>user" in shown and "rejected: <|im_start|>user" in shown and "One step: loss 0.69" in shown

@@ -82,6 +82,15 @@ def test_a_step_does_not_count_the_rows_of_an_epoch_anew():
     assert calls == {"draws": 3, "lengths": 1}  # once to count them, and for each epoch
 
 
+@pytest.mark.parametrize("steps", [1, 4, 6, 15])
+def test_the_rows_that_steps_take_are_known_before(steps):
+    """Also where the next epoch draws others."""
+    lengths = np.arange(1, 25)
+    sampler = EpochBatches(lengths, 5, 0, lambda epoch: (np.arange(18) + 3 * epoch) % 24)
+    taken = [row for i in range(steps) for row in sampler.epoch(i // 4)[i % 4]]
+    assert RowBatchSource(None, sampler, 15, 1).rows_taken(steps).tolist() == sorted(set(taken))
+
+
 def test_rows_that_are_held_out_belong_to_no_share(folder):
     values = mixture(folder, 1, 3, eval_fraction=0.25, seed=3)
     epochs, held = drawn("classification", values, make_tokenizer(), epochs=4)

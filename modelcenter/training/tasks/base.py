@@ -5,7 +5,7 @@ created, so that wrong data is an error before anything else starts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -150,12 +150,23 @@ class Task(ABC):
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[Examples, Examples | None]:
         """The examples to train on, and those to evaluate on if there are any."""
 
-    def precompute(self, model: Model, train_set: Examples, eval_set: Examples | None, checkpoint: Path | None) -> None:
+    def precompute(
+        self,
+        model: Model,
+        train_set: Examples,
+        eval_set: Examples | None,
+        checkpoint: Path | None,
+        rows_needed: Callable[[Examples], np.ndarray],
+    ) -> None:
         """Before the first step and before a checkpoint is loaded: what the task needs of the model that it starts
-        from, for all examples. Collective.
+        from. Collective.
 
         Args:
             checkpoint: the run goes on from it; what `write_extra` put there need not be computed again.
+            rows_needed: numbers of the examples of a set that the run will use; not of a stream.
+
+        Raises:
+            ValueError: the model has not what the task needs.
         """
         return
 

@@ -1,11 +1,12 @@
 """Preference training: DPO (Rafailov et al. 2023), with label smoothing (Mitchell 2023), and IPO (Azar et al. 2023).
 
 A pair is two sequences of a batch, the chosen answer before the rejected one, each after its prompt. The reference
-model's log-probabilities are computed once, before the first step, and are part of the batches and of checkpoints.
+model's log-probabilities of the pairs that a run uses are computed once, before the first step, and are part of the
+batches and of checkpoints.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +22,13 @@ import modelcenter
 from engine.collectives import from_rank_0, together
 from engine.registry import policy_of
 from modelcenter.command_line.errors import flag_in_errors
+from modelcenter.data.sampling import evaluation_batches
 from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns
 from modelcenter.data.schemas.preferences import find_preference_columns, preferences, questions
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.answer_labels import IGNORED, LabelledTokens, label_conversations
 from modelcenter.hub.tokenizer import fit_vocabulary
 from modelcenter.models.base import Model
-from modelcenter.training.checkpoints.resume import absolute_path
 from modelcenter.training.config import DPOConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, log_probs_of
 from modelcenter.training.metrics import Preference
@@ -48,8 +49,8 @@ from modelcenter.training.tasks.splits import read_splits
 @dataclass(frozen=True)
 class PreferenceExamples(TokenExamples):
     """Pairs of a chosen and a rejected answer, which are sequences of `answers`. pairs: int64 (n, 2), the numbers of
-    these; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN until these are known. cut: pairs
-    of which an answer was."""
+    these; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN where these are not known. cut:
+    pairs of which an answer was."""
 
     answers: AnswerExamples
     pairs: np.ndarray
@@ -138,13 +139,15 @@ class DPO(LanguageModelling):
 
     Attributes:
         rows: two conversations of each row, the chosen and the rejected one; without labels prompts. pair_columns:
-            {role: column} of the pairs. sets: those whose reference log-probabilities `precompute` found.
+            {role: column} of the pairs. sets: those of which `precompute` found reference log-probabilities. start: the
+            model whose these are where no --reference is given.
     """
 
     name: ClassVar[str] = "dpo"
     loss_fn: PreferenceLoss
     pair_columns: Mapping[str, str | None] = field(default_factory=dict)
     sets: list[PreferenceExamples] = field(default_factory=list)
+    start: str = ""
 
     @classmethod
     def from_flags(cls, cfg: DPOConfig) -> Self:  # type: ignore[override]
@@ -195,35 +198,60 @@ class DPO(LanguageModelling):
         examples = PreferenceExamples(table.subset(whole), labelled.tokens, answers, pairs[whole], unknown, cut)
         return examples, labelled
 
-    def precompute(self, model: Model, train_set: Any, eval_set: Any, checkpoint: Path | None) -> None:
+    def precompute(
+        self,
+        model: Model,
+        train_set: Any,
+        eval_set: Any,
+        checkpoint: Path | None,
+        rows_needed: Callable[[Any], np.ndarray],
+    ) -> None:
         self.sets = [examples for examples in (train_set, eval_set) if examples is not None]
-        unknown = self.sets if checkpoint is None else self._without_kept(checkpoint)
-        if not unknown:
+        self.start = _place(self.cfg.model)
+        if checkpoint is not None:
+            self._take_kept(checkpoint, rows_needed)
+        unknown = [(examples, _unknown(examples, rows_needed(examples))) for examples in self.sets]
+        if not any(len(rows) for _, rows in unknown):
             return
         if self.cfg.reference is not None:
             with flag_in_errors("reference"):
                 model = self.load_reference(self.cfg.reference, model)
         self.set_reference(model, *unknown)
 
-    def _without_kept(self, checkpoint: Path) -> list[PreferenceExamples]:
-        """The sets whose log-probabilities are not in a checkpoint; the others are given theirs. Collective."""
+    def _take_kept(self, checkpoint: Path, rows_needed: Callable[[Any], np.ndarray]) -> None:
+        """Take the log-probabilities that are in a checkpoint. Collective.
+
+        Raises:
+            ValueError: there are some of a set but not all that are needed, and the model whose they are is another.
+        """
         found: list[np.ndarray | None] = []
+        start: str | None = None
         with together(f"reading the reference's log-probabilities in {checkpoint}"):
             if engine.rank() == 0:
-                kept = read_reference(checkpoint, self._reference_name())
+                kept, start = read_reference(checkpoint, self._reference_name())
                 found = [kept.get(examples.digest) for examples in self.sets]
-        found = from_rank_0(found)
+        found, start = from_rank_0((found, start))
+        taken = []
         for examples, log_probs in zip(self.sets, found, strict=True):
             if log_probs is not None:
                 examples.reference[:] = log_probs
-        return [examples for examples, log_probs in zip(self.sets, found, strict=True) if log_probs is None]
+                taken.append(examples)
+        if self.cfg.reference is not None or start is None or not taken:
+            return
+        if start != self.start and any(len(_unknown(examples, rows_needed(examples))) for examples in taken):
+            raise ValueError(
+                f"model: got {self.cfg.model}, but the reference is what the run in {checkpoint} began with, and more "
+                f"of its log-probabilities are needed than are kept there; go on with --model {start}, or with as many "
+                "steps as that run had"
+            )
+        self.start = start
 
     def _reference_name(self) -> str:
-        return "the start" if self.cfg.reference is None else absolute_path("reference", self.cfg.reference)
+        return "the start" if self.cfg.reference is None else _place(self.cfg.reference)
 
     def write_extra(self, folder: Path) -> None:
         kept = {examples.digest: examples.reference for examples in self.sets}
-        write_reference(folder, self._reference_name(), kept)
+        write_reference(folder, self._reference_name(), self.start, kept)
 
     def load_reference(self, name: str, like: Model, **options: Any) -> Model:
         """A reference model for the tokens of this run, placed on the ranks as another model is.
@@ -250,27 +278,32 @@ class DPO(LanguageModelling):
             )
         return model
 
-    def set_reference(self, model: Model, *sets: PreferenceExamples) -> None:
-        """Compute the log-probabilities of all answers by the reference model. Collective.
+    def set_reference(self, model: Model, *sets: tuple[PreferenceExamples, np.ndarray]) -> None:
+        """Compute the log-probabilities of both answers by the reference model. Collective.
+
+        Args:
+            sets: each with the numbers of the pairs that it is done for.
 
         Raises:
-            ValueError: an answer with its prompt is longer than the model's table of positions.
+            ValueError: an answer with its prompt, of any pair, is longer than the model's table of positions.
         """
-        longest = max(int(examples.answers.lengths[examples.pairs].max()) for examples in sets)
+        longest = max(int(examples.answers.lengths[examples.pairs].max()) for examples, _ in sets)
         positions = model.config.max_tokens
         if model.bounded and positions is not None and longest > positions:
             raise ValueError(
                 f"reference: {model.base_name} has {positions} positions, but the longest answer and its prompt are "
                 f"{longest} tokens; cut them by --max_length {positions}, or give a reference with more"
             )
-        for examples in sets:
+        for examples, numbers in sets:
+            if not len(numbers):
+                continue
             batch_size = 8 if self.cfg.batch_size == "auto" else self.cfg.batch_size  # auto is not settled yet
             size = self.cfg.eval_batch_size or max(batch_size, 8)
-            rows = rank_batches(examples, size)
-            places = [torch.from_numpy(part) for part in rows]
-            batches = Batches(examples, rows)
-            found = log_probs_of(model, batches, places, len(examples), 2, self.loss_fn)
-            examples.reference[:] = found.numpy()
+            parts = evaluation_batches(examples.lengths[numbers], size, engine.data_size())[engine.data_rank()]
+            batches = Batches(examples, [numbers[part] for part in parts])
+            places = [torch.from_numpy(part) for part in parts]
+            found = log_probs_of(model, batches, places, len(numbers), 2, self.loss_fn)
+            examples.reference[numbers] = found.numpy()
 
     def metrics(self, device: torch.device | str = "cpu") -> Preference:
         return Preference()
@@ -321,7 +354,7 @@ class DPO(LanguageModelling):
                 )
             # What the run started from, as it read it.
             name, options = self.cfg.model, {"revision": self.cfg.revision, **self.cfg.model_config}
-        self.set_reference(self.load_reference(name, model, **options), examples)
+        self.set_reference(self.load_reference(name, model, **options), (examples, np.arange(len(examples))))
         return examples
 
 
@@ -338,6 +371,17 @@ def check_same_vocabulary(name: str, tokenizer: Any) -> None:
             f"reference: the tokenizer of {name} gives {same:,} of the {len(words):,} tokens of this one the same "
             "number: they do not belong together; give a reference with the vocabulary of the model"
         )
+
+
+def _place(name: str) -> str:
+    """The name of a model, or its folder's, which is the same wherever the next run is started."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
+def _unknown(examples: PreferenceExamples, rows: np.ndarray) -> np.ndarray:
+    """Those of some pairs whose log-probabilities are not known."""
+    return rows[np.isnan(examples.reference[rows]).any(1)]
 
 
 def _of_pairs(found: LabelledTokens) -> LabelledTokens:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 REFERENCE_FILE = "reference.npz"
-_NAME = "reference"  # beside the arrays, which are called by a digest of their rows
+_NAME, _START = "reference", "start"  # beside the arrays, which are called by a digest of their rows
 
 
 def digest(*arrays: np.ndarray) -> str:
@@ -20,28 +20,31 @@ def digest(*arrays: np.ndarray) -> str:
     return found.hexdigest()
 
 
-def write_reference(folder: Path, reference: str, log_probs: Mapping[str, np.ndarray]) -> None:
+def write_reference(folder: Path, reference: str, start: str, log_probs: Mapping[str, np.ndarray]) -> None:
     """Write log-probabilities into a checkpoint.
 
     Args:
-        reference: which model gave them. log_probs: {digest of the rows: fp32 (n, 2)}.
+        reference: which model gave them. start: which one the run began with. log_probs: {digest of the rows: fp32
+            (n, 2)}, NaN where no step of the run needs them.
     """
-    np.savez(folder / REFERENCE_FILE, allow_pickle=False, **{_NAME: np.array(reference)}, **log_probs)
+    names = {_NAME: np.array(reference), _START: np.array(start)}
+    np.savez(folder / REFERENCE_FILE, allow_pickle=False, **names, **log_probs)
 
 
-def read_reference(folder: Path, reference: str) -> dict[str, np.ndarray]:
-    """What `write_reference` wrote; {}: nothing, or of another model.
+def read_reference(folder: Path, reference: str) -> tuple[dict[str, np.ndarray], str | None]:
+    """(log-probabilities, which model the run began with) as `write_reference` wrote them. ({}, None): none, or of
+    another reference. Checkpoints from before the model was kept have None, and all log-probabilities.
 
     Raises:
         ValueError: the file is damaged.
     """
     path = folder / REFERENCE_FILE
     if not path.exists():  # older checkpoints have none
-        return {}
+        return {}, None
     try:
         with np.load(path, allow_pickle=False) as file:
             found = dict(file)
-            of = str(found.pop(_NAME))
+            of, start = str(found.pop(_NAME)), found.pop(_START, None)
     except Exception as error:  # numpy's and zipfile's kinds of them are many
         raise ValueError(f"resume: {path} is damaged ({error}); give another checkpoint") from error
-    return found if of == reference else {}
+    return (found, None if start is None else str(start)) if of == reference else ({}, None)

@@ -96,7 +96,12 @@ def same(found, wanted):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+PARTS = ("dropout and sum", "RMS norm", "attention")  # of another one
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in PARTS else ()) for name in OPERATORS]
+)
 def test_an_operator_in_a_graph_is_that_of_eager_mode(name):
     function = OPERATORS[name]
     backend = CompileCounterWithBackend("aot_eager")
@@ -245,8 +250,14 @@ def test_a_unit_that_was_compiled_before_the_operators_were_loaded(monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dropout", "name"),
+    [
+        (0.1, "bert"),
+        (0.0, "gpt2"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((0.0, "bert"), (0.1, "gpt2"))),
+    ],
+)
 def test_a_unit_on_a_gpu_is_one_graph(name, dropout, monkeypatch):
     """Seen on tensors that hold nothing. Autograd would need the GPU, so only forward is taken."""
     path, _, fields = MODELS[name]

@@ -119,11 +119,16 @@ def cast(precision, model=None, **policy):
     return engine.shard(model, units=units_of(model), policy=engine.Policy(precision=precision, **policy))
 
 
-@pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(
-    "policy",
-    [{}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": "offload"}, {"compile": "eager"},
-     {"compile": "aot_eager", "recompute": "full"}, {"compile": "aot_eager", "recompute": "selective"}],
+    ("policy", "precision"),
+    [
+        pytest.param(policy, precision, marks=pytest.mark.full if policy.get("compile") == slow else ())
+        for policy in (
+            {}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": "offload"}, {"compile": "eager"},
+            {"compile": "aot_eager", "recompute": "full"}, {"compile": "aot_eager", "recompute": "selective"},
+        )
+        for precision, slow in zip(DTYPES, ("eager", "aot_eager"), strict=True)
+    ],
     ids=str,
 )  # fmt: skip
 def test_numbers_are_fsdps(precision, policy):

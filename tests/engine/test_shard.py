@@ -24,7 +24,7 @@ def trained(level, plan, dp_replicate=1, units="found", kwargs=None):
     return toys.train(model, plan)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.full), 2, 3])
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"tied": True}, {"frozen": True}, {"number": True}],

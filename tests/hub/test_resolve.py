@@ -120,7 +120,12 @@ def test_what_is_no_checkpoint_does_not_hide_a_name(make, tmp_path, monkeypatch)
     assert resolve("bert-base-cased", weights=False).repo == "google-bert/bert-base-cased"
 
 
-@pytest.mark.parametrize("name", preset_names())
+FIRST = {preset(name)["config"]["model_type"]: name for name in reversed(preset_names())}.values()  # of each family
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.full) for name in preset_names()]
+)
 def test_presets(name):
     """Each has fields that we and transformers understand alike, and the number of parameters that it says."""
     entry = preset(name)

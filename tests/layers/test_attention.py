@@ -143,7 +143,7 @@ def choose(monkeypatch, path):
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        (path, kind)
+        pytest.param(path, kind, marks=pytest.mark.full if path == "wide" and "bias" not in kind else ())
         for path in ("compiled", "buckets", "tiles", "sdpa", "wide", "shared")
         for kind in KINDS
         if path != "shared" or "bias" in kind

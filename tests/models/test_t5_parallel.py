@@ -58,10 +58,10 @@ FULL = pytest.mark.full
     [
         pytest.param("tiny/t5", "seq2seq-lm", 4, {"cp_size": 2}, {}, marks=FULL),  # heads are exchanged for tokens
         ("tiny/mt5", "seq2seq-lm", 3, {"cp_size": 2}, {}),  # keys and values are gathered
-        ("tiny/t5", "sequence-classification", 3, {"cp_size": 2}, {}),
+        pytest.param("tiny/t5", "sequence-classification", 3, {"cp_size": 2}, {}, marks=FULL),
         ("tiny/umt5", "question-answering", 4, {"cp_size": 2}, {}),
         ("tiny/t5", "token-classification", 4, {"cp_size": 2}, {"recompute": "full"}),
-        ("tiny/t5", "seq2seq-lm", 4, {"tp_size": 2}, {}),
+        pytest.param("tiny/t5", "seq2seq-lm", 4, {"tp_size": 2}, {}, marks=FULL),
         ("tiny/mt5", "seq2seq-lm", 4, {"tp_size": 2}, {"sequence_parallel": True}),
         pytest.param(
             "tiny/umt5", "seq2seq-lm", 4, {"tp_size": 2}, {"sequence_parallel": True, "recompute": "full"}, marks=FULL

@@ -21,8 +21,17 @@ def pieces():
     return BertTokenizer(vocab={word: i for i, word in enumerate([*words, *chinese])})
 
 
-@pytest.mark.parametrize("words", ["none", "words"])
-@pytest.mark.parametrize("length", [3, 7, 40])
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        ("none", 3),
+        ("words", 40),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("none", 7), ("none", 40), ("words", 3), ("words", 7))
+        ),
+    ],
+)
 def test_fractions(words, length):
     """15 % are chosen, whatever the length (at least one of a row), of which 80 % are hidden and 10 % replaced."""
     masking = Masking(make_tokenizer(), 0.15, words)

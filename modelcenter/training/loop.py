@@ -247,7 +247,7 @@ class Run:
     def _row_of_this_step(self) -> dict[str, Any] | None:
         """The evaluation of the step that a run goes on from, if a row of it was written before the run ended, under
         the same conditions and with the present metric."""
-        newest = self.record.rows[-2:] if self.changed_condition is None else []
+        newest = self.record.rows[-1:] if self.changed_condition is None else []
         return next((row for row in newest if self.selection.metric in row and row["step"] == self.step), None)
 
     def train_step(self, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -308,8 +308,7 @@ class Run:
         return self.stopping.any_rank(self.checkpoints.minutes_since_last > self.cfg.save_minutes)
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint while training goes on. Does nothing without output_dir, or if this step has one.
-        Collective.
+        """Write a checkpoint while training goes on. Does nothing without output_dir. Collective.
 
         Args:
             wait: until it is on the disk, as the run stops.
@@ -317,7 +316,7 @@ class Run:
         Raises:
             OSError: with `wait`, on all ranks: it could not be written.
         """
-        if self.output is None or self.checkpoints is None or self.checkpoints.newest == self.step:
+        if self.output is None or self.checkpoints is None:
             return
         self._log_skipped_steps()
         state = {
@@ -367,9 +366,6 @@ class Run:
         elif state["feed"] and engine.rank() == 0:
             resume.log.warning("resume: the stream begins anew, as %s is not what the checkpoint's run had", changed)
         self.evaluation_pending = state.get("unjudged", False)
-        if self.checkpoints is not None:
-            # With an evaluation to make up for, this step may turn out to be the best, and is saved again as such.
-            self.checkpoints.start_from(-1 if self.evaluation_pending else self.step)
 
     def _load_selection(self, state: dict[str, Any], in_output_dir: bool) -> None:
         """Keep the best evaluation before the stop, if it compares with those to come."""

@@ -244,9 +244,8 @@ def frozen_sums(model: Model) -> dict[str, float]:
 def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[str, Any]:
     """engine.load_checkpoint, but learning rates, decays and their like are as the flags say: --resume PATH may go on
     with others than the checkpoint's. Collective."""
-    fixed = ("params", "lr", "lr_scale")  # the schedules set the rates
     groups = [
-        [{name: value for name, value in group.items() if name not in fixed} for group in optimizer.param_groups]
+        [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         for optimizer in manager.optimizers
     ]
     schedules = [schedule.state_dict() for schedule in manager.lr_schedulers]
@@ -255,5 +254,5 @@ def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[st
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
     for schedule, values in zip(manager.lr_schedulers, schedules, strict=True):
-        schedule.load_state_dict({**values, "num_iter": schedule.num_iter})
+        schedule.load_state_dict({**values, "num_iter": schedule.num_iter})  # which sets the rates, too
     return state

@@ -17,24 +17,16 @@ class CheckpointWriter:
 
     One that cannot be written costs nothing but itself: those before it stay. It is reported, and an error only where
     the run ends with it.
-
-    Attributes:
-        newest: the step of the last checkpoint.
     """
 
     def __init__(self, output: Path, keep: int, selection: ModelSelection, report: Callable[[str], None]):
         """keep: newest checkpoints to keep; the best one stays too. report: shows a line on the terminal."""
-        self.newest = 0
         self._output, self._keep, self._selection, self._report = output, keep, selection, report
         self._started_at = time.monotonic()  # the last checkpoint, or the run
 
     @property
     def minutes_since_last(self) -> float:
         return (time.monotonic() - self._started_at) / 60
-
-    def start_from(self, step: int) -> None:
-        """The run goes on from a checkpoint of this step."""
-        self.newest, self._started_at = step, time.monotonic()
 
     def finish_last(self, step: int, best: int | None) -> None:
         """Finish the save of the newest checkpoint, which the run goes on from: it may have been killed before `last`
@@ -67,7 +59,7 @@ class CheckpointWriter:
         is_best = self._selection.would_be_best_on_disk(step)
         state = {**state, **self._selection.state(is_best)}
         options: dict[str, Any] = {"step": step, "keep": self._keep, "best": is_best, "extra": write_extra}
-        self.newest, self._started_at = step, time.monotonic()
+        self._started_at = time.monotonic()
         try:
             save_checkpoint(self._output / CHECKPOINTS, model, manager, state, asynchronous=not wait, **options)
             self._selection.checkpoint_started(is_best)

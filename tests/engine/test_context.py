@@ -47,18 +47,22 @@ def test_with_sharded_parameters(four, task, heads, level):
 
 
 def gated(sizes):
+    """Trained by the engine; and the gradient in a loop of one's own."""
     if sizes:
         engine.init_distributed(**sizes)
     model = bert.build("masked-lm")
     model.gate = torch.nn.Parameter(torch.tensor(1.5))
     model.units[0].register_forward_hook(lambda unit, args, output: output * model.gate)
-    return bert.train(engine.shard(model), bert.TWO_PLAN)
+    engine.shard(model)(**bert.batch("masked-lm", 0, model.config)).loss.backward()
+    own = model.gate.grad.item()
+    return bert.train(model, bert.TWO_PLAN), own
 
 
 def test_a_single_number(two):
-    expected = gated({})
-    for found in two.run(gated, {"cp_size": 2}):
+    expected, own = gated({})
+    for found, of_rank in two.run(gated, {"cp_size": 2}):
         bert.same(found, expected)
+        assert of_rank == pytest.approx(own, rel=1e-4)
 
 
 SPLIT = ("question-answering", True)

@@ -69,6 +69,9 @@ def test_a_loss_of_two_terms_is_the_sum_of_their_means():
     assert modelcenter.training.evaluate(model, batches)["loss"] == pytest.approx(expected, abs=1e-5)
     own = lambda out, batch, totals: (batch["labels"] >= 0).sum() / totals["masked_lm"]  # noqa: E731
     assert modelcenter.training.evaluate(model, batches, loss_fn=own)["loss"] == 0.0
+    parts = iter([1e8, 1.0])  # of many batches the last are small beside the sum
+    whole_sum = modelcenter.training.evaluate(model, batches, loss_fn=lambda *_: torch.tensor(next(parts)))
+    assert whole_sum["loss"] == 1e8 + 1
 
 
 def test_each_batch_is_counted_once_and_its_logits_are_let_go():

@@ -74,7 +74,21 @@ def in_transformers(folder, rows: list[dict], name: str = "run"):
         return model(**batch).logits, model.config.label2id
 
 
-def test_what_a_run_leaves(folder, curves, capsys):
+def without_time(method):
+    """A method of a run during which its clock stands."""
+
+    def call(run, *args, **named):
+        before = run.clock.seconds
+        result = method(run, *args, **named)
+        assert run.clock.seconds == before
+        return result
+
+    return call
+
+
+def test_what_a_run_leaves(folder, curves, capsys, monkeypatch):
+    for name in ("evaluate", "save"):
+        monkeypatch.setattr(loop.Run, name, without_time(getattr(loop.Run, name)))
     rows = finetune(folder, epochs=2, log_every=3)
     train = [row for row in rows if "loss" in row]
     assert [row["step"] for row in train] == [1, 3, 6, 8]  # 27 rows are 4 batches of 8 an epoch
@@ -217,15 +231,18 @@ def test_losses_do_not_depend_on_the_cut(folder):
 
 
 def test_each_step_drops_other_units(folder):
-    """Of the same rows and weights: a learning rate of 0 changes none, and a batch holds all rows."""
+    """Of the same rows and weights: a learning rate of 0 changes none, and a batch holds all rows. With another seed,
+    of a model that is loaded, yet others."""
 
-    def losses(name, dropout):
+    def losses(name, **changes):
         same = {"lr": 0.0, "batch_size": 27, "epochs": 3, "log_every": 1, "output_dir": str(folder / name)}
-        rows = finetune(folder, model_config=SIZES | STILL | {"dropout": dropout}, **same)
-        return {round(row["loss"], 5) for row in rows if "loss" in row}
+        return {round(row["loss"], 5) for row in finetune(folder, **same, **changes) if "loss" in row}
 
-    assert len(losses("dropped", 0.5)) == 3
-    assert len(losses("still", 0.0)) == 1
+    dropped = losses("dropped", model_config=SIZES | STILL | {"dropout": 0.5})
+    assert len(dropped) == 3
+    loaded = {"model": str(folder / "dropped" / "model"), "from_scratch": False, "model_config": {"dropout": 0.5}}
+    assert len(dropped | losses("other", seed=1, **loaded)) == 6
+    assert len(losses("still", model_config=SIZES | STILL)) == 1
 
 
 def test_dropout_does_not_depend_on_the_cut(folder):
@@ -243,10 +260,20 @@ def test_dropout_does_not_depend_on_the_cut(folder):
     assert losses("still", 0.0) != pytest.approx(whole, rel=1e-3)
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(2, 20), (1.1, 11), (0.52, 6), (0.01, 1)])
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 20), (1.1, 11), (0.52, 6), (0.01, 1), (1e-8, 1)])
 def test_a_part_of_an_epoch_is_rounded_up_to_a_step(epochs, steps):
     cfg = ClassificationConfig(epochs=epochs, global_batch_size=3, gradient_accumulation_steps=1)
     assert make_batch_source(cfg, SimpleNamespace(lengths=np.full(29, 4))).steps == steps
+
+
+@pytest.mark.parametrize("sizes", [{"global_batch_size": 3}, {"batch_tokens": 12, "global_batch_tokens": 12}])
+def test_the_order_of_the_rows_is_that_of_the_seed(sizes):
+    def order(seed):
+        cfg = ClassificationConfig(seed=seed, gradient_accumulation_steps=1, **sizes)
+        source = make_batch_source(cfg, SimpleNamespace(lengths=np.full(29, 4)))
+        return [rows.tolist() for rows in source.sampler.epoch(0)]
+
+    assert order(1) == order(1) != order(2)
 
 
 def test_evaluation_times_and_schedule(folder):
@@ -409,6 +436,8 @@ def test_a_failed_run_may_be_repeated(folder, monkeypatch):
     spoil(monkeypatch, None)
     with pytest.raises(FloatingPointError):
         finetune(folder, max_steps=2)
+    finetune(folder, max_steps=9, max_time="0.000001s", output_dir=str(folder / "stopped"))  # good steps may yet come
+    assert read_summary(folder, "stopped")["status"] == "stopped"
     monkeypatch.undo()
     assert finetune(folder, max_steps=2)[-1]["step"] == 2
 

@@ -54,6 +54,8 @@ def test_shares_of_epochs(folder):
     assert sorted(counts) == [2, 2, 2, 2, 2, 3]  # all of a part before any row comes again
     assert len({place for places in epochs[:2] for place in places if "b.jsonl" not in place}) == 20  # on, not anew
     assert drawn("classification", mixture(folder, 1, 1), make_tokenizer())[0] == epochs
+    others, _ = drawn("classification", mixture(folder, 1, 1, seed=1), make_tokenizer())
+    assert sorted(others[0]) != sorted(epochs[0])
 
 
 def test_a_step_does_not_count_the_rows_of_an_epoch_anew():

@@ -1,8 +1,10 @@
 """What pretraining reads: texts, token files, mixtures, streams; pairs and masks; and what it refuses."""
 
+import dataclasses
 import json
 import struct
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,7 @@ from modelcenter.data.pretraining.text_rows import encode_texts
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.token_files import TokenWriter, open_tokens
 from modelcenter.training.batch_sources import RowBatchSource, StreamBatchSource
+from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.tasks.pretraining.causal import CausalPretraining
 from modelcenter.training.tasks.pretraining.span_corruption import SpanCorruptionPretraining
@@ -276,6 +279,17 @@ def test_a_stream_has_all_tokens_of_its_texts(folder):
         whole = [*tokenizer(text)["input_ids"], 0]
         assert found in (whole, whole[:-1])  # a last piece of one token asks nothing
 
+    def first(**changes):
+        return next(stream_batch_source(dataclasses.replace(cfg, **changes), rows).batches())
+
+    keys = [row.key for row in first().rows]
+    assert keys == [row.key for row in first().rows]
+    for changes in ({"seed": 1}, {"shuffle_window": 1}):
+        assert keys != [row.key for row in first(**changes).rows]
+    by_tokens = {"batch_tokens": 48, "global_batch_tokens": 96, "gradient_accumulation_steps": 2}
+    parts = first(global_batch_size=None, **by_tokens).microbatches
+    assert len(parts) == 2 and all(int(part["cu_seqlens"][-1]) <= 48 for part in parts)
+
 
 def test_the_texts_of_steps_that_are_not_logged_yet_are_not_held(folder):
     """With a log_every of hundreds they would be gigabytes on each rank; where they are from is kept."""
@@ -365,6 +379,15 @@ def test_a_stream_of_other_rows_begins_anew(folder, changes, why, caplog):
     said = f"the stream begins anew, as {why} is not what the checkpoint's run had"
     assert (said in caplog.text) == (why is not None)
     assert ("the rows of train_data are not those of the checkpoint's run" in caplog.text) == (why == "train_data")
+
+
+@pytest.mark.parametrize("name", ["seed", "shuffle_window", "max_length", "document", "noise_density", "mean_span"])
+def test_flags_that_give_a_stream_other_rows(name):
+    values = {"seed": 1, "shuffle_window": 5, "max_length": 8, "document": "file", "noise_density": 0.3, "mean_span": 4}
+    before, now = (SpanCorruptionConfig(**STREAM, **changes) for changes in ({}, {name: values[name]}))
+    checkpoint = Continuation(Path("step-1"), 1, before.arithmetic(), None, forced=True)
+    assert checkpoint.changed_stream_flag(now, None) == name
+    assert checkpoint.changed_stream_flag(before, None) is None
 
 
 # -------------------------------------------------------------------------------------------------------- gone wrong

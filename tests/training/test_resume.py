@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from toydata import command, make_rows, write_folder, write_jsonl
+from toydata import command, make_rows, read_jsonl, write_folder, write_jsonl
 from toyruns import (
     DROPPED,
     assert_same_end,
@@ -339,9 +339,12 @@ def test_other_optimizers_go_on_too(folder, monkeypatch, capfd, optimizer):
 
 def test_more_steps_and_other_rates_are_those_of_the_flags(folder, monkeypatch):
     main(command(short_run_values(folder, "run")))
+    (folder / "more").mkdir()
+    (folder / "more" / "metrics.jsonl").write_text('{"step": 1, "lr": 0.5}\n')  # of a run that failed there
     seen = {}
 
     def train(self):
+        seen["clock"], seen["rates"] = self.clock.seconds, [g["lr"] for g in self.manager.optimizers[0].param_groups]
         seen["groups"] = [{**group, "params": None} for group in self.manager.optimizers[0].param_groups]
         seen["before"] = self.step
         return usual(self)
@@ -353,6 +356,8 @@ def test_more_steps_and_other_rates_are_those_of_the_flags(folder, monkeypatch):
     assert seen["before"] == 4
     assert [group["weight_decay"] for group in seen["groups"]] == [0.5, 0.0]
     assert seen["groups"][0]["betas"] == (0.9, 0.9)
+    assert seen["rates"] == pytest.approx([1e-3 * 6 / 10] * 2)
+    assert seen["clock"] >= [row["seconds"] for row in read_jsonl(folder / "run" / "metrics.jsonl") if "lr" in row][-1]
     rates = {row["step"]: row["lr"] for row in curve(folder, "more") if "lr" in row}
     assert rates == pytest.approx({step: 1e-3 * (11 - step) / 10 for step in range(5, 11)})
     for name, fewer in (("max_steps", 9), ("epochs", 2)):  # an epoch has 4 steps
@@ -421,6 +426,7 @@ def test_a_run_that_began_with_its_own_checkpoint_goes_on_as_often_as_it_is_star
     assert not newest.exists()
     main(command(again))
     assert "going on after step 4" in capsys.readouterr().out
+    assert [row["step"] for row in curve(folder, "run") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 def test_rows_are_those_of_a_whole_run_where_few_steps_have_one(folder, monkeypatch, capsys):

@@ -91,7 +91,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(folder, monkeypatch):
     assert (summary["status"], summary["steps"]) == ("stopped", 3)
 
 
-def _long_step(path):
+def _long_step(path, number):
     """A step that does not end, in a process that is told to stop."""
 
     def leave(reason):
@@ -99,17 +99,35 @@ def _long_step(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Stopping(None, leave, grace=0.3):
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
         time.sleep(60)
 
 
-def test_a_step_that_takes_too_long_is_left(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=_long_step, args=(tmp_path / "reason",))
+@pytest.mark.parametrize(("number", "exitcode"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_step_that_takes_too_long_is_left(tmp_path, number, exitcode):
+    child = multiprocessing.get_context("fork").Process(target=_long_step, args=(tmp_path / "reason", number))
     began = time.monotonic()
     child.start()
     child.join(30)
-    assert child.exitcode == 0 and time.monotonic() - began < 25  # though there is no room for the summary
-    assert "stopped by SIGTERM in a step of more than 0.3 s" in (tmp_path / "reason").read_text()
+    assert child.exitcode == exitcode and time.monotonic() - began < 25  # though there is no room for the summary
+    assert f"stopped by {number.name} in a step of more than 0.3 s" in (tmp_path / "reason").read_text()
+
+
+def test_ranks_stop_for_one_reason(monkeypatch):
+    """The first that all agreed on, though one of them alone got a signal: it ends all with an error, or none."""
+    of_others: list[int] = []
+    monkeypatch.setattr(Stopping, "_max_over_ranks", lambda self, value: max(value, *of_others))
+    told = Stopping(None)
+    for code in (signal.SIGINT, stopping._TIME_IS_UP):
+        of_others[:] = [0, code]
+        assert told.should_stop() and told.reason == "stopped by SIGINT"
+        with pytest.raises(Stopped, match="SIGINT"):
+            told.raise_if_interrupted()
+    told = Stopping(None)
+    told._signal = signal.SIGINT
+    told.raise_if_interrupted()  # no error either of one that came after the last step
+    assert told.should_stop() and told.reason == "max_time passed"
+    told.raise_if_interrupted()
 
 
 @pytest.mark.parametrize(
@@ -119,11 +137,12 @@ def test_a_step_has_the_time_that_torchrun_gives(monkeypatch, given, grace):
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     if given is not None:
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given)
-    with Stopping(None):
+    with Stopping(None) as stopping:
         os.kill(os.getpid(), signal.SIGTERM)
         timers = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
         (watch,) = (timer for timer in timers if not timer.finished.is_set())  # one that was cancelled may still end
         assert watch.interval == grace
+        assert stopping.should_stop() and watch.finished.is_set()  # the checkpoint that follows may take longer
 
 
 def test_saving_the_model_is_not_left(folder, monkeypatch):
@@ -147,6 +166,18 @@ def test_a_handler_that_was_not_set_from_python_is_no_error_at_the_end(monkeypat
     with Stopping(None):
         pass
     assert given[3:] == [signal.SIG_DFL] * 3
+
+
+def test_a_handler_of_sigusr1_stays():
+    """That of submitit, for one, which starts jobs again."""
+    own, before = (lambda *_: None), signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, own)
+    try:
+        with Stopping(None):
+            assert signal.getsignal(signal.SIGUSR1) is own
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_group_for_asking_is_given_back(monkeypatch):
@@ -177,6 +208,11 @@ def test_max_time(folder, capsys):
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "max_time passed", 1)
     main(command(run_values(folder, "run")))
     assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 12
+    last = run_values(folder, "last", max_steps=1)  # whose evaluation, due as the run ends, is left
+    main(command(last | {"max_time": "0.000001s"}))
+    assert "eval_loss" not in curve(folder, "last")[-1]
+    main(command(last))
+    assert "eval_loss" in curve(folder, "last")[-1]
     assert [seconds_of(t) for t in ("90s", "1.5m", "8h", "2d", "01:02:03", "1-00:00:10")] == [
         90, 90, 28800, 172800, 3723, 86410]  # fmt: skip
 

@@ -194,6 +194,7 @@ def test_best_names_the_best_of_those_that_are_saved(folder, monkeypatch):
     often = {"eval_every": 1, "save_every": 2, "max_steps": 6, "keep": 1}
     stop_at(monkeypatch, 3, short_run_values(folder, "run", **often))
     assert best_of(folder) == "step-00000004"
+    (folder / "run" / "checkpoints" / "best").unlink()  # as if it had been killed before that was named
     main(command(short_run_values(folder, "run", **often)))
     assert best_of(folder) == "step-00000004"
     assert sorted(p.name for p in (folder / "run" / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000006"]
@@ -334,7 +335,9 @@ def test_an_evaluation_without_the_metric_of_now_is_made_again():
         run = SimpleNamespace(record=SimpleNamespace(rows=rows), step=3, selection=ModelSelection(metric, None))
         run.changed_condition = None
         assert loop.Run._row_of_this_step(run) is found
-        run.changed_condition = "eval_data"
+        run.step = 4
+        assert loop.Run._row_of_this_step(run) is None
+        run.step, run.changed_condition = 3, "eval_data"
         assert loop.Run._row_of_this_step(run) is None
 
 
@@ -381,6 +384,9 @@ def test_patience_is_not_that_of_another_folder(folder, monkeypatch):
     judged = {"eval_every": 1, "early_stopping": 2}
     main(command(short_run_values(folder, "run", max_steps=5, **judged)))
     assert curve(folder, "run")[-1]["step"] == 3
+    saved = sorted(p.name for p in (folder / "run" / "checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (1, 2, 3)]  # the best, that of save_every and the last
+    assert best_of(folder) == saved[0]
     main(command(short_run_values(folder, "next", max_steps=8, resume=str(folder / "run"), **judged)))
     assert curve(folder, "next")[-1]["step"] == 5
 

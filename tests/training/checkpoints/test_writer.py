@@ -28,13 +28,16 @@ def folder(tmp_path):
     return write_folder(tmp_path, train=27)
 
 
-def test_minutes_alone_are_a_reason_to_save():
+def test_minutes_alone_are_a_reason_to_save(monkeypatch):
+    monkeypatch.setattr(writer, "save_checkpoint", lambda *args, **named: None)
     cfg = ClassificationConfig(output_dir="run", save_every="never", save_minutes=1.0)
     for seconds in (59, 61):
         checkpoints = writer.CheckpointWriter(Path("run"), 1, ModelSelection("loss", None), print)
         checkpoints._started_at = time.monotonic() - seconds
         run: Any = SimpleNamespace(cfg=cfg, stopping=Stopping(None), checkpoints=checkpoints)
         assert loop.Run._save_is_due(run, last=False) == (seconds > 60)
+    checkpoints.write(3, None, None, {}, lambda folder: None, wait=False)
+    assert not loop.Run._save_is_due(run, last=False)  # they count anew
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])

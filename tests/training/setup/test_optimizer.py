@@ -50,6 +50,16 @@ def test_settings_are_those_of_the_flags(name):
 
 
 @pytest.mark.parametrize(
+    ("warmup", "steps", "taken"), [(0.25, 10, 3), (0.25, 12, 3), (0.99, 10, 9), (0.06, 1, 0), (1, 10, 1), (20, 10, 20)]
+)
+def test_a_part_of_the_steps_is_rounded_up_but_not_to_all(warmup, steps, taken):
+    """As transformers rounds; but a run of one step would change nothing at a learning rate of 0."""
+    model = modelcenter.from_config("tiny/bert", "base", policy=False)
+    _, schedule = make_optimizer(ClassificationConfig(warmup=warmup), model, steps)
+    assert schedule.warmup_iter == taken
+
+
+@pytest.mark.parametrize(
     "precision", ["bf16-params", *(pytest.param(p, marks=pytest.mark.full) for p in ("bf16", "fp16", "bf16-sr"))]
 )
 def test_precisions_train(folder, precision):

@@ -18,6 +18,7 @@ from toyruns import run_script
 import engine
 import modelcenter
 from engine.checkpoint import training
+from engine.optim import OptimManager
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
@@ -276,10 +277,15 @@ def test_the_order_of_the_rows_is_that_of_the_seed(sizes):
     assert order(1) == order(1) != order(2)
 
 
-def test_evaluation_times_and_schedule(folder):
+def test_evaluation_times_and_schedule(folder, monkeypatch):
     rows = finetune(folder, max_steps=7, eval_every=3, log_every=100, lr_scheduler="constant", warmup=2)
     assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6, 7]
-    rows = finetune(folder, max_steps=6, eval_every="never", lr_scheduler="cosine", warmup=2, overwrite_output_dir=True)
+    limits, clip = [], OptimManager.clip_grad_norm
+    noted = lambda self, groups, limit, **named: limits.append(limit) or clip(self, groups, limit, **named)  # noqa: E731
+    monkeypatch.setattr(OptimManager, "clip_grad_norm", noted)
+    cosine = {"lr_scheduler": "cosine", "warmup": 2, "max_grad_norm": 0, "overwrite_output_dir": True}
+    rows = finetune(folder, max_steps=6, eval_every="never", **cosine)
+    assert limits == [float("inf")] * 6
     assert [row["step"] for row in rows if "eval_loss" in row] == [6]
     half = [0.01 * 0.5 * (1 + np.cos(np.pi * i / 4)) for i in range(4)]
     assert [row["lr"] for row in rows if "lr" in row] == pytest.approx([0, 0.005, *half])

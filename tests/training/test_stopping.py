@@ -196,9 +196,16 @@ def test_max_time_counts_from_the_start_of_the_command(folder, monkeypatch):
     for seconds in (9, 11):
         assert Stopping(10, began=time.monotonic() - seconds).should_stop() == (seconds > 10)
     before, given = time.monotonic(), []
-    monkeypatch.setattr(loop, "train", lambda *args: given.append(args[-1]))
-    main(command(run_values(folder, "run", max_time="8h")))
-    assert before <= given[0] < time.monotonic()
+
+    class Noted(Stopping):
+        def __init__(self, seconds, on_abandon, began):
+            given.append((seconds, began))
+            super().__init__(seconds, on_abandon, began)
+
+    monkeypatch.setattr(loop, "Stopping", Noted)
+    main(command(run_values(folder, "run", max_time="8h", max_steps=1)))
+    ((seconds, began),) = given
+    assert seconds == 8 * 3600 and before <= began < time.monotonic()
 
 
 def test_max_time(folder, capsys):

@@ -128,6 +128,10 @@ def test_the_first_row_after_a_stop_is_on_the_steps_since():
         meter.add(GlobalBatch(0, [batch], 8, None, {}))
         rows.append(meter.row(seconds))
     assert rows[1] == {**rows[0], "tokens": 708} and rows[0]["tokens_per_second"] == 4.0
+    half = batch | {"cu_seqlens": torch.tensor([0, 4]), "labels": torch.zeros(1)}
+    meters[0].add(GlobalBatch(1, [half], 4, None, {}))
+    row = meters[0].row(3.0)
+    assert (rows[0]["padding"], row["padding"], row["tokens_per_second"]) == (0.0, 0.5, 4.0)
 
 
 def in_parts():

@@ -189,9 +189,7 @@ def stream_batch_source(cfg: Any, examples: StreamRows) -> StreamBatchSource:
 
 def _with_row_ids(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
     """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut."""
-    ids = examples.row_ids(rows)
-    if len(batch["cu_seqlens"]) == len(ids) + 1:
-        batch["row_ids"] = torch.from_numpy(np.asarray(ids, np.int64))
+    batch["row_ids"] = torch.from_numpy(np.asarray(examples.row_ids(rows), np.int64))
     return batch
 
 

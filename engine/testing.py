@@ -215,8 +215,12 @@ class Pool:
 
     def _last_words(self, rank: int) -> str:
         """The Python stacks of a rank that crashed."""
-        words = self._stack_file(rank).read_text() if self._stack_file(rank).exists() else ""
-        return words[words.find(_CRASH) :] if _CRASH in words else ""
+        _, crash, stacks = self._written_stacks(rank).partition(_CRASH)
+        return crash + stacks
+
+    def _written_stacks(self, rank: int) -> str:
+        file = self._stack_file(rank)
+        return file.read_text() if file.exists() else ""
 
     def _stack_file(self, rank: int) -> Path:
         assert self._scratch is not None
@@ -231,8 +235,7 @@ class Pool:
             time.sleep(0.3)
         text = ""
         for rank in sorted(waiting):
-            stack = self._stack_file(rank)
-            where = stack.read_text().split("/engine/testing.py", 1)[0].rpartition("\n")[0] if stack.exists() else ""
+            where = self._written_stacks(rank).split("/engine/testing.py", 1)[0].rpartition("\n")[0]
             text += f"rank {rank} was still here:\n{where}\n"
         return text
 
@@ -324,8 +327,8 @@ def _lost_another(failure: str) -> bool:
 
 
 def _in_a_line(failure: str) -> str:
-    first, *_, last = failure.strip().splitlines() * 2
-    return first if first.startswith("died") else last
+    lines = failure.strip().splitlines()
+    return lines[0] if failure.startswith("died") else lines[-1]
 
 
 def _name(fn: Callable[..., Any]) -> str:

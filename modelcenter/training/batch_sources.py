@@ -89,13 +89,18 @@ class RowBatchSource:
         self.steps_per_epoch = sampler.steps
 
     def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
+        for number, rows, epoch in self._rows(step, self.steps):
+            yield self._batch(number, rows, epoch)
+
+    def _rows(self, step: int, end: int) -> Iterator[tuple[int, np.ndarray, int]]:
+        """(step, its rows on all ranks, epoch) of the steps from one on to before another."""
         epoch: int = -1
         batches: Sequence[np.ndarray] = ()
-        for number in range(step, self.steps):
+        for number in range(step, end):
             if number // self.sampler.steps != epoch:
                 epoch = number // self.sampler.steps
                 batches = self.sampler.epoch(epoch)
-            yield self._batch(number, batches[number % self.sampler.steps], epoch)
+            yield number, batches[number % self.sampler.steps], epoch
 
     def _batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
         """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
@@ -113,11 +118,9 @@ class RowBatchSource:
     def rows_taken(self, steps: int) -> np.ndarray:
         """Numbers of the rows that so many steps take from the start, each once, in order."""
         taken = np.zeros(len(self.sampler.lengths), bool)
-        for epoch in range(-(-steps // self.sampler.steps)):
-            batches = self.sampler.epoch(epoch)
-            for number in range(min(steps - epoch * self.sampler.steps, self.sampler.steps)):
-                taken[batches[number]] = True
-            if taken.all():
+        for number, rows, _ in self._rows(0, steps):
+            taken[rows] = True
+            if (number + 1) % self.sampler.steps == 0 and taken.all():
                 break
         return np.flatnonzero(taken)
 

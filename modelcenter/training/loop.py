@@ -247,8 +247,10 @@ class Run:
     def _row_of_this_step(self) -> dict[str, Any] | None:
         """The evaluation of the step that a run goes on from, if a row of it was written before the run ended, under
         the same conditions and with the present metric."""
-        newest = self.record.rows[-1:] if self.changed_condition is None else []
-        return next((row for row in newest if self.selection.metric in row and row["step"] == self.step), None)
+        if self.changed_condition is not None or not self.record.rows:
+            return None
+        newest = self.record.rows[-1]
+        return newest if self.selection.metric in newest and newest["step"] == self.step else None
 
     def train_step(self, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor, float]:
         """One step on a global batch. Returns loss, gradient norm (both on the device) and the learning rate used."""

@@ -6,7 +6,7 @@ batches and of checkpoints.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -207,10 +207,11 @@ class DPO(LanguageModelling):
         rows_needed: Callable[[Any], np.ndarray],
     ) -> None:
         self.sets = [examples for examples in (train_set, eval_set) if examples is not None]
-        self.start = _place(self.cfg.model)
+        self.start = str(self.cfg.model)
+        needed = [rows_needed(examples) for examples in self.sets]
         if checkpoint is not None:
-            self._take_kept(checkpoint, rows_needed)
-        unknown = [(examples, _unknown(examples, rows_needed(examples))) for examples in self.sets]
+            self._take_kept(checkpoint, needed)
+        unknown = [(examples, _unknown(examples, rows)) for examples, rows in zip(self.sets, needed, strict=True)]
         if not any(len(rows) for _, rows in unknown):
             return
         if self.cfg.reference is not None:
@@ -218,8 +219,11 @@ class DPO(LanguageModelling):
                 model = self.load_reference(self.cfg.reference, model)
         self.set_reference(model, *unknown)
 
-    def _take_kept(self, checkpoint: Path, rows_needed: Callable[[Any], np.ndarray]) -> None:
+    def _take_kept(self, checkpoint: Path, needed: Sequence[np.ndarray]) -> None:
         """Take the log-probabilities that are in a checkpoint. Collective.
+
+        Args:
+            needed: numbers of the pairs of each set that the run uses.
 
         Raises:
             ValueError: there are some of a set but not all that are needed, and the model whose they are is another.
@@ -231,14 +235,14 @@ class DPO(LanguageModelling):
                 kept, start = read_reference(checkpoint, self._reference_name())
                 found = [kept.get(examples.digest) for examples in self.sets]
         found, start = from_rank_0((found, start))
-        taken = []
-        for examples, log_probs in zip(self.sets, found, strict=True):
+        missing = 0  # of sets that are kept in part
+        for examples, rows, log_probs in zip(self.sets, needed, found, strict=True):
             if log_probs is not None:
                 examples.reference[:] = log_probs
-                taken.append(examples)
-        if self.cfg.reference is not None or start is None or not taken:
+                missing += len(_unknown(examples, rows))
+        if start is None or all(log_probs is None for log_probs in found):
             return
-        if start != self.start and any(len(_unknown(examples, rows_needed(examples))) for examples in taken):
+        if self.cfg.reference is None and start != self.start and missing:
             raise ValueError(
                 f"model: got {self.cfg.model}, but the reference is what the run in {checkpoint} began with, and more "
                 f"of its log-probabilities are needed than are kept there; go on with --model {start}, or with as many "
@@ -247,7 +251,7 @@ class DPO(LanguageModelling):
         self.start = start
 
     def _reference_name(self) -> str:
-        return "the start" if self.cfg.reference is None else _place(self.cfg.reference)
+        return "the start" if self.cfg.reference is None else self.cfg.reference
 
     def write_extra(self, folder: Path) -> None:
         kept = {examples.digest: examples.reference for examples in self.sets}
@@ -297,8 +301,8 @@ class DPO(LanguageModelling):
         for examples, numbers in sets:
             if not len(numbers):
                 continue
-            batch_size = 8 if self.cfg.batch_size == "auto" else self.cfg.batch_size  # auto is not settled yet
-            size = self.cfg.eval_batch_size or max(batch_size, 8)
+            assert self.cfg.batch_size != "auto"  # it is settled, as in the flags that a run leaves
+            size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)
             parts = evaluation_batches(examples.lengths[numbers], size, engine.data_size())[engine.data_rank()]
             batches = Batches(examples, [numbers[part] for part in parts])
             places = [torch.from_numpy(part) for part in parts]
@@ -371,12 +375,6 @@ def check_same_vocabulary(name: str, tokenizer: Any) -> None:
             f"reference: the tokenizer of {name} gives {same:,} of the {len(words):,} tokens of this one the same "
             "number: they do not belong together; give a reference with the vocabulary of the model"
         )
-
-
-def _place(name: str) -> str:
-    """The name of a model, or its folder's, which is the same wherever the next run is started."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
 
 
 def _unknown(examples: PreferenceExamples, rows: np.ndarray) -> np.ndarray:

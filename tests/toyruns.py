@@ -1,5 +1,6 @@
 """Runs of scripts on toy data: killing them, and comparing what they leave."""
 
+import json
 import multiprocessing
 import os
 import re
@@ -23,6 +24,26 @@ def run_script(main, values, ranks: int = 1, timeout: float = 90) -> list[dict]:
     else:
         on_ranks(lambda: main(command(values)), ranks, timeout=timeout)
     return read_jsonl(f"{values['output_dir']}/metrics.jsonl")
+
+
+def train_classifier(folder, ranks: int = 1, **changes) -> list[dict]:
+    """A classifier on the rows of a folder (`flags`), on this many ranks; the rows of metrics.jsonl."""
+    return run_script(main, flags(folder, **changes), ranks)
+
+
+def read_summary(folder, name: str = "run") -> dict:
+    return json.loads((folder / name / "summary.json").read_text(encoding="utf-8"))
+
+
+def in_transformers(folder, rows: list[dict], name: str = "run"):
+    """Logits of the exported model by transformers alone, and its names of labels."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(str(folder / name / "model")).eval()
+    tokenizer = AutoTokenizer.from_pretrained(str(folder / name / "model"))
+    batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return model(**batch).logits, model.config.label2id
 
 
 def in_a_process(main, values) -> int:

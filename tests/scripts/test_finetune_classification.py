@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from toydata import command, flags, write_folder
+from toyruns import read_summary
 
 from modelcenter._paths import scripts_dir
 from modelcenter.training.tasks import TASKS
@@ -42,7 +43,7 @@ def test_alone_and_under_torchrun_are_the_same_run(folder):
     assert two.returncode == 0, two.stderr
     assert losses(folder, "two") == pytest.approx(losses(folder, "alone"), abs=1e-5)
     assert len(losses(folder, "two")) == 4  # 18 rows: steps of 8, 8 and 2, and an evaluation
-    summary = json.loads((folder / "two" / "summary.json").read_text())
+    summary = read_summary(folder, "two")
     assert summary["status"] == "finished" and summary["hardware"]["ranks"] == 2
     assert "finetune_classification.py --model tiny/bert" in summary["command"]
     assert two.stdout.count("step 3/3") == 3  # rank 0 alone speaks: the step, its evaluation, the end

@@ -10,7 +10,7 @@ import seq2seq_toys
 import torch
 from safetensors.torch import load_file
 from toydata import command, flags, make_rows, make_tokenizer, write_folder
-from toyruns import assert_same_end, curve, die_at, weights, went_on_after
+from toyruns import assert_same_end, curve, die_at, read_summary, weights, went_on_after
 
 import modelcenter as mc
 from engine.testing import run as on_ranks
@@ -56,7 +56,7 @@ def test_a_lora_run_leaves_an_adapter_and_a_whole_model(folder, capsys):
 
 
 def parameters(folder, name):
-    return json.loads((folder / name / "summary.json").read_text())["parameters"]
+    return read_summary(folder, name)["parameters"]
 
 
 def test_a_lora_run_goes_on_and_does_not_depend_on_the_cut(folder, monkeypatch, capfd):
@@ -254,7 +254,7 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # what follows takes none of it
     assert set(dtypes) == {torch.bfloat16}  # that of the file
     assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
-    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+    assert read_summary(folder)["status"] == "finished"
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
     words = mc.AutoTokenizer.from_pretrained(folder / "run" / "adapter")  # no model/ has it
     assert words.get_vocab() == make_tokenizer().get_vocab() and words.model_max_length == 32

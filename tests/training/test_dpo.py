@@ -10,7 +10,7 @@ import torch
 import toydata
 from chat_toys import CHATML, SIZES, STILL, make_pairs, make_tokenizer
 from toydata import command, write_jsonl
-from toyruns import went_on_after
+from toyruns import read_summary, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -376,7 +376,7 @@ def test_pairs_without_both_answers_are_left_out(folder, caplog):
     data = write_jsonl(folder / "some.jsonl", rows)
     main(command(flags(folder, train_data=str(data), max_steps=1)))
     assert "some.jsonl: 1 rows have no answer and are left out" in caplog.text and "line 3)" in caplog.text
-    assert json.loads((folder / "run" / "summary.json").read_text())["data"]["train"]["rows"] == 5
+    assert read_summary(folder)["data"]["train"]["rows"] == 5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import toydata
 import transformers
 from chat_toys import CHATML, SIZES, STILL, make_pairs, make_tokenizer
 from toydata import command, read_jsonl, write_jsonl
-from toyruns import die_at, in_a_process, went_on_after
+from toyruns import die_at, in_a_process, read_summary, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -283,7 +283,7 @@ def test_rows_that_are_left_out_are_counted(folder, caplog):
     main(command(flags(folder, train_data=str(data), max_length=60, max_steps=1)))
     assert "some.jsonl: 1 rows have no answer and are left out (first:" in caplog.text and "line 4)" in caplog.text
     assert "1 rows have no answer within 60 tokens and are left out" in caplog.text and "line 6)" in caplog.text
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert summary["data"]["train"]["rows"] == 10
     main(command(flags(folder, train_data=str(data), max_length=60, max_steps=1, too_long="drop", dry_run=True)))
     assert "1 rows are longer than 60 tokens and are left out" in caplog.text  # its answer may lie within them

@@ -1,11 +1,9 @@
-"""Whole runs of a few steps: against transformers, against themselves cut differently, and when they go wrong."""
+"""Whole runs of a few steps: against transformers, and against themselves cut differently."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +11,10 @@ import pytest
 import torch
 import yaml
 from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, read_jsonl, write_folder, write_jsonl
-from toyruns import run_script
+from toyruns import in_transformers, read_summary, train_classifier
 
 import engine
 import modelcenter
-from engine.checkpoint import training
 from engine.optim import OptimManager
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
@@ -26,17 +23,10 @@ from modelcenter.training.batch_sources import make_batch_source
 from modelcenter.training.config import ClassificationConfig
 from scripts.finetune_classification import main
 
-TRAIN = "data/train.jsonl"  # by itself, without rows to evaluate on
-
 
 @pytest.fixture
 def folder(tmp_path):
     return write_folder(tmp_path, train=27)
-
-
-def finetune(folder, ranks: int = 1, **changes) -> list[dict]:
-    """Run the script on this many ranks; the rows of metrics.jsonl."""
-    return run_script(main, flags(folder, **changes), ranks)
 
 
 @pytest.mark.full
@@ -60,21 +50,6 @@ def read_rows(output_dir) -> list[dict]:
     return read_jsonl(f"{output_dir}/metrics.jsonl")
 
 
-def read_summary(folder, name: str = "run") -> dict:
-    return json.loads((folder / name / "summary.json").read_text())
-
-
-def in_transformers(folder, rows: list[dict], name: str = "run"):
-    """Logits of the exported model by transformers alone, and its names of labels."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    model = AutoModelForSequenceClassification.from_pretrained(str(folder / name / "model")).eval()
-    tokenizer = AutoTokenizer.from_pretrained(str(folder / name / "model"))
-    batch = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
-    with torch.no_grad():
-        return model(**batch).logits, model.config.label2id
-
-
 def without_time(method):
     """A method of a run during which its clock stands."""
 
@@ -90,7 +65,7 @@ def without_time(method):
 def test_what_a_run_leaves(folder, curves, capsys, monkeypatch):
     for name in ("evaluate", "save"):
         monkeypatch.setattr(loop.Run, name, without_time(getattr(loop.Run, name)))
-    rows = finetune(folder, epochs=2, log_every=3)
+    rows = train_classifier(folder, epochs=2, log_every=3)
     train = [row for row in rows if "loss" in row]
     assert [row["step"] for row in train] == [1, 3, 6, 8]  # 27 rows are 4 batches of 8 an epoch
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
@@ -150,7 +125,7 @@ def test_what_a_run_leaves(folder, curves, capsys, monkeypatch):
 
 def test_evaluation_is_what_transformers_says(folder):
     dev = make_rows(11, seed=2)
-    rows = finetune(folder, eval_batch_size=4, model_config=SIZES | {"dropout": 0.4, "initializer_range": 0.4})
+    rows = train_classifier(folder, eval_batch_size=4, model_config=SIZES | {"dropout": 0.4, "initializer_range": 0.4})
     logits, label2id = in_transformers(folder, dev)
     targets = torch.tensor([label2id[row["label"]] for row in dev])
     assert rows[-1]["eval_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), abs=1e-5)
@@ -159,7 +134,7 @@ def test_evaluation_is_what_transformers_says(folder):
 
 def test_it_learns(folder):
     write_jsonl(folder / "data" / "train.jsonl", make_rows(160, seed=5))
-    rows = finetune(folder, epochs=6, lr=1e-2, log_every=100, model_config=SIZES, weight_decay=0.0)
+    rows = train_classifier(folder, epochs=6, lr=1e-2, log_every=100, model_config=SIZES, weight_decay=0.0)
     assert rows[-1]["eval_accuracy"] > 0.9
 
 
@@ -175,7 +150,7 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
         "adam_beta2": 0.9,
         "adam_epsilon": 1e-3,
     }
-    rows = finetune(folder, **changes, seed=7)
+    rows = train_classifier(folder, **changes, seed=7)
     ours = [row for row in rows if "loss" in row]
     names = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "problem_type": "single_label_classification"}
     sizes = SIZES | STILL | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
@@ -217,10 +192,10 @@ CUTS = {
 
 def test_losses_do_not_depend_on_the_cut(folder):
     """27 rows: the last batch of 3 leaves ranks and microbatches unequal and empty."""
-    whole = finetune(folder, output_dir=str(folder / "whole"))
+    whole = train_classifier(folder, output_dir=str(folder / "whole"))
     expected_logits, _ = in_transformers(folder, make_rows(5), "whole")
     for name, (ranks, changes) in CUTS.items():
-        rows = finetune(folder, ranks, output_dir=str(folder / name), **changes)
+        rows = train_classifier(folder, ranks, output_dir=str(folder / name), **changes)
         assert len(rows) == len(whole)
         for row, expected in zip(rows, whole, strict=True):
             compared = {k: v for k, v in expected.items() if k not in ("seconds", "tokens_per_second", "eval_seconds")}
@@ -237,7 +212,7 @@ def test_each_step_drops_other_units(folder):
 
     def losses(name, **changes):
         same = {"lr": 0.0, "batch_size": 27, "epochs": 3, "log_every": 1, "output_dir": str(folder / name)}
-        return {round(row["loss"], 5) for row in finetune(folder, **same, **changes) if "loss" in row}
+        return {round(row["loss"], 5) for row in train_classifier(folder, **same, **changes) if "loss" in row}
 
     dropped = losses("dropped", model_config=SIZES | STILL | {"dropout": 0.5})
     assert len(dropped) == 3
@@ -251,7 +226,7 @@ def test_dropout_does_not_depend_on_the_cut(folder):
 
     def losses(name, dropout, ranks=1, **changes):
         model = SIZES | {"dropout": dropout, "attention_dropout": dropout}
-        rows = finetune(folder, ranks, model_config=model, output_dir=str(folder / name), **changes)
+        rows = train_classifier(folder, ranks, model_config=model, output_dir=str(folder / name), **changes)
         return [row["loss"] for row in rows if "loss" in row]
 
     whole = losses("whole", 0.3)
@@ -278,18 +253,18 @@ def test_the_order_of_the_rows_is_that_of_the_seed(sizes):
 
 
 def test_evaluation_times_and_schedule(folder, monkeypatch):
-    rows = finetune(folder, max_steps=7, eval_every=3, log_every=100, lr_scheduler="constant", warmup=2)
+    rows = train_classifier(folder, max_steps=7, eval_every=3, log_every=100, lr_scheduler="constant", warmup=2)
     assert [row["step"] for row in rows if "eval_loss" in row] == [3, 6, 7]
     limits, clip = [], OptimManager.clip_grad_norm
     noted = lambda self, groups, limit, **named: limits.append(limit) or clip(self, groups, limit, **named)  # noqa: E731
     monkeypatch.setattr(OptimManager, "clip_grad_norm", noted)
     cosine = {"lr_scheduler": "cosine", "warmup": 2, "max_grad_norm": 0, "overwrite_output_dir": True}
-    rows = finetune(folder, max_steps=6, eval_every="never", **cosine)
+    rows = train_classifier(folder, max_steps=6, eval_every="never", **cosine)
     assert limits == [float("inf")] * 6
     assert [row["step"] for row in rows if "eval_loss" in row] == [6]
     half = [0.01 * 0.5 * (1 + np.cos(np.pi * i / 4)) for i in range(4)]
     assert [row["lr"] for row in rows if "lr" in row] == pytest.approx([0, 0.005, *half])
-    rows = finetune(
+    rows = train_classifier(
         folder,
         epochs=0.5,
         eval_fraction=0.2,
@@ -315,7 +290,7 @@ def test_empty_texts_are_told_and_nothing_but_them_is_an_error(folder, caplog, c
 
 
 def test_no_evaluation_data(folder):
-    rows = finetune(folder, train_data=str(folder / "data" / "train.jsonl"))
+    rows = train_classifier(folder, train_data=str(folder / "data" / "train.jsonl"))
     assert not any("eval_loss" in row for row in rows)
     assert read_summary(folder)["best"]["metric"] == "loss"
 
@@ -332,7 +307,7 @@ def test_other_kinds_of_labels(folder, kind):
             row["label"] = [row["label"], "any"] if i % 3 else []
     write_jsonl(folder / "x.jsonl", rows)
     # On 2 ranks: the empty microbatch of rank 1 must have labels of the right kind.
-    found = finetune(
+    found = train_classifier(
         folder, 2, train_data=str(folder / "x.jsonl"), eval_data=str(folder / "x.jsonl"), batch_size=3, max_steps=4
     )
     names = {"regression": "eval_pearson", "multi_label_classification": "eval_f1_macro", "pair": "eval_mcc"}
@@ -345,235 +320,8 @@ def test_other_kinds_of_labels(folder, kind):
     )
 
 
-# ------------------------------------------------------------------------------------------------------ gone wrong
-def spoil(monkeypatch, steps):
-    """Make the gradient of some steps NaN (None: of all)."""
-    good, calls = loop.accumulate, []
-
-    def accumulate(model, *args, **kwargs):
-        loss = good(model, *args, **kwargs)
-        calls.append(1)
-        if steps is None or len(calls) in steps:
-            next(model.parameters()).grad.fill_(float("nan"))
-            loss = loss * float("nan")
-        return loss
-
-    monkeypatch.setattr(loop, "accumulate", accumulate)
-
-
-def test_a_bad_step_is_skipped_and_counted(folder, monkeypatch):
-    spoil(monkeypatch, {2})
-    rows = finetune(folder, max_steps=4)
-    assert [row["loss"] is None for row in rows if "loss" in row] == [
-        False,
-        True,
-        False,
-        False,
-    ]  # null: JSON has no NaN
-    assert [row.get("skipped") for row in rows if "loss" in row] == [None, 1, 1, 1]
-    assert read_summary(folder)["skipped_steps"] == 1
-    logits, _ = in_transformers(folder, make_rows(3))
-    assert logits.isfinite().all()
-
-
-def test_bad_steps_in_a_row_end_the_run(folder, monkeypatch):
-    spoil(monkeypatch, range(3, 99))
-    with pytest.raises(
-        FloatingPointError, match=r"step 10: .*not finite in 8 steps in a row.*Rows of.*train.jsonl, line \d+"
-    ):
-        finetune(folder, max_steps=30)
-    summary = read_summary(folder)
-    assert summary["status"] == "failed" and "not finite in 8 steps" in summary["reason"]
-    assert summary["steps"] == 9 and summary["skipped_steps"] == 8 and not (folder / "run" / "model").exists()
-
-
-def test_a_run_of_bad_steps_only_is_no_success(folder):
-    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss.*weights: look at"):
-        finetune(folder, max_steps=3, model_config=SIZES | {"initializer_range": 1e30})
-    assert read_summary(folder)["status"] == "failed"
-
-
-def test_output_dir_is_never_overwritten_unasked(folder):
-    finetune(folder, max_steps=1)
-    with pytest.raises(ValueError, match="output_dir: .*run holds a finished run; .*--overwrite_output_dir"):
-        finetune(folder, max_steps=1)
-    with pytest.raises(ValueError, match="no column 'txt'"):
-        finetune(folder, text_column="txt", overwrite_output_dir=True)
-    assert read_summary(folder)["steps"] == 1  # a mistake costs no finished run
-    assert finetune(folder, max_steps=2, overwrite_output_dir=True)[-1]["step"] == 2
-    (folder / "logged").mkdir()
-    for name in ("log", "nohup.out"):  # `> logged/log`
-        (folder / "logged" / name).touch()
-    assert finetune(folder, output_dir=str(folder / "logged"), max_steps=1)[-1]["step"] == 1
-    assert (folder / "logged" / "log").exists()
-    (folder / "home").mkdir()
-    (folder / "home" / "thesis.tex").touch()
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="holds files of something else"):
-            finetune(folder, output_dir=str(folder / "home"), overwrite_output_dir=overwrite)
-    assert (folder / "home" / "thesis.tex").exists()
-    for name in ("config.yaml", "model/model.safetensors", "checkpoints/mine.pt"):  # as a run names them
-        own = folder / "own" / name
-        own.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text("batch_size: 4 # fits")
-        for overwrite in (False, True):
-            with pytest.raises(ValueError, match=f"own holds files of something else \\({name.split('/')[0]}, "):
-                finetune(folder, output_dir=str(folder / "own"), overwrite_output_dir=overwrite)
-        assert own.read_text() == "batch_size: 4 # fits"
-        own.unlink()
-        assert finetune(folder, output_dir=str(folder / "own"), max_steps=1)[-1]["step"] == 1  # an empty folder is fine
-        shutil.rmtree(folder / "own")
-    with pytest.raises(ValueError, match="output_dir: .*thesis.tex is a file, expected a folder or a new name"):
-        finetune(folder, output_dir=str(folder / "home" / "thesis.tex"))
-
-
-def test_a_name_that_is_not_utf_8_costs_no_checkpoint_and_no_summary(folder):
-    """As unzip leaves the names of an archive from a Chinese Windows."""
-    data = folder / os.fsdecode(b"\xb2\xe2.jsonl")
-    shutil.copy(folder / "data" / "train.jsonl", data)
-    finetune(folder, train_data=str(data), eval_fraction=0.2, save_every=2, max_steps=4)
-    assert list(read_summary(folder)["data"]["train"]["sha256"]) == [str(data)]
-    about = json.loads((folder / "run" / "checkpoints" / "last" / "run.json").read_text())
-    assert about["step"] == 4 and str(data) in about["data"]["sha256"]
-    assert (folder / "run" / "model" / "README.md").is_file()
-
-
-def test_a_failed_run_may_be_repeated(folder, monkeypatch):
-    spoil(monkeypatch, None)
-    with pytest.raises(FloatingPointError):
-        finetune(folder, max_steps=2)
-    finetune(folder, max_steps=9, max_time="0.000001s", output_dir=str(folder / "stopped"))  # good steps may yet come
-    assert read_summary(folder, "stopped")["status"] == "stopped"
-    monkeypatch.undo()
-    assert finetune(folder, max_steps=2)[-1]["step"] == 2
-
-
-def test_a_failed_run_may_be_repeated_while_its_checkpoint_is_written(folder, monkeypatch, caplog):
-    spoil(monkeypatch, None)
-    write = training.write_tensors
-    monkeypatch.setattr(training, "write_tensors", lambda *args, **named: (write(*args, **named), time.sleep(1)))
-    with pytest.raises(FloatingPointError):
-        finetune(folder, max_steps=2)
-    monkeypatch.undo()
-    assert finetune(folder, max_steps=2)[-1]["step"] == 2
-    assert not [record for record in caplog.records if "could not be written" in record.getMessage()]
-
-
-def test_a_short_run_in_fp16_may_end_before_its_loss_scale_fits(folder, monkeypatch, capsys):
-    good = loop.accumulate
-
-    def accumulate(model, *args, **kwargs):
-        loss = good(model, *args, **kwargs)
-        next(model.parameters()).grad.fill_(float("inf"))
-        return loss
-
-    monkeypatch.setattr(loop, "accumulate", accumulate)
-    finetune(folder, max_steps=2, precision="fp16")
-    assert read_summary(folder)["status"] == "finished"
-    assert "no step changed the weights: the loss scale of fp16 is still falling" in capsys.readouterr().out
-    spoil(monkeypatch, None)
-    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss"):
-        finetune(folder, max_steps=2, precision="fp16", output_dir=str(folder / "nan"))
-
-
-def test_output_that_cannot_be_written(folder):
-    (folder / "file").touch()
-    with pytest.raises(OSError, match="output_dir: cannot write to .*file/run: Not a directory"):
-        finetune(folder, output_dir=str(folder / "file" / "run"))
-
-
-def test_dry_run_writes_nothing(folder, capsys):
-    before = {p for p in folder.rglob("*")}
-    values = flags(folder, dry_run=True, global_batch_size=16)
-    del values["output_dir"]
-    main(command(values))
-    shown = capsys.readouterr().out
-    for text in (
-        "27 rows",
-        "11 rows",
-        "bad, good",
-        "text 'text', label 'label' with 2 classes",
-        "2 per epoch",
-        "One step: loss 0.6",
-        "[CLS] ",
-        "line ",
-        "Nothing of the run was written",
-    ):
-        assert text in shown, text
-    assert {p for p in folder.rglob("*")} == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"max_length": 33}, "max_length: got 33, the position table of this model has 32"),
-        ({"max_length": 3}, "max_length: got 3, expected more than the 3 special tokens"),
-        ({"text_column": "txt"}, "text_column: .* has no column 'txt', it has 'text', 'label'; did you mean 'text'"),
-        ({"num_labels": 1, "problem_type": "regression"}, "line 1: label '(good|bad)' is not a number"),
-        ({"eval_split": "tset"}, "has no split 'tset'"),
-        ({"tokenizer": "nowhere/at/all"}, "^tokenizer: no such directory: nowhere/at/all"),
-        ({"model_config": {"vocab_size": 7}}, "has 29 tokens, but the model's vocab_size is 7"),
-        (
-            {"model_config": {"hiden_size": 7}},
-            "^model: .*not understood: 'hiden_size' = 7.* Did you mean 'hidden_size'",
-        ),
-        ({"model": "./nowhere"}, "^model: no such directory: nowhere"),
-        ({"global_batch_size": 12}, "global_batch_size: got 12, expected a multiple of 8"),
-        ({"train_data": TRAIN, "eval_every": 2}, "eval_every: changes nothing without rows to evaluate on; give eval"),
-    ],
-)
-def test_flags_that_no_run_can_begin_with_leave_no_folder(folder, changes, says, monkeypatch):
-    monkeypatch.chdir(folder)
-    with pytest.raises((ValueError, OSError), match=says):
-        finetune(folder, output_dir=str(folder / "runs" / "a"), **changes)
-    assert not (folder / "runs").exists()
-
-
-def test_a_mistake_leaves_the_folders_that_were_there(folder):
-    (folder / "runs" / "a").mkdir(parents=True)
-    for name in ("a", "b/c"):
-        with pytest.raises(ValueError, match="text_column"):
-            finetune(folder, text_column="txt", output_dir=str(folder / "runs" / name))
-    assert [path.name for path in (folder / "runs").rglob("*")] == ["a"]
-
-
-def test_a_run_without_rows_to_evaluate_on(folder):
-    """Flags that say so are no mistake, nor are those of a file."""
-    (folder / "flags.yaml").write_text("eval_every: 2\neval_batch_size: 3")
-    rows = finetune(folder, config=str(folder / "flags.yaml"), train_data=str(folder / TRAIN), max_steps=1)
-    assert [row["step"] for row in rows] == [1]
-
-
-def test_needed_flags(folder):
-    for name in ("model", "train_data", "output_dir"):
-        values = flags(folder)
-        del values[name]
-        with pytest.raises(ValueError, match=f"--{name} is needed"):
-            main(command(values))
-    values = flags(folder)
-    del values["tokenizer"]
-    with pytest.raises(ValueError, match="--tokenizer is needed: with --from_scratch"):
-        main(command(values))
-
-
-def test_rows_without_text_and_unseen_labels(folder):
-    rows = make_rows(12)
-    write_jsonl(folder / "a.jsonl", [*rows, {"text": None, "label": "good"}])
-    with pytest.raises(ValueError, match="a.jsonl, line 13: the row has no text in column 'text'"):
-        finetune(folder, train_data=str(folder / "a.jsonl"))
-    write_jsonl(folder / "b.jsonl", [*rows, {"text": "x", "label": "so-so"}])
-    with pytest.raises(
-        ValueError, match="b.jsonl, line 13: label 'so-so' is not one of the labels of the training data"
-    ):
-        finetune(folder, train_data=str(folder / "data" / "train.jsonl"), eval_data=str(folder / "b.jsonl"))
-    write_jsonl(folder / "c.jsonl", [{"review": row["text"], "label": row["label"]} for row in rows])
-    says = "c.jsonl has no column 'text', it has 'review', 'label'. It is that of .*train.jsonl, whose columns this"
-    with pytest.raises(ValueError, match=says):
-        finetune(folder, eval_data=str(folder / "c.jsonl"))
-
-
 def test_starting_from_a_checkpoint(folder):
-    finetune(folder, max_steps=2)
+    train_classifier(folder, max_steps=2)
     start = str(folder / "run" / "model")
     values = flags(folder, model=start, max_steps=1, lr=0, output_dir=str(folder / "b"))
     del values["tokenizer"], values["from_scratch"], values["model_config"]
@@ -601,8 +349,8 @@ def test_starting_from_a_checkpoint(folder):
 
 @pytest.mark.full
 def test_bf16_runs(folder):
-    rows = finetune(folder, precision="bf16", max_steps=3)
-    whole = finetune(folder, precision="fp32", max_steps=3, output_dir=str(folder / "fp32"))
+    rows = train_classifier(folder, precision="bf16", max_steps=3)
+    whole = train_classifier(folder, precision="fp32", max_steps=3, output_dir=str(folder / "fp32"))
     losses = [[row["loss"] for row in r if "loss" in row] for r in (rows, whole)]
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[0] != losses[1]
     assert engine.world_size() == 1
@@ -615,9 +363,11 @@ def test_bf16_runs(folder):
 )
 def test_ranks_that_share_a_batch_train_as_one(folder, how):
     """Layers, tokens or blocks of one batch on two ranks; and blocks computed twice."""
-    alone = finetune(folder, model_config=STILL, gradient_accumulation_steps=2, batch_size=4)
+    alone = train_classifier(folder, model_config=STILL, gradient_accumulation_steps=2, batch_size=4)
     more = {} if "recompute" in how else {"gradient_accumulation_steps": 2}
-    rows = finetune(folder, ranks=2, output_dir=folder / "other", model_config=STILL, batch_size=4, **how, **more)
+    rows = train_classifier(
+        folder, ranks=2, output_dir=folder / "other", model_config=STILL, batch_size=4, **how, **more
+    )
     assert len(rows) == len(alone)
     for mine, theirs in zip(rows, alone, strict=True):
         for name in ("loss", "grad_norm", "eval_loss", "eval_accuracy", "tokens"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import seq2seq_toys
 from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, write_folder, write_jsonl
-from toyruns import assert_same_end, die_at, in_a_process, went_on_after
+from toyruns import assert_same_end, die_at, in_a_process, read_summary, went_on_after
 
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.training.batch_sources import RowBatchSource, make_batch_source
@@ -156,7 +156,7 @@ def test_a_killed_run_goes_on_with_the_same_rows(folder, monkeypatch, capfd):
     main(command(mixture(folder, 1, 3, **more)))
     assert went_on_after(capfd) in (3, 6)  # step 6 may have been half written
     assert_same_end(folder, "run")
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert summary["data"]["train"]["weights"] == [1.0, 3.0]
 
 

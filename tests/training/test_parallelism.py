@@ -20,6 +20,7 @@ from seq2seq_toys import SIZES as T5_SIZES
 from seq2seq_toys import flags as seq2seq_flags
 from seq2seq_toys import write_folder as write_seq2seq
 from toydata import SIZES, STILL, command, flags, write_folder, write_jsonl
+from toyruns import read_summary
 
 import engine
 import modelcenter
@@ -130,7 +131,7 @@ def test_models_over_ranks_change_nothing(tmp_path, monkeypatch, task, split):
     on_ranks(lambda: run("two", **{split: 2}, **parts), 2, timeout=90)
     one, two = curve(tmp_path, "one"), curve(tmp_path, "two")
     assert len(one) == 3 and len(two) == 3  # two steps, an evaluation
-    sizes = [json.loads((tmp_path / name / "summary.json").read_text())["parameters"] for name in ("one", "two")]
+    sizes = [read_summary(tmp_path, name)["parameters"] for name in ("one", "two")]
     assert sizes[0] == sizes[1]
     for row, expected in zip(two, one, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toydata import command, flags, make_rows, read_jsonl, write_folder, write_jsonl
+from toyruns import read_summary
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
@@ -106,7 +107,7 @@ def test_texts_of_another_form_and_the_terminal(folder, tmp_path, capsys):
 
 
 def test_evaluate_is_the_runs_own_evaluation_on_any_number_of_ranks(folder, capsys):
-    last = json.loads((folder / "run" / "summary.json").read_text())["last"]
+    last = read_summary(folder)["last"]
     expected = {name.removeprefix("eval_"): v for name, v in last.items() if name.startswith("eval_")}
     del expected["seconds"]
     words = ["evaluate", str(folder / "run"), str(folder / "data"), "--json", "--output", str(folder / "scores.json")]
@@ -130,7 +131,7 @@ def test_other_kinds(folder, tmp_path, kind, capsys):
     main(
         command(flags(folder, train_data=str(data), eval_data=str(data), max_steps=2, output_dir=str(tmp_path / "run")))
     )
-    last = json.loads((tmp_path / "run" / "summary.json").read_text())["last"]
+    last = read_summary(tmp_path)["last"]
     capsys.readouterr()
     cli(["evaluate", str(tmp_path / "run"), str(data), "--json"])
     found = json.loads(capsys.readouterr().out)

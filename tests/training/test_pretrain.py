@@ -1,6 +1,5 @@
 """Pretraining: whole runs against transformers, cut differently, of every kind of data, killed and gone on."""
 
-import json
 import signal
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from text_toys import KINDS, SIZES, STILL, TOKENIZERS, flags, make_texts, pretrain, rows_of, write_texts
 from toydata import command, write_jsonl
-from toyruns import assert_same_end, die_at, in_a_process, went_on_after
+from toyruns import assert_same_end, die_at, in_a_process, read_summary, went_on_after
 
 import modelcenter
 from modelcenter.cli import run as cli
@@ -163,7 +162,7 @@ def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, kind, data):
     cli(words[1])
     assert went_on_after(capfd) in (2, 4)  # step 4 may have been half written
     assert_same_end(folder, "run")
-    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 9
+    assert read_summary(folder)["steps"] == 9
 
 
 @pytest.mark.parametrize("model", ["tiny/cpmant", "tiny/gpt2", "tiny/cpmbee"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from text_toys import KINDS, TOKENIZERS, flags, make_decoder_tokenizer, make_texts, pretrain, rows_of, write_texts
 from toydata import command, write_jsonl
+from toyruns import read_summary
 
 from modelcenter.cli import run as cli
 from modelcenter.data.blocks import Blocks
@@ -336,7 +337,7 @@ def test_a_stream_without_a_step_left_knows_its_epoch(folder):
     stream = {"streaming": True, "batch_tokens": 96, "train_data": str(data), "max_steps": 3, "save_every": 3}
     pretrain(folder, "lm", "run", **stream)
     pretrain(folder, "lm", "next", resume=str(folder / "run"), **stream)
-    epochs = [json.loads((folder / name / "summary.json").read_text())["epochs"] for name in ("run", "next")]
+    epochs = [read_summary(folder, name)["epochs"] for name in ("run", "next")]
     assert epochs[0] == epochs[1] > 0
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from text_toys import KINDS, TOKENIZERS, pretrain, write_texts
 from toydata import write_jsonl
+from toyruns import read_summary
 
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
@@ -24,7 +25,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [*KINDS, "pairs"])
 def test_evaluate_is_the_runs_own_evaluation_on_any_number_of_ranks(trained, name):
-    last = json.loads((trained / name / "summary.json").read_text())["last"]
+    last = read_summary(trained, name)["last"]
     expected = {key.removeprefix("eval_"): v for key, v in last.items() if key.startswith("eval_")}
     del expected["seconds"]
     words = ["evaluate", str(trained / name), str(trained / "data"), "--output", str(trained / "scores.json")]

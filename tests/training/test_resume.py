@@ -17,6 +17,7 @@ from toyruns import (
     curve,
     die_at,
     in_a_process,
+    read_summary,
     run_values,
     short_run_values,
     stop_at,
@@ -62,9 +63,9 @@ def test_killed_runs_go_on_bit_for_bit(folder, whole, monkeypatch, capfd, step):
     assert in_a_process(main, run_values(folder, "run", **DROPPED)) == 0
     assert went_on_after(capfd) == newest
     assert_same_end(folder, "run", whole / "dropped")
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert summary["status"] == "finished" and summary["steps"] == 12
-    assert summary["tokens"] == json.loads((whole / "dropped" / "summary.json").read_text())["tokens"]
+    assert summary["tokens"] == read_summary(whole, "dropped")["tokens"]
 
 
 def test_killed_during_a_save(folder, whole, monkeypatch, capfd):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from seq2seq_toys import SIZES, flags, make_rows, make_tokenizer, write_folder
 from toydata import command, read_jsonl, write_jsonl
-from toyruns import die_at, run_script, went_on_after
+from toyruns import die_at, read_summary, run_script, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -99,7 +99,7 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
         expected = model.eval()(**hf_batch(make_rows(7, seed=2))).loss.item()
     assert rows[-1]["eval_loss"] == pytest.approx(expected, rel=1e-3)
     assert set(rows[-1]) == {"step", "epoch", "eval_loss", "eval_seconds"}
-    assert json.loads((folder / "run" / "summary.json").read_text())["best"]["metric"] == "eval_loss"
+    assert read_summary(folder)["best"]["metric"] == "eval_loss"
     assert not (folder / "run" / "samples.jsonl").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         die_at(patch, 5, signal.SIGTERM)
         finetune(folder, **options)
-    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "stopped"
+    assert read_summary(folder)["status"] == "stopped"
     rows = finetune(folder, **options)
     assert went_on_after(capfd) == 6
     clocks = ("seconds", "tokens_per_second", "eval_seconds")
@@ -299,7 +299,7 @@ def test_rows_without_a_text_are_left_out(folder, caplog):
     assert "c.jsonl: 2 of 4 rows have no source or no target" in caplog.text
     assert "a.jsonl: 2 of 10 rows have no source or no target and are left out (first: " in caplog.text
     assert "a.jsonl, line 9)" in caplog.text and "8 targets cut at max_target_length 4" in caplog.text
-    data = json.loads((folder / "run" / "summary.json").read_text())["data"]
+    data = read_summary(folder)["data"]
     assert (data["train"]["rows"], data["eval"]["rows"]) == (8, 2)
     write_jsonl(folder / "b.jsonl", rows[8:])
     with pytest.raises(ValueError, match="b.jsonl: no row has both texts .*line 1"):

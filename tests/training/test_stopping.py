@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import json
 import multiprocessing
 import os
 import signal
@@ -19,6 +18,7 @@ from toyruns import (
     curve,
     die_at,
     in_a_process,
+    read_summary,
     run_values,
     short_run_values,
     stop_at,
@@ -46,7 +46,7 @@ def test_a_signal_stops_in_order_and_the_command_goes_on(folder, monkeypatch, ca
     with monkeypatch.context() as patch:
         die_at(patch, 4, number)
         assert in_a_process(main, run_values(folder, "run", **DROPPED)) == 0
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", f"stopped by {number.name}", 5)
     assert (folder / "run" / "checkpoints" / "last").resolve().name == "step-00000005"
     assert not (folder / "run" / "model").exists()
@@ -64,7 +64,7 @@ def test_ctrl_c_saves_and_is_an_error(folder, monkeypatch):
     with pytest.raises(Stopped, match="stopped by SIGINT"):
         main(command(run_values(folder, "run")))
     assert (folder / "run" / "checkpoints" / "step-00000005").is_dir()
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert (summary["status"], summary["steps"]) == ("stopped", 5)
 
 
@@ -87,7 +87,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(folder, monkeypatch):
     with pytest.raises(Stopped, match="SIGINT"):
         main(command(run_values(folder, "run")))
     assert reached == ["after one Ctrl-C"]
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert (summary["status"], summary["steps"]) == ("stopped", 3)
 
 
@@ -157,7 +157,7 @@ def test_saving_the_model_is_not_left(folder, monkeypatch):
     monkeypatch.setattr(loop, "save_final_model", signalled)
     main(command(run_values(folder, "run", max_steps=1, save_every="never")))
     assert not watches and (folder / "run" / "model").is_dir()
-    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+    assert read_summary(folder)["status"] == "finished"
 
 
 def test_a_handler_that_was_not_set_from_python_is_no_error_at_the_end(monkeypatch):
@@ -211,10 +211,10 @@ def test_max_time_counts_from_the_start_of_the_command(folder, monkeypatch):
 def test_max_time(folder, capsys):
     main(command(run_values(folder, "run", max_time="0.000001s")))
     assert capsys.readouterr().out.splitlines()[-1] == "max_time passed, at step 1/12; the same command goes on"
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "max_time passed", 1)
     main(command(run_values(folder, "run")))
-    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 12
+    assert read_summary(folder)["steps"] == 12
     last = run_values(folder, "last", max_steps=1)  # whose evaluation, due as the run ends, is left
     main(command(last | {"max_time": "0.000001s"}))
     assert "eval_loss" not in curve(folder, "last")[-1]

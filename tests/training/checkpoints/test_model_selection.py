@@ -1,6 +1,5 @@
 """Which model is the best, before and after stops, and when a run waits no longer for a better one."""
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from toyruns import (
     assert_same_end,
     best_of,
     curve,
+    read_summary,
     run_values,
     short_run_values,
     stop_at,
@@ -47,13 +47,13 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
     monkeypatch.setattr(loop.Run, "evaluate", evaluate)
     watched = {"eval_every": 2, "best_metric": "accuracy", "early_stopping": 3, "save_every": "never"}
     main(command(run_values(folder, "run") | watched))
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert summary["steps"] == 10 and summary["status"] == "finished" and summary["best"]["step"] == 4
     assert (folder / "run" / "checkpoints" / "best").resolve().name == "step-00000004"
     monkeypatch.undo()
     main(command(run_values(folder, "four") | {"max_steps": 4, "lr_scheduler": "constant"}))
     main(command(run_values(folder, "ten") | {"lr_scheduler": "constant", "eval_every": 4, "best_metric": "loss"}))
-    best = json.loads((folder / "ten" / "summary.json").read_text())["best"]
+    best = read_summary(folder, "ten")["best"]
     assert best["metric"] == "eval_loss"
     losses = {row["step"]: row["eval_loss"] for row in curve(folder, "ten") if "eval_loss" in row}
     assert best["step"] == min(losses, key=losses.get)
@@ -114,7 +114,7 @@ def test_the_best_of_another_folder_is_not_looked_for_at_the_end(folder):
     judged = {"best_metric": "loss", "eval_every": "2", "train_data": str(folder / "data")}
     main(command(short_run_values(folder, "run", **judged)))
     main(command(short_run_values(folder, "next", resume=str(folder / "run"), max_steps=6, lr=50, **judged)))
-    summary = json.loads((folder / "next" / "summary.json").read_text())
+    summary = read_summary(folder, "next")
     assert summary["status"] == "finished" and (folder / "next" / "model").is_dir()
 
 
@@ -185,7 +185,7 @@ def test_a_score_that_is_no_number_is_not_the_best(folder, monkeypatch, worst):
     judged_as(monkeypatch, {1: worst, 2: 0.5, 3: 0.25})
     main(command(short_run_values(folder, "run", best_metric="accuracy", early_stopping=2, eval_every=1, max_steps=3)))
     assert best_of(folder) == "step-00000002"
-    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 3
+    assert read_summary(folder)["steps"] == 3
 
 
 def test_best_names_the_best_of_those_that_are_saved(folder, monkeypatch):
@@ -274,7 +274,7 @@ def test_the_best_of_other_evaluation_data_does_not_count(folder, monkeypatch, c
     main(command(short_run_values(folder, "run", **judged)))
     assert best_of(folder) == "step-00000004"
     assert "accuracy 0.9 of step 1, does not count: eval_data is another now" in caplog.text
-    assert json.loads((folder / "run" / "summary.json").read_text())["best"]["step"] == 4
+    assert read_summary(folder)["best"]["step"] == 4
 
 
 def test_scores_of_another_search_do_not_compare():
@@ -324,7 +324,7 @@ def test_the_best_under_other_flags_ends_no_run_that_goes_on_with_its_weights(fo
     stop_at(monkeypatch, 1, short_run_values(folder, "run", **judged))
     judged |= {"max_length": 10, "resume": str(folder / "run")}
     main(command(short_run_values(folder, "other", **judged)))
-    summary = json.loads((folder / "other" / "summary.json").read_text())
+    summary = read_summary(folder, "other")
     assert (summary["steps"], summary["best"]["step"]) == (4, 4)
     assert "accuracy 0.9 of step 1, does not count: max_length is another now" in caplog.text
 

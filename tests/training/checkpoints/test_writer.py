@@ -1,6 +1,5 @@
 """When checkpoints are written, and what a full disk costs."""
 
-import json
 import re
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from directory_toys import files_of_at_most
 from toydata import command, write_folder
-from toyruns import run_values, short_run_values, stop_at, went_on_after
+from toyruns import read_summary, run_values, short_run_values, stop_at, went_on_after
 
 import engine
 import engine.checkpoint.training
@@ -63,7 +62,7 @@ def test_a_full_disk_costs_the_checkpoint_only(folder, monkeypatch, capsys):
     assert re.search(
         r"No space left on device; with what was written of it removed, [\d,.]+ MB are free at .*run\n", said
     )
-    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "finished"
+    assert read_summary(folder)["status"] == "finished"
     assert not (folder / "run" / "checkpoints" / "step-00000004").exists()
 
 
@@ -72,7 +71,7 @@ def test_a_disk_that_stays_full_is_said_with_the_file(folder, curves, capfd):
     expected = "saving to .*run/model failed: File too large; nothing was changed"
     with files_of_at_most(6000), pytest.raises(ValueError, match=expected):
         main(command(run_values(folder, "run", max_steps=4, trackers="no")))
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert summary["status"] == "failed" and summary["steps"] == 4
     out, err = capfd.readouterr()
     assert "checkpoint could not be written" in out and "curves.png could not be written" in err
@@ -116,7 +115,7 @@ def test_a_stop_that_cannot_save_is_a_failure(folder, monkeypatch, capfd):
     said = str(caught.value)
     assert said.startswith("stopped by SIGTERM, but step 3: the checkpoint could not be written: [Errno 28] No space")
     assert said.endswith("/run; the same command goes on after step 2")
-    summary = json.loads((folder / "run" / "summary.json").read_text())
+    summary = read_summary(folder)
     assert (summary["status"], summary["reason"]) == ("failed", f"OSError: {said}")
     main(command(short_run_values(folder, "run")))
     assert went_on_after(capfd) == 2
@@ -132,4 +131,4 @@ def test_all_ranks_fail_where_one_cannot_save_at_a_stop(folder, monkeypatch, cap
         return "rank 1 failed while" in str(caught.value)
 
     assert on_ranks(on_a_rank, 2, timeout=60) == [True, False]
-    assert json.loads((folder / "run" / "summary.json").read_text())["status"] == "failed"
+    assert read_summary(folder)["status"] == "failed"

@@ -24,6 +24,7 @@ Rule = tuple[str, *tuple[float, ...]]
 # What a rule in ``init_spec`` may be: name -> (number of arguments, fill a CPU tensor from a generator).
 _RULES: dict[str, tuple[int, Callable[..., object]]] = {
     "normal": (1, lambda t, g, std: t.normal_(0.0, std, generator=g)),
+    "truncated_normal": (2, lambda t, g, std, most: nn.init.trunc_normal_(t, 0.0, std, -most * std, most * std, g)),
     "uniform": (1, lambda t, g, bound: t.uniform_(-bound, bound, generator=g)),
     "zeros": (0, lambda t, g: t.zero_()),
     "ones": (0, lambda t, g: t.fill_(1.0)),
@@ -35,8 +36,8 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
 
     Each parameter is drawn by the rule of the outermost module that has one:
 
-    - ``module.init_spec()``, which returns ``{parameter name below the module: ("normal", std) | ("uniform", bound) |
-      ("zeros",) | ("ones",)}``;
+    - ``module.init_spec()``, which returns ``{parameter name below the module: ("normal", std) | ("truncated_normal",
+      std, most deviations) | ("uniform", bound) | ("zeros",) | ("ones",)}``;
     - ``model._init_weights(module)`` of ``transformers`` models;
     - ``module.reset_parameters()``, as torch's own modules have it.
 

@@ -101,6 +101,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("cpmbee", "CPMBee"),
         _ours("gpt2", "GPT2"),
         _ours("roberta", "Roberta"),
+        _ours("modernbert", "ModernBert"),
         _ours("xlm-roberta", "XLMRoberta", "roberta", "roberta:XLM_ROBERTA"),
         _ours("llama", "Llama"),
         _ours("qwen2", "Qwen2", "qwen", "llama:QWEN2"),

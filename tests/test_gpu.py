@@ -188,7 +188,7 @@ def test_compiled_units_have_the_losses_of_eager_mode(name: str, task: str, prec
 
 
 @pytest.mark.parametrize("lengths", [(9, 91, 0, 1, 299), (128, 128, 128)], ids=["ragged", "equal"])
-@pytest.mark.parametrize("kind", ["plain", "causal", "window", "grouped"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "window", "near", "grouped"])
 def test_attention_in_16_bits(kind: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """The kernel for sequences of any length, and that for those of one, forward and backward, against fp32 on the
     CPU."""
@@ -198,14 +198,15 @@ def test_attention_in_16_bits(kind: str, lengths: tuple[int, ...], monkeypatch: 
     from modelcenter.layers.mask import Mask
     from modelcenter.layers.packing import Packed
 
-    name = "_of_equal_lengths" if len(set(lengths)) == 1 and kind != "window" else "_varlen"
+    windowed = kind in ("window", "near")
+    name = "_of_equal_lengths" if len(set(lengths)) == 1 and not windowed else "_varlen"
     kernel, calls = getattr(attention, name), []
     monkeypatch.setattr(attention, name, lambda *args: calls.append(1) or kernel(*args))
     torch.manual_seed(0)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     kv_heads, tokens = 2 if kind == "grouped" else 4, sum(lengths)
     values = [torch.randn(tokens, heads * 64).bfloat16() for heads in (4, kv_heads, kv_heads, 4)]
-    mask = Mask(kind != "plain", 33 if kind == "window" else None)
+    mask = Mask(kind not in ("plain", "near"), 33 if windowed else None)
     found = []
     for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
         q, k, v = (x.to(device, dtype).requires_grad_() for x in values[:3])
@@ -218,7 +219,7 @@ def test_attention_in_16_bits(kind: str, lengths: tuple[int, ...], monkeypatch: 
         assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 
-KINDS = ("plain", "causal", "window", "grouped", "cross", "segments")
+KINDS = ("plain", "causal", "window", "near", "grouped", "cross", "segments")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,7 +243,7 @@ def test_attention_in_32_bits(kind: str):
     found = []
     for device in ("cpu", DEVICE):
         inputs = [x.to(device).requires_grad_() for x in values]
-        mask = Mask(kind in ("causal", "window", "grouped"), 33 if kind == "window" else None)
+        mask = Mask(kind in ("causal", "window", "grouped"), 33 if kind in ("window", "near") else None)
         if kind == "segments":
             inputs += [x.to(device).requires_grad_() for x in (bias, between)]
             mask = Mask(bias=inputs[3], segments=Segments.of(*(x.to(device) for x in places)), segment_bias=inputs[4])

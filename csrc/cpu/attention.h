@@ -80,19 +80,21 @@ MC_INLINE Rows rows_of(const float* x, int64_t stride, int64_t channels, int64_t
 template <int64_t kOf>
 struct Block {
   int64_t first, count, begin, end, top, bottom;  // top, bottom: the same keys in whole tiles
+  int64_t ahead;  // how far behind itself a query sees
 
   Block(const Attention& a, int64_t first_, int64_t queries, int64_t keys) : first(first_) {
     count = queries - first < kOf ? queries - first : kOf;
-    end = a.causal && first + count < keys ? first + count : keys;
-    begin = a.causal && a.window > 0 && first - a.window + 1 > 0 ? first - a.window + 1 : 0;
+    ahead = a.causal ? 0 : a.window > 0 ? a.window - 1 : keys;
+    end = first + count + ahead < keys ? first + count + ahead : keys;
+    begin = a.window > 0 && first - a.window + 1 > 0 ? first - a.window + 1 : 0;
     top = begin / kTall * kTall;
     bottom = whole(end, kTall);
   }
   // The lanes [from, to) that see a key.
-  MC_INLINE int64_t from(const Attention& a, int64_t key) const { return a.causal && key > first ? key - first : 0; }
+  MC_INLINE int64_t from(int64_t key) const { return key > first + ahead ? key - first - ahead : 0; }
   MC_INLINE int64_t to(const Attention& a, int64_t key) const {
     const int64_t most = a.window + key - first;
-    return a.causal && a.window > 0 && most < kOf ? (most > 0 ? most : 0) : kOf;
+    return a.window > 0 && most < kOf ? (most > 0 ? most : 0) : kOf;
   }
 };
 
@@ -209,7 +211,7 @@ MC_INLINE void cover(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, i
     for (int64_t l = 0; l < kOf; l++) row[l] = now <= last[l] ? row[l] : number;
     return;
   }
-  const int from = (int)b.from(a, key), to = (int)b.to(a, key);
+  const int from = (int)b.from(key), to = (int)b.to(a, key);
   if (from == 0 && to == kOf) return;
   for (int l = 0; l < kOf; l++) row[l] = l < from || l >= to ? number : row[l];
 }

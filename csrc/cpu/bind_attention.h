@@ -114,10 +114,11 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
   for (int64_t i = 0; i + 1 < (int64_t)call.queries.size(); i++) {
     const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
     longest = std::max(longest, std::max(n, m));
-    STD_TORCH_CHECK(!h.causal || n == m, "sequence ", i, " has ", n, " queries and ", m,
-                    " keys: causal attention is of a sequence to itself");
+    STD_TORCH_CHECK((!h.causal && !h.window) || n == m, "sequence ", i, " has ", n, " queries and ", m,
+                    " keys: causal attention, and that of a window, is of a sequence to itself");
     // Rows are moved and worked on in blocks of 32 or 16 queries.
-    const int64_t cost = ((n + 15) / 16 * 16 + 16) * (m + 16) * (a.heads / a.kv_heads);
+    const int64_t near = h.window > 0 && h.window < m / 2 ? std::min(m, (2 - h.causal) * h.window + 32) : m;
+    const int64_t cost = ((n + 15) / 16 * 16 + 16) * (near + 16) * (a.heads / a.kv_heads);
     for (int64_t g = 0; g < a.kv_heads; g++) call.cost.push_back(call.cost.back() + cost);
   }
   if (a.window >= longest) a.window = 0;  // and it may be as large as a number can be

@@ -21,8 +21,9 @@ constexpr int64_t kProductScratch = 224 * 1024;  // numbers that a thread packs 
 
 // Attention of packed sequences: out = dropout(softmax(scale q k^T + bias)) v. q, out: rows of `heads` times `channels`
 // numbers; k, v: of `kv_heads` times `channels`. bias: (heads, bias_width), its middle for a key at the place of its
-// query. sums: (queries, heads, 2), of each query the largest score and the sum of exponentials. window: 0 for all that
-// is before. tokens: the numbers of the queries, or null. draw: its threshold is 0 where nothing is dropped.
+// query. sums: (queries, heads, 2), of each query the largest score and the sum of exponentials. window: a query sees
+// keys less than so many places away; 0: all. tokens: the numbers of the queries, or null. draw: its threshold is 0
+// where nothing is dropped.
 // By segments, if kinds is not null: tokens of some kinds see each other, in place of all others. kinds: of each token.
 // rules: of the sequence at hand, (kinds, kinds), what a query of one kind makes of a key of another: -1: it does not
 // see it; else twice a number, and one more where it only sees what is not after itself. The number is 0 where the bias

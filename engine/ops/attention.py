@@ -14,7 +14,7 @@ from engine.ops.compilation import host_number
 
 class Heads(NamedTuple):
     """heads: of the queries. kv_heads: of keys and values; `heads` is a multiple. scale: of the scores.
-    causal: a query sees itself and what is before it, with `window` no more than so many of these, itself among them.
+    causal: a query sees itself and what is before it. window: and only what is less than so many places away.
     """
 
     heads: int

@@ -38,8 +38,9 @@ class MultiHeadAttention(DrawingModule):
 class SelfAttention(MultiHeadAttention):
     """Multi-head self-attention. x: (T, hidden_size) -> the same, or (m, hidden_size) of the tokens that are read.
 
-    Rotates queries and keys where the batch has rotary angles (`ctx.rotary`), adds the batch's relative position bias
-    (`ctx.bias`), and reads and writes `ctx.cache` in generation.
+    Rotates queries and keys where the batch has rotary angles (`ctx.rotary`, and with a window `ctx.local_rotary` if
+    there are such), adds the batch's relative position bias (`ctx.bias`), and reads and writes `ctx.cache` in
+    generation.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class SelfAttention(MultiHeadAttention):
         Args:
             num_kv_heads: heads of keys and values, each serving num_heads / num_kv_heads queries; None: num_heads.
             head_dim: None: hidden_size / num_heads. bias: of q, k and v. out_bias: of the output, None: as `bias`.
-            causal: a token sees itself and what is before it; window: at most so many of these.
+            causal: a token sees itself and what is before it. window: only what is less than so many places away.
             scale: of the scores, None: 1 / sqrt(head_dim). interleaved: rotary pairs are neighbours (GPT-J).
             norm_eps: each head of q and k goes through an RMSNorm first (Qwen3).
         """
@@ -86,8 +87,9 @@ class SelfAttention(MultiHeadAttention):
         if self.norms:
             q = self.q_norm(q.unflatten(1, (-1, self.head_dim))).flatten(1)
             k = self.k_norm(k.unflatten(1, (-1, self.head_dim))).flatten(1)
-        if ctx.rotary is not None:
-            q, k = rotate(q, k, *ctx.rotary, self.head_dim, self.interleaved)
+        local = self.window is not None and ctx.local_rotary is not None
+        if (angles := ctx.local_rotary if local else ctx.rotary) is not None:
+            q, k = rotate(q, k, *angles, self.head_dim, self.interleaved)
         return q, k, v
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:

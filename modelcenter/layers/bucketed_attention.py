@@ -226,13 +226,14 @@ def _add_bias_and_mask_(
         if segment_bias is not None and segments is not None:
             added = with_segment_bias(segment_bias, added, *segments)
         scores.add_(added)
+    hidden: Tensor | None
     if segments is not None:
         hidden = segments[0].hidden(segments[1], first)
-        scores.masked_fill_(hidden if keep is None else hidden | ~keep[:, None, None, :], -math.inf)
-    elif (causal := mask.hidden(rows, columns, first)) is not None:
-        scores.masked_fill_(causal, -math.inf)  # no token sees the padding, which comes after all
-    elif keep is not None:
-        scores.masked_fill_(~keep[:, None, None, :], -math.inf)
+        hidden = hidden if keep is None else hidden | ~keep[:, None, None, :]
+    else:
+        hidden = mask.hidden(rows, columns, first, keep=keep)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
 
 
 def _add_gradients_of_bias_(

@@ -53,7 +53,7 @@ class Mask:
     """What a token sees of its sequence.
 
     Attributes:
-        causal: itself and what is before it. window: no more than so many of these, itself among them.
+        causal: itself and what is before it. window: only what is less than so many places away.
         bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
             least the length of the longest sequence.
         segments: of all tokens; they say who sees whom in place of the rest (layers.segments). segment_bias: (heads,
@@ -68,15 +68,28 @@ class Mask:
     segment_bias: Tensor | None = None
     rectangles: Rectangles | None = None
 
-    def hidden(self, queries: int, keys: int, first: int = 0, device: torch.device | None = None) -> Tensor | None:
-        """(queries, keys) bool, True where a query must not look; the queries start at place `first`. None: nowhere."""
-        if not self.causal:
-            return None
+    def hidden(
+        self,
+        queries: int,
+        keys: int,
+        first: int = 0,
+        device: torch.device | None = None,
+        keep: Tensor | None = None,
+    ) -> Tensor | None:
+        """(queries, keys) bool, True where a query must not look; the queries start at place `first`. None: nowhere.
+
+        keep: (n, keys), False at padding, which stands behind the tokens: then what becomes (n, 1, queries, keys) by
+            broadcasting. Queries of padding see some key, for a softmax of nothing is no number.
+        """
+        window = None if self.window is None or self.window >= max(first + queries, keys) else self.window
+        padding = None if keep is None or self.causal else ~keep[:, None, None, :]  # a causal one stands before it
+        if window is None and not self.causal:
+            return padding
         ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
-        hidden = ones.triu(first + 1)
-        if self.window is not None and first + queries > self.window:
-            hidden |= ones.tril(first - self.window)
-        return hidden
+        hidden = ones.triu(first + 1) if self.causal or window is None else ones.triu(first + window)
+        if window is not None:
+            hidden |= ones.tril(first - window)
+        return hidden if padding is None else (hidden | padding) & ~(ones.tril(first) & ones.triu(first))
 
     def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
         """(heads, queries, keys), the bias of such a rectangle, differentiable; 0 where only padding is so far away."""
@@ -124,14 +137,16 @@ class Mask:
         Returns:
             What becomes (n, heads, queries, keys) by broadcasting. None: each query sees each key.
         """
-        hidden, added = self.hidden(queries, keys, first, like.device), self.additive(queries, keys, first)
+        added, hidden = self.additive(queries, keys, first), None
         if segments[0] is not None and segments[1] is not None:
             hidden = segments[0].hidden(segments[1], first)
+            if keep is not None:
+                hidden = hidden | ~keep[:, None, None, :]
             if added is not None and self.segment_bias is not None:
                 added = with_segment_bias(self.segment_bias, added, segments[0], segments[1])
+        else:
+            hidden = self.hidden(queries, keys, first, like.device, keep)
         seen = None if hidden is None else ~hidden
-        if keep is not None:
-            seen = keep[:, None, None, :] if seen is None else seen & keep[:, None, None, :]
         if added is None:
             return seen
         return added.to(like.dtype) if seen is None else torch.where(seen, added.to(like.dtype), -math.inf)
@@ -139,9 +154,7 @@ class Mask:
     def of_buckets(self, queries: Bucket, keys: Bucket, like: Tensor) -> Tensor | None:
         """`rectangle` of two buckets of the same sequences; what queries of padding see has no meaning."""
         segments = self.bucket_segments(queries), self.bucket_segments(keys)
-        # Padding comes after the tokens: none of those sees it where what is after it is hidden.
-        keep = None if self.causal and self.segments is None else keys.keep
-        return self.rectangle(queries.length, keys.length, keep, like=like, segments=segments)
+        return self.rectangle(queries.length, keys.length, keys.keep, like=like, segments=segments)
 
 
 NO_MASK = Mask()

@@ -18,13 +18,14 @@ class LayerNorm(nn.LayerNorm):
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """(weight, bias, eps) where it is no more than the operator; else None."""
-        bias = self.bias
-        return None if bias is None or self._widens(x) else (self.weight, bias, self.eps)
+        if self._widens(x):
+            return None
+        return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias, self.eps
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._widens(x):
             return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-        weight, bias = self.weight.float(), self.bias.float()
+        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
     def _widens(self, x: Tensor) -> bool:

@@ -177,18 +177,18 @@ def _varlen(
     `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
     heads, kv_heads, scale, mask, drop = options
     parts = (x.view(x.shape[0], n, x.shape[1] // n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-    window = mask.window if mask.causal else None
+    window = -1 if mask.window is None else mask.window - 1
     out, *_ = torch.ops.aten._flash_attention_forward(
         *parts,
         *_as_many(sequences.cu_seqlens, memory.cu_seqlens),
         max(2, sequences.max_seqlen),  # at 1 torch swaps queries with their group, as if no sequence were empty
         memory.max_seqlen,
         drop.p,
-        mask.causal and window is None,
+        mask.causal and mask.window is None,
         False,  # return_debug_mask
         scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0 if mask.causal else -1,
+        window_size_left=window,
+        window_size_right=0 if mask.causal else window,
     )
     return out.flatten(1)
 

@@ -32,7 +32,8 @@ class Packed:
         draws: what dropouts draw from, where a training loop says which rows these are; None: torch's generator.
         cache: keys and values of earlier tokens (layers.cache.KVCache).
         memory: (states, sequences) of the encoder, for cross-attention. memory_draws: as `draws`, of its tokens.
-        rotary: (cos, sin) of each token, made once for all layers (layers.rotary).
+        rotary: (cos, sin) of each token, made once for all layers (layers.rotary). local_rotary: those of layers with a
+            window, where they are others.
         bias, segments, segment_bias, rectangles: what attention adds and hides, as in layers.mask.Mask.
         output_tokens: (m,) indices of the tokens whose states the unit that gets this computes (`with_outputs`); None:
             all.
@@ -49,6 +50,7 @@ class Packed:
     memory: tuple[Tensor, Sequences] | None = None
     memory_draws: Draws | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    local_rotary: tuple[Tensor, Tensor] | None = None
     bias: Tensor | None = None
     segments: Segments | None = None
     segment_bias: Tensor | None = None
@@ -344,13 +346,24 @@ class Packed:
         """A sum over all tokens, from the sum over this rank's."""
         return x if self.split is None else self.split.sum(x)
 
-    def sum_by_sequence(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """(n,) for each sequence the sum of x (m,), the values of this rank's tokens with the indices `tokens` (m,)."""
+    def sum_by_sequence(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """(n, ...) for each sequence the sum of x (m, ...), the values of this rank's tokens with the indices `tokens`
+        (m,); None: of all its tokens."""
+        if tokens is None:
+            tokens = torch.arange(self.num_tokens, device=x.device)
         first = 0 if self.split is None else self.split.rank * self.num_tokens
         of = torch.searchsorted(
             self.cu_seqlens[1:].contiguous(), (tokens + first).to(self.cu_seqlens.dtype), right=True
         )
-        return self.sum_over_ranks(x.new_zeros(self.num_sequences).index_add(0, of, x))
+        sums = x.new_zeros(self.num_sequences + 1, *x.shape[1:]).index_add(0, of, x)  # the last: of the dummy's tokens
+        return self.sum_over_ranks(sums[:-1])
+
+    def mean_by_sequence(self, x: Tensor) -> Tensor:
+        """(n, ...) for each sequence the mean of x (T, ...) over its tokens, added up in fp32. Raises ValueError where
+        a sequence has none."""
+        first = self.first_tokens()
+        counts = self.cu_seqlens[1 : self.num_sequences + 1] - first
+        return (self.sum_by_sequence(x.float()) / counts.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
 
     def of_this_rank(self, places: Tensor) -> Tensor:
         """Of tokens with these indices in an input (`in_input_order`), on the host: the indices of this rank's."""

@@ -100,7 +100,13 @@ class Encoder(CrossAttentionMixin):
 
     def __init__(self, config: EncoderConfig, task: str = "base"):
         super().__init__(config, task)
-        c, width = config, config.hidden_size
+        self.make_body()
+        self.pooler = Linear(config.hidden_size, config.hidden_size) if task in self.pooled_tasks else None
+        self.head = self.make_head(task)
+
+    def make_body(self) -> None:
+        """Embeddings and layers."""
+        c, width = self.config, self.config.hidden_size
         self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
         self.position = Embedding(c.max_positions, width)
         self.token_type = Embedding(c.type_vocab_size, width)
@@ -117,8 +123,6 @@ class Encoder(CrossAttentionMixin):
             )
             for _ in range(c.num_layers)
         )
-        self.pooler = Linear(width, width) if task in self.pooled_tasks else None
-        self.head = self.make_head(task)
 
     def make_head(self, task: str) -> nn.Module | None:
         """The head of `task`, None if it has none."""
@@ -190,9 +194,9 @@ class Encoder(CrossAttentionMixin):
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan()
         if self.lm_prefix is not None:
-            plan[f"{self.lm_prefix}.bias"] = "vocab"
-            if not self.config.tie_embeddings:
-                plan[f"{self.lm_prefix}.weight"] = "vocab"
+            head = self.get_submodule(self.lm_prefix)
+            own = ("bias", "weight")  # none where the embedding is the matrix
+            plan |= {f"{self.lm_prefix}.{name}": "vocab" for name in own if getattr(head, name) is not None}
         return plan
 
     @property

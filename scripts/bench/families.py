@@ -30,6 +30,18 @@ _ENCODER = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("masked-lm", _ENCODER),
     "roberta": ("masked-lm", {**_ENCODER, "max_position_embeddings": 514}),
+    "modernbert": (
+        "masked-lm",
+        {
+            "vocab_size": 30522,
+            "hidden_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "intermediate_size": 1024,
+            "local_attention": 32,
+            "pad_token_id": 0,
+        },
+    ),
     "gpt2": ("causal-lm", {**_DECODER, "n_embd": 512, "n_layer": 6, "n_head": 8}),
     # CPM-1 is a GPT-2 with 32 heads of 80 channels; this is a smaller one.
     "cpm1": ("causal-lm", {**_DECODER, "n_embd": 480, "n_layer": 8, "n_head": 6}),

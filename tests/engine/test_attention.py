@@ -6,6 +6,11 @@ import torch
 from engine.ops import attention, library
 from engine.ops.attention import Dropped, Heads, Rules
 from engine.ops.philox import random_bits
+from modelcenter.layers.attention_options import AttentionOptions
+from modelcenter.layers.bucketed_attention import bucketed_attention
+from modelcenter.layers.bucketed_sdpa import bucketed_sdpa
+from modelcenter.layers.dropout import NO_DROPOUT
+from modelcenter.layers.mask import Mask
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
 
@@ -16,6 +21,7 @@ KINDS = {
     "dropped": dict(lengths=[5, 0, 130, 16], width=8, p=0.3),
     "causal": dict(lengths=[40, 1, 129, 64, 17], width=3, causal=True, p=0.1),
     "window": dict(lengths=[70, 33, 150], width=20, causal=True, window=11, kv_heads=1),
+    "near": dict(lengths=[70, 33, 1, 150, 16], width=20, window=11, kv_heads=2, p=0.1),
     "bias": dict(lengths=[3, 65, 40, 17], width=33, bias=True, p=0.2),
     "causal bias": dict(lengths=[50, 8], width=16, bias=True, causal=True, kv_heads=2),
     "cross": dict(lengths=[5, 40, 0, 33], keys=[90, 3, 8, 1], width=32, kv_heads=2, p=0.1),
@@ -60,8 +66,8 @@ def truth(inputs, queries, keys, heads, dropped):
         apart = torch.arange(d - c) - torch.arange(b - a)[:, None]  # key minus query
         for table in bias:
             scores = scores + table[:, table.shape[1] // 2 + apart]
-        if heads.causal:
-            scores = scores.masked_fill((apart > 0) | (-apart >= (heads.window or b - a + 1)), -torch.inf)
+        far = apart.abs() >= (heads.window or max(b - a, d - c))
+        scores = scores.masked_fill(far | (heads.causal & (apart > 0)), -torch.inf)
         weights = scores.softmax(-1)
         if dropped.p and b > a:
             for head in range(heads.heads):
@@ -104,6 +110,24 @@ def test_values_and_gradients(kind):
     check_attention(**kind)
 
 
+@pytest.mark.parametrize("kind", ["window", "near"])
+def test_a_window_in_rectangles_is_the_same(kind):
+    """Of sequences of several lengths, one of which is padded by more than the window."""
+    lengths = [7, 30, 29, 1, 44]
+    (q, k, v), queries, keys, heads, _ = problem(**{**KINDS[kind], "lengths": lengths, "window": 3, "p": 0.0})
+    wanted = found([q, k, v], queries, keys, heads, attention.NOTHING_DROPPED)
+    packed = Packed.from_cu_seqlens(queries, None, sum(lengths))
+    pairs, mask = packed.sequences.bucket_pairs(None), Mask(heads.causal, heads.window)
+    assert any(pair[1].keep is not None for pair in pairs)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    options = AttentionOptions(heads.heads, heads.kv_heads, heads.scale, mask, NO_DROPOUT)
+    slope = torch.linspace(-1, 1, q.numel()).view(q.shape)
+    for way in (bucketed_attention(*inputs, pairs, options), bucketed_sdpa(*inputs, pairs, options)):
+        ours = [way.detach(), *torch.autograd.grad(way, inputs, slope)]
+        for mine, right in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
 def test_sequences_without_keys_give_zeros():
     (q, k, v), queries, _, heads, dropped = problem([3, 2], 8)
     out, dq, dk, dv = found([q, k[:4], v[:4]], queries, offsets([0, 4]), heads, dropped)
@@ -121,8 +145,9 @@ def test_gradients_of_some_inputs_that_are_not_contiguous(kind):
         assert torch.equal(torch.autograd.grad(out, some[i], slope)[0], right)
 
 
-def test_a_window_as_large_as_a_number_can_be_is_none():
-    inputs, queries, keys, heads, dropped = problem(**KINDS["causal"])
+@pytest.mark.parametrize("kind", ["plain", "causal"])
+def test_a_window_as_large_as_a_number_can_be_is_none(kind):
+    inputs, queries, keys, heads, dropped = problem(**KINDS[kind])
     wide = found(inputs, queries, keys, heads._replace(window=2**63 - 1), dropped)
     assert all(map(torch.equal, wide, found(inputs, queries, keys, heads, dropped)))
 
@@ -195,6 +220,10 @@ def test_a_second_derivative_is_refused_and_not_wrong(monkeypatch, serves):
         ({"heads": Heads(3, 3, 1.0)}, "are no 3 heads of 3 kv_heads"),
         ({"heads": Heads(4, 3, 1.0)}, "are no 4 heads of 3 kv_heads"),
         ({"keys": torch.tensor([0, 3, 5], dtype=torch.int32), "heads": Heads(4, 4, 1.0, True)}, "of a sequence to its"),
+        (
+            {"keys": torch.tensor([0, 3, 5], dtype=torch.int32), "heads": Heads(4, 4, 1.0, window=2)},
+            "and that of a window",
+        ),
         ({"bias": torch.zeros(4, 3)}, r"bias must be \(4, 5 or more\)"),
         ({"k": torch.zeros(5, 32, dtype=torch.float64)}, "k must be 160 fp32 numbers"),
         ({"dropped": Dropped(0.1, 1, 1, torch.zeros(4, dtype=torch.int64))}, "tokens must be 5 contiguous int64"),

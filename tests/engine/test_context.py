@@ -84,7 +84,7 @@ def test_four_ranks_share_the_tokens(four, heads):
 
 # -- attention alone --------------------------------------------------------------------------------------------------
 
-KINDS = ("plain", "causal", "window", "bias", "causal bias", "cross", "grouped")
+KINDS = ("plain", "causal", "window", "near", "bias", "causal bias", "cross", "grouped")
 
 
 def problem(lengths, heads, kind):
@@ -114,7 +114,7 @@ def attended(lengths, heads, kind, split=None):
         grad = torch.cat([grad, grad.new_zeros(packed.sequences.dummy, grad.shape[1])]).chunk(split.size)[split.rank]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     bias = None if bias is None else bias.requires_grad_()
-    mask = Mask("causal" in kind or kind in ("window", "grouped"), 3 if kind == "window" else None, bias)
+    mask = Mask("causal" in kind or kind in ("window", "grouped"), 3 if kind in ("window", "near") else None, bias)
     among = memory.sequences if kind == "cross" else None
     out = packed_attention(q, k, v, packed, heads, kv_heads=of_keys, mask=mask, memory=among)
     out.backward(grad)

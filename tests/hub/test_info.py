@@ -72,11 +72,15 @@ def test_fields_that_change_sizes(changes):
         ("minicpm3", {"attention_bias": True, "q_lora_rank": None}),
         ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": None}),
         ("qwen3", {"attention_bias": True}),
+        ("modernbert", dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)),
     ],
 )
 def test_fields_of_families(name, changes):
     config = {**preset(f"tiny/{name}")["config"], **changes}
     assert body_sizes(config) == counted(mc.from_config(config))
+    if "masked-lm" in get(name).arch_map().tasks:
+        config |= {"decoder_bias": False}
+        assert task_sizes(config, "masked-lm") == counted(mc.from_config(config, "masked-lm"))
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta"])

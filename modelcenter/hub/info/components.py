@@ -13,8 +13,10 @@ def component(native: str) -> str:
     words = native.split(".")
     if words[0] in SIDES:
         words = words[1:]
-    if words[0] in ("head", "pooler"):
-        return words[0]
+    if words[0] in ("head", "transform"):
+        return "head"
+    if words[0] == "pooler":
+        return "pooler"
     if words[0] == "bridge":
         return "other"
     if "attn" in words or "cross" in words:

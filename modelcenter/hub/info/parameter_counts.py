@@ -11,6 +11,7 @@ COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "othe
 # Defaults of the fields that published configs leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
+    "modernbert": {"decoder_bias": True},
     "gpt2": {"max_positions": 1024},
     "gptj": {"tie_embeddings": False},
     "gpt_neox": {"attention_bias": True, "tie_embeddings": False},
@@ -54,6 +55,11 @@ def _side(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[st
     return our_names(side, registry.get(str(side.get("model_type"))).arch_map()), dict(side)
 
 
+_OFF = frozenset(  # unless the config says otherwise
+    "cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank".split()
+)
+
+
 class _Fields:
     """Our names as attributes, with what follows from others: head_dim, num_kv_heads, intermediate_size."""
 
@@ -72,7 +78,7 @@ class _Fields:
         }
         if name in derived:
             return getattr(self, derived[name])
-        if name in ("cross_attention", "attention_bias", "mlp_bias", "gated", "remove_final_norm", "q_lora_rank"):
+        if name in _OFF:
             return False
         raise KeyError(name)
 
@@ -133,7 +139,9 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     d, head = c.hidden_size, 0
     if task != "base":
         head = 0 if tied else c.vocab_size * (c.embedding_size if kind == "opt" else d)
-    if task == "pretraining" or (task != "base" and "masked-lm" in arch.tasks):
+    if kind == "modernbert" and task == "masked-lm":
+        head += _linear(d, d, c.classifier_bias) + (1 + c.norm_bias) * d + c.decoder_bias * c.vocab_size
+    elif task == "pretraining" or (task != "base" and "masked-lm" in arch.tasks):
         head += _linear(d, d, True) + 2 * d + c.vocab_size
     if task == "pretraining":
         head += _linear(d, 2, True)
@@ -171,6 +179,16 @@ def _bert(c: _Fields, kind: str) -> dict[str, int]:
         "mlp": layers * _mlp(c, True),
         "norms": 2 * d * (1 + (2 + c.cross_attention) * layers),
         "pooler": _linear(d, d, True),
+    }
+
+
+def _modernbert(c: _Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    return {
+        "embeddings": c.vocab_size * d,
+        "attention": layers * _attention(c, c.attention_bias),
+        "mlp": layers * _mlp(c, c.mlp_bias, gated=True),
+        "norms": (1 + c.norm_bias) * d * (1 + 2 * layers),  # the first layer has one, and the embeddings have another
     }
 
 
@@ -264,6 +282,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 
 _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _bert),
+    "modernbert": _modernbert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.loss import IGNORE_INDEX, cross_entropy
+from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.heads.labels import Batch, Counts
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
@@ -16,8 +17,9 @@ class ExtractiveQA(Linear):
     (transformers instead lets padding take part in the softmax).
     """
 
-    def __init__(self, hidden_size: int):
+    def __init__(self, hidden_size: int, dropout: float = 0.0):
         super().__init__(hidden_size, 2)
+        self.dropout = Dropout(dropout)
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {
@@ -46,7 +48,7 @@ class ExtractiveQA(Linear):
     def forward(  # type: ignore[override]
         self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts
     ) -> dict[str, Tensor]:
-        both = super().forward(x)
+        both = super().forward(self.dropout(x, ctx))
         lowest = torch.finfo(both.dtype).min  # so that an argmax over columns never falls on padding
         padded = ctx.repad(both, lowest)
         out = {"start_logits": padded[..., 0], "end_logits": padded[..., 1], "logits": padded}

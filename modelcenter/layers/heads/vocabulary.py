@@ -109,12 +109,23 @@ class VocabularyHead(Smoothing, nn.Module):
 class MaskedLM(VocabularyHead):
     """BERT's masked-language-model head: dense, activation, norm, then the vocabulary."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, activation: str, norm_eps: float, tied: bool):
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        activation: str,
+        norm_eps: float,
+        tied: bool,
+        *,
+        dense_bias: bool = True,
+        norm_bias: bool = True,
+        bias: bool = True,
+    ):
         super().__init__()
         self.activation = ACTIVATIONS[activation]
-        self.dense = Linear(hidden_size, hidden_size)
-        self.norm = LayerNorm(hidden_size, norm_eps)
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.dense = Linear(hidden_size, hidden_size, dense_bias)
+        self.norm = LayerNorm(hidden_size, norm_eps, bias=norm_bias)
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
 
     def transform(self, x: Tensor) -> Tensor:

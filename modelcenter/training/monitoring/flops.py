@@ -162,6 +162,8 @@ def _place(name: str, modules: Mapping[str, nn.Module], two_sides: bool) -> str:
         return "sequences" if not by_token else "target" if two_sides else "source"
     if first == "pooler":
         return "sequences"
+    if first == "transform":
+        return "source" if isinstance(modules.get("head"), (TokenClassifier, ExtractiveQA)) else "sequences"
     across = any(isinstance(owner, CrossAttention) for owner in owners) and rest[-1] in ("k", "v")
     return "target" if first == "decoder" and not across else "source"
 
@@ -174,9 +176,9 @@ def _pairs(name: str, module: SelfAttention | CrossAttention) -> Callable[[Sizes
 
     def pairs(sizes: Sizes) -> float:
         n = (sizes.target if decodes else sizes.tokens).double()
-        if not module.causal:
-            return float(n.square().sum())
         seen = n if module.window is None else n.clamp(max=module.window)
+        if not module.causal:
+            return float((2 * n * seen - seen.square() - (n - seen)).sum())
         return float((n * seen - seen.square() / 2).sum())
 
     return pairs

@@ -1,0 +1,230 @@
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663), after transformers' ModernBertModel and its heads: rotary angles,
+gated feed-forwards, norms before the parts of a block, and attention to the neighbourhood in most layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from engine.ops import Embedding
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.heads import ExtractiveQA, HeadTransform, MaskedLM
+from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
+from modelcenter.layers.norm import LayerNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.layers.rotary import Rotary
+from modelcenter.models.decoder import scaled_residuals
+from modelcenter.models.encoder import Encoder
+from modelcenter.models.inputs import Batch, given_inputs
+from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
+from modelcenter.models.outputs import ModelOutput
+from modelcenter.models.qwen import KINDS
+
+
+@dataclass(kw_only=True)
+class ModernBertConfig(ModelConfig):
+    """Fields of ModernBERT; sizes count elements, dropouts are probabilities.
+
+    layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see those at most
+    local_attention // 2 places away and turn by local_rope_theta. None: every third one is full, from the first on.
+    pooling: what classifiers of texts read, the state of the first token ("cls") or the mean of all ("mean").
+    """
+
+    model_type: ClassVar[str] = "modernbert"
+    is_decoder: ClassVar[bool] = False
+    cross_attention: ClassVar[bool] = False
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    hidden_act: str = "gelu"
+    max_positions: int = 8192
+    layer_types: list[str] | None = None
+    local_attention: int = 128
+    rope_theta: float = 160000.0
+    local_rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    decoder_bias: bool = True
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    mlp_dropout: float = 0.0
+    classifier_dropout: float = 0.0
+    classifier_bias: bool = False
+    classifier_act: str = "gelu"
+    pooling: str = "cls"
+    pad_token_id: int | None = 50283
+    initializer_range: float = 0.02
+    initializer_cutoff: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
+        self.require(self.hidden_size // self.num_heads % 2 == 0, "num_heads", "heads of an even width: pairs turn")
+        self.require_one_of("hidden_act", ACTIVATIONS)
+        self.require_one_of("classifier_act", ACTIVATIONS)
+        self.require_one_of("pooling", ("cls", "mean"))
+        self.require_probabilities("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout")
+        self.require_token("pad_token_id", self.vocab_size)
+        self.require(self.local_attention >= 0, "local_attention", "a number of tokens")
+        if self.layer_types is None:
+            self.layer_types = [KINDS[i % 3 > 0] for i in range(self.num_layers)]
+        known = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(KINDS)
+        self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
+
+    @property
+    def head_dropout(self) -> float:
+        return self.classifier_dropout
+
+    def window(self, layer: int) -> int | None:
+        """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""
+        assert self.layer_types is not None
+        return self.local_attention // 2 + 1 if self.layer_types[layer] == "sliding_attention" else None
+
+
+class ModernBert(Encoder):
+    """ModernBERT with the head of `task`."""
+
+    config_class = ModernBertConfig
+    tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
+    pooled_tasks = ()
+    head_prefixes = ("head.", "transform.")
+    bounded = False
+
+    config: ModernBertConfig  # type: ignore[assignment]
+
+    def make_body(self) -> None:
+        c = self.config
+        self.embed = Embedding(c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id)
+        self.embed_norm = self._norm()
+        self.embed_dropout = Dropout(c.embedding_dropout)
+        head_dim = c.hidden_size // c.num_heads
+        self.rotary, self.local_rotary = Rotary(head_dim, c.rope_theta), Rotary(head_dim, c.local_rope_theta)
+        self.layers = nn.ModuleList(self._block(i) for i in range(c.num_layers))
+        self.final_norm = self._norm()
+        self.transform = None
+        if self.task not in ("base", "masked-lm"):
+            self.transform = HeadTransform(
+                c.hidden_size, c.classifier_act, c.norm_eps, bias=c.classifier_bias, norm_bias=c.norm_bias
+            )
+
+    def _norm(self) -> LayerNorm:
+        return LayerNorm(self.config.hidden_size, self.config.norm_eps, bias=self.config.norm_bias)
+
+    def _block(self, layer: int) -> PreNormBlock:
+        c = self.config
+        block = PreNormBlock(
+            SelfAttention(
+                c.hidden_size, c.num_heads, c.attention_dropout, bias=c.attention_bias, window=c.window(layer)
+            ),
+            GatedMLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias, c.mlp_dropout),
+            self._norm,
+            0.0,
+        )
+        block.attn_dropout = Dropout(c.attention_dropout)  # which drops out of attention's weights and of its output
+        if layer == 0:  # what it reads is normed already
+            block.attn_norm = nn.Identity()
+        return block
+
+    def make_head(self, task: str) -> nn.Module | None:
+        c = self.config
+        match task:
+            case "masked-lm":
+                return MaskedLM(
+                    c.hidden_size,
+                    c.vocab_size,
+                    c.classifier_act,
+                    c.norm_eps,
+                    c.tie_embeddings,
+                    dense_bias=c.classifier_bias,
+                    norm_bias=c.norm_bias,
+                    bias=c.decoder_bias,
+                )
+            case "question-answering":
+                return ExtractiveQA(c.hidden_size, c.classifier_dropout)
+        return super().make_head(task)
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        ctx = self.pack(batch)
+        x = self.embed_dropout(self.embed_norm(self.embedded(batch, ctx, self.embed)), ctx)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
+        ctx.local_rotary = self.local_rotary(ctx.positions, x.dtype, ctx.longest)
+        return x, ctx
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self.final_norm(x)
+
+    def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        pooled = self.task in ("sequence-classification", "multiple-choice")
+        return None if pooled and self.config.pooling == "mean" else super().reads(ctx, batch)
+
+    def run_head(
+        self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        if self.transform is None:
+            return super().run_head(x, pooled, ctx, batch, counts)
+        if self.task in ("sequence-classification", "multiple-choice"):
+            mean = self.config.pooling == "mean"
+            pooled = ctx.mean_by_sequence(x) if mean else ctx.select(x, ctx.first_tokens())
+            return super().run_head(x, self.transform(pooled), ctx, batch, counts)
+        return super().run_head(self.transform(x), None, ctx, batch, counts)
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        """As transformers': from a normal distribution cut off at `initializer_cutoff` deviations; those of matrices
+        whose products are added to the hidden states are smaller, and so are those of the vocabulary's head."""
+        c, spec = self.config, scaled_residuals(super().init_spec(), self.config.num_layers)
+        small = ("normal", c.initializer_range / (2 * c.num_layers) ** 0.5)
+        for name, rule in spec.items():
+            if name in ("head.dense.weight", "transform.dense.weight") or (
+                name == "head.weight" and self.task == "masked-lm"
+            ):
+                spec[name] = small
+            elif name == "head.weight":
+                spec[name] = ("normal", c.hidden_size**-0.5)
+            if rule[0] == "normal":
+                spec[name] = ("truncated_normal", spec[name][1], c.initializer_cutoff)
+        return spec
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        num_choices: Tensor | int | None = None,
+        loss_counts: Mapping[str, Any] | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | str | None = None,
+        output_hidden_states: bool = False,
+    ) -> ModelOutput:
+        """Run the model. Arguments as of Encoder.forward.
+
+        Raises:
+            ValueError: inputs that do not fit together or the model, naming the field.
+        """
+        batch = given_inputs(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            labels=labels, start_positions=start_positions, end_positions=end_positions, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, num_choices=num_choices, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits,
+            output_hidden_states=output_hidden_states,
+        )  # fmt: skip
+        if self.task == "multiple-choice" and cu_seqlens is None:
+            batch["num_choices"] = count_choices(batch)
+            batch |= flatten_choices(batch, TOKEN_INPUTS)
+        return self.run_checked(batch)

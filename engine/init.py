@@ -28,7 +28,15 @@ _RULES: dict[str, tuple[int, Callable[..., object]]] = {
     "uniform": (1, lambda t, g, bound: t.uniform_(-bound, bound, generator=g)),
     "zeros": (0, lambda t, g: t.zero_()),
     "ones": (0, lambda t, g: t.fill_(1.0)),
+    "sinusoids": (0, lambda t, g: t.copy_(_sinusoids(*t.shape))),
 }
+
+
+def _sinusoids(positions: int, width: int) -> torch.Tensor:
+    """(positions, width): sines and cosines in turn, of waves from 2 pi to 20,000 pi (Vaswani et al. 2017, 3.5)."""
+    columns = torch.arange(width, dtype=torch.float64)
+    angles = torch.arange(positions)[:, None] / 10_000 ** (2 * (columns // 2) / width)
+    return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
 
 
 def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None = None) -> None:
@@ -37,7 +45,8 @@ def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None 
     Each parameter is drawn by the rule of the outermost module that has one:
 
     - ``module.init_spec()``, which returns ``{parameter name below the module: ("normal", std) | ("truncated_normal",
-      std, most deviations) | ("uniform", bound) | ("zeros",) | ("ones",)}``;
+      std, most deviations) | ("uniform", bound) | ("zeros",) | ("ones",) | ("sinusoids",)}``; the last is of a table of
+      positions;
     - ``model._init_weights(module)`` of ``transformers`` models;
     - ``module.reset_parameters()``, as torch's own modules have it.
 

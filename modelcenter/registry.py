@@ -99,6 +99,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("cpm2", "CPM2", architectures=tuple(f"CPM2{end}" for end in _T5_TASKS.split())),
         _ours("cpm3", "CPM3"),
         _ours("cpmbee", "CPMBee"),
+        _ours("distilbert", "DistilBert"),
         _ours("gpt2", "GPT2"),
         _ours("roberta", "Roberta"),
         _ours("modernbert", "ModernBert"),

@@ -31,7 +31,7 @@ def tables() -> dict[str, str]:
         model, arch = spec.model_class(), spec.arch_map()
         tasks.append(f"| {model_type} | {', '.join(model.tasks)} |")
         head = next((t for t in ("masked-lm", "causal-lm", "seq2seq-lm") if t in model.tasks), "base")
-        generates = "with is_decoder" if head == "masked-lm" else "yes"
+        generates = "yes" if head != "masked-lm" else "with is_decoder" if "causal-lm" in model.tasks else "no"
         servers = [name for name, known in SERVED.items() if model_type in known]
         servers += ["GGUF"] * (model_type in CONVERTED)
         only = "transformers with trust_remote_code" if arch.files else "transformers only"

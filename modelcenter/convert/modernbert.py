@@ -120,7 +120,7 @@ CONFIG = ConfigMap(
         "attention_bias": "attention_bias",
         "mlp_bias": "mlp_bias",
         "decoder_bias": "decoder_bias",
-        "embedding_dropout": "embedding_dropout",
+        "embedding_dropout": "dropout",
         "attention_dropout": "attention_dropout",
         "mlp_dropout": "mlp_dropout",
         "classifier_dropout": "classifier_dropout",

@@ -21,6 +21,7 @@ class PostNormBlock(nn.Module):
     """norm(x + attn(x)), then norm(x + mlp(x)), as the original Transformer. x: (T, hidden_size) -> the same.
 
     With `cross`, attention to an encoder stands between the two; it is skipped where a batch has no encoder.
+    attn_dropout: of what attention adds to x; None: `dropout`, as of the others.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class PostNormBlock(nn.Module):
         norm_eps: float,
         dropout: float,
         cross: CrossAttention | None = None,
+        attn_dropout: float | None = None,
     ):
         super().__init__()
         self.attn = attn
@@ -41,7 +43,8 @@ class PostNormBlock(nn.Module):
             self.cross_dropout = Dropout(dropout)
         self.mlp = mlp
         self.mlp_norm = LayerNorm(hidden_size, norm_eps)
-        self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
+        self.attn_dropout = Dropout(dropout if attn_dropout is None else attn_dropout)
+        self.mlp_dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         cross = self.cross
@@ -59,7 +62,8 @@ class PreNormBlock(nn.Module):
     """x + attn(norm(x)), then x + mlp(norm(x)), as GPT-2 and most since. x: (T, hidden_size) -> the same.
 
     `norm` makes the norms: `lambda: LayerNorm(hidden_size, eps)`. With `cross`, attention to an encoder stands between
-    the two; it is skipped where a batch has no encoder. `scale` multiplies what is added to x.
+    the two; it is skipped where a batch has no encoder. `scale` multiplies what is added to x. attn_dropout: of what
+    attention adds to x; None: `dropout`, as of the others.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class PreNormBlock(nn.Module):
         dropout: float,
         cross: CrossAttention | None = None,
         scale: float = 1.0,
+        attn_dropout: float | None = None,
     ):
         super().__init__()
         self.attn_norm = norm()
@@ -81,7 +86,8 @@ class PreNormBlock(nn.Module):
             self.cross_dropout = Dropout(dropout)
         self.mlp_norm = norm()
         self.mlp = mlp
-        self.attn_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
+        self.attn_dropout = Dropout(dropout if attn_dropout is None else attn_dropout)
+        self.mlp_dropout = Dropout(dropout)
         self.scale = scale
 
     def _scaled(self, branch: Tensor) -> Tensor:

@@ -232,7 +232,7 @@ class Model(TrainerProtocol, ModelInputs):
     # -- how the model is started and split ----------------------------------------------------------------------------
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """How each parameter starts: {name: ("normal", std) | ("zeros",) | ("ones",)}."""
+        """How each parameter starts: {name: ("normal", std) | ("zeros",) | ("ones",) | ...}, see engine.init."""
         spec: dict[str, tuple[Any, ...]] = {}
         std = getattr(self.config, "initializer_range", 0.02)
         for prefix, module in self.named_modules():

@@ -12,12 +12,12 @@ from modelcenter.layers.heads import MaskedLM, SequenceClassifier, check_labels,
 from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.packing import Packed
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import BertStyleConfig, Encoder
 from modelcenter.models.inputs import Batch
 
 
 @dataclass(kw_only=True)
-class BertConfig(EncoderConfig):
+class BertConfig(BertStyleConfig):
     """Fields of BERT; sizes count elements, dropouts are probabilities."""
 
     model_type: ClassVar[str] = "bert"

@@ -37,8 +37,8 @@ class CrossAttentionMixin(Model):
             return
         if not c.cross_attention:
             raise ValueError(
-                f"{STATES}: this model has no attention to an encoder (add_cross_attention is false); leave them out, "
-                "or load it with add_cross_attention=True"
+                f"{STATES}: this model has no attention to an encoder (add_cross_attention is false); leave them out"
+                + (", or load it with add_cross_attention=True" if "cross_attention" in c.field_names() else "")
             )
         if states.dim() != 3 or states.shape[2] != c.hidden_size:
             raise ValueError(

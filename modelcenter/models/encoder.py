@@ -1,8 +1,8 @@
-"""What encoders with learned positions share (BERT, RoBERTa): their body, heads, inputs and outputs."""
+"""What encoders with learned positions share (BERT, RoBERTa, DistilBERT): their body, heads, inputs and outputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,21 @@ from modelcenter.models.outputs import ModelOutput
 
 @dataclass(kw_only=True)
 class EncoderConfig(ModelConfig):
-    """Fields of an encoder; sizes count elements, dropouts are probabilities.
+    """Fields of every encoder; sizes count elements, dropouts are probabilities."""
 
-    is_decoder: a token sees itself and what is before it, as it must to predict the next one. cross_attention: and the
-    tokens of an encoder, whose hidden states the caller gives.
-    """
+    if TYPE_CHECKING:  # every encoder has these, as fields or as properties
+
+        @property
+        def type_vocab_size(self) -> int: ...
+
+        @property
+        def norm_eps(self) -> float: ...
+
+        @property
+        def is_decoder(self) -> bool: ...
+
+        @property
+        def cross_attention(self) -> bool: ...
 
     vocab_size: int
     hidden_size: int
@@ -47,14 +57,9 @@ class EncoderConfig(ModelConfig):
     intermediate_size: int
     hidden_act: str = "gelu"
     max_positions: int = 512
-    type_vocab_size: int = 2
-    norm_eps: float = 1e-12
     dropout: float = 0.1
     attention_dropout: float = 0.1
-    classifier_dropout: float | None = None
     pad_token_id: int | None = 0
-    is_decoder: bool = False
-    cross_attention: bool = False
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -63,13 +68,36 @@ class EncoderConfig(ModelConfig):
         self.require_one_of("hidden_act", ACTIVATIONS)
         self.require_probabilities("dropout", "attention_dropout")
         self.require_token("pad_token_id", self.vocab_size)
-        decides = self.is_decoder or not self.cross_attention
-        self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")
 
     @property
     def head_act(self) -> str:
         """The activation in the vocabulary's head."""
         return self.hidden_act
+
+    @property
+    def head_dropout(self) -> float:
+        """The dropout before a classifier."""
+        return self.dropout
+
+
+@dataclass(kw_only=True)
+class BertStyleConfig(EncoderConfig):
+    """Fields of BERT and of those that have all of its: RoBERTa.
+
+    is_decoder: a token sees itself and what is before it, as it must to predict the next one. cross_attention: and the
+    tokens of an encoder, whose hidden states the caller gives.
+    """
+
+    type_vocab_size: int = 2
+    norm_eps: float = 1e-12
+    classifier_dropout: float | None = None
+    is_decoder: bool = False
+    cross_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        decides = self.is_decoder or not self.cross_attention
+        self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")
 
     @property
     def head_dropout(self) -> float:
@@ -109,19 +137,21 @@ class Encoder(CrossAttentionMixin):
         c, width = self.config, self.config.hidden_size
         self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
         self.position = Embedding(c.max_positions, width)
-        self.token_type = Embedding(c.type_vocab_size, width)
+        self.token_type = Embedding(c.type_vocab_size, width) if c.type_vocab_size else None
         self.embed_norm = LayerNorm(width, c.norm_eps)
         self.embed_dropout = Dropout(c.dropout)
-        self.layers = nn.ModuleList(
-            PostNormBlock(
-                SelfAttention(width, c.num_heads, c.attention_dropout, causal=c.is_decoder),
-                MLP(width, c.intermediate_size, c.hidden_act),
-                width,
-                c.norm_eps,
-                c.dropout,
-                CrossAttention(width, c.num_heads, c.attention_dropout) if c.cross_attention else None,
-            )
-            for _ in range(c.num_layers)
+        self.layers = nn.ModuleList(self.make_block() for _ in range(c.num_layers))
+
+    def make_block(self) -> nn.Module:
+        """One of the layers."""
+        c, width = self.config, self.config.hidden_size
+        return PostNormBlock(
+            SelfAttention(width, c.num_heads, c.attention_dropout, causal=c.is_decoder),
+            MLP(width, c.intermediate_size, c.hidden_act),
+            width,
+            c.norm_eps,
+            c.dropout,
+            CrossAttention(width, c.num_heads, c.attention_dropout) if c.cross_attention else None,
         )
 
     def make_head(self, task: str) -> nn.Module | None:
@@ -154,13 +184,19 @@ class Encoder(CrossAttentionMixin):
     def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
         """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
-        given = batch.get("token_type_ids")
-        types = torch.zeros_like(ctx.positions) if given is None else ctx.unpad(given, name="token_type_ids")
-        type_states = self.look_up(self.token_type, types, types, "token_type_ids", "type_vocab_size")
+        type_states = self.type_states(batch, ctx)
         words = owner.embedded(batch, ctx, self.embed)
         positions = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
-        x = self.embed_norm(words + positions + type_states)
-        return self.embed_dropout(x, ctx)
+        x = words + positions if type_states is None else words + positions + type_states
+        return self.embed_dropout(self.embed_norm(x), ctx)
+
+    def type_states(self, batch: Batch, ctx: Packed) -> Tensor | None:
+        """(T, hidden_size): the embeddings of the tokens' types; None: the model tells no types apart."""
+        if self.token_type is None:
+            return None
+        given = batch.get("token_type_ids")
+        types = torch.zeros_like(ctx.positions) if given is None else ctx.unpad(given, name="token_type_ids")
+        return self.look_up(self.token_type, types, types, "token_type_ids", "type_vocab_size")
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
         match self.task:
@@ -188,7 +224,8 @@ class Encoder(CrossAttentionMixin):
             case "sequence-classification":
                 return head(ctx.select(x, ctx.first_tokens()) if pooled is None else pooled, batch, counts, ctx)
             case "multiple-choice":
-                return head(pooled, batch, counts, self._choices(ctx, batch), ctx)
+                read = ctx.select(x, ctx.first_tokens()) if pooled is None else pooled
+                return head(read, batch, counts, self._choices(ctx, batch), ctx)
         return head(x, ctx, batch, counts)
 
     def tp_plan(self) -> dict[str, str]:
@@ -233,6 +270,11 @@ class Encoder(CrossAttentionMixin):
         if of_decoders and not is_decoder:
             raise ValueError(
                 f"{of_decoders[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out"
+            )
+        if self.token_type is None and "token_type_ids" in batch:
+            raise ValueError(
+                f"token_type_ids: {type(self).__name__} does not tell types of tokens apart; leave them out (a "
+                "tokenizer gives none with return_token_type_ids=False)"
             )
 
     def forward(

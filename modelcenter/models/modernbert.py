@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from engine.ops import Embedding
-from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PreNormBlock
 from modelcenter.layers.dropout import Dropout
@@ -19,32 +18,24 @@ from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
 from modelcenter.models.decoder import scaled_residuals
-from modelcenter.models.encoder import Encoder
-from modelcenter.models.inputs import Batch, given_inputs
-from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
-from modelcenter.models.outputs import ModelOutput
+from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.inputs import Batch
 from modelcenter.models.qwen import KINDS
 
 
 @dataclass(kw_only=True)
-class ModernBertConfig(ModelConfig):
+class ModernBertConfig(EncoderConfig):
     """Fields of ModernBERT; sizes count elements, dropouts are probabilities.
 
     layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see those at most
     local_attention // 2 places away and turn by local_rope_theta. None: every third one is full, from the first on.
-    pooling: what classifiers of texts read, the state of the first token ("cls") or the mean of all ("mean").
+    dropout: of the embeddings. attention_dropout: of attention's weights and of its output. mlp_dropout: inside the
+    feed-forwards. pooling: what heads for whole texts read, the state of the first token ("cls") or the mean of all
+    ("mean").
     """
 
     model_type: ClassVar[str] = "modernbert"
-    is_decoder: ClassVar[bool] = False
-    cross_attention: ClassVar[bool] = False
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    hidden_act: str = "gelu"
     max_positions: int = 8192
     layer_types: list[str] | None = None
     local_attention: int = 128
@@ -55,7 +46,7 @@ class ModernBertConfig(ModelConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     decoder_bias: bool = True
-    embedding_dropout: float = 0.0
+    dropout: float = 0.0
     attention_dropout: float = 0.0
     mlp_dropout: float = 0.0
     classifier_dropout: float = 0.0
@@ -63,23 +54,32 @@ class ModernBertConfig(ModelConfig):
     classifier_act: str = "gelu"
     pooling: str = "cls"
     pad_token_id: int | None = 50283
-    initializer_range: float = 0.02
     initializer_cutoff: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", f"a multiple of num_heads={self.num_heads}")
         self.require(self.hidden_size // self.num_heads % 2 == 0, "num_heads", "heads of an even width: pairs turn")
-        self.require_one_of("hidden_act", ACTIVATIONS)
         self.require_one_of("classifier_act", ACTIVATIONS)
         self.require_one_of("pooling", ("cls", "mean"))
-        self.require_probabilities("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout")
-        self.require_token("pad_token_id", self.vocab_size)
+        self.require_probabilities("mlp_dropout", "classifier_dropout")
         self.require(self.local_attention >= 0, "local_attention", "a number of tokens")
         if self.layer_types is None:
             self.layer_types = [KINDS[i % 3 > 0] for i in range(self.num_layers)]
         known = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(KINDS)
         self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
+
+    # What no config of it says.
+    @property
+    def type_vocab_size(self) -> int:
+        return 0
+
+    @property
+    def is_decoder(self) -> bool:
+        return False
+
+    @property
+    def cross_attention(self) -> bool:
+        return False
 
     @property
     def head_dropout(self) -> float:
@@ -100,16 +100,18 @@ class ModernBert(Encoder):
     head_prefixes = ("head.", "transform.")
     bounded = False
 
-    config: ModernBertConfig  # type: ignore[assignment]
+    config: ModernBertConfig
 
     def make_body(self) -> None:
         c = self.config
         self.embed = Embedding(c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id)
+        self.token_type = None
         self.embed_norm = self._norm()
-        self.embed_dropout = Dropout(c.embedding_dropout)
+        self.embed_dropout = Dropout(c.dropout)
         head_dim = c.hidden_size // c.num_heads
         self.rotary, self.local_rotary = Rotary(head_dim, c.rope_theta), Rotary(head_dim, c.local_rope_theta)
         self.layers = nn.ModuleList(self._block(i) for i in range(c.num_layers))
+        self.layers[0].attn_norm = nn.Identity()  # what it reads is normed already
         self.final_norm = self._norm()
         self.transform = None
         if self.task not in ("base", "masked-lm"):
@@ -121,19 +123,14 @@ class ModernBert(Encoder):
         return LayerNorm(self.config.hidden_size, self.config.norm_eps, bias=self.config.norm_bias)
 
     def _block(self, layer: int) -> PreNormBlock:
-        c = self.config
-        block = PreNormBlock(
-            SelfAttention(
-                c.hidden_size, c.num_heads, c.attention_dropout, bias=c.attention_bias, window=c.window(layer)
-            ),
-            GatedMLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias, c.mlp_dropout),
+        c, width = self.config, self.config.hidden_size
+        return PreNormBlock(
+            SelfAttention(width, c.num_heads, c.attention_dropout, bias=c.attention_bias, window=c.window(layer)),
+            GatedMLP(width, c.intermediate_size, c.hidden_act, c.mlp_bias, c.mlp_dropout),
             self._norm,
             0.0,
+            attn_dropout=c.attention_dropout,
         )
-        block.attn_dropout = Dropout(c.attention_dropout)  # which drops out of attention's weights and of its output
-        if layer == 0:  # what it reads is normed already
-            block.attn_norm = nn.Identity()
-        return block
 
     def make_head(self, task: str) -> nn.Module | None:
         c = self.config
@@ -158,6 +155,7 @@ class ModernBert(Encoder):
         x = self.embed_dropout(self.embed_norm(self.embedded(batch, ctx, self.embed)), ctx)
         ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
         ctx.local_rotary = self.local_rotary(ctx.positions, x.dtype, ctx.longest)
+        self.attend_to_encoder(batch, ctx)
         return x, ctx
 
     def finish(self, x: Tensor) -> Tensor:
@@ -193,38 +191,3 @@ class ModernBert(Encoder):
             if rule[0] == "normal":
                 spec[name] = ("truncated_normal", spec[name][1], c.initializer_cutoff)
         return spec
-
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        start_positions: Tensor | None = None,
-        end_positions: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        num_choices: Tensor | int | None = None,
-        loss_counts: Mapping[str, Any] | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_logits: bool | str | None = None,
-        output_hidden_states: bool = False,
-    ) -> ModelOutput:
-        """Run the model. Arguments as of Encoder.forward.
-
-        Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
-        """
-        batch = given_inputs(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
-            labels=labels, start_positions=start_positions, end_positions=end_positions, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, num_choices=num_choices, loss_counts=loss_counts,
-            num_items_in_batch=num_items_in_batch, output_logits=output_logits,
-            output_hidden_states=output_hidden_states,
-        )  # fmt: skip
-        if self.task == "multiple-choice" and cu_seqlens is None:
-            batch["num_choices"] = count_choices(batch)
-            batch |= flatten_choices(batch, TOKEN_INPUTS)
-        return self.run_checked(batch)

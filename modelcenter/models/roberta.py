@@ -11,12 +11,12 @@ from torch import nn
 
 from modelcenter.layers.heads import DenseClassifier
 from modelcenter.layers.packing import Packed
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import BertStyleConfig, Encoder
 from modelcenter.models.inputs import Batch
 
 
 @dataclass(kw_only=True)
-class RobertaConfig(EncoderConfig):
+class RobertaConfig(BertStyleConfig):
     """Fields of RoBERTa; the first pad_token_id + 1 of `max_positions` rows of its position table hold no token."""
 
     model_type: ClassVar[str] = "roberta"

@@ -56,14 +56,15 @@ def test_all_heads_at_once(kind):
     layouts = {task: layout_of(kind, task) for task in arch.tasks}
     for named in (task for task in layouts if arch.tasks[task].without is None):
         shapes = {layouts[named].written[key]: shape for key, shape in layouts[named].shapes.items()}
-        keys = set(layouts[named].shapes)
+        keys, parts = set(layouts[named].shapes), dict(layouts[named].key_parts)
         for other in layouts.values():
             roots = {key.split(".")[0] for key in keys}
             more = {k: s for k, s in other.shapes.items() if other.key_parts[k] and k not in keys}
             more = {k: s for k, s in more.items() if k.split(".")[0] not in roots or k.startswith("cls.")}
             more = {k: s for k, s in more.items() if k not in layouts[named].ties}
-            if all(k in more or k in keys for k in other.shapes if other.key_parts[k]):
+            if all(k in more or parts.get(k) == part for k in other.shapes if (part := other.key_parts[k])):
                 keys |= set(more)
+                parts |= {k: other.key_parts[k] for k in more}
                 prefix = arch.prefix if arch.tasks[named].prefix is None else arch.tasks[named].prefix
                 for k, shape in more.items():
                     shapes[(prefix if arch.parts[other.key_parts[k]].prefixed else "") + k] = shape

@@ -10,7 +10,7 @@ import chat_toys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toydata import command, flags, make_rows, read_jsonl, write_folder, write_jsonl
+from toydata import command, flags, make_rows, make_tokenizer, read_jsonl, write_folder, write_jsonl
 from toyruns import read_summary
 
 from engine.testing import run as on_ranks
@@ -41,12 +41,13 @@ def chances(folder, texts: list[str], pairs: list[str] | None = None):
         return AutoModelForSequenceClassification.from_pretrained(path).eval()(**batch).logits.softmax(-1)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "gpt2 with types", "llama"])
-def test_two_texts_of_a_decoder(tmp_path, model, monkeypatch):
-    """A decoder is given no token types: neither those of GPT-2's own tokenizer, which does not name them, nor those of
-    one that does, or of a tokenizer.json alone."""
+@pytest.mark.parametrize("model", ["gpt2", "gpt2 with types", "llama", "distilbert"])
+def test_two_texts_of_a_model_without_token_types(tmp_path, model, monkeypatch):
+    """It is given none: neither those of GPT-2's own tokenizer, which does not name them, nor those of one that does,
+    as BERT's, with which some DistilBERTs come, or of a tokenizer.json alone."""
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
-    made = chat_toys.make_tokenizer() if model == "llama" else chat_toys.make_gpt2_tokenizer()
+    make = {"llama": chat_toys.make_tokenizer, "distilbert": make_tokenizer}.get(model, chat_toys.make_gpt2_tokenizer)
+    made = make()
     if model == "gpt2 with types":  # as that of Chinese GPT-2s, whose rows 0 and 1 GPT-2 would add
         made.model_input_names = made.init_kwargs["model_input_names"] = ["input_ids", "token_type_ids"]
     model = model.partition(" ")[0]

@@ -11,6 +11,7 @@ COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "othe
 # Defaults of the fields that published configs leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
+    "distilbert": {"max_positions": 512, "type_vocab_size": 0},
     "modernbert": {"decoder_bias": True},
     "gpt2": {"max_positions": 1024},
     "gptj": {"tie_embeddings": False},
@@ -178,7 +179,7 @@ def _bert(c: _Fields, kind: str) -> dict[str, int]:
         "attention": (1 + c.cross_attention) * layers * _attention(c, True),
         "mlp": layers * _mlp(c, True),
         "norms": 2 * d * (1 + (2 + c.cross_attention) * layers),
-        "pooler": _linear(d, d, True),
+        "pooler": 0 if kind == "distilbert" else _linear(d, d, True),
     }
 
 
@@ -281,7 +282,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), _bert),
+    **dict.fromkeys(("bert", "distilbert", "roberta", "xlm-roberta"), _bert),
     "modernbert": _modernbert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),

@@ -4,7 +4,13 @@ A head has `forward(x, ctx, batch, counts, ...)` -> dict of outputs, with `loss`
 `counts(batch)` -> {term: supervised items}, from labels alone. Each term of a loss is a sum divided by counts[term].
 """
 
-from modelcenter.layers.heads.classification import DenseClassifier, MultipleChoice, SequenceClassifier, TokenClassifier
+from modelcenter.layers.heads.classification import (
+    DenseClassifier,
+    DenseMultipleChoice,
+    MultipleChoice,
+    SequenceClassifier,
+    TokenClassifier,
+)
 from modelcenter.layers.heads.labels import check_labels, count_labels, next_labels, token_labels
 from modelcenter.layers.heads.question_answering import ExtractiveQA
 from modelcenter.layers.heads.transform import HeadTransform
@@ -18,7 +24,7 @@ from modelcenter.layers.heads.vocabulary import (
 )
 
 __all__ = [
-    "CausalLM", "DenseCausalLM", "DenseClassifier", "DenseSeq2SeqLM", "ExtractiveQA", "HeadTransform", "MaskedLM",
-    "MultipleChoice", "Seq2SeqLM", "SequenceClassifier", "TokenClassifier", "VocabularyHead", "check_labels",
-    "count_labels", "next_labels", "token_labels",
+    "CausalLM", "DenseCausalLM", "DenseClassifier", "DenseMultipleChoice", "DenseSeq2SeqLM", "ExtractiveQA",
+    "HeadTransform", "MaskedLM", "MultipleChoice", "Seq2SeqLM", "SequenceClassifier", "TokenClassifier",
+    "VocabularyHead", "check_labels", "count_labels", "next_labels", "token_labels",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from modelcenter.layers.heads.labels import (
     supervised_labels,
 )
 from modelcenter.layers.linear import Linear
+from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.packing import Packed
 
 
@@ -75,17 +76,28 @@ class SequenceClassifier(Smoothing, Linear):
 
 
 class DenseClassifier(SequenceClassifier):
-    """As SequenceClassifier, after a dense layer with tanh."""
+    """As SequenceClassifier, after a dense layer with an activation.
 
-    def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None):
+    dense_dropout: before the dense layer; None: `dropout`, as behind it.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_labels: int,
+        dropout: float,
+        problem_type: str | None,
+        activation: str = "tanh",
+        dense_dropout: float | None = None,
+    ):
         super().__init__(hidden_size, num_labels, dropout, problem_type)
-        self.dense = Linear(hidden_size, hidden_size)
-        self.dense_dropout = Dropout(dropout)
+        self.dense, self.activation = Linear(hidden_size, hidden_size), ACTIVATIONS[activation]
+        self.dense_dropout = Dropout(dropout if dense_dropout is None else dense_dropout)
 
     def forward(  # type: ignore[override]
         self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None
     ) -> dict[str, Tensor]:
-        pooled = torch.tanh(self.dense(self.dense_dropout(pooled, ctx, pooled=True)))
+        pooled = self.activation(self.dense(self.dense_dropout(pooled, ctx, pooled=True)))
         return super().forward(pooled, batch, counts, ctx)
 
 
@@ -112,6 +124,19 @@ class MultipleChoice(Smoothing, Linear):
         check_labels(labels, logits.shape[1], sequences=logits.shape[0])
         loss = cross_entropy(logits, labels.reshape(-1), counts["loss"], label_smoothing=self.smoothing)
         return {"loss": loss, "logits": logits}
+
+
+class DenseMultipleChoice(MultipleChoice):
+    """As MultipleChoice, after a dense layer with an activation."""
+
+    def __init__(self, hidden_size: int, dropout: float, activation: str):
+        super().__init__(hidden_size, dropout)
+        self.dense, self.activation = Linear(hidden_size, hidden_size), ACTIVATIONS[activation]
+
+    def forward(  # type: ignore[override]
+        self, pooled: Tensor, batch: Batch, counts: Counts, choices: Tensor | int, ctx: Packed | None = None
+    ) -> dict[str, Tensor]:
+        return super().forward(self.activation(self.dense(pooled)), batch, counts, choices, ctx)
 
 
 def _pad_choices(scores: Tensor, counts: Tensor) -> Tensor:

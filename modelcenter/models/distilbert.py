@@ -1,0 +1,87 @@
+"""DistilBERT (Sanh et al. 2019, arXiv:1910.01108), after transformers' DistilBertModel and its heads: BERT's body with
+half the layers, which tells no types of tokens apart, and no pooler.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import PostNormBlock
+from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, ExtractiveQA
+from modelcenter.layers.mlp import MLP
+from modelcenter.models.encoder import Encoder, EncoderConfig
+
+
+@dataclass(kw_only=True)
+class DistilBertConfig(EncoderConfig):
+    """Fields of DistilBERT.
+
+    classifier_dropout: before the last layer of the heads that classify sequences and choices. qa_dropout: before that
+    of question answering. sinusoidal_positions: what the table of positions starts from; it is trained all the same.
+    """
+
+    model_type: ClassVar[str] = "distilbert"
+
+    classifier_dropout: float = 0.2
+    qa_dropout: float = 0.1
+    sinusoidal_positions: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_probabilities("classifier_dropout", "qa_dropout")
+
+    # What no config of it says.
+    @property
+    def type_vocab_size(self) -> int:
+        return 0
+
+    @property
+    def norm_eps(self) -> float:
+        return 1e-12
+
+    @property
+    def is_decoder(self) -> bool:
+        return False
+
+    @property
+    def cross_attention(self) -> bool:
+        return False
+
+
+class DistilBert(Encoder):
+    """DistilBERT with the head of `task`. It takes no token_type_ids."""
+
+    config_class = DistilBertConfig
+    tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
+    pooled_tasks = ()
+
+    config: DistilBertConfig
+
+    def make_block(self) -> nn.Module:
+        """No dropout follows attention."""
+        c, width = self.config, self.config.hidden_size
+        return PostNormBlock(
+            SelfAttention(width, c.num_heads, c.attention_dropout),
+            MLP(width, c.intermediate_size, c.hidden_act),
+            width,
+            c.norm_eps,
+            c.dropout,
+            attn_dropout=0.0,
+        )
+
+    def make_head(self, task: str) -> nn.Module | None:
+        c, width = self.config, self.config.hidden_size
+        match task:
+            case "sequence-classification":
+                return DenseClassifier(width, c.num_labels, c.classifier_dropout, c.problem_type, "relu", 0.0)
+            case "multiple-choice":
+                return DenseMultipleChoice(width, c.classifier_dropout, "relu")
+            case "question-answering":
+                return ExtractiveQA(width, c.qa_dropout)
+        return super().make_head(task)
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        spec = super().init_spec()
+        return spec | {"position.weight": ("sinusoids",)} if self.config.sinusoidal_positions else spec

@@ -65,20 +65,18 @@ def _layer_types(every: int, layers: int) -> list[str]:
 class _Fields:
     """Both versions' ways to write which layers see all tokens, and the bases of their angles."""
 
-    handles = frozenset({_EVERY, "rope_parameters", "rope_scaling"})
+    handles = frozenset({"rope_parameters", "rope_scaling"})
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """`layer_types` and two bases.
+        """The form of version 4, but for types of layers that it cannot say.
 
         Raises:
             ValueError: a field of another kind than these have, angles that are scaled, or two bases that differ.
         """
         values = dict(values)
-        every, layers = values.pop(_EVERY, None), values.get("num_hidden_layers", values.get("num_layers"))
-        if every is not None and values.get("layer_types") is None and isinstance(layers, int):
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"{_EVERY}: got {every!r}, expected a number of layers, at least 1")
-            values["layer_types"] = _layer_types(every, layers)
+        types, every = values.get("layer_types"), values.get(_EVERY)
+        if isinstance(types, list) and (found := _period(types, every)) is not None:
+            values |= {_EVERY: found, "layer_types": None}
         parameters, scaling = values.pop("rope_parameters", None) or {}, values.pop("rope_scaling", None)
         for kind in (parameters, *parameters.values()) if isinstance(parameters, Mapping) else (parameters,):
             if not isinstance(kind, Mapping | None):
@@ -94,12 +92,19 @@ class _Fields:
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The same in the forms of both versions, where version 4 has one."""
-        values, types = dict(values), values["layer_types"]
-        every = next((n for n in range(1, len(types) + 1) if _layer_types(n, len(types)) == types), None)
-        if every is not None:
-            values[_EVERY] = every
+        values = dict(values)
+        if values["layer_types"] is None:
+            values["layer_types"] = _layer_types(values[_EVERY], values["num_hidden_layers"])
+        else:
+            del values[_EVERY]
         parameters = {kind: {"rope_type": "default", "rope_theta": values[name]} for kind, name in _THETAS.items()}
         return values | {"rope_parameters": parameters}
+
+
+def _period(types: list[Any], likely: Any) -> int | None:
+    """After how many layers one with full attention follows, if that describes them all; `likely` is tried first."""
+    tried = (likely if isinstance(likely, int) and likely > 0 else 3, *range(1, len(types) + 1))
+    return next((n for n in tried if _layer_types(n, len(types)) == types), None)
 
 
 CONFIG = ConfigMap(
@@ -112,6 +117,7 @@ CONFIG = ConfigMap(
         "hidden_activation": "hidden_act",
         "max_position_embeddings": "max_positions",
         "layer_types": "layer_types",
+        _EVERY: "global_every",
         "local_attention": "local_attention",
         "global_rope_theta": "rope_theta",
         "local_rope_theta": "local_rope_theta",

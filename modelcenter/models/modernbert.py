@@ -28,7 +28,8 @@ class ModernBertConfig(EncoderConfig):
     """Fields of ModernBERT; sizes count elements, dropouts are probabilities.
 
     layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see those at most
-    local_attention // 2 places away and turn by local_rope_theta. None: every third one is full, from the first on.
+    local_attention // 2 places away and turn by local_rope_theta. None: every global_every-th one is full, from the
+    first on.
     dropout: of the embeddings. attention_dropout: of attention's weights and of its output. mlp_dropout: inside the
     feed-forwards. pooling: what heads for whole texts read, the state of the first token ("cls") or the mean of all
     ("mean").
@@ -38,6 +39,7 @@ class ModernBertConfig(EncoderConfig):
 
     max_positions: int = 8192
     layer_types: list[str] | None = None
+    global_every: int = 3
     local_attention: int = 128
     rope_theta: float = 160000.0
     local_rope_theta: float = 10000.0
@@ -63,9 +65,9 @@ class ModernBertConfig(EncoderConfig):
         self.require_one_of("pooling", ("cls", "mean"))
         self.require_probabilities("mlp_dropout", "classifier_dropout")
         self.require(self.local_attention >= 0, "local_attention", "a number of tokens")
-        if self.layer_types is None:
-            self.layer_types = [KINDS[i % 3 > 0] for i in range(self.num_layers)]
-        known = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(KINDS)
+        self.require(self.global_every > 0, "global_every", "a number of layers, at least 1")
+        types = self.layer_types
+        known = types is None or (len(types) == self.num_layers and set(types) <= set(KINDS))
         self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
 
     # What no config of it says.
@@ -87,8 +89,9 @@ class ModernBertConfig(EncoderConfig):
 
     def window(self, layer: int) -> int | None:
         """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""
-        assert self.layer_types is not None
-        return self.local_attention // 2 + 1 if self.layer_types[layer] == "sliding_attention" else None
+        types = self.layer_types
+        near = layer % self.global_every > 0 if types is None else types[layer] == "sliding_attention"
+        return self.local_attention // 2 + 1 if near else None
 
 
 class ModernBert(Encoder):

@@ -35,10 +35,20 @@ def test_both_versions_say_the_same():
     old = read(global_attn_every_n_layers=2, global_rope_theta=500.0, local_rope_theta=20.0)
     angles = {FULL: {"rope_type": "default", "rope_theta": 500.0}, NEAR: {"rope_type": "default", "rope_theta": 20.0}}
     assert old == read(layer_types=[FULL, NEAR] * 2, rope_parameters=angles)
-    assert old.layer_types == [FULL, NEAR] * 2 and (old.rope_theta, old.local_rope_theta) == (500.0, 20.0)
+    assert [old.window(i) for i in range(4)] == [None, 65] * 2 and (old.rope_theta, old.local_rope_theta) == (500, 20)
     plain = read()
-    assert plain.layer_types == [FULL, NEAR, NEAR, FULL] and (plain.rope_theta, plain.local_rope_theta) == (16e4, 1e4)
     assert [plain.window(i) for i in range(4)] == [None, 65, 65, None]
+    assert (plain.rope_theta, plain.local_rope_theta) == (16e4, 1e4)
+    other = read(layer_types=[NEAR, NEAR, FULL, FULL], local_attention=7)
+    assert [other.window(i) for i in range(4)] == [4, 4, None, None]
+
+
+def test_more_layers_go_on_as_those_of_the_file():
+    for form in ({"global_attn_every_n_layers": 2}, {"layer_types": [FULL, NEAR] * 2}):
+        config = ARCH.config.read({**SIZES, **form}, ModernBertConfig, {"num_hidden_layers": 5})
+        assert [config.window(i) for i in range(5)] == [None, 65, None, 65, None]
+    with pytest.raises(ValueError, match="layer_types is .*expected 5"):
+        ARCH.config.read({**SIZES, "layer_types": [NEAR] * 4}, ModernBertConfig, {"num_hidden_layers": 5})
 
 
 @pytest.mark.parametrize("types", [None, [FULL, NEAR] * 2, [NEAR, FULL, NEAR, NEAR]])
@@ -58,16 +68,17 @@ def test_an_export_is_read_by_both(types, tmp_path):
     if every is not None:
         for name in ("layer_types", "rope_parameters"):
             del written[name]
-        assert ARCH.config.read(written, ModernBertConfig).layer_types == theirs.layer_types
+        config = ARCH.config.read(written, ModernBertConfig)
+        assert [config.window(i) is None for i in range(4)] == [kind == FULL for kind in theirs.layer_types]
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"global_attn_every_n_layers": 0}, "global_attn_every_n_layers: got 0, expected a number of layers"),
+        ({"global_attn_every_n_layers": 0}, "global_every is 0, expected a number of layers"),
         (
-            {"layer_types": [FULL]},
-            r"layer_types is \['full_attention'\], expected 4 \(num_layers\) of full_attention or",
+            {"layer_types": [NEAR]},
+            r"layer_types is \['sliding_attention'\], expected 4 \(num_layers\) of full_attention or",
         ),
         ({"layer_types": ["global"] * 4}, "layer_types is .*expected 4"),
         ({"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 2.0}}}, "angles of modernbert are not scaled here"),

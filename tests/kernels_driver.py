@@ -43,6 +43,17 @@ def sections(printed: bytes) -> dict[str, np.ndarray]:
         assert name not in found, name
         found[name] = bits
         at = end + 1 + bits.nbytes
-    kernels = ("adamw8", "dropout", "cast", "gelu", "cross_entropy", "product", "attention", "transpose", "crc32")
+    kernels = (
+        "adamw8",
+        "dropout",
+        "cast",
+        "gelu",
+        "rotate",
+        "cross_entropy",
+        "product",
+        "attention",
+        "transpose",
+        "crc32",
+    )
     assert len(found) > 900 and all(any(name.startswith(kernel) for name in found) for kernel in kernels)
     return found

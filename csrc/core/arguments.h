@@ -40,6 +40,15 @@ inline void contiguous_rows(const Tensor& t, const char* name) {
                   name, " are not contiguous");
 }
 
+inline Tensor in_a_row(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+// A matrix whose rows are contiguous, but may be apart: the given one, or a copy.
+inline Tensor with_rows(const Tensor& given, const char* name) {
+  MC_CHECK(given.dim() == 2, name, " has ", given.dim(), " dimensions, expected 2");
+  const bool as_it_lies = (given.stride(1) == 1 || given.size(1) < 2) && given.stride(0) >= given.size(1);
+  return as_it_lies ? given : torch::stable::contiguous(given);
+}
+
 // Memory that a call writes (or reads) must not be written by it elsewhere too.
 class Overlaps {
  public:

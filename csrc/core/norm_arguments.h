@@ -7,8 +7,6 @@
 
 namespace modelcenter {
 
-inline Tensor in_a_row(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
 // The rows of x (..., n), which is contiguous, for a weight (n,).
 inline int64_t rows_of(const Tensor& x, const Tensor& weight) {
   const int64_t n = weight.numel();

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "../core/norm_arguments.h"
+#include "../core/rotary_arguments.h"
 #include "arrays.h"
 #include "bind_attention.h"
 #include "bind_bytes.h"
@@ -170,6 +171,15 @@ void gelu(Tensor out, Tensor x, std::optional<Tensor> grad) {
   });
 }
 
+void rotate(const Rotation& job, const Tensor&, int64_t) {
+  STD_TORCH_CHECK(job.type == kFloat, "q must hold fp32 numbers");
+  const int64_t width = std::max((int64_t)1, (job.q.count + job.k.count) * job.head_dim);
+  for_chunks(1, [&](size_t) { return job.tokens; }, [&](size_t, int64_t begin, int64_t end) {
+    std::vector<float> by((size_t)job.half);
+    kernels().rotate(job, begin, end, by.data());
+  }, std::max((int64_t)1, kChunk / width));
+}
+
 constexpr int64_t kRows = 32;  // that a thread takes at a time; also the unit of the order in which dweight is added up
 
 void norm(const NormJob& job, const Tensor&, int64_t) {
@@ -290,11 +300,11 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def("count_to_(Tensor(a!) counter, int value) -> ()");
   m.def("count_reached(Tensor counter, int value, int milliseconds) -> bool");
   m.def("merge_master_(Tensor[] p, Tensor[] remainder, Tensor(a!)[] master, int stream) -> ()");
-  // Of CUDA alone.
-  m.def("column_sums(Tensor x, int stream) -> Tensor");
   m.def(
       "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, int head_dim, bool interleaved, bool back, int stream)"
       " -> (Tensor, Tensor)");
+  // Of CUDA alone.
+  m.def("column_sums(Tensor x, int stream) -> Tensor");
   m.def("activation(Tensor x, Tensor? up, int kind, int stream) -> Tensor");
   m.def(
       "activation_backward(Tensor grad, Tensor x, Tensor? up, int kind, bool sums, int stream) "
@@ -314,6 +324,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("gelu_tanh_", TORCH_BOX(&modelcenter::gelu));
   m.impl("norm", TORCH_BOX(&modelcenter::norm_operator<modelcenter::norm>));
   m.impl("norm_backward", TORCH_BOX(&modelcenter::norm_backward_operator<modelcenter::norm_backward>));
+  m.impl("rotate", TORCH_BOX(&modelcenter::rotate_operator<modelcenter::rotate>));
   m.impl("cross_entropy_", TORCH_BOX(&modelcenter::cross_entropy));
   m.impl("product_", TORCH_BOX(&modelcenter::product));
   m.impl("linear_", TORCH_BOX(&modelcenter::linear_into));

@@ -381,12 +381,13 @@ void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, in
 #include "loss.h"
 #include "norm.h"
 #include "products.h"
+#include "rotary.h"
 
 namespace modelcenter {
 namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
-                           split_all, merge_all, dropout, gelu, norm, norm_backward, cross_entropy,
+                           split_all, merge_all, dropout, gelu, rotate, norm, norm_backward, cross_entropy,
                            product, product_of_few, kFewRows, attention_scratch, attention, attention_backward,
                            transpose, clear_pages, copy_pages, crc32, sha256};
 

@@ -5,6 +5,7 @@
 #include "../core/job.h"
 #include "../core/norm.h"
 #include "../core/random.h"
+#include "../core/rotary.h"
 
 namespace modelcenter {
 
@@ -58,6 +59,8 @@ struct CpuKernels {
                   int64_t end);
   // out = gelu(x) or, where grad is not null, grad times the slope at x.
   void (*gelu)(const float* x, const float* grad, float* out, int64_t n);
+  // Tokens [begin, end) of queries and keys, in fp32; `by` has room for half a head.
+  void (*rotate)(const Rotation& job, int64_t begin, int64_t end, float* by);
   // Rows [begin, end) through a norm, and back, in fp32. The gradients of weight and bias are added to dweight and
   // dbias, unless dweight is null.
   void (*norm)(const NormJob& job, int64_t begin, int64_t end);

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "../core/norm_arguments.h"
+#include "../core/rotary_arguments.h"
 #include "activation.h"
 #include "columns.h"
 #include "dropout.h"
@@ -159,13 +160,6 @@ void norm_backward(const NormBackwardJob& job, const Tensor& x, int64_t stream) 
   done(cuda_norm_backward(job, job.dweight ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
 }
 
-// A matrix whose rows are contiguous, but may be apart: the given one, or a copy.
-Tensor with_rows(const Tensor& given, const char* name) {
-  MC_CHECK(given.dim() == 2, name, " has ", given.dim(), " dimensions, expected 2");
-  const bool as_it_lies = (given.stride(1) == 1 || given.size(1) < 2) && given.stride(0) >= given.size(1);
-  return as_it_lies ? given : torch::stable::contiguous(given);
-}
-
 Tensor column_sums(Tensor given, int64_t stream) {
   const Tensor x = with_rows(given, "x");
   const Columns of{x.const_data_ptr(), type_of(x, "x"), x.size(0), x.size(1), x.stride(0)};
@@ -177,41 +171,9 @@ Tensor column_sums(Tensor given, int64_t stream) {
   return out;
 }
 
-void of_its_kind(const Tensor& t, const Tensor& q, const char* name) {
-  same_device(t, q, name);
-  MC_CHECK(t.scalar_type() == q.scalar_type(), name, " has another dtype than q");
-}
-
-// The heads of x, for which q says how many tokens there are and of which type all is.
-Heads heads_of(const Tensor& x, const char* name, const Tensor& out, int64_t head_dim, const Tensor& q) {
-  of_its_kind(x, q, name);
-  MC_CHECK(x.size(0) == q.size(0), name, " has ", x.size(0), " rows, q has ", q.size(0));
-  MC_CHECK(head_dim > 0 && x.size(1) % head_dim == 0, name, " has rows of ", x.size(1), " numbers, expected heads of ",
-           head_dim);
-  MC_CHECK(x.size(1) < (int64_t)1 << 30, name, " has rows of 2^30 numbers or more");
-  return {x.const_data_ptr(), out.mutable_data_ptr(), x.stride(0), x.size(1) / head_dim};
-}
-
-const void* angles_of(const Tensor& t, const char* name, int64_t half, const Tensor& q) {
-  of_its_kind(t, q, name);
-  MC_CHECK(t.numel() == q.size(0) * half, name, " has ", t.numel(), " numbers, expected ", q.size(0), " rows of ", half);
-  return t.const_data_ptr();
-}
-
-std::tuple<Tensor, Tensor> rotate(Tensor given_q, Tensor given_k, Tensor given_cos, Tensor given_sin, int64_t head_dim,
-                                  bool interleaved, bool back, int64_t stream) {
-  const Tensor q = with_rows(given_q, "q"), k = with_rows(given_k, "k");
-  const Tensor cos = in_a_row(given_cos), sin = in_a_row(given_sin);
-  const Tensor new_q = torch::stable::new_empty(q, {q.size(0), q.size(1)});
-  const Tensor new_k = torch::stable::new_empty(k, {k.size(0), k.size(1)});
-  const int64_t half = cos.dim() ? cos.size(cos.dim() - 1) : 0;
-  MC_CHECK(2 * half <= head_dim, "cos has angles of ", 2 * half, " channels, head_dim is ", head_dim);
-  const Rotation job{heads_of(q, "q", new_q, head_dim, q), heads_of(k, "k", new_k, head_dim, q),
-                     angles_of(cos, "cos", half, q), angles_of(sin, "sin", half, q),
-                     type_of(q, "q"), q.size(0), head_dim, half, interleaved, back};
+void rotate(const Rotation& job, const Tensor& q, int64_t stream) {
   const DeviceGuard guard(q.get_device_index());
   done(cuda_rotate(job, (void*)stream));
-  return {new_q, new_k};
 }
 
 // The tensors hold the memory that the job refers to.
@@ -327,7 +289,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CUDA, m) {
   m.impl("norm", REPORTING(modelcenter::norm_operator<modelcenter::norm>));
   m.impl("norm_backward", REPORTING(modelcenter::norm_backward_operator<modelcenter::norm_backward>));
   m.impl("column_sums", REPORTING(modelcenter::column_sums));
-  m.impl("rotate", REPORTING(modelcenter::rotate));
+  m.impl("rotate", REPORTING(modelcenter::rotate_operator<modelcenter::rotate>));
   m.impl("activation", REPORTING(modelcenter::activation));
   m.impl("activation_backward", REPORTING(modelcenter::activation_backward));
 }

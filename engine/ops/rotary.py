@@ -1,8 +1,9 @@
 """Rotary position embeddings of queries and keys (Su et al. 2021, arXiv:2104.09864): pairs of channels are turned.
 
-torch composes them of eight operators for each of both, and of as many in backward. The compiled operator
-(csrc/cuda/rotary.cu) reads and writes queries and keys once, and turns the gradients back in the same way. It computes
-in fp32 and rounds once, where torch rounds each product to 16 bits first.
+torch composes them of eight operators for each of both, and of as many in backward. The compiled operators
+(csrc/cpu/rotary.h, csrc/cuda/rotary.cu) read and write queries and keys once, and turn the gradients back in the same
+way. On a CPU they take fp32 and give torch's bits. On a GPU they compute in fp32 and round once, where torch rounds
+each product to 16 bits first.
 """
 
 from typing import Any
@@ -58,7 +59,8 @@ def rotate(
     Raises:
         RuntimeError: the tensors do not fit together.
     """
-    if library.plain_cuda(q, k, cos, sin) and not (cos.requires_grad or sin.requires_grad):
+    compiled = library.takes_fp32(q, k, cos, sin) or library.plain_cuda(q, k, cos, sin)
+    if compiled and not (cos.requires_grad or sin.requires_grad):
         return _turn(q, k, cos, sin, head_dim, interleaved, False)
     return composed(q, cos, sin, head_dim, interleaved), composed(k, cos, sin, head_dim, interleaved)
 

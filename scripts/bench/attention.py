@@ -1,11 +1,12 @@
-"""Attention of one layer on the CPU, forward and backward: the operator for packed rows, compared with torch's.
+"""Attention of one layer on the CPU, forward and backward, and rotary positions: our operators compared with torch's.
 
     python scripts/bench/attention.py [--rows 16] [--length 512] [--rounds 3] [--output result.json]
 
 Rows are ragged. Here they are packed; torch's scaled_dot_product_attention gets them padded, with the mask that
-transformers would make of them: of the padding, of later tokens, with a bias for each distance (T5), or by segments
-(CPM). Its masks are made beforehand, as they are shared by layers, and their gradients end there. In each round one
-process times all contenders in turn and keeps the best of several runs of each; the results are the medians.
+transformers would make of them: of the padding, of later tokens, of those far away on both sides (ModernBERT), with a
+bias for each distance (T5), or by segments (CPM). Its masks are made beforehand, as they are shared by layers, and
+their gradients end there. In each round one process times all contenders in turn and keeps the best of several runs of
+each; the results are the medians.
 """
 
 import argparse
@@ -21,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.lib import against, child, finish, machine, median, parse, parser, steps, take_turns, workloads
 
 HEADS, CHANNELS = 8, 64
-KINDS = ("of an encoder", "of a decoder", "with a bias", "by segments")
+KINDS = ("of an encoder", "of a decoder", "in a window", "with a bias", "by segments")
+ROTARY = ("rotary positions", "rotary positions of one token")
 
 
 def main() -> None:
@@ -36,9 +38,10 @@ def main() -> None:
         return
     command = [__file__, "--child", "--rows", str(args.rows), "--length", str(args.length)]
     results = take_turns({"all": lambda _: child(command, args.threads)}, args.rounds, args.threads)["all"]
-    ms = {name: median(results, name) for kind in KINDS for name in (kind, f"torch, {kind}")}
+    ms = {name: median(results, name) for kind in (*KINDS, *ROTARY) for name in (kind, f"torch, {kind}")}
     numbers = {"ms": {name: round(value, 3) for name, value in ms.items()}, "library": results[0]["library"]}
     rows = [against(f"attention {kind}", "torch, padded", ms[kind], ms[f"torch, {kind}"], "ms") for kind in KINDS]
+    rows += [against(name, "torch", 1000 * ms[name], 1000 * ms[f"torch, {name}"], "us") for name in ROTARY]
     finish(args, "attention", numbers, rows)
 
 
@@ -47,6 +50,8 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
     import torch.nn.functional as F
     from torch import Tensor
 
+    from engine.ops import rotate
+    from engine.ops.rotary import composed
     from modelcenter.layers.mask import Mask
     from modelcenter.layers.packed_attention import packed_attention
     from modelcenter.layers.packing import Packed
@@ -65,6 +70,7 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
     masks = {
         "of an encoder": Mask(),
         "of a decoder": Mask(True),
+        "in a window": Mask(window=length // 8),
         "with a bias": Mask(bias=bias.requires_grad_()),
         "by segments": Mask(bias=bias, segments=segments[inside], segment_bias=between.requires_grad_()),
     }
@@ -102,7 +108,26 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
         ready = ready.detach().requires_grad_(ready.is_floating_point())
         calls[kind] = partial(ours, mask)
         calls[f"torch, {kind}"] = partial(theirs, ready)
+
+    def by_torch(cos: Tensor, sin: Tensor, *both: Tensor) -> tuple[Tensor, ...]:
+        return tuple(composed(x, cos, sin, CHANNELS, False) for x in both)
+
+    cos, sin = torch.randn(2, tokens, 1, CHANNELS // 2)
+    for name, part in zip(ROTARY, (slice(None), slice(1)), strict=True):
+        trained = name == ROTARY[0]  # a token is generated without gradients
+        some = tuple(x[part].detach().requires_grad_(trained) for x in leaves[:2])
+        calls[name] = partial(turn, some, partial(rotate, cos=cos[part], sin=sin[part], head_dim=CHANNELS))
+        calls[f"torch, {name}"] = partial(turn, some, partial(by_torch, cos[part], sin[part]))
     return calls
+
+
+def turn(leaves: tuple[Any, ...], function: Callable[..., tuple[Any, ...]]) -> None:
+    """Queries and keys, turned by the function, and where they are trained their gradients."""
+    import torch
+
+    out = function(*leaves)
+    if leaves[0].requires_grad:
+        torch.autograd.grad(out, leaves, leaves)
 
 
 if __name__ == "__main__":

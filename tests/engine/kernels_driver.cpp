@@ -194,6 +194,26 @@ static void rows_of_numbers() {
   }
 }
 
+static void rotations() {
+  for (int64_t half : {0, 1, 7, 16, 40})
+    for (int64_t still : {0, 3})
+      for (bool interleaved : {false, true})
+        for (bool back : {false, true}) {
+          const int64_t tokens = 5, width = 2 * half + still, heads = 3, apart = 2;
+          std::vector<float> q = floats(tokens * heads * width + (tokens - 1) * apart), key = floats(tokens * width);
+          std::vector<float> cos = floats(tokens * half), sin = floats(tokens * half), by((size_t)half);
+          std::vector<float> new_q((size_t)(tokens * heads * width)), new_k(key.size());
+          const Rotation job{{q.data(), new_q.data(), heads * width + apart, heads}, {key.data(), new_k.data(), width, 1},
+                             cos.data(), sin.data(), kFloat, tokens, width, half, interleaved, back};
+          k.rotate(job, 0, 2, by.data());
+          k.rotate(job, 2, tokens, by.data());
+          const std::string name = "rotate " + std::to_string(half) + " " + std::to_string(still) +
+                                   (interleaved ? ", interleaved" : "") + (back ? ", back" : "");
+          show(name + ", q", new_q);
+          show(name + ", k", new_k);
+        }
+}
+
 // Two threads in turns: what one writes before it counts up the other sees.
 static void counters() {
   int64_t sent = 0, read = 0, payload = 0, wrong = 0;
@@ -222,6 +242,7 @@ int main() {
   masks();
   norms();
   rows_of_numbers();
+  rotations();
   products();
   products_of_few();
   attention();

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from modelcenter.models.cpmant import CPMAnt as CPMAnt
     from modelcenter.models.cpmbee import CPMBee as CPMBee
     from modelcenter.models.distilbert import DistilBert as DistilBert
+    from modelcenter.models.electra import Electra as Electra
     from modelcenter.models.gpt2 import GPT2 as GPT2
     from modelcenter.models.gpt_neox import GPTNeoX as GPTNeoX
     from modelcenter.models.gptj import GPTJ as GPTJ

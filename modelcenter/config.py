@@ -124,6 +124,12 @@ class ModelConfig:
         token = getattr(self, name)
         self.require(token is None or -vocab_size <= token < vocab_size, name, f"one of {vocab_size} tokens, or none")
 
+    def require_extra(self, task: str, expected: Mapping[str, Any]) -> None:
+        """Raise unless fields of the Hugging Face config that `task` alone reads have these values, or are absent."""
+        for name, value in expected.items():
+            if (found := self.extra.get(name, value)) != value:
+                raise ValueError(f"{self.model_type} config: {name} is {found!r}, expected {value!r} for {task}")
+
     @property
     def max_tokens(self) -> int | None:
         """Tokens of the longest sequence that the model is made for; None: any."""

@@ -100,6 +100,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("cpm3", "CPM3"),
         _ours("cpmbee", "CPMBee"),
         _ours("distilbert", "DistilBert"),
+        _ours("electra", "Electra"),
         _ours("gpt2", "GPT2"),
         _ours("roberta", "Roberta"),
         _ours("modernbert", "ModernBert"),

@@ -85,6 +85,16 @@ def test_heads_with_matrices_of_their_own(kind, task, options, tmp_path):
     assert found.equal and "gradients" in found.values, str(found)
 
 
+def test_a_discriminator(tmp_path):
+    """Of the same task as BERT's pretraining, with labels of its own."""
+    mc.from_config("tiny/electra", "pretraining", seed=2).save_pretrained(tmp_path, tokenizer=make_decoder_tokenizer())
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ["a . a", ". .", "a a a a"]])
+    for data, tokens in ((None, 36), (str(tmp_path / "rows.jsonl"), 9)):
+        found = compare_checkpoints(str(tmp_path), data=data)
+        assert found.equal and found.tokens == tokens, str(found)
+        assert {"loss", "logits", "layers", "gradients"} <= found.values.keys()
+
+
 @pytest.mark.parametrize(
     ("kind", "task", "other", "words"),
     [

@@ -6,10 +6,10 @@ at a time (`chunks`), of a vocabulary that tensor parallelism may split (`vocabu
 """
 
 from engine.loss.head import linear_cross_entropy, linear_log_probs, vocabulary_logits
-from engine.loss.logits import IGNORE_INDEX, FusedCrossEntropy, cross_entropy
+from engine.loss.logits import IGNORE_INDEX, FusedCrossEntropy, at_least_one, cross_entropy
 from engine.loss.vocabulary import ExtendedVocabulary
 
 __all__ = [
-    "IGNORE_INDEX", "ExtendedVocabulary", "FusedCrossEntropy", "cross_entropy", "linear_cross_entropy",
+    "IGNORE_INDEX", "ExtendedVocabulary", "FusedCrossEntropy", "at_least_one", "cross_entropy", "linear_cross_entropy",
     "linear_log_probs", "vocabulary_logits",
 ]  # fmt: skip

@@ -42,6 +42,7 @@ def make_rows(
     ids: Sequence[Sequence[int]] | None = None,
     decodes: bool = False,
     end: int | None = None,
+    replaced: bool = False,
 ) -> list[Row]:
     """Random supervised rows for a task.
 
@@ -51,6 +52,7 @@ def make_rows(
         ids: the tokens of the rows, which are drawn if None.
         decodes: the model is an encoder-decoder, whose decoder has rows of other lengths.
         end: the token that ends each row, and occurs nowhere else in it.
+        replaced: labels of pretraining say of each token whether it was replaced.
     """
     rng = torch.Generator().manual_seed(seed)
 
@@ -65,7 +67,10 @@ def make_rows(
         tokens = tokens[: len(tokens) // choices * choices]
     rows = []
     for i, sequence in enumerate(tokens):
-        labels = _draw_labels(task, sequence, i, draw, vocab_size, num_labels, choices)
+        if task == "pretraining" and replaced:
+            labels = draw(2, len(sequence))
+        else:
+            labels = _draw_labels(task, sequence, i, draw, vocab_size, num_labels, choices)
         decoder_ids = draw(vocab_size, _target_length(i)) if task == "base" and decodes else None
         types = draw(type_vocab_size, len(sequence)) if type_vocab_size else []
         rows.append(Row(sequence, types, labels, decoder_ids))
@@ -117,6 +122,7 @@ def rows_for(task: str, config: Any, **how: Any) -> list[Row]:
         type_vocab_size=getattr(config, "type_vocab_size", 0),
         decodes=config.is_encoder_decoder,
         end=end[0] if isinstance(end, list) else end,
+        replaced=getattr(config, "detects_replaced", False),
         **how,
     )
 
@@ -137,7 +143,7 @@ def pad_rows(task: str, rows: Sequence[Row], side: str = "right", choices: int =
         batch["token_type_ids"] = torch.tensor([pad(row.token_type_ids, 0) for row in rows])
     token_labels = None
     if task in TOKEN_TASKS:
-        token_labels = [pad(_token_labels(task, row), IGNORE) for row in rows]
+        token_labels = [pad(_token_labels(row), IGNORE) for row in rows]
     if (targets := decoder_rows(task, rows)) is not None:
         most = max(map(len, targets))
         if task == "seq2seq-lm":
@@ -169,7 +175,7 @@ def pack_rows(task: str, rows: Sequence[Row]) -> dict[str, Any]:
         batch["token_type_ids"] = torch.tensor([[t for row in rows for t in row.token_type_ids]])
     token_labels = None
     if task in TOKEN_TASKS:
-        token_labels = [[t for row in rows for t in _token_labels(task, row)]]
+        token_labels = [[t for row in rows for t in _token_labels(row)]]
     if (targets := decoder_rows(task, rows)) is not None:
         ends = torch.tensor([len(row) for row in targets]).cumsum(0)
         batch["decoder_cu_seqlens"] = torch.nn.functional.pad(ends, (1, 0)).int()
@@ -193,8 +199,8 @@ def decoder_rows(task: str, rows: Sequence[Row]) -> list[list[int]] | None:
     return None if rows[0].decoder_ids is None else [row.decoder_ids or [] for row in rows]
 
 
-def _token_labels(task: str, row: Row) -> list[int]:
-    return row.labels[0] if task == "pretraining" else row.labels
+def _token_labels(row: Row) -> list[int]:
+    return row.labels[0] if isinstance(row.labels, tuple) else row.labels
 
 
 def _labels(task: str, rows: Sequence[Row], token_labels: list[list[int]] | None) -> dict[str, Tensor]:
@@ -202,7 +208,7 @@ def _labels(task: str, rows: Sequence[Row], token_labels: list[list[int]] | None
     extra: dict[str, Tensor] = {}
     if token_labels is not None:
         extra["labels"] = torch.tensor(token_labels)
-    if task == "pretraining":
+    if task == "pretraining" and isinstance(rows[0].labels, tuple):
         extra["next_sentence_label"] = torch.tensor([row.labels[1] for row in rows])
     elif task in ("sequence-classification", "multiple-choice", "next-sentence-prediction"):
         extra["labels"] = torch.tensor([row.labels for row in rows if row.labels is not None])

@@ -94,10 +94,12 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
         front["eval_results"] = _results(given, values, PIPELINES[model.task])
     if base:
         front["base_model_relation"] = "finetune"
+    # A discriminator's; the Hub has no word for what it does.
+    fills_no_mask = model.task == "pretraining" and getattr(model.config, "detects_replaced", False)
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
-        pipeline_tag=PIPELINES.get(model.task),
+        pipeline_tag=None if fills_no_mask else PIPELINES.get(model.task),
         ignore_metadata_errors=False,
         **front,
     )

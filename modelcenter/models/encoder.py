@@ -1,4 +1,4 @@
-"""What encoders with learned positions share (BERT, RoBERTa, DistilBERT): their body, heads, inputs and outputs."""
+"""What encoders with learned positions share (BERT, RoBERTa, DistilBERT, ELECTRA): body, heads, inputs and outputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +70,11 @@ class EncoderConfig(ModelConfig):
         self.require_token("pad_token_id", self.vocab_size)
 
     @property
+    def embedding_size(self) -> int:
+        """The width of embeddings, which a projection follows where it is not hidden_size."""
+        return self.hidden_size
+
+    @property
     def head_act(self) -> str:
         """The activation in the vocabulary's head."""
         return self.hidden_act
@@ -82,7 +87,7 @@ class EncoderConfig(ModelConfig):
 
 @dataclass(kw_only=True)
 class BertStyleConfig(EncoderConfig):
-    """Fields of BERT and of those that have all of its: RoBERTa.
+    """Fields of BERT and of those that have all of its: RoBERTa, ELECTRA.
 
     is_decoder: a token sees itself and what is before it, as it must to predict the next one. cross_attention: and the
     tokens of an encoder, whose hidden states the caller gives.
@@ -134,12 +139,13 @@ class Encoder(CrossAttentionMixin):
 
     def make_body(self) -> None:
         """Embeddings and layers."""
-        c, width = self.config, self.config.hidden_size
-        self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
-        self.position = Embedding(c.max_positions, width)
-        self.token_type = Embedding(c.type_vocab_size, width) if c.type_vocab_size else None
-        self.embed_norm = LayerNorm(width, c.norm_eps)
+        c, width, narrow = self.config, self.config.hidden_size, self.config.embedding_size
+        self.embed = Embedding(c.vocab_size, narrow, padding_idx=c.pad_token_id)
+        self.position = Embedding(c.max_positions, narrow)
+        self.token_type = Embedding(c.type_vocab_size, narrow) if c.type_vocab_size else None
+        self.embed_norm = LayerNorm(narrow, c.norm_eps)
         self.embed_dropout = Dropout(c.dropout)
+        self.project_in = Linear(narrow, width) if narrow != width else None
         self.layers = nn.ModuleList(self.make_block() for _ in range(c.num_layers))
 
     def make_block(self) -> nn.Module:
@@ -160,7 +166,7 @@ class Encoder(CrossAttentionMixin):
         match task:
             case "masked-lm" | "causal-lm":
                 kind = MaskedLM if task == "masked-lm" else DenseCausalLM
-                return kind(c.hidden_size, c.vocab_size, c.head_act, c.norm_eps, c.tie_embeddings)
+                return kind(c.hidden_size, c.vocab_size, c.head_act, c.norm_eps, c.tie_embeddings, c.embedding_size)
             case "sequence-classification":
                 return SequenceClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
             case "token-classification":
@@ -188,10 +194,11 @@ class Encoder(CrossAttentionMixin):
         words = owner.embedded(batch, ctx, self.embed)
         positions = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
         x = words + positions if type_states is None else words + positions + type_states
-        return self.embed_dropout(self.embed_norm(x), ctx)
+        x = self.embed_dropout(self.embed_norm(x), ctx)
+        return x if self.project_in is None else self.project_in(x)
 
     def type_states(self, batch: Batch, ctx: Packed) -> Tensor | None:
-        """(T, hidden_size): the embeddings of the tokens' types; None: the model tells no types apart."""
+        """(T, embedding_size): the embeddings of the tokens' types; None: the model tells no types apart."""
         if self.token_type is None:
             return None
         given = batch.get("token_type_ids")
@@ -311,7 +318,7 @@ class Encoder(CrossAttentionMixin):
         Args:
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
-            inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
+            inputs_embeds: (batch, seq, embedding_size) in place of input_ids.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
                 encoder_cu_seqlens: what a decoder with cross_attention attends to; a cache remembers it. Without them
                 its tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.

@@ -107,10 +107,7 @@ class GPT2(CrossAttentionMixin, Decoder):
     def make_head(self, task: str, *args: Any, **kwargs: Any) -> nn.Module | None:
         if task != "double-heads":
             return super().make_head(task, *args, **kwargs)
-        for field, expected in SUMMARY.items():
-            found = self.config.extra.get(field, expected)
-            if found != expected:
-                raise ValueError(f"gpt2 config: {field} is {found!r}, expected {expected!r} for double-heads")
+        self.config.require_extra("double-heads", SUMMARY)
         lm = super().make_head("causal-lm")
         assert isinstance(lm, CausalLM)
         return DoubleHeads(lm, self.config.hidden_size, self.config.choice_dropout)

@@ -96,7 +96,8 @@ class ModelInputs(nn.Module):
         own = self.head_inputs.get(self.task)
         if own is None:
             return
-        others = {name for names in self.head_inputs.values() for name in names}.difference(own)
+        every = (*HEAD_INPUTS.values(), *self.head_inputs.values())
+        others = {name for names in every for name in names}.difference(own)
         for name, value in batch.items():
             if name in others and (isinstance(value, Tensor) or value):
                 takers = [task for task in self.tasks if name in self.head_inputs.get(task, ())]

@@ -422,6 +422,9 @@ def test_every_task_has_a_card(task):
     model = mc.from_config("tiny/bert", task)
     data = ModelCard(make_card(model, "X", {"metrics": {"accuracy": 1.0}})).data
     assert data.pipeline_tag and data.eval_results[0].dataset_type == "local"
+    # A discriminator fills no masks.
+    discriminator = ModelCard(make_card(mc.from_config("tiny/electra", task), "X")).data
+    assert discriminator.pipeline_tag == (None if task == "pretraining" else data.pipeline_tag)
 
 
 def test_seq2seq_cards():

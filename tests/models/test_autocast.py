@@ -19,7 +19,7 @@ CASES = [
 
 
 def model_and_batch(name, task):
-    more = {"is_decoder": True} if task == "causal-lm" and "bert" in name else {}
+    more = {"is_decoder": True} if task == "causal-lm" and name.endswith(("bert", "roberta", "electra")) else {}
     torch.manual_seed(0)
     model = mc.from_config(name, task, **more)  # whose gradients are not chaotic, as those of random weights can be
     rows = rows_for(task, model.config, lengths=(9, 4, 6))

@@ -29,7 +29,8 @@ def build(name: str, **fields):
 
 def task_of(name: str) -> str:
     tasks = ARCHITECTURES[name].model_class().tasks
-    return next(task for task in ("pretraining", "masked-lm", "causal-lm", "seq2seq-lm") if task in tasks)
+    of_words = ("masked-lm", "causal-lm", "seq2seq-lm") if name == "electra" else ("pretraining", "masked-lm")
+    return next(task for task in (*of_words, "causal-lm", "seq2seq-lm") if task in tasks)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-R as decoders (`is_decoder`), and the next sentence by itself, against transformers."""
+"""BERT, RoBERTa, XLM-R and ELECTRA as decoders (`is_decoder`), and BERT's next sentence, against transformers."""
 
 import pytest
 import torch
@@ -52,6 +52,12 @@ class RobertaWriter(Writer):
     first = 3
 
 
+class ElectraWriter(Writer):
+    hf_config = {**SIZES, "model_type": "electra", "embedding_size": 20, "is_decoder": True}
+    no_dropout = {**Writer.no_dropout, "summary_last_dropout": 0.0}
+    first = 0
+
+
 class Few:
     """Of tests that the same heads pass elsewhere, the full set has these."""
 
@@ -65,6 +71,10 @@ class TestBertWriter(Few, BertWriter):
 
 
 class TestRobertaWriter(Few, RobertaWriter):
+    test_export_is_exact = test_empty_batch = None  # type: ignore[assignment]
+
+
+class TestElectraWriter(Few, ElectraWriter):
     test_export_is_exact = test_empty_batch = None  # type: ignore[assignment]
 
 
@@ -91,13 +101,20 @@ class TestXLMRobertaWriterWhole(RobertaWriter):
 
 
 @pytest.mark.full
+class TestElectraWriterWhole(ElectraWriter):
+    pass
+
+
+@pytest.mark.full
 class TestNextSentenceWhole(BertWriter):
     hf_config = TestNextSentence.hf_config
     tasks = TestNextSentence.tasks
     test_parity_notices = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("family", ["BertLMHeadModel", "RobertaForCausalLM", "XLMRobertaForCausalLM"])
+@pytest.mark.parametrize(
+    "family", ["BertLMHeadModel", *(f"{x}ForCausalLM" for x in ("Roberta", "XLMRoberta", "Electra"))]
+)
 def test_text_is_what_transformers_forward_makes(family, tmp_path):
     """Greedy, with a row padded on the left: token by token of transformers' forward over each row alone, whole.
 

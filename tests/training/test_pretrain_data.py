@@ -14,6 +14,7 @@ from text_toys import KINDS, TOKENIZERS, flags, make_decoder_tokenizer, make_tex
 from toydata import command, write_jsonl
 from toyruns import read_summary
 
+import modelcenter as mc
 from modelcenter.cli import run as cli
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.pretraining.text_rows import encode_texts
@@ -440,6 +441,17 @@ def test_rows_without_a_text_to_learn_are_named(folder):
     cli(["preprocess", str(data), "--tokenizer", str(folder / "tiny-bert"), "--output", str(folder / "t")])
     with pytest.raises(ValueError, match=r"tokenizer: .*t was made with .*bert' \(\d+ tokens\), not with .*tiny-gpt2"):
         pretrain(folder, "lm", train_data=str(folder / "t"))
+
+
+def test_a_discriminator_is_not_pretrained_as_bert(folder):
+    """Nor evaluated: its labels say something else."""
+    model = mc.from_config("tiny/electra", "pretraining", vocab_size=len(TOKENIZERS["tiny/bert"]()))
+    model.save_pretrained(folder / "discriminator", tokenizer=TOKENIZERS["tiny/bert"]())
+    says = "model: pretraining of electra is telling which tokens were replaced"
+    with pytest.raises(ValueError, match=says):
+        cli(["pretrain", "mlm", *command(flags(folder, "tiny/bert", next_sentence=True) | {"model": "tiny/electra"})])
+    with pytest.raises(ValueError, match=says):
+        cli(["evaluate", str(folder / "discriminator"), str(folder / "data")])
 
 
 def test_rows_without_text_are_counted(folder, caplog):

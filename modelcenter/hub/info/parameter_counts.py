@@ -13,6 +13,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
     "distilbert": {"max_positions": 512, "type_vocab_size": 0},
     "modernbert": {"decoder_bias": True},
+    "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},
     "gpt2": {"max_positions": 1024},
     "gptj": {"tie_embeddings": False},
     "gpt_neox": {"attention_bias": True, "tie_embeddings": False},
@@ -138,12 +139,15 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     if kind == "cpmant":
         tied = False  # its head has rows of its own
     d, head = c.hidden_size, 0
+    narrow = c.embedding_size if kind in ("opt", "electra") else d
+    if kind == "electra" and task == "pretraining":
+        return _ordered({**sizes, "head": _linear(d, d, True) + _linear(d, 1, True)})
     if task != "base":
-        head = 0 if tied else c.vocab_size * (c.embedding_size if kind == "opt" else d)
+        head = 0 if tied else c.vocab_size * narrow
     if kind == "modernbert" and task == "masked-lm":
         head += _linear(d, d, c.classifier_bias) + (1 + c.norm_bias) * d + c.decoder_bias * c.vocab_size
     elif task == "pretraining" or (task != "base" and "masked-lm" in arch.tasks):
-        head += _linear(d, d, True) + 2 * d + c.vocab_size
+        head += _linear(d, narrow, True) + 2 * narrow + c.vocab_size
     if task == "pretraining":
         head += _linear(d, 2, True)
     if kind == "gptj" and task == "causal-lm":
@@ -173,13 +177,14 @@ def _mlp(c: _Fields, bias: bool, gated: bool = False, inner: int | None = None) 
 
 
 def _bert(c: _Fields, kind: str) -> dict[str, int]:
-    d, layers = c.hidden_size, c.num_layers
+    d, layers, narrow = c.hidden_size, c.num_layers, c.embedding_size if kind == "electra" else c.hidden_size
+    words = (c.vocab_size + c.max_positions + c.type_vocab_size) * narrow
     return {
-        "embeddings": (c.vocab_size + c.max_positions + c.type_vocab_size) * d,
+        "embeddings": words + (_linear(narrow, d, True) if narrow != d else 0),
         "attention": (1 + c.cross_attention) * layers * _attention(c, True),
         "mlp": layers * _mlp(c, True),
-        "norms": 2 * d * (1 + (2 + c.cross_attention) * layers),
-        "pooler": 0 if kind == "distilbert" else _linear(d, d, True),
+        "norms": 2 * narrow + 2 * d * (2 + c.cross_attention) * layers,
+        "pooler": 0 if kind in ("distilbert", "electra") else _linear(d, d, True),
     }
 
 
@@ -282,7 +287,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
-    **dict.fromkeys(("bert", "distilbert", "roberta", "xlm-roberta"), _bert),
+    **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), _bert),
     "modernbert": _modernbert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),

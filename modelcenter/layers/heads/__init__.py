@@ -8,6 +8,7 @@ from modelcenter.layers.heads.classification import (
     DenseClassifier,
     DenseMultipleChoice,
     MultipleChoice,
+    ReplacedTokens,
     SequenceClassifier,
     TokenClassifier,
 )
@@ -25,6 +26,6 @@ from modelcenter.layers.heads.vocabulary import (
 
 __all__ = [
     "CausalLM", "DenseCausalLM", "DenseClassifier", "DenseMultipleChoice", "DenseSeq2SeqLM", "ExtractiveQA",
-    "HeadTransform", "MaskedLM", "MultipleChoice", "Seq2SeqLM", "SequenceClassifier", "TokenClassifier",
-    "VocabularyHead", "check_labels", "count_labels", "next_labels", "token_labels",
+    "HeadTransform", "MaskedLM", "MultipleChoice", "ReplacedTokens", "Seq2SeqLM", "SequenceClassifier",
+    "TokenClassifier", "VocabularyHead", "check_labels", "count_labels", "next_labels", "token_labels",
 ]  # fmt: skip

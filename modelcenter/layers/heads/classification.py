@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.loss import IGNORE_INDEX, cross_entropy
+from engine.loss import IGNORE_INDEX, at_least_one, cross_entropy
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.heads.labels import (
     Batch,
@@ -165,4 +165,29 @@ class TokenClassifier(Smoothing, Linear):
             check_labels(labels, self.out_features)
             loss = cross_entropy(logits, labels, counts["loss"], label_smoothing=self.smoothing)
             out["loss"] = ctx.sum_over_ranks(loss)
+        return out
+
+
+class ReplacedTokens(Linear):
+    """Each token -> (batch, seq): the logit of its having been replaced, by a dense layer with an activation and a
+    linear one. Labels: 1 where it was, 0 where it was not."""
+
+    def __init__(self, hidden_size: int, activation: str):
+        super().__init__(hidden_size, 1)
+        self.dense, self.activation = Linear(hidden_size, hidden_size), ACTIVATIONS[activation]
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        return {"loss": 0 if batch.get("labels") is None else count_labels(supervised_labels(batch))}
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts
+    ) -> dict[str, Tensor]:
+        logits = super().forward(self.activation(self.dense(x))).squeeze(-1)
+        out = {"logits": ctx.repad(logits)}
+        if batch.get("labels") is not None:
+            labels = ctx.unpad(supervised_labels(batch), IGNORE_INDEX)
+            check_labels(labels, 2)
+            given = (labels != IGNORE_INDEX).float()
+            total = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), given, reduction="sum")
+            out["loss"] = ctx.sum_over_ranks(total / at_least_one(counts["loss"]))
         return out

@@ -107,7 +107,10 @@ class VocabularyHead(Smoothing, nn.Module):
 
 
 class MaskedLM(VocabularyHead):
-    """BERT's masked-language-model head: dense, activation, norm, then the vocabulary."""
+    """BERT's masked-language-model head: dense, activation, norm, then the vocabulary.
+
+    table_width: of the vocabulary's matrix; None: hidden_size.
+    """
 
     def __init__(
         self,
@@ -116,17 +119,19 @@ class MaskedLM(VocabularyHead):
         activation: str,
         norm_eps: float,
         tied: bool,
+        table_width: int | None = None,
         *,
         dense_bias: bool = True,
         norm_bias: bool = True,
         bias: bool = True,
     ):
         super().__init__()
+        width = table_width or hidden_size
         self.activation = ACTIVATIONS[activation]
-        self.dense = Linear(hidden_size, hidden_size, dense_bias)
-        self.norm = LayerNorm(hidden_size, norm_eps, bias=norm_bias)
+        self.dense = Linear(hidden_size, width, dense_bias)
+        self.norm = LayerNorm(width, norm_eps, bias=norm_bias)
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
-        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width).normal_(std=0.02))
 
     def transform(self, x: Tensor) -> Tensor:
         return self.norm(self.activation(self.dense(x)))

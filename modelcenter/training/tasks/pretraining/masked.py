@@ -62,6 +62,14 @@ class MaskedPretraining(Pretraining):
     def head(self) -> str:
         return "pretraining" if self.cfg.next_sentence else "masked-lm"
 
+    def on_model_built(self, model: Model) -> None:
+        """Raises ValueError for a model whose pretraining is of another kind."""
+        if model.task == "pretraining" and "next_sentence_label" not in model.head_inputs["pretraining"]:
+            raise ValueError(
+                f"model: pretraining of {model.config.model_type} is telling which tokens were replaced, which this "
+                "task does not do; mlm without --next_sentence trains its generator, a masked language model"
+            )
+
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         words: Words = "none"
         if self.cfg.whole_word:
@@ -81,6 +89,7 @@ class MaskedPretraining(Pretraining):
             metrics.add_pairs(out.seq_relationship_logits.argmax(-1) == batch["next_sentence_label"])
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Any:
+        self.on_model_built(model)
         self.cfg.next_sentence = model.task == "pretraining"
         return super().inference_examples(model, tokenizer, max_length)
 

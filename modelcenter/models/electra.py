@@ -1,0 +1,81 @@
+"""ELECTRA (Clark et al. 2020, arXiv:2003.10555), after transformers' ElectraModel and its heads: BERT's body, whose
+embeddings may be narrower than its hidden states, and no pooler.
+
+A generator is a masked language model; a discriminator, of task pretraining, tells which tokens were replaced.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, ReplacedTokens
+from modelcenter.models.encoder import BertStyleConfig, Encoder
+from modelcenter.models.inputs import HEAD_INPUTS
+
+# How multiple choice reads a sequence; transformers' defaults.
+SUMMARY = {
+    "summary_type": "first",
+    "summary_use_proj": True,
+    "summary_proj_to_labels": False,
+    "summary_activation": "gelu",
+    "summary_first_dropout": 0,
+}
+
+
+@dataclass(kw_only=True)
+class ElectraConfig(BertStyleConfig):
+    """Fields of ELECTRA.
+
+    embedding_size: width of the embeddings; where it is not hidden_size, a projection follows them. choice_dropout:
+    before the last layer of multiple choice.
+    """
+
+    model_type: ClassVar[str] = "electra"
+    # What the labels of pretraining say of each token.
+    detects_replaced: ClassVar[bool] = True
+
+    embedding_size: int = 128
+    choice_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_probabilities("choice_dropout")
+
+    @property
+    def head_act(self) -> str:
+        return "gelu"  # whatever hidden_act is
+
+
+class Electra(Encoder):
+    """ELECTRA with the head of `task`.
+
+    `labels` of pretraining: (batch, seq), 1: the token was replaced, 0: it was not; `logits` are of the same shape.
+    """
+
+    config_class = ElectraConfig
+    tasks = (*Encoder.tasks, "pretraining")
+    pooled_tasks = ()
+    head_inputs = {**HEAD_INPUTS, "pretraining": ("labels",)}
+
+    config: ElectraConfig
+
+    def make_head(self, task: str) -> nn.Module | None:
+        c, width = self.config, self.config.hidden_size
+        match task:
+            case "sequence-classification":
+                return DenseClassifier(width, c.num_labels, c.head_dropout, c.problem_type, "gelu")
+            case "multiple-choice":
+                c.require_extra("multiple-choice", SUMMARY)
+                return DenseMultipleChoice(width, c.choice_dropout, "gelu")
+            case "pretraining":
+                return ReplacedTokens(width, c.hidden_act)
+        return super().make_head(task)
+
+    @property
+    def ties_head(self) -> bool:
+        return super().ties_head and self.task != "pretraining"
+
+    def empty_batch(self) -> dict[str, Any]:
+        batch = super().empty_batch()
+        return batch | {"labels": batch["input_ids"]} if self.task == "pretraining" else batch

@@ -21,6 +21,7 @@ _SIZES = (
 )  # fmt: skip
 # Attributes of every config: where an architecture has no such field, they are kept in `extra`.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")  # which `extra` has, and only encoder-decoders follow
 _NOT_NEGATIVE = ("norm_eps", "initializer_range")
 _MAX_LAYERS = 10_000  # a model is built of them before a file can contradict
 
@@ -99,6 +100,7 @@ class ModelConfig:
     def special_tokens(self) -> dict[str, Any]:
         """The tokens that begin, end and fill texts, as far as this config names them."""
         held = {name: getattr(self, name) for name in _TOKENS}
+        held |= {name: self.extra.get(name) for name in _FORCED_TOKENS if self.is_encoder_decoder}
         return {name: value for name, value in held.items() if value is not None}
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelcenter.generation.search import beam, extend
-from modelcenter.generation.settings import LEAST, MOST, Settings, SpecialTokens, check_whole, with_defaults
+from modelcenter.generation.settings import FORCED, LEAST, MOST, Settings, SpecialTokens, check_whole, with_defaults
 from modelcenter.generation.state import State, guessed_mask
 from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.layout import check_tensor
@@ -71,6 +71,8 @@ def generate(
     early_stopping: bool | str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    forced_bos_token_id: int | None = None,
+    forced_eos_token_id: int | Sequence[int] | None = None,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
@@ -98,6 +100,9 @@ def generate(
         repetition_penalty: divides the score of tokens that came already. no_repeat_ngram_size: n: no n tokens twice.
         num_return_sequences: of each row, neighbours in the result.
         eos_token_id: tokens that end a sequence, [] for none; pad_token_id: after an end. None: the checkpoint's.
+        forced_bos_token_id: what a text begins with, behind the token that the decoder begins with.
+            forced_eos_token_id: what it ends with where it gets no more tokens. [] for none; None: an encoder-decoder's
+            checkpoint says.
         stop_strings: texts that end a sequence, found by decoding with `tokenizer`.
         streamer: is given the prompt and then each new token by `put(tensor)`, and `end()`; one row, no beams.
         seed: of the draws; None: torch's generator decides.
@@ -137,6 +142,8 @@ def generate(
         no_repeat_ngram_size=no_repeat_ngram_size,
         num_return_sequences=num_return_sequences,
         early_stopping=early_stopping,
+        forced_bos_token_id=forced_bos_token_id,
+        forced_eos_token_id=forced_eos_token_id,
         stop_strings=stop_strings,
         seed=seed,
     )
@@ -182,15 +189,18 @@ def _settings(
     """What is asked for as Settings; warns of what the checkpoint's files ask for and nobody follows."""
     encodes = bool(getattr(model, "is_encoder_decoder", False))
     checkpoint = {**model.config.special_tokens(), **model.generation_config}
+    checkpoint |= {name: _settings_of_file(model)[1].get(name) for name in FORCED}
+    forced = {name: asked.pop(name, None) for name in FORCED}
     max_new_tokens, max_length, min_new_tokens, min_length = (asked.pop(name, None) for name in (*MOST, *LEAST))
     length = 1 if encodes else prompt_length
     settings = Settings(
-        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes),
+        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes, forced),
         max_new_tokens=_new_tokens(max_new_tokens, max_length, length),
         min_new_tokens=_least_tokens(min_new_tokens, min_length, length),
         **asked,
     )
     used = {**vars(settings), "stop_strings": stop.strings, "min_length": min_length}
+    used |= {name: checkpoint[name] if encodes and given is None else given for name, given in forced.items()}
     _warn_unused(*_unused_settings(model, used))
     return settings
 

@@ -32,6 +32,20 @@ def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tens
     return scores
 
 
+def next_scores(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
+    """`penalised`, and where a text is forced to begin or to end with certain tokens, no others."""
+    scores = penalised(scores, prompts, new, s)
+    forced: tuple[int, ...] = ()
+    if s.tokens.first is not None and prompts.shape[1] + new.shape[1] == 1:
+        forced = (s.tokens.first,)
+    if s.tokens.last and new.shape[1] == s.max_new_tokens - 1:
+        forced = s.tokens.last
+    if not forced:
+        return scores
+    index = torch.tensor(forced, device=scores.device)
+    return torch.full_like(scores, -torch.inf).index_fill_(1, index, 0.0)
+
+
 def narrowed(scores: Tensor, s: Settings, keep: int = 1) -> Tensor:
     """Scores after temperature, top_k and top_p, with at least `keep` tokens left."""
     if s.temperature != 1.0:

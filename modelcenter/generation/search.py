@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelcenter.generation.scores import narrowed, penalised
+from modelcenter.generation.scores import narrowed, next_scores
 from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import State
 from modelcenter.generation.stopping import StopStrings
@@ -32,7 +32,7 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
     done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     can_end = bool(s.tokens.eos or stop.strings)
     while True:
-        scores = penalised(state.logits, state.written, tokens[:, start:], s)
+        scores = next_scores(state.logits, state.written, tokens[:, start:], s)
         new = _drawn(narrowed(scores, s), 1, rng)[:, 0] if s.do_sample else scores.argmax(-1)
         if can_end:
             new = new.masked_fill(done, s.tokens.pad)
@@ -61,7 +61,7 @@ def _beam_candidates(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best continuations of each row's beams, or those drawn, each (rows, count): scores, beams, next tokens."""
     start = state.tokens.shape[1]
-    log_probs = penalised(state.logits.log_softmax(-1), state.written, running[:, :, start:].flatten(0, 1), s)
+    log_probs = next_scores(state.logits.log_softmax(-1), state.written, running[:, :, start:].flatten(0, 1), s)
     if s.do_sample:
         log_probs = narrowed(log_probs, s, len(s.tokens.eos) + 1 if s.tokens.eos else 2)
     rows, beams, vocab = *scores.shape, log_probs.shape[1]

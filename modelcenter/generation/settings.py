@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from modelcenter.generation.stopping import stop_texts
 
+# Tokens that a text is made to begin, and at its greatest length to end with.
+FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 # The same in new tokens and in all of the result.
 MOST, LEAST = ("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")
 
@@ -62,18 +65,32 @@ class SpecialTokens:
         eos: they end a text. pad: follows an end.
         marks_padding: `pad` is named and ends no text, so that the padding of a prompt can be told by it.
         start: an encoder-decoder's text begins with it; None: it is not named, or the model has no decoder.
+        first: the only one that may follow a single token; None: any. last: the only ones that may come where no more
+            are written; (): any.
     """
 
     eos: tuple[int, ...] = ()
     pad: int = 0
     marks_padding: bool = False
     start: int | None = None
+    first: int | None = None
+    last: tuple[int, ...] = ()
 
     @classmethod
     def resolve(
-        cls, eos_token_id: Any, pad_token_id: Any, checkpoint: Mapping[str, Any], vocab_size: int, starts: bool
+        cls,
+        eos_token_id: Any,
+        pad_token_id: Any,
+        checkpoint: Mapping[str, Any],
+        vocab_size: int,
+        starts: bool,
+        forced: Mapping[str, Any] = MappingProxyType({}),
     ) -> "SpecialTokens":
-        """What the caller gave, or for None the checkpoint names. starts: the model begins texts with a token.
+        """What the caller gave, or for None the checkpoint names.
+
+        Args:
+            starts: the model begins texts with a token, and is forced to what its checkpoint says. forced: of FORCED,
+                what the caller gave.
 
         Raises:
             ValueError: not numbers of tokens, naming the argument or the field.
@@ -87,11 +104,18 @@ class SpecialTokens:
             return [token for token in named if 0 <= token < vocab_size]
 
         ends, pads = tuple(tokens("eos_token_id", eos_token_id)), tokens("pad_token_id", pad_token_id)
+        first, last = (
+            tokens(name, given) if (given := forced.get(name)) is not None or starts else [] for name in FORCED
+        )
+        if len(first) > 1:
+            raise ValueError(f"{FORCED[0]}: got {first}, expected one token, with which every text begins")
         return cls(
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
             marks_padding=bool(pads) and pads[0] not in ends,
             start=_start(checkpoint, pads, vocab_size) if starts else None,
+            first=first[0] if first else None,
+            last=tuple(last),
         )
 
 
@@ -175,7 +199,7 @@ def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
         ValueError: the model writes no text; `generate` has no such argument; a value that it does not take.
     """
     searched = {f.name for f in fields(Settings)} - {"tokens", "seed"}
-    known = searched | {"max_length", "min_length", "stop_strings"}
+    known = searched | {"max_length", "min_length", "stop_strings", *FORCED}
     for name in settings:
         if not model.writes_text:
             raise ValueError(f"{name}: task {model.task!r} writes no text; leave it out")
@@ -184,6 +208,7 @@ def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
     for name, least in (("max_length", 1), ("min_length", 0)):
         check_whole(name, settings.get(name, least), least)
     stop_texts(settings.get("stop_strings"))
+    SpecialTokens.resolve(None, None, {}, model.config.vocab_size, starts=False, forced=settings)
     Settings(tokens=SpecialTokens(), **{name: settings[name] for name in searched & settings.keys()})
     model.generation_defaults = dict(settings)
     if settings:  # what names any takes the place of the tokens in config.json

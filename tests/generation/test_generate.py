@@ -62,6 +62,8 @@ KINDS = {
     "never early, short": {"num_beams": 3, "early_stopping": "never", "length_penalty": -1.0, "eos_token_id": MANY},
     "at least": {"min_new_tokens": 9, "eos_token_id": MANY},
     "beams of at least": {"num_beams": 3, "min_length": 20, "eos_token_id": MANY},
+    "a forced end": {"forced_eos_token_id": 11},
+    "beams with forced ends": {"num_beams": 3, "min_new_tokens": 25, "forced_eos_token_id": [11, 7]},
     "many ends": {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": MANY},
 }
 
@@ -399,6 +401,40 @@ def test_what_a_decoder_begins_with(name, token):
     model.generation_config[name] = [token, token]
     with pytest.raises(ValueError, match=f"{name} of the checkpoint: got .*, expected one token"):
         model.generate(torch.tensor([[5, 6]]), None, 1)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_what_the_texts_of_an_encoder_decoder_are_forced_to(beams, file, tmp_path, caplog):
+    """The first and the last token are the checkpoint's, as in transformers, or the caller's; [] for none."""
+    model = randomize_(mc.from_config("tiny/t5", "seq2seq-lm", num_layers=3), 5)
+    forced = {"forced_bos_token_id": 9, "forced_eos_token_id": 11}
+    model.save_pretrained(tmp_path)
+    held = model.config.special_tokens() if file != "config.json" else json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps({**held, **forced}))
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    ours, ids = mc.from_pretrained(tmp_path), torch.tensor([[8, 9, 10, 1], [7, 5, 20, 1]])
+    more = {"max_new_tokens": 5, "num_beams": beams, "eos_token_id": 1}
+    found = ours.generate(ids, None, **more)
+    assert torch.equal(found, theirs.generate(ids, do_sample=False, **more)) and (found[:, 1] == 9).all()
+    assert (found[:, -1] == 11).all() and not caplog.records
+    with_default = mc.from_pretrained(tmp_path, num_beams=beams)  # the settings that a caller names are not all
+    assert torch.equal(with_default.generate(ids, None, 5, eos_token_id=1), found)
+    given = ours.generate(ids, None, **more, forced_bos_token_id=12, forced_eos_token_id=[])
+    assert (given[:, 1] == 12).all() and not (given[:, -1] == 11).any()
+    by_default = mc.from_pretrained(tmp_path, forced_bos_token_id=12)
+    assert (by_default.generate(ids, None, **more)[:, 1] == 12).all()
+    free = ours.generate(ids, None, **more, forced_bos_token_id=[], forced_eos_token_id=[])
+    assert not (free[:, 1] == 9).any()
+
+
+@pytest.mark.parametrize("value", [[1, 2], 131, "<s>"])
+def test_a_forced_token_that_is_none(value):
+    model = mc.from_config("tiny/t5", "seq2seq-lm")
+    with pytest.raises(ValueError, match="forced_bos_token_id: got"):
+        model.generate(torch.tensor([[8, 1]]), None, 2, forced_bos_token_id=value)
+    with pytest.raises(ValueError, match="forced_bos_token_id: got"):
+        mc.from_config("tiny/t5", "seq2seq-lm", forced_bos_token_id=value)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -118,6 +118,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("mt5", "MT5", "t5", "t5:MT5"),
         _ours("encoder-decoder", "Composed", "composed"),
         _ours("umt5", "UMT5", "t5", "t5:UMT5"),
+        _ours("bart", "Bart"),
     )
 }
 

@@ -25,17 +25,18 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def hub_gradients(model: Model, grads: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Gradients of one of our models under the names and layouts of its Hugging Face checkpoint.
+    """Gradients of one of our models under the names and layouts of its Hugging Face checkpoint, of what is trained.
 
     Args:
         grads: native name -> gradient; None: each parameter's `grad` (zero where it has none).
     """
     if grads is None:
         grads = gradients_of(dict(model.named_parameters()))
-    layout = layout_of(model)
+    layout, trained = layout_of(model), {name for name, p in model.named_parameters() if p.requires_grad}
     return {
         layout.written[key]: export_tensor(layout, key, {name: grads[name] for name in layout.natives(key)})
         for key in layout.pieces
+        if trained.intersection(layout.natives(key))
     }
 
 

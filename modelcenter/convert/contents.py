@@ -184,7 +184,7 @@ def _without_parts(layout: Layout, absent: Collection[str]) -> Layout:
         pads={name: boxes for name, boxes in layout.pads.items() if name in native_parts},
         ties=ties,
         written={key: name for key, name in layout.written.items() if key in key_parts or key in ties},
-        optional=set(layout.optional),
+        optional={key for key in layout.optional if key in key_parts},
     )
 
 

@@ -151,6 +151,17 @@ class Transpose(Rename):
 
 
 @dataclass(frozen=True)
+class Row(Rename):
+    """A vector that is a matrix of one row in the file."""
+
+    def expand(
+        self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
+    ) -> Expansion:
+        hub, (size,) = fill(self.hub, values), shapes[names[0]]
+        return Expansion({hub: (1, size)}, [Piece((hub, names[0]), (Axis(size, (1, 0)),), ((0, 0), (0,)))])
+
+
+@dataclass(frozen=True)
 class Split(Rule):
     """One hub tensor holds several of ours side by side along a dimension of ours.
 

@@ -1,6 +1,6 @@
 """The decoder's inputs of an encoder-decoder: the caller's, or made of the labels or of the encoder's input."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,12 @@ from modelcenter.models.inputs import Batch
 class DecoderInputs(Model):
     """Base of EncoderDecoder. Its config names pad_token_id and decoder_start_token_id."""
 
+    # Tasks in which a decoder that is given nothing reads the encoder's input again.
+    reads_input_again: ClassVar[tuple[str, ...]] = ("sequence-classification", "question-answering")
+
     def decoder_inputs(self, batch: Batch) -> dict[str, Any]:
-        """The batch with decoder inputs: the caller's, else the labels (the input, for heads that read the input
-        again) moved one place to the right inside each sequence.
+        """The batch with decoder inputs: the caller's, else the labels of a text, else in tasks that read the input
+        again that, moved one place to the right inside each sequence.
 
         Where labels are padded at the end of a row, the decoder has no tokens there.
 
@@ -26,20 +29,21 @@ class DecoderInputs(Model):
         batch, source = dict(batch), None
         if batch.get("decoder_input_ids") is not None or batch.get("decoder_inputs_embeds") is not None:
             return batch
-        if self.task in ("sequence-classification", "question-answering"):
-            source = batch.get("input_ids")
-            for name in ("attention_mask", "cu_seqlens", "max_seqlen"):
-                if batch.get(name) is not None:
-                    batch[f"decoder_{name}"] = batch[name]
-        elif self.task == "seq2seq-lm" and batch.get("labels") is not None:
+        if self.task == "seq2seq-lm" and batch.get("labels") is not None:
             c: Any = self.config
             source = token_labels(batch, "decoder_")
             check_labels(source, c.vocab_size)
             if batch.get("decoder_attention_mask") is None and batch.get("decoder_cu_seqlens") is None:
                 batch["decoder_attention_mask"] = (source != IGNORE_INDEX).flip(1).cumsum(1).flip(1) > 0
+        elif self.task in self.reads_input_again:
+            source = batch.get("input_ids")
+            for name in ("attention_mask", "cu_seqlens", "max_seqlen"):
+                if batch.get(name) is not None:
+                    batch[f"decoder_{name}"] = batch[name]
         if source is None:
             needed = "labels" if self.task == "seq2seq-lm" else "input_ids"
-            also = f" or {needed}, of which the decoder's inputs are made" if self.task != "base" else ""
+            makes = self.task != "base" or "base" in self.reads_input_again
+            also = f" or {needed}, of which the decoder's inputs are made" if makes else ""
             raise ValueError(f"decoder_input_ids: pass them{also}")
         ends, mask = batch.get("decoder_cu_seqlens"), batch.get("decoder_attention_mask")
         batch["decoder_input_ids"] = self.shift_right(source, mask, ends)

@@ -212,13 +212,13 @@ class ModelInputs(nn.Module):
             f"{getattr(self.config, size) - 1} ({size}){hint}"
         )
 
-    def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
-        """Raise ValueError for a sequence longer than the table of `most` positions."""
+    def check_positions(self, batch: Batch, ctx: Packed, most: int, prefix: str = "") -> None:
+        """Raise ValueError for a sequence of `{prefix}input_ids` longer than the table of `most` positions."""
         past = 0 if ctx.cache is None else len(ctx.cache)
         columns = not (ctx.layout.packed or past or self.counts_positions)
         longest = past + (ctx.shape[1] + ctx.layout.prefix_length if columns else ctx.max_seqlen)
         if batch.get("position_ids") is None and longest > most:
             raise ValueError(
-                f"input_ids: a sequence has {longest} tokens, the position table of this model has {most} "
+                f"{prefix}input_ids: a sequence has {longest} tokens, the position table of this model has {most} "
                 "(max_positions); truncate to that"
             )

@@ -103,16 +103,16 @@ class Roberta(Encoder):
             count = count - before[torch.bucketize(token, ends[1:], right=True).clamp(max=ends.numel() - 2)]
         return {**batch, "position_ids": count * real + c.first_position - 1}
 
-    def check_positions(self, batch: Batch, ctx: Packed, most: int) -> None:
+    def check_positions(self, batch: Batch, ctx: Packed, most: int, prefix: str = "") -> None:
         columns = batch.get("input_ids") is None and not ctx.layout.packed
         past = 0 if ctx.cache is None else len(ctx.cache)
         longest = past + (ctx.shape[1] + ctx.layout.prefix_length if columns and not past else ctx.max_seqlen)
         usable = self.config.max_tokens
         if batch.get("position_ids") is None and longest > usable:
             raise ValueError(
-                f"input_ids: a sequence has {longest} tokens, this model takes {usable}: its position table has {most} "
-                f"rows (max_positions), of which the first {self.config.first_position} are the padding's; truncate to "
-                f"{usable}"
+                f"{prefix}input_ids: a sequence has {longest} tokens, this model takes {usable}: its position table "
+                f"has {most} rows (max_positions), of which the first {self.config.first_position} are the padding's; "
+                f"truncate to {usable}"
             )
 
 

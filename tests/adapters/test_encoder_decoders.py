@@ -30,7 +30,7 @@ def base_of(folder, family, task="seq2seq-lm"):
     """A checkpoint and its family; sides of one depth, which transformers needs to write texts."""
     if family in SIDES:
         return save_base(folder, SIDES[family], task), "encoder-decoder"
-    depth = {"num_decoder_layers": 2} if family in T5S and task in ("seq2seq-lm", "base") else {}
+    depth = {"num_decoder_layers": 2} if family in (*T5S, "bart") and task in ("seq2seq-lm", "base") else {}
     return save_base(folder, family, task, **depth), family
 
 
@@ -193,7 +193,7 @@ def with_prompt(base, family, task, adapter):
 
 PROMPTS = [
     ("t5", "seq2seq-lm"),
-    *(pytest.param(name, "seq2seq-lm", marks=FULL) for name in ("umt5", "cpm2", *SIDES)),
+    *(pytest.param(name, "seq2seq-lm", marks=FULL) for name in ("umt5", "cpm2", "bart", *SIDES)),
 ]
 
 

@@ -46,6 +46,8 @@ OTHERS = [
     ("mistral", "causal-lm"),
     ("mt5", "seq2seq-lm"),
     ("umt5", "seq2seq-lm"),
+    ("bart", "seq2seq-lm"),
+    ("bart", "sequence-classification"),
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),

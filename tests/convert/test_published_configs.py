@@ -16,6 +16,10 @@ FILES = Path(__file__).parent / "configs"  # names and values as published, the 
 
 # Parameters of the bare model as they were published or counted by others.
 PARAMETERS = {
+    "bart-base-4.12": 139_420_416,
+    "bart-kobart-summary-v3-4.38": 123_859_968,
+    "bart-large-cnn-4.7": 406_290_432,
+    "bart-large-mnli-4.7": 406_291_456,
     "bert-base-cased-2.5": 108_310_272,
     "bert-base-chinese-4.19": 102_267_648,
     "bert-base-uncased-5.12": 109_482_240,

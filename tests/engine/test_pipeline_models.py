@@ -93,13 +93,14 @@ CASES = [
     ("tiny/cpmbee", "causal-lm", PP, LAST),
 ]
 MORE = [
-    (name, task, sizes, SIDES if "t5" in name or name == "tiny/cpm2" else LAST)
+    (name, task, sizes, SIDES if "t5" in name or name in ("tiny/cpm2", "tiny/bart") else LAST)
     for name, task in [
         ("tiny/t5", "sequence-classification"),
         ("tiny/mt5", "question-answering"),
         ("tiny/mt5", "seq2seq-lm"),
         ("tiny/t5", "seq2seq-lm"),
         ("tiny/cpm2", "seq2seq-lm"),
+        ("tiny/bart", "seq2seq-lm"),
         *((f"tiny/{cpm}", "causal-lm") for cpm in ("cpm1", "cpm3", "cpmant", "cpmbee")),
     ]
     for sizes in (PP, INTERLEAVED)
@@ -120,6 +121,7 @@ def test_two_stages_train_as_one_process(two, name, task, sizes, fields):
         ("tiny/t5", "seq2seq-lm", FOUR, {"num_layers": 3, "num_decoder_layers": 4}),
         ("tiny/t5", "seq2seq-lm", {**FOUR, "pp_chunks": 2}, {"num_layers": 4, "num_decoder_layers": 5}),
         ("tiny/umt5", "seq2seq-lm", {**PP, "tp_size": 2}, SIDES),
+        ("tiny/bart", "seq2seq-lm", {**PP, "tp_size": 2}, SIDES),
         ("tiny/t5", "seq2seq-lm", {**INTERLEAVED, "cp_size": 2}, SIDES),
         ("tiny/cpmant", "causal-lm", FOUR, {"num_layers": 5}),
         ("tiny/cpm3", "causal-lm", {**PP, "tp_size": 2}, LAST),
@@ -182,8 +184,8 @@ def test_exports_are_those_of_one_process(two, tmp_path):
 
 def written(name, sizes, how, several):
     """Texts of a model; `several`: data ranks have rows of their own and end after other numbers of steps."""
-    fields = SIDES if "t5" in name else LAST
-    model = built(name, "seq2seq-lm" if "t5" in name else "causal-lm", sizes, fields).eval()
+    task, fields = ("seq2seq-lm", SIDES) if "t5" in name or name == "tiny/bart" else ("causal-lm", LAST)
+    model = built(name, task, sizes, fields).eval()
     ids = torch.randint(8, 60, (3, 7), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -217,7 +219,7 @@ def written(name, sizes, how, several):
     ]
     + [
         pytest.param(name, sizes, how, marks=pytest.mark.full)
-        for name in ("tiny/llama", "tiny/t5", "tiny/umt5", "tiny/cpm1", "tiny/cpm3", "tiny/cpmbee")
+        for name in ("tiny/llama", "tiny/t5", "tiny/umt5", "tiny/bart", "tiny/cpm1", "tiny/cpm3", "tiny/cpmbee")
         for sizes in (PP, INTERLEAVED)
         for how in ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 2}, {"num_beams": 3})
     ],

@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {"head_dim": 64, "num_buckets": 32},
     "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
     "umt5": {"head_dim": 64, "num_buckets": 32, "gated": True},
+    "bart": {"max_positions": 1024},
     "cpm1": {"num_buckets": 32, "tie_embeddings": False},
     "cpm3": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 64, "segment_types": 34},
     "cpmbee": {"num_buckets": 256, "num_relations": 256},
@@ -76,6 +77,7 @@ class _Fields:
         derived = {
             "num_kv_heads": "num_heads",
             "num_decoder_layers": "num_layers",
+            "decoder_intermediate_size": "intermediate_size",
             "embedding_size": "hidden_size",
         }
         if name in derived:
@@ -150,7 +152,7 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
         head += _linear(d, narrow, True) + 2 * narrow + c.vocab_size
     if task == "pretraining":
         head += _linear(d, 2, True)
-    if kind == "gptj" and task == "causal-lm":
+    if (kind, task) in (("gptj", "causal-lm"), ("bart", "seq2seq-lm")):
         head += c.vocab_size
     if "pooler" not in arch.tasks[task].parts:
         sizes.pop("pooler", None)
@@ -261,6 +263,16 @@ def _t5(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _bart(c: _Fields, kind: str) -> dict[str, int]:
+    d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
+    return {
+        "embeddings": (c.vocab_size + 2 * (c.max_positions + 2)) * d,  # positions start at 2
+        "attention": (one + 2 * other) * _attention(c, True),
+        "mlp": one * _mlp(c, True) + other * _mlp(c, True, inner=c.decoder_intermediate_size),
+        "norms": 2 * d * (2 + 2 * one + 3 * other),
+    }
+
+
 def _cpm(c: _Fields, kind: str) -> dict[str, int]:
     """CPM-1, CPM-3, CPM-Ant and CPM-Bee: prompts and relations of segments beside the words and distances of CPM-1."""
     d, layers = c.hidden_size, c.num_layers
@@ -292,6 +304,7 @@ _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
+    "bart": _bart,
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }

@@ -1,0 +1,150 @@
+"""BART's checkpoints: rules and config of transformers' `bart` models.
+
+The body is under `model.` in files of models with a head. `final_logits_bias` is a buffer of one row there, 0 in every
+published file. Old files repeat the embedding on each side and hold `encoder.version` and `decoder.version`, numbers
+without meaning here. Where the vocabulary has a matrix of its own, transformers 5 does not tie the sides to
+`shared.weight` either, so all three are written.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from modelcenter.config import ModelConfig
+from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.rules import ArchMap, Part, Rename, Row, Rule, Task, Tied, tied, untied
+
+
+def _attention(hub: str, native: str) -> list[Rule]:
+    return [Rename(f"{hub}.{name}_proj.*", f"{native}.{name}.*") for name in ("q", "k", "v", "out")]
+
+
+def _side(side: str) -> list[Rule]:
+    layer = f"{side}.layers.{{i}}"
+    across = (
+        [
+            *_attention(f"{layer}.encoder_attn", f"{layer}.cross"),
+            Rename(f"{layer}.encoder_attn_layer_norm.*", f"{layer}.cross_norm.*"),
+        ]
+        if side == "decoder"
+        else []
+    )
+    words = f"{side}.embed_tokens.weight"
+    return [
+        Tied(words, to="shared.weight", when=tied),
+        Tied(words, to="shared.weight", write=True, when=untied),
+        Rename(f"{side}.embed_positions.weight", f"{side}.position.weight"),
+        Rename(f"{side}.layernorm_embedding.*", f"{side}.embed_norm.*"),
+        *_attention(f"{layer}.self_attn", f"{layer}.attn"),
+        Rename(f"{layer}.self_attn_layer_norm.*", f"{layer}.attn_norm.*"),
+        *across,
+        Rename(f"{layer}.fc1.*", f"{layer}.mlp.up.*"),
+        Rename(f"{layer}.fc2.*", f"{layer}.mlp.down.*"),
+        Rename(f"{layer}.final_layer_norm.*", f"{layer}.mlp_norm.*"),
+    ]
+
+
+PARTS = {
+    "lm": Part(
+        (
+            Tied("lm_head.weight", to="shared.weight", when=tied),
+            Rename("lm_head.weight", "weight", when=untied),
+            Row("final_logits_bias", "bias", optional=True),
+        )
+    ),
+    "classifier": Part(
+        (Rename("classification_head.dense.*", "dense.*"), Rename("classification_head.out_proj.*", "*"))
+    ),
+    "qa": Part((Rename("qa_outputs.*", "*"),)),
+}
+
+TASKS = {
+    "base": Task("BartModel", prefix=""),
+    "seq2seq-lm": Task("BartForConditionalGeneration", {"lm": "head."}),
+    "sequence-classification": Task("BartForSequenceClassification", {"classifier": "head."}),
+    "question-answering": Task("BartForQuestionAnswering", {"qa": "head."}, labels=2),
+}
+
+_FORCED = {"forced_bos_token_id": "bos_token_id", "forced_eos_token_id": "eos_token_id"}
+
+
+@dataclass(frozen=True)
+class BartConfigMap(ConfigMap):
+    """BART's config.json, with transformers' defaults of what this computes: the tokens that a text is forced to begin
+    and to end with, and 3 labels."""
+
+    def read(
+        self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        given, changes = dict(values), dict(overrides or {})
+        if "encoder_layers" in given:
+            given.pop("num_hidden_layers", None)  # which files hold beside it, and nothing reads
+        given["extra"] = extra = dict(given.get("extra") or {})
+        held = {"bos_token_id": 0, "eos_token_id": 2, "forced_eos_token_id": 2} | given | extra
+        if held.get("forced_bos_token_id") is None and held.get("force_bos_token_to_be_generated"):
+            held["forced_bos_token_id"] = held["bos_token_id"]
+        for forced, usual in _FORCED.items():
+            if forced in held:
+                extra[forced] = held[forced]
+                given.pop(forced, None)
+            if usual in changes and forced not in changes and held.get(forced) == held[usual]:
+                changes[forced] = changes[usual]  # another tokenizer's token
+        return super().read(given, config_class, changes)
+
+    def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
+        out = super().write(config, hf_class, dtype)
+        out.setdefault("forced_eos_token_id", None)  # else transformers would force a token
+        if "id2label" not in out and not hf_class.endswith("QuestionAnswering"):  # else transformers has 3
+            out |= {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
+        return dict(sorted({**out, "is_encoder_decoder": True}.items()))
+
+
+CONFIG = BartConfigMap(
+    fields={
+        "vocab_size": "vocab_size",
+        "d_model": "hidden_size",
+        "encoder_layers": "num_layers",
+        "decoder_layers": "num_decoder_layers",
+        "encoder_attention_heads": "num_heads",
+        "decoder_attention_heads": "num_decoder_heads",
+        "encoder_ffn_dim": "intermediate_size",
+        "decoder_ffn_dim": "decoder_intermediate_size",
+        "activation_function": "hidden_act",
+        "max_position_embeddings": "max_positions",
+        "scale_embedding": "scale_embedding",
+        "dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+        "activation_dropout": "activation_dropout",
+        "classifier_dropout": "classifier_dropout",
+        "pad_token_id": "pad_token_id",
+        "eos_token_id": "eos_token_id",
+        "decoder_start_token_id": "decoder_start_token_id",
+        "init_std": "initializer_range",
+    },
+    required={
+        "is_encoder_decoder": (True,),
+        "encoder_layerdrop": (0.0,),
+        "decoder_layerdrop": (0.0,),
+        # Of the time when one class made BART, mBART and Marian.
+        "add_final_layer_norm": (False,),
+        "do_blenderbot_90_layernorm": (False,),
+        "normalize_before": (False,),
+        "normalize_embedding": (True,),
+        "static_position_embeddings": (False,),
+    },
+    # What transformers never read (add_bias_logits), or reads no longer; the table of positions has its own size.
+    ignored=frozenset(
+        """add_bias_logits classif_dropout extra_pos_embeddings force_bos_token_to_be_generated kobart_version
+        num_hidden_layers save_step""".split()
+    ),
+)
+
+ARCH = ArchMap(
+    model_type="bart",
+    prefix="model.",
+    body=(Rename("shared.weight", "embed.weight"), *_side("encoder"), *_side("decoder")),
+    parts=PARTS,
+    tasks=TASKS,
+    config=CONFIG,
+    ignore=(r"(encoder|decoder)\.version",),
+)

@@ -84,6 +84,7 @@ def test_every_column_of_a_task_has_a_flag_in_predict():
          "are source, target, group"),
         ("classification", "--columns source=a", "columns: unknown role 'source'. Roles: text, text_pair"),
         ("qa", "--num_beams 4", "num_beams: changes nothing here, with a model of the task qa$"),
+        ("qa", "--early_stopping", "early_stopping: changes nothing here, with a model of the task qa$"),
         ("lm", "--n_best 3", "n_best: changes nothing here"),
         ("classification", "--template plain", "template: changes nothing here"),
         ("lm", "--top_p 0.9", "top_p: changes nothing without do_sample; give that too, or leave top_p out"),
@@ -100,7 +101,7 @@ def test_flags_without_meaning_for_the_model_are_told(task, words, says):
     [
         ("qa", "--question_column q --columns context=c --n_best 3"),
         ("mlm", "--top_k 3"),
-        ("seq2seq", "--length_penalty 2 --prefix x --seed 3"),  # the run may have beams
+        ("seq2seq", "--length_penalty 2 --early_stopping --prefix x --seed 3"),  # the run may have beams
         ("lm", "--do_sample --top_p 0.9 --template plain --tools_column t"),
     ],
 )
@@ -301,10 +302,11 @@ def test_flags_of_other_programs_in_a_file_are_answered(tmp_path):
         GenerateConfig.from_args(["run", "--deepspeed", "x"])
 
 
-def test_a_search_of_one_beam_takes_no_length_penalty():
-    with pytest.raises(ValueError, match="length_penalty: changes nothing with one beam"):
-        GenerateConfig.from_args(["run", "--length_penalty", "2"])
-    assert GenerateConfig.from_args(["run", "--length_penalty", "2", "--num_beams", "2"]).length_penalty == 2
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", 2.0), ("early_stopping", True)])
+def test_a_search_of_one_beam_takes_no_flags_of_beams(name, value):
+    with pytest.raises(ValueError, match=f"{name}: changes nothing with one beam"):
+        GenerateConfig.from_args(["run", f"--{name}", str(value)])
+    assert getattr(GenerateConfig.from_args(["run", f"--{name}", str(value), "--num_beams", "2"]), name) == value
 
 
 def test_a_search_without_draws_takes_no_flags_of_draws():

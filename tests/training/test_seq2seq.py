@@ -208,13 +208,16 @@ def test_predict_and_evaluate(trained, tmp_path, capsys):
     assert found == [{"source": row["mr"], "prediction": text} for row, text in zip(rows, expected, strict=True)]
     on_ranks(lambda: cli([*words[:4], str(tmp_path / "b.jsonl"), "--batch_size", "2"]), 2, timeout=90)
     assert read_jsonl(tmp_path / "b.jsonl") == found
-    cli([*words, "--num_beams", "2", "--num_return_sequences", "2", "--max_new_tokens", "5", "--length_penalty", "1"])
+    beams = ["--num_beams", "2", "--length_penalty", "1", "--early_stopping"]
+    cli([*words, *beams, "--num_return_sequences", "2", "--max_new_tokens", "5"])
     several = [row["predictions"] for row in read_jsonl(tmp_path / "a.jsonl")]
     assert all(len(texts) == 2 for texts in several)
-    expected = hf_texts(path, [{**row, "ref": ""} for row in rows], num_beams=2, max_new_tokens=5)
+    how = {"num_beams": 2, "max_new_tokens": 5, "early_stopping": True}
+    expected = hf_texts(path, [{**row, "ref": ""} for row in rows], **how)
     assert [texts[0] for texts in several] == expected
-    with pytest.raises(ValueError, match="length_penalty: changes nothing with one beam"):  # the run has three
-        cli([*words, "--num_beams", "1", "--length_penalty", "2"])
+    for flag in (["--length_penalty", "2"], ["--early_stopping"]):  # the run has three beams
+        with pytest.raises(ValueError, match=f"{flag[0][2:]}: changes nothing with one beam"):
+            cli([*words, "--num_beams", "1", *flag])
 
     last = read_jsonl(trained / "run" / "metrics.jsonl")[-1]
     capsys.readouterr()

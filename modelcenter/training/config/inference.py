@@ -33,6 +33,8 @@ class SearchFlags(Flags):
     repetition_penalty: float = _search(1.0, "factor by which tokens that already occurred are made less likely; 1: no "
         "penalty")
     length_penalty: float = _search(1.0, "exponent of the length in beam scores; above 0 favours long texts")
+    early_stopping: bool = _search(False, "with beams, end a text when num_beams candidates for it have ended, "
+        "whatever might still come")
     no_repeat_ngram_size: int = _search(0, "no sequence of this many tokens occurs twice; 0: no limit")
     num_return_sequences: int = _search(1, "number of texts per prompt")
     stop_strings: list[str] | None = _search(None, "strings at which generation stops", "stop")
@@ -171,7 +173,8 @@ class PredictConfig(ColumnFlags, SearchFlags):
         for role in self.columns:
             if role not in roles:
                 raise ValueError(f"columns: unknown role {role!r}.{nearest(role, roles)} Roles: {', '.join(roles)}")
-        known = {field.name for field in fields(task)} | set(search)
+        of_search = {field.name for field in fields(SearchFlags)}  # of which training may have one of another meaning
+        known = {field.name for field in fields(task)} - of_search | set(search)
         for field in fields(self):
             of_tasks = field.metadata["group"] in ("columns", "texts", "search", "answers")
             if of_tasks and field.name not in known and getattr(self, field.name) != field.default:
@@ -204,7 +207,9 @@ class EvaluateConfig(PredictConfig):
 class GenerateConfig(SearchFlags):
     """Flags of generate."""
 
-    idle: ClassVar[Mapping[str, Idle]] = {"length_penalty": ONE_BEAM, "revision": _LOCAL_MODEL}
+    idle: ClassVar[Mapping[str, Idle]] = {
+        "length_penalty": ONE_BEAM, "early_stopping": ONE_BEAM, "revision": _LOCAL_MODEL
+    }
 
     run: str | None = _model(None, "run folder, checkpoint directory or Hub name", positional=True)
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",

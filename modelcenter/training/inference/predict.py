@@ -64,8 +64,9 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
         sources.find(cfg.data or [], cfg.data_config)  # missing data are an error before the model is looked for
     info = trained.task_info(cfg.revision)
     cfg.check_task(info.flags(), search_flags(info, labelled))
-    one_beam = cfg.length_penalty != 1 and cfg.search(trained.run)["num_beams"] == 1
-    cfg.refuse_idle("length_penalty", one_beam, ONE_BEAM.remedy)
+    one_beam = cfg.search(trained.run)["num_beams"] == 1
+    cfg.refuse_idle("length_penalty", one_beam and cfg.length_penalty != 1, ONE_BEAM.remedy)
+    cfg.refuse_idle("early_stopping", one_beam, ONE_BEAM.remedy)
     task = info.load()
     return task.for_inference(cfg, trained.run, task.read_data(cfg, trained.run, labelled), labelled), trained
 

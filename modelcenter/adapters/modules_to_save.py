@@ -27,7 +27,7 @@ def choose_parameters(model: Model, names: str | Collection[str] | None, fresh: 
         ValueError: no such module, one without parameters, or one that no adapter file can hold.
     """
     _, layout = layout_of(model)
-    parameters = list(layout.native_shapes)
+    parameters = [name for name in layout.native_shapes if name not in model.constants]
     if names is None:
         places = {name.split(".")[0] for name in fresh if model.is_head(name)}
         if model.task not in (*VOCABULARY_TASKS, "base"):
@@ -35,16 +35,15 @@ def choose_parameters(model: Model, names: str | Collection[str] | None, fresh: 
         chosen = [name for name in parameters if name in fresh or name.split(".")[0] in places]
     else:
         given = [names] if isinstance(names, str) else names
-        chosen = [parameter for name in given for parameter in _parameters_of(layout, name)]
+        chosen = [parameter for name in given for parameter in _parameters_of(layout, parameters, name)]
     check_modules(layout, chosen)
     return list(dict.fromkeys(chosen))
 
 
-def _parameters_of(layout: Layout, module: str) -> list[str]:
-    """The parameters of a module, named as here or as in transformers' model; or one parameter of ours."""
-    parameters = list(layout.native_shapes)
+def _parameters_of(layout: Layout, parameters: Collection[str], module: str) -> list[str]:
+    """Those of the parameters that are in a module, named as here or as in transformers' model; or one of ours."""
     chosen = [name for name in parameters if name == module or name.startswith(f"{module}.")]
-    chosen = chosen or _by_hub_name(layout, module)
+    chosen = chosen or [name for name in _by_hub_name(layout, module) if name in parameters]
     if not chosen:
         modules = {name.rpartition(".")[0] for name in parameters}
         raise ValueError(

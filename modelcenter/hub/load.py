@@ -107,13 +107,12 @@ def load_model(
         model.generation_config = read_json(files.directory / GENERATION_FILE) | tokens  # generate looks there first
     model.set_generation_defaults(generation)
     model.base_name, model.base_revision = files.repo or str(files.directory or files.origin), files.revision
-    constants = {name for name, p in model.named_parameters() if not p.requires_grad}
     with open_weights(files, blueprint) as weights:
         weights.check(strict, ignore_mismatched_sizes, head_requested=task is not None)
         parameter_dtype = parse_dtype(dtype) or common_dtype(weights.dtypes(), files.config)
         _place(model, parameter_dtype, policy, adapters, weights.fresh)
         weights.fill(model)
-        fresh = [name for name in _without_saved(weights.fresh, model) if name not in constants]
+        fresh = [name for name in _without_saved(weights.fresh, model) if name not in model.constants]
     if weights.fresh:  # what no file holds
         engine.init.init_parameters_(model, seed, weights.fresh)
     _start(model, policy, adapters, seed)

@@ -128,7 +128,8 @@ class Bart(EncoderDecoder):
         c = self.config
         head = Seq2SeqLM(c.hidden_size, c.vocab_size, c.tie_embeddings, bias=True, scale=logit_scale)
         assert head.bias is not None
-        head.bias.requires_grad_(False)  # transformers' final_logits_bias, which nothing trains there either
+        head.bias.requires_grad_(False)  # transformers' final_logits_bias, a buffer there
+        self.constants = frozenset(("head.bias",))
         return head
 
     @property

@@ -52,6 +52,8 @@ class Model(TrainerProtocol, ModelInputs):
     adapter: Any = None
     # Whether an adapter was merged into the weights, which are then not those of `base_name`.
     holds_merged: bool = False
+    # The parameters that nothing trains, whatever an adapter asks for: transformers holds them as buffers.
+    constants: frozenset[str] = frozenset()
     # The parameters that modelcenter.adapters.freeze froze: Lora leaves their layers as they are.
     frozen: frozenset[str] = frozenset()
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).

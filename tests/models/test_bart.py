@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 import modelcenter as mc
+from modelcenter.adapters import Lora
 from modelcenter.hub.conversion import convert
 
 SIZES = {
@@ -234,12 +235,18 @@ def test_a_vocabulary_with_a_matrix_of_its_own(tmp_path):
     assert_same("loss again", mc.from_pretrained(tmp_path)(ids, labels=ids).loss, theirs(ids, labels=ids).loss, 1e-5)
 
 
-def test_what_nothing_trains_is_no_parameter_to_train():
-    """The bias of the logits, which transformers holds as a buffer."""
+def test_the_bias_of_logits_is_not_trained(tmp_path):
+    """transformers holds it as a buffer, which is no module that peft could copy."""
     model = mc.from_config("tiny/bart", "seq2seq-lm").train()
-    fixed = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert fixed == ["head.bias"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.bias"]
     assert model.num_parameters() - model.num_parameters(only_trainable=True) == 131
+    mc.from_config("tiny/bart").save_pretrained(tmp_path)  # as bart-base is published
+    assert mc.from_pretrained(tmp_path, "seq2seq-lm", adapter=Lora(2)).adapter.trained == []
+    for name in ("head", "head.bias"):
+        with pytest.raises(ValueError, match=f"modules_to_save: '{name}' is no module of this model that owns"):
+            mc.from_config("tiny/bart", "seq2seq-lm", adapter=Lora(2, modules_to_save=[name]))
+    untied = mc.from_config("tiny/bart", "seq2seq-lm", tie_embeddings=False, adapter=Lora(2, modules_to_save=["head"]))
+    assert untied.adapter.trained == ["head.weight"]
 
 
 def test_fields_that_files_leave_out_or_repeat(tmp_path):

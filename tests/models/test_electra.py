@@ -116,6 +116,13 @@ def test_tokens_without_a_label_take_no_part_in_pretraining():
             model(ids, **{name: value})
 
 
+def test_a_discriminator_reads_no_words_at_its_end():
+    """So the last stage of a pipeline holds no table of them, and ranks may keep different rows."""
+    generator, discriminator = (mc.from_config("tiny/electra", task) for task in ("masked-lm", "pretraining"))
+    assert generator.stage_homes()["embed"] == [0, 2] and generator.looked_up_tables() == []
+    assert discriminator.stage_homes()["embed"] == [0] and discriminator.looked_up_tables() == [discriminator.embed]
+
+
 @pytest.mark.parametrize(
     "field, value", [("summary_type", "mean"), ("summary_use_proj", False), ("summary_first_dropout", 0.1)]
 )

@@ -1,4 +1,4 @@
-"""What encoders with learned positions share (BERT, RoBERTa, DistilBERT, ELECTRA): body, heads, inputs and outputs."""
+"""What encoders share: heads, inputs and outputs; and the body of BERT, RoBERTa, DistilBERT and ELECTRA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -51,6 +51,12 @@ OTHERS = [
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),
+    ("modernbert", "masked-lm"),
+    ("modernbert", "sequence-classification"),
+    ("modernbert", "question-answering"),
+    ("distilbert", "sequence-classification"),
+    ("electra", "masked-lm"),
+    ("electra", "sequence-classification"),
 ]
 every_family = pytest.mark.parametrize(
     "family, task", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)]

@@ -196,6 +196,7 @@ def test_units_that_cast_their_parameters_recompute_until_told_otherwise():
         ("gpt2", "causal-lm", {}, {"eos_token_id": [2, 4]}),
         ("llama", "causal-lm", {"eos_token_id": 2}, {}),
         ("t5", "seq2seq-lm", {}, {}),
+        pytest.param("bart", "seq2seq-lm", {}, {}, marks=pytest.mark.full),
         ("bert", "sequence-classification", {}, {}),
         ("llama", "sequence-classification", {"eos_token_id": 2}, {}),
     ],

@@ -56,6 +56,7 @@ class DistilBert(Encoder):
     config_class = DistilBertConfig
     tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
     pooled_tasks = ()
+    tells_types = False
 
     config: DistilBertConfig
 

@@ -129,6 +129,9 @@ class Encoder(CrossAttentionMixin):
     # Tasks whose head reads the pooled first token.
     pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "sequence-classification", "multiple-choice")
 
+    # Tokens have types (token_type_ids), be their table empty.
+    tells_types: ClassVar[bool] = True
+
     config: EncoderConfig
 
     def __init__(self, config: EncoderConfig, task: str = "base"):
@@ -142,7 +145,7 @@ class Encoder(CrossAttentionMixin):
         c, width, narrow = self.config, self.config.hidden_size, self.config.embedding_size
         self.embed = Embedding(c.vocab_size, narrow, padding_idx=c.pad_token_id)
         self.position = Embedding(c.max_positions, narrow)
-        self.token_type = Embedding(c.type_vocab_size, narrow) if c.type_vocab_size else None
+        self.token_type = Embedding(c.type_vocab_size, narrow) if self.tells_types else None
         self.embed_norm = LayerNorm(narrow, c.norm_eps)
         self.embed_dropout = Dropout(c.dropout)
         self.project_in = Linear(narrow, width) if narrow != width else None

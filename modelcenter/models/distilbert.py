@@ -32,22 +32,9 @@ class DistilBertConfig(EncoderConfig):
         super().__post_init__()
         self.require_probabilities("classifier_dropout", "qa_dropout")
 
-    # What no config of it says.
-    @property
-    def type_vocab_size(self) -> int:
-        return 0
-
     @property
     def norm_eps(self) -> float:
-        return 1e-12
-
-    @property
-    def is_decoder(self) -> bool:
-        return False
-
-    @property
-    def cross_attention(self) -> bool:
-        return False
+        return 1e-12  # which no config of it says
 
 
 class DistilBert(Encoder):

@@ -36,19 +36,10 @@ from modelcenter.models.outputs import ModelOutput
 class EncoderConfig(ModelConfig):
     """Fields of every encoder; sizes count elements, dropouts are probabilities."""
 
-    if TYPE_CHECKING:  # every encoder has these, as fields or as properties
-
-        @property
-        def type_vocab_size(self) -> int: ...
+    if TYPE_CHECKING:  # every encoder has it, as a field or as a property
 
         @property
         def norm_eps(self) -> float: ...
-
-        @property
-        def is_decoder(self) -> bool: ...
-
-        @property
-        def cross_attention(self) -> bool: ...
 
     vocab_size: int
     hidden_size: int
@@ -68,6 +59,19 @@ class EncoderConfig(ModelConfig):
         self.require_one_of("hidden_act", ACTIVATIONS)
         self.require_probabilities("dropout", "attention_dropout")
         self.require_token("pad_token_id", self.vocab_size)
+
+    # Of an architecture that has no such field.
+    @property
+    def type_vocab_size(self) -> int:
+        return 0
+
+    @property
+    def is_decoder(self) -> bool:
+        return False
+
+    @property
+    def cross_attention(self) -> bool:
+        return False
 
     @property
     def embedding_size(self) -> int:

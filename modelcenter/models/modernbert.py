@@ -70,19 +70,6 @@ class ModernBertConfig(EncoderConfig):
         known = types is None or (len(types) == self.num_layers and set(types) <= set(KINDS))
         self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
 
-    # What no config of it says.
-    @property
-    def type_vocab_size(self) -> int:
-        return 0
-
-    @property
-    def is_decoder(self) -> bool:
-        return False
-
-    @property
-    def cross_attention(self) -> bool:
-        return False
-
     @property
     def head_dropout(self) -> float:
         return self.classifier_dropout
@@ -100,6 +87,7 @@ class ModernBert(Encoder):
     config_class = ModernBertConfig
     tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
     pooled_tasks = ()
+    tells_types = False
     head_prefixes = ("head.", "transform.")
     bounded = False
 

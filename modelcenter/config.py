@@ -5,6 +5,7 @@ max_positions, ...). Hugging Face's spellings are translated by the CONFIG map o
 """
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -24,6 +25,20 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 _FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")  # which `extra` has, and only encoder-decoders follow
 _NOT_NEGATIVE = ("norm_eps", "initializer_range")
 _MAX_LAYERS = 10_000  # a model is built of them before a file can contradict
+
+
+class FieldError(ValueError):
+    """A field of a config has a value that its model cannot have."""
+
+    def __init__(self, model_type: str, name: str, value: Any, expected: str, shown: str | None = None):
+        super().__init__(f"{model_type} config: {shown or name} is {value!r}, expected {expected}")
+        self.parts = model_type, name, value, expected
+
+    def spelled(self, names: Mapping[str, str]) -> Self:
+        """The same in the words of the file or the caller; names: {our name of a field: theirs}."""
+        model_type, name, value, expected = self.parts
+        said = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), expected)
+        return type(self)(model_type, name, value, said, names.get(name))
 
 
 @dataclass(kw_only=True)
@@ -110,16 +125,17 @@ class ModelConfig:
     def require(self, condition: bool, name: str, expected: str) -> None:
         """Raise one clear error about the field `name` unless `condition` holds."""
         if not condition:
-            raise ValueError(f"{self.model_type} config: {name} is {getattr(self, name)!r}, expected {expected}")
+            raise FieldError(self.model_type, name, getattr(self, name), expected)
 
     def require_one_of(self, name: str, choices: Collection[str]) -> None:
         """Raise unless the field `name` is one of the choices."""
         self.require(getattr(self, name) in choices, name, f"one of {', '.join(choices)}")
 
     def require_probabilities(self, *names: str) -> None:
-        """Raise unless these fields are probabilities below 1, as those of dropouts are."""
+        """Raise unless these fields are probabilities below 1, as those of dropouts are, or None."""
         for name in names:
-            self.require(0 <= getattr(self, name) < 1, name, "a probability, 0 <= p < 1")
+            value = getattr(self, name)
+            self.require(value is None or 0 <= value < 1, name, "a probability, 0 <= p < 1")
 
     def require_token(self, name: str, vocab_size: int) -> None:
         """Raise unless the token `name` has a row, counted from the end where it is negative, or is None."""
@@ -174,7 +190,10 @@ class ModelConfig:
         if missing:
             raise ValueError(f"{cls.__name__}: missing field {missing[0]!r} (of {len(missing)}: {', '.join(missing)})")
         cls.check_values(values, spelled or {})  # before __post_init__ computes with them
-        return cls(**values)
+        try:
+            return cls(**values)
+        except FieldError as error:
+            raise error.spelled(spelled or {}) from None
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any], spelled: Mapping[str, str]) -> None:

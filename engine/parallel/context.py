@@ -90,6 +90,10 @@ class TokenSplit:
             rng_streams.leave("sp")
         return f.join_rows(x, self._tp)
 
+    def gather_units(self, x: Tensor) -> Tensor:
+        """The rows of this rank as the units are given them -> those of all ranks, (T, ...), differentiable."""
+        return self.gather(x if self._tp is None else f.gather_rows(x, self._tp))
+
     def leave(self) -> None:
         """From here on all ranks compute the same."""
         rng_streams.leave("cp")

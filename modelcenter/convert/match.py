@@ -63,15 +63,15 @@ def match_names(
     for name in names:
         key = to_key(arch, name)
         key = layout.aliases.get(key, key)
-        if any(re.fullmatch(pattern, key) for pattern in arch.ignore):
-            match.ignored.append(name)
-        elif key in layout.shapes:
+        if key in layout.shapes:
             if _is_foreign(arch, layout.key_parts[key], key, declared):
                 match.skipped.append(name)
             elif key in match.found:
                 raise ValueError(f"the tensors {match.found[key]!r} and {name!r} of the file mean the same: {key!r}")
             else:
                 match.found[key] = name
+        elif any(re.fullmatch(pattern, key) for pattern in arch.ignore):
+            match.ignored.append(name)
         elif key in layout.ties:
             ties[key] = name
         elif any(belongs_to_part(arch, part, key) for part in arch.parts) or re.fullmatch(layout.without or "", key):

@@ -343,7 +343,8 @@ class ArchMap:
         body: rules of the parameters that every task has; hub names without the prefix.
         parts, tasks: see Part and Task.
         config: the two-way map of config.json.
-        ignore: patterns of hub tensors that hold nothing to learn; dropped when loaded, never written.
+        ignore: patterns of hub tensors that hold nothing to learn, or nothing where no rule names them; dropped when
+            loaded, never written.
         old_spellings: (pattern, replacement) applied to the names of a file before anything else.
         infer_config: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
         files: in model_configs, written beside a checkpoint: code for transformers, which its `auto_map` names.

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from engine.ops import rotate
+from modelcenter.layers.distances import Distances
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout, DrawingModule
 from modelcenter.layers.linear import Linear, each, first_output
 from modelcenter.layers.mask import NO_MASK, Mask
@@ -95,7 +96,7 @@ class SelfAttention(MultiHeadAttention):
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         return self.out(ctx.scaled(ctx.narrow(self.mix(*self.project(x, ctx), ctx))))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed, distances: Distances | None = None) -> Tensor:
         """(T, heads * head_dim): the values that each head attends to, from what `project` returned."""
         mask = Mask(self.causal, self.window, ctx.bias, ctx.segments, ctx.segment_bias, ctx.rectangles)
         if not q.dtype == k.dtype == v.dtype:  # under autocast, turning makes them fp32
@@ -107,7 +108,9 @@ class SelfAttention(MultiHeadAttention):
         if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
             return ctx.cache.attend(self, q, heads, mask, self.scale)
         drop = self.weights_dropout(ctx)
-        return packed_attention(q, k, v, ctx, heads, drop, kv_heads=kv_heads, mask=mask, scale=self.scale)
+        return packed_attention(
+            q, k, v, ctx, heads, drop, kv_heads=kv_heads, mask=mask, scale=self.scale, distances=distances
+        )
 
 
 class CrossAttention(MultiHeadAttention):

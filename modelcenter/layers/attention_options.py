@@ -2,15 +2,24 @@
 
 from typing import NamedTuple
 
+from modelcenter.layers.distances import Distances
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask
 
 
 class AttentionOptions(NamedTuple):
-    """How a layer attends: its heads, the scale of the scores, what each query sees, and which weights are dropped."""
+    """How a layer attends: its heads, the scale of the scores, what each query sees, which weights are dropped, and
+    what distances add to the scores (None: nothing)."""
 
     heads: int
     kv_heads: int
     scale: float
     mask: Mask = NO_MASK
     drop: AttentionDropout = NO_DROPOUT
+    distances: Distances | None = None
+
+    def of_heads(self, first: int, heads: int, kv_heads: int) -> "AttentionOptions":
+        """The same for some of the heads."""
+        distances = None if self.distances is None else self.distances.of_heads(first, heads)
+        own = self.mask.of_heads(first, heads), self.drop.of_heads(first), distances
+        return AttentionOptions(heads, kv_heads, self.scale, *own)

@@ -2,7 +2,7 @@
 
 On a CPU one autograd function does it: it keeps the softmax, or of long sequences makes it anew in backward, as it does
 the masks of dropout, and writes gradients without zero-filling. Elsewhere it is scaled_dot_product_attention for each
-rectangle (layers.bucketed_sdpa).
+rectangle (layers.bucketed_sdpa), as it is everywhere where distances add to the scores.
 """
 
 import math
@@ -35,7 +35,7 @@ def bucketed_attention(
     seen: the mask in each of the pairs, and places: where queries and keys stand in them, where that is known already;
     not read on a CPU.
     """
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and options.distances is None:
         mask = options.mask
         plain = options._replace(mask=replace(mask, bias=None, segment_bias=None))
         return _BucketedAttention.apply(q, k, v, mask.bias, mask.segment_bias, pairs, plain)
@@ -141,7 +141,7 @@ class _BucketedAttention(Function):
         pairs: Pairs,
         options: AttentionOptions,
     ) -> Tensor:
-        of_queries, of_keys, scale, _, drop = options
+        of_queries, of_keys, _, _, drop, _ = options
         ctx.pairs, ctx.options, ctx.bias, ctx.segment_bias = pairs, options, bias, segment_bias
         ctx.key, ctx.numbers, ctx.shapes = drop.key if drop.p else 0, [], (q.shape, k.shape, v.shape)
         out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
@@ -169,7 +169,7 @@ class _BucketedAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias, segment_bias = ctx.bias, ctx.segment_bias
-        of_queries, of_keys, scale, mask, drop = ctx.options
+        of_queries, of_keys, scale, mask, drop, _ = ctx.options
         dq, dk, dv = (
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.shapes, (0, 1, 1), strict=True)

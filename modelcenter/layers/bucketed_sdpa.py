@@ -132,8 +132,11 @@ def bucketed_sdpa(
     q, k and v are taken into rectangles once, and what comes out of these is taken back once, however many there are.
     """
     mask = options.mask
+    distances = options.distances
     if not pairs:  # no token on this rank: keep the graph whole
-        return torch.zeros_like(q) + 0 * sum(x.sum() for x in (q, k, v, mask.bias, mask.segment_bias) if x is not None)
+        tables = () if distances is None else (distances.keys, distances.queries)
+        inputs = q, k, v, mask.bias, mask.segment_bias, *tables
+        return torch.zeros_like(q) + 0 * sum(x.sum() for x in inputs if x is not None)
     if places is None:
         places = places_of(pairs, q, k)
     of_queries, of_keys = places
@@ -141,8 +144,17 @@ def bucketed_sdpa(
     mixed = []
     for i, (qb, kb, vb) in enumerate(zip(*parts, strict=True)):
         rectangle = mask.of_buckets(*pairs[i], q) if seen is None else seen[i]
+        if distances is not None:
+            rectangle = with_scores(distances.scores(qb, kb) * options.scale, rectangle)
         mixed.append(sdpa(qb, kb, vb, rectangle, options.scale, options.drop))
     return _from_rectangles(mixed, of_queries)
+
+
+def with_scores(scores: Tensor, seen: Tensor | None) -> Tensor:
+    """More scores (n, heads, queries, keys) beside what Mask.rectangle gives."""
+    if seen is None:
+        return scores
+    return scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: AttentionDropout) -> Tensor:
@@ -173,7 +185,7 @@ def _dropping(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)) * scale
     if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen
+        scores = with_scores(scores, seen)
     n, heads, length = q.shape[:3]
     numbers = drop.numbers(n * length, slice(0, n * length), n, heads)
     return drop.drop(scores.softmax(-1), drop.key, numbers) @ v

@@ -15,7 +15,8 @@ from torch import Tensor
 from engine.ops import attention, eager
 from modelcenter.layers.attention_options import AttentionOptions
 from modelcenter.layers.bucketed_attention import bucketed_attention
-from modelcenter.layers.bucketed_sdpa import sdpa
+from modelcenter.layers.bucketed_sdpa import sdpa, with_scores
+from modelcenter.layers.distances import Distances
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout
 from modelcenter.layers.mask import NO_MASK, Mask, hidden_rectangles
 from modelcenter.layers.packing import Packed
@@ -37,19 +38,21 @@ def packed_attention(
     mask: Mask = NO_MASK,
     memory: Sequences | None = None,
     scale: float | None = None,
+    distances: Distances | None = None,
 ) -> Tensor:
     """Attention inside each sequence, or of each sequence to the one with the same index in `memory`.
 
     Args:
         q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or of the tokens of `memory`. packed: where the
             sequences lie. heads, kv_heads: `heads` is a multiple of `kv_heads`, None: the same. drop: which weights are
-            dropped. scale: of the scores, None: 1 / sqrt(head_dim).
+            dropped. scale: of the scores, None: 1 / sqrt(head_dim). distances: what they add to the scores, None:
+            nothing.
 
     Returns:
         (T, heads * head_dim)
     """
     scale = 1.0 / math.sqrt(q.shape[1] // heads) if scale is None else scale
-    options = AttentionOptions(heads, kv_heads or heads, scale, mask, drop)
+    options = AttentionOptions(heads, kv_heads or heads, scale, mask, drop, distances)
     if packed.split is not None and packed.split.size > 1:
         return _shared_attention(q, k, v, packed, memory, options)
     return _attention(q, k, v, packed.sequences, memory, options)
@@ -59,14 +62,13 @@ def _shared_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
     """Attention of this rank's tokens where several ranks share the tokens (context parallelism)."""
-    split, (heads, kv_heads, scale, mask, drop) = packed.split, options
+    split, (heads, kv_heads, _, mask, drop, _) = packed.split, options
     both = torch.stack((k, v), 1)
     if heads % split.size == 0 and kv_heads % split.size == 0:
         q = split.to_heads(q[:, None]).squeeze(1)
         k, v = (x.contiguous() for x in split.to_heads(both).unbind(1))
         heads, kv_heads = heads // split.size, kv_heads // split.size
-        first = split.rank * heads
-        own = AttentionOptions(heads, kv_heads, scale, mask.of_heads(first, heads), drop.of_heads(first))
+        own = options.of_heads(split.rank * heads, heads, kv_heads)
         return split.to_tokens(_attention(q, k, v, packed.sequences, memory, own))
     k, v = (x.contiguous() for x in split.gather(both).unbind(1))
     mixed, low = [], split.rank * packed.num_tokens
@@ -89,13 +91,15 @@ def _shared_attention(
 
 def _attention_of_part(q: Tensor, k: Tensor, v: Tensor, first: int, keys: slice, options: AttentionOptions) -> Tensor:
     """Attention of a part of one sequence, whose first token stands at place `first`, to the tokens `keys`."""
-    heads, kv_heads, scale, mask, drop = options
+    heads, kv_heads, scale, mask, drop, distances = options
     parts = ((q, heads), (k, kv_heads), (v, kv_heads))
     q, k, v = (x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts)
     sizes = q.shape[2], k.shape[2]
     of_keys = None if mask.segments is None else mask.segments[keys][None]
     of_queries = None if of_keys is None else of_keys[:, first : first + sizes[0]]
     seen = mask.rectangle(*sizes, like=q, first=first, segments=(of_queries, of_keys))
+    if distances is not None:
+        seen = with_scores(distances.scores(q, k, first) * scale, seen)
     return sdpa(q, k, v, seen, scale, drop)[0].transpose(0, 1).flatten(1)
 
 
@@ -104,7 +108,7 @@ def _attention(
 ) -> Tensor:
     """Attention of whole sequences that are all here: flash attention where it serves, else as below."""
     mask, dropout = options.mask, options.drop.p
-    plain = mask.bias is None and mask.segments is None
+    plain = mask.bias is None and mask.segments is None and options.distances is None
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // options.heads, dropout) and q.shape[0] and k.shape[0]:
         sides = (q, sequences), (k, memory or sequences)
         equal = mask.window is None and all(_equally_long(x.shape[0], of) for x, of in sides)
@@ -126,9 +130,9 @@ def _by_sequence_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
     """The compiled operator on packed sequences where it serves, else by segments or by bucket."""
-    heads, kv_heads, scale, mask, drop = options
+    heads, kv_heads, scale, mask, drop, distances = options
     offsets = sequences.cu_seqlens, sequences.cu_seqlens if memory is None else memory.cu_seqlens
-    alike = mask.segments is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
+    alike = mask.segments is None and distances is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
     if alike and attention.serves(q, k, v, mask.bias):
         shape = attention.Heads(heads, kv_heads, scale, mask.causal, mask.window)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
@@ -175,7 +179,7 @@ def _varlen(
 ) -> Tensor:
     """The operator below `torch.nn.attention.varlen.varlen_attn`, which has no dropout, and on torch 2.11 may lack
     `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
-    heads, kv_heads, scale, mask, drop = options
+    heads, kv_heads, scale, mask, drop, _ = options
     parts = (x.view(x.shape[0], n, x.shape[1] // n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
     window = -1 if mask.window is None else mask.window - 1
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -205,7 +209,7 @@ def _of_equal_lengths(
 ) -> Tensor:
     """By scaled_dot_product_attention, with what torch prefers on this GPU. On Hopper and Blackwell this is cuDNN,
     which is far ahead of flash attention 2, the only one for sequences of any length."""
-    heads, kv_heads, scale, mask, drop = options
+    heads, kv_heads, scale, mask, drop, _ = options
     sides = (q, heads, sequences), (k, kv_heads, memory), (v, kv_heads, memory)
     qs, ks, vs = (x.view(-1, of.max_seqlen, n, x.shape[1] // n).transpose(1, 2) for x, n, of in sides)
     out = F.scaled_dot_product_attention(

@@ -34,6 +34,7 @@ class Packed:
         memory: (states, sequences) of the encoder, for cross-attention. memory_draws: as `draws`, of its tokens.
         rotary: (cos, sin) of each token, made once for all layers (layers.rotary). local_rotary: those of layers with a
             window, where they are others.
+        distances: the embeddings of the distances between tokens (layers.disentangled.DistanceStates).
         bias, segments, segment_bias, rectangles: what attention adds and hides, as in layers.mask.Mask.
         output_tokens: (m,) indices of the tokens whose states the unit that gets this computes (`with_outputs`); None:
             all.
@@ -51,6 +52,7 @@ class Packed:
     memory_draws: Draws | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     local_rotary: tuple[Tensor, Tensor] | None = None
+    distances: Any = None
     bias: Tensor | None = None
     segments: Segments | None = None
     segment_bias: Tensor | None = None
@@ -198,12 +200,14 @@ class Packed:
         """The same for a unit of whose states only those of `tokens` (m,), ascending indices, are used.
 
         All tokens are attended to as ever; after that the unit computes only these (`narrow`), and returns zeros for
-        the rest (`widen`).
+        the rest (`widen`). All are computed where dropouts, which tell rows by their number, could not tell these.
         """
         if tokens is self.output_tokens:
             return self
         draws = self.draws
         if draws is not None and tokens is not None:
+            if any(part.numel() == tokens.numel() for part in draws.parts):
+                return self
             draws = replace(draws, parts=(*draws.parts, draws.tokens.index_select(0, tokens)))
         return replace(self, output_tokens=tokens, draws=draws)
 

@@ -105,6 +105,7 @@ class BertStyleConfig(EncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_probabilities("classifier_dropout")
         decides = self.is_decoder or not self.cross_attention
         self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")
 
@@ -133,8 +134,10 @@ class Encoder(CrossAttentionMixin):
     # Tasks whose head reads the pooled first token.
     pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "sequence-classification", "multiple-choice")
 
-    # Tokens have types (token_type_ids), be their table empty.
+    # It takes types of tokens (token_type_ids), be their table empty or none.
     tells_types: ClassVar[bool] = True
+
+    position: Embedding | None  # a table, None: places show in attention only
 
     config: EncoderConfig
 
@@ -196,11 +199,13 @@ class Encoder(CrossAttentionMixin):
 
     def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
         """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
-        self.check_positions(batch, ctx, self.config.max_positions)
+        if self.position is not None:
+            self.check_positions(batch, ctx, self.config.max_positions)
         type_states = self.type_states(batch, ctx)
-        words = owner.embedded(batch, ctx, self.embed)
-        positions = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
-        x = words + positions if type_states is None else words + positions + type_states
+        x = owner.embedded(batch, ctx, self.embed)
+        if self.position is not None:
+            x = x + self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
+        x = x if type_states is None else x + type_states
         x = self.embed_dropout(self.embed_norm(x), ctx)
         return x if self.project_in is None else self.project_in(x)
 
@@ -285,7 +290,7 @@ class Encoder(CrossAttentionMixin):
             raise ValueError(
                 f"{of_decoders[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out"
             )
-        if self.token_type is None and "token_type_ids" in batch:
+        if not self.tells_types and "token_type_ids" in batch:
             raise ValueError(
                 f"token_type_ids: {type(self).__name__} does not tell types of tokens apart; leave them out (a "
                 "tokenizer gives none with return_token_type_ids=False)"

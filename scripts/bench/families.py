@@ -30,6 +30,18 @@ _ENCODER = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("masked-lm", _ENCODER),
     "roberta": ("masked-lm", {**_ENCODER, "max_position_embeddings": 514}),
+    "deberta-v2": (
+        "masked-lm",
+        {
+            **_ENCODER,
+            "relative_attention": True,
+            "position_buckets": 256,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+        },
+    ),
     "modernbert": (
         "masked-lm",
         {

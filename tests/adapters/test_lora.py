@@ -55,6 +55,8 @@ OTHERS = [
     ("modernbert", "sequence-classification"),
     ("modernbert", "question-answering"),
     ("distilbert", "sequence-classification"),
+    ("deberta-v2", "masked-lm"),
+    ("deberta-v2", "sequence-classification"),
     ("electra", "masked-lm"),
     ("electra", "sequence-classification"),
 ]

@@ -107,7 +107,7 @@ def test_what_transformers_writes_is_understood(tmp_path):
         ({"tie_encoder_decoder": True}, "'tie_encoder_decoder': got True"),
         ({"pruned_heads": {"1": [0]}}, "'pruned_heads'"),
         ({"hidden_act": "swish7"}, "hidden_act is 'swish7'"),
-        ({"hidden_size": 49}, "hidden_size is 49, expected a multiple of num_heads"),
+        ({"hidden_size": 49}, "hidden_size is 49, expected a multiple of num_attention_heads=6"),
         ({"num_layers": 3}, "'num_layers' is given twice, as 2 and as 3"),
         ({"model_type": "roberta"}, "got 'roberta', expected 'bert'"),
     ],

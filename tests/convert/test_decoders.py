@@ -148,11 +148,11 @@ def test_a_head_that_differs_from_its_tie_is_refused(tmp_path):
         ("gptj", {"rotary_dim": None}, "rotary_dim is None, expected a number"),
         ("gptj", {"rotary_dim": 14}, "rotary_dim is 14, expected an even number of the 12 channels"),
         ("gptj", {"rotary": False}, "'rotary': got False, but this gptj implements True"),
-        ("gpt_neox", {"rotary_pct": 0.25}, "rotary_fraction is 0.25, expected an even number"),
+        ("gpt_neox", {"rotary_pct": 0.25}, "rotary_pct is 0.25, expected an even number"),
         ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish', expected one of gelu"),
         ("gpt_neox", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling: rope_type is 'ntk'"),
         ("opt", {"layerdrop": 0.1}, "'layerdrop': got 0.1, but this opt implements 0.0"),
-        ("gpt2", {"n_head": 7}, "hidden_size is 48, expected a multiple of num_heads=7"),
+        ("gpt2", {"n_head": 7}, "n_embd is 48, expected a multiple of n_head=7"),
     ],
 )
 def test_what_is_not_implemented_is_refused(kind, fields, words):

@@ -257,7 +257,7 @@ def test_rotary_refuses_what_it_does_not_do():
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("llama", {"num_key_value_heads": 4}, "num_kv_heads is 4, expected a divisor of 6"),
+        ("llama", {"num_key_value_heads": 4}, "num_key_value_heads is 4, expected a divisor of 6"),
         ("llama", {"num_attention_heads": 7}, "hidden_size is 48, expected a multiple of 7"),
         ("llama", {"head_dim": 7}, "head_dim is 7, expected an even"),
         ("llama", {"hidden_act": "gegelu"}, "hidden_act is 'gegelu'"),

@@ -164,7 +164,7 @@ def test_config_of_minicpm3(tmp_path):
     ("fields", "message"),
     [
         ({"hidden_act": "fatrelu"}, "hidden_act is 'fatrelu'"),
-        ({"head_dim": 10}, "head_dim is 10, expected hidden_size / num_heads"),
+        ({"head_dim": 10}, "head_dim is 10, expected hidden_size / num_attention_heads"),
         ({"num_experts": 8}, "num_experts"),
         ({"dim_model_base": 0}, "dim_model_base is 0"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "short_factor has 1 numbers, expected 4"),
@@ -178,5 +178,5 @@ def test_nets_that_it_is_not(fields, message):
 def test_values_wider_than_keys_are_refused():
     with pytest.raises(ValueError, match="v_head_dim is 11, expected at most 10"):
         MINICPM3.config.read({**LATENT, "v_head_dim": 11}, MiniCPM3Config)
-    with pytest.raises(ValueError, match="num_kv_heads is 2, expected num_heads=6"):
+    with pytest.raises(ValueError, match="num_key_value_heads is 2, expected num_attention_heads=6"):
         MINICPM3.config.read({**LATENT, "num_key_value_heads": 2}, MiniCPM3Config)

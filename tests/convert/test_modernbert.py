@@ -75,10 +75,10 @@ def test_an_export_is_read_by_both(types, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"global_attn_every_n_layers": 0}, "global_every is 0, expected a number of layers"),
+        ({"global_attn_every_n_layers": 0}, "global_attn_every_n_layers is 0, expected a number of layers"),
         (
             {"layer_types": [NEAR]},
-            r"layer_types is \['sliding_attention'\], expected 4 \(num_layers\) of full_attention or",
+            r"layer_types is \['sliding_attention'\], expected 4 \(num_hidden_layers\) of full_attention or",
         ),
         ({"layer_types": ["global"] * 4}, "layer_types is .*expected 4"),
         ({"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 2.0}}}, "angles of modernbert are not scaled here"),
@@ -90,7 +90,7 @@ def test_an_export_is_read_by_both(types, tmp_path):
             "'local_rope_theta' is 5.0, and in rope_parameters 6.0",
         ),
         ({"classifier_pooling": "max"}, "pooling is 'max', expected one of cls, mean"),
-        ({"hidden_size": 54}, "num_heads is 6, expected heads of an even width"),
+        ({"hidden_size": 54}, "num_attention_heads is 6, expected heads of an even width"),
         ({"type_vocab_size": 2}, "config field not understood: 'type_vocab_size' = 2"),
     ],
 )

@@ -73,6 +73,12 @@ def test_fields_that_change_sizes(changes):
         ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": None}),
         ("qwen3", {"attention_bias": True}),
         ("modernbert", dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)),
+        ("deberta-v2", {"relative_attention": False, "position_biased_input": True, "type_vocab_size": 2}),
+        (
+            "deberta-v2",
+            {"share_att_key": False, "pos_att_type": ["p2c"], "position_buckets": -1, "conv_kernel_size": 3}
+            | {"norm_rel_ebd": "none"},
+        ),
         ("electra", {"embedding_size": 48, "is_decoder": True, "add_cross_attention": True}),
     ],
 )

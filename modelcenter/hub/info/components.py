@@ -17,7 +17,7 @@ def component(native: str) -> str:
         return "head"
     if words[0] == "pooler":
         return "pooler"
-    if words[0] == "bridge":
+    if words[0] == "bridge" or "conv" in words:
         return "other"
     if "attn" in words or "cross" in words:
         return "attention"
@@ -41,8 +41,6 @@ def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str |
     for pattern, replacement in arch.old_spellings:
         name = re.sub(pattern, replacement, name)
     short = name.removeprefix(next((prefix for prefix in prefixes if name.startswith(prefix)), ""))
-    if any(re.fullmatch(pattern, short) for pattern in arch.ignore):
-        return None
     groups = [("", arch.body), *((part, entry.rules) for part, entry in arch.parts.items())]
     for part, rule in ((part, rule) for part, rules in groups for rule in rules):
         if rule.when is not None and not rule.when(config):
@@ -54,7 +52,7 @@ def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str |
         if part not in ("", CROSS_ATTENTION):
             return "pooler" if part == "pooler" else "head"
         return component(fill(rule.native_templates()[0], match.groupdict()))
-    return "other"
+    return None if any(re.fullmatch(pattern, short) for pattern in arch.ignore) else "other"
 
 
 def _match(rule: Rule, names: Iterable[str]) -> re.Match[str] | None:

@@ -12,6 +12,7 @@ COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "othe
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
     "distilbert": {"max_positions": 512, "type_vocab_size": 0},
+    "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},
     "modernbert": {"decoder_bias": True},
     "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},
     "gpt2": {"max_positions": 1024},
@@ -59,7 +60,8 @@ def _side(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[st
 
 
 _OFF = frozenset(  # unless the config says otherwise
-    "cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank".split()
+    """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
+    relative_attention norm_distances share_projections conv_width""".split()
 )
 
 
@@ -79,6 +81,8 @@ class _Fields:
             "num_decoder_layers": "num_layers",
             "decoder_intermediate_size": "intermediate_size",
             "embedding_size": "hidden_size",
+            "max_distance": "max_positions",
+            "position_buckets": "max_distance",
         }
         if name in derived:
             return getattr(self, derived[name])
@@ -187,6 +191,21 @@ def _bert(c: _Fields, kind: str) -> dict[str, int]:
         "mlp": layers * _mlp(c, True),
         "norms": 2 * narrow + 2 * d * (2 + c.cross_attention) * layers,
         "pooler": 0 if kind in ("distilbert", "electra") else _linear(d, d, True),
+    }
+
+
+def _deberta(c: _Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    positions = c.max_positions if c.position_input else 0
+    distances = 2 * c.position_buckets if c.relative_attention else 0
+    own = 0 if c.share_projections or not c.relative_attention else len(c.relative_kinds)
+    normed = 1 + 2 * layers + bool(distances and c.norm_distances) + bool(c.conv_width)
+    return {
+        "embeddings": (c.vocab_size + positions + c.type_vocab_size + distances) * d,
+        "attention": layers * (_attention(c, True) + own * _linear(d, d, True)),
+        "mlp": layers * _mlp(c, True),
+        "norms": 2 * d * normed,
+        "other": _linear(d * c.conv_width, d, True) if c.conv_width else 0,
     }
 
 
@@ -300,6 +319,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 
 _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), _bert),
+    "deberta-v2": _deberta,
     "modernbert": _modernbert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),

@@ -127,16 +127,18 @@ class MultipleChoice(Smoothing, Linear):
 
 
 class DenseMultipleChoice(MultipleChoice):
-    """As MultipleChoice, after a dense layer with an activation."""
+    """As MultipleChoice, after a dense layer with an activation. dense_dropout: before that layer."""
 
-    def __init__(self, hidden_size: int, dropout: float, activation: str):
+    def __init__(self, hidden_size: int, dropout: float, activation: str, dense_dropout: float = 0.0):
         super().__init__(hidden_size, dropout)
         self.dense, self.activation = Linear(hidden_size, hidden_size), ACTIVATIONS[activation]
+        self.dense_dropout = Dropout(dense_dropout)
 
     def forward(  # type: ignore[override]
         self, pooled: Tensor, batch: Batch, counts: Counts, choices: Tensor | int, ctx: Packed | None = None
     ) -> dict[str, Tensor]:
-        return super().forward(self.activation(self.dense(pooled)), batch, counts, choices, ctx)
+        pooled = self.activation(self.dense(self.dense_dropout(pooled, ctx, pooled=True)))
+        return super().forward(pooled, batch, counts, choices, ctx)
 
 
 def _pad_choices(scores: Tensor, counts: Tensor) -> Tensor:

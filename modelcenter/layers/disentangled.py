@@ -1,0 +1,150 @@
+"""Disentangled attention of DeBERTa (He et al. 2020, arXiv:2006.03654, section 3.1), after transformers' DebertaV2.
+
+A score has three products: of query and key, of the query with what stands for the key's distance ("c2p"), and of the
+key with what stands for it ("p2c"). The embeddings of distances go through each layer's projections as tokens do.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.distances import Distances
+from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.norm import LayerNorm
+from modelcenter.layers.packing import Packed
+
+KINDS = ("c2p", "p2c")
+_LENGTH_STEP = 64  # rows are found for a multiple of so many tokens, so that most batches find them ready
+
+
+class DistanceStates(NamedTuple):
+    """The embeddings of the distances in a batch, on which each layer's projections are used.
+
+    states: (rows, hidden_size). places: (2 * n - 1,) the row for a key 1 - n, ..., n - 1 places after its query.
+    """
+
+    states: Tensor
+    places: Tensor
+
+
+class DistanceEmbedding(nn.Module):
+    """A learnt vector for each distance, or with buckets for each near one and for the octaves of far ones.
+
+    Attributes:
+        weight: (2 * span, hidden_size); row span + d is for a query d places after its key.
+    """
+
+    def __init__(self, hidden_size: int, max_distance: int, num_buckets: int | None, norm_eps: float | None):
+        """
+        Args:
+            max_distance: from there on all share one vector. num_buckets: for queries after their key, and as many for
+                others; half of them for a distance each. None: max_distance of them.
+            norm_eps: of a LayerNorm of the vectors; None: there is none.
+        """
+        super().__init__()
+        self.span, self.max_distance, self.num_buckets = num_buckets or max_distance, max_distance, num_buckets
+        self.weight = nn.Parameter(torch.empty(2 * self.span, hidden_size).normal_(std=0.02))
+        self.norm = None if norm_eps is None else LayerNorm(hidden_size, norm_eps)
+        self._place_cache: tuple[int, Tensor] | None = None
+
+    def places(self, distance: Tensor) -> Tensor:
+        """The row for each place of a query minus that of its key, integers of any shape."""
+        if self.num_buckets is not None:
+            middle, sign = self.num_buckets // 2, torch.sign(distance)
+            near = (distance < middle) & (distance > -middle)
+            far = torch.where(near, torch.full_like(distance, middle - 1), distance.abs())
+            # Written as transformers has it: rounding decides between neighbouring buckets.
+            octaves = torch.log(far / middle) / torch.log(torch.tensor((self.max_distance - 1) / middle))
+            logs = torch.ceil(octaves * (middle - 1)) + middle
+            distance = torch.where(far <= middle, distance.type_as(logs), logs * sign).long()
+        return (distance + self.span).clamp(0, 2 * self.span - 1)
+
+    def forward(self, longest: int, multiple: int = 1, unlike: Collection[int] = ()) -> DistanceStates:
+        """The vectors that sequences of `longest` tokens need; of zeros, as many more as make a multiple of `multiple`
+        that is none of `unlike`."""
+        n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
+        held = self._place_cache  # read once: other threads may replace it
+        if held is None or held[0] != n or held[1].device != self.weight.device:
+            with torch.inference_mode(False):  # a later forward may be of training
+                places = self.places(torch.arange(n - 1, -n, -1, device="cpu")).to(self.weight.device)
+                held = self._place_cache = n, places
+        places = held[1]
+        # The first row of all that are needed is that of the last place: the later a key, the smaller its row.
+        first, last = (int(self.places(torch.tensor(distance))) for distance in (1 - n, n - 1))
+        states = self.weight[first : last + 1]
+        if self.norm is not None:
+            states = self.norm(states)
+        rows = -(-states.shape[0] // multiple) * multiple
+        while rows in unlike:
+            rows += multiple
+        return DistanceStates(F.pad(states, (0, 0, 0, rows - states.shape[0])), places - first)
+
+
+def with_distances(ctx: Packed, embedding: DistanceEmbedding) -> None:
+    """Give the layers of a batch the embeddings of its distances, and their dropouts numbers for the rows of these."""
+    draws, split = ctx.draws, ctx.split
+    known = () if draws is None else [tokens.numel() for tokens in (draws.tokens, *draws.parts)]
+    shared = 1 if split is None else split.multiple // split.size  # ranks that have a part of the rows in a unit
+    # Dropouts tell rows of tokens and of distances apart by how many there are.
+    states, places = embedding(ctx.longest, shared, [count * shared for count in known])
+    numbers = torch.arange(states.shape[0], device=states.device)
+    if split is not None:
+        states, numbers = split.to_units(states), split.of_units(numbers)
+    if draws is not None:
+        ctx.draws = replace(draws, parts=(*draws.parts, numbers))
+    ctx.distances = DistanceStates(states, places)
+
+
+class DisentangledSelfAttention(SelfAttention):
+    """Self-attention whose scores know distances. x: (T, hidden_size) -> the same, or (m, hidden_size) of the tokens
+    that are read. Without `ctx.distances` they are products of queries and keys only."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout: float,
+        *,
+        kinds: Collection[str],
+        shared: bool,
+        states_dropout: float,
+    ):
+        """
+        Args:
+            kinds: some of KINDS, which products a score has besides. shared: distances go through the projections of
+                tokens; else through their own. states_dropout: of the embeddings of distances.
+        """
+        head_dim = hidden_size // num_heads
+        super().__init__(hidden_size, num_heads, dropout, scale=(head_dim * (1 + len(kinds))) ** -0.5)
+        self.kinds, self.shared = tuple(kinds), shared
+        for kind in () if shared else self.kinds:
+            setattr(self, self._projection(kind), Linear(hidden_size, hidden_size))
+        self.states_dropout = Dropout(states_dropout)
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        if ctx.distances is None:
+            return super().forward(x, ctx)
+        # Dropout first: behind a split projection each rank has random numbers of its own.
+        states, places = ctx.distances
+        states = self.states_dropout(states, ctx)
+        q, k, v = self.project(x, ctx)
+        distances = Distances(self._by_distance("c2p", states, places), self._by_distance("p2c", states, places))
+        return self.out(ctx.scaled(ctx.narrow(self.mix(q, k, v, ctx, distances))))
+
+    def _by_distance(self, kind: str, states: Tensor, places: Tensor) -> Tensor | None:
+        """(heads, 2 n - 1, head_dim), of this rank's heads: what queries ("c2p") or keys are multiplied with."""
+        if kind not in self.kinds:
+            return None
+        found = self.get_submodule(self._projection(kind))(states)
+        return found.index_select(0, places).unflatten(1, (-1, self.head_dim)).transpose(0, 1)
+
+    def _projection(self, kind: str) -> str:
+        """The name of the layer that the embeddings of distances go through."""
+        own = {"c2p": "k", "p2c": "q"}[kind]
+        return own if self.shared else f"distance_{own}"

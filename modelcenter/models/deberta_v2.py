@@ -1,0 +1,160 @@
+"""DeBERTa-v2, DeBERTa-v3 and mDeBERTa (He et al. 2020, arXiv:2006.03654; 2021, arXiv:2111.09543), after transformers'
+DebertaV2Model and its heads: BERT's blocks, whose attention adds products with the distance between tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from engine.ops import Embedding
+from modelcenter.layers.block import PostNormBlock
+from modelcenter.layers.convolution import TokenConvolution
+from modelcenter.layers.disentangled import KINDS, DisentangledSelfAttention, DistanceEmbedding, with_distances
+from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, TokenClassifier
+from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.norm import LayerNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.inputs import Batch
+
+
+@dataclass(kw_only=True)
+class DebertaV2Config(EncoderConfig):
+    """Fields of DeBERTa-v2 and v3; sizes count elements, dropouts are probabilities.
+
+    type_vocab_size: 0: types of tokens are taken and make no difference. position_input: embeddings of positions are
+    added to those of words. relative_attention: scores know distances; relative_kinds: by which products (KINDS).
+    max_distance: from there on distances are alike, None: max_positions. position_buckets: how many each direction has,
+    None: one for each distance. norm_distances: their embeddings are normed. share_projections: they go through the
+    projections of tokens, not through their own.
+    classifier_dropout: before the last layer of a classifier, None: dropout; pooler_dropout: before the layer ahead of
+    it, of activation pooler_act. conv_width: tokens that a convolution beside the first layer reads, of activation
+    conv_act; 0: there is none. legacy: how files name the parts of the vocabulary's head.
+    """
+
+    model_type: ClassVar[str] = "deberta-v2"
+
+    norm_eps: float = 1e-7
+    type_vocab_size: int = 0
+    position_input: bool = True
+    relative_attention: bool = False
+    relative_kinds: list[str] | None = None
+    max_distance: int | None = None
+    position_buckets: int | None = None
+    norm_distances: bool = False
+    share_projections: bool = False
+    classifier_dropout: float | None = None
+    pooler_dropout: float = 0.0
+    pooler_act: str = "gelu"
+    conv_width: int = 0
+    conv_act: str = "tanh"
+    legacy: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_probabilities("pooler_dropout", "classifier_dropout")
+        self.require_one_of("pooler_act", ACTIVATIONS)
+        self.require_one_of("conv_act", ACTIVATIONS)
+        self.require(self.conv_width == 0 or self.conv_width % 2 == 1, "conv_width", "an odd number of tokens, or 0")
+        kinds = self.relative_kinds or []
+        self.require(set(kinds) <= set(KINDS), "relative_kinds", f"some of {', '.join(KINDS)}")
+        self.require(bool(kinds) or not self.relative_attention, "relative_kinds", f"one of {', '.join(KINDS)} or both")
+        self.require(self.max_distance is None or self.max_distance > 1, "max_distance", "a distance, at least 2")
+        buckets = self.position_buckets
+        fits = buckets is None or 2 <= buckets < 2 * (self.distances - 1)
+        self.require(fits, "position_buckets", "a number of buckets, at least 2 and less than twice the distances")
+        self.require(self.tie_embeddings or self.legacy, "tie_embeddings", "True where legacy is false")
+
+    @property
+    def distances(self) -> int:
+        return self.max_distance or self.max_positions
+
+
+class ConvolvedBlock(PostNormBlock):
+    """norm(block(x) + activation(dropout(convolution(x)))): the first layer of DeBERTa-v2's larger models."""
+
+    def __init__(self, config: DebertaV2Config, attn: nn.Module, mlp: nn.Module):
+        c, width = config, config.hidden_size
+        super().__init__(attn, mlp, width, c.norm_eps, c.dropout)
+        self.conv = TokenConvolution(width, width, c.conv_width)
+        self.conv_dropout, self.conv_activation = Dropout(c.dropout), ACTIVATIONS[c.conv_act]
+        self.conv_norm = LayerNorm(width, c.norm_eps)
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        ctx = ctx.with_outputs(None)
+        near = self.conv_activation(self.conv_dropout(self.conv(x, ctx), ctx))
+        return self.conv_norm(super().forward(x, ctx) + near)
+
+
+class DebertaV2(Encoder):
+    """DeBERTa-v2 or v3 with the head of `task`."""
+
+    config_class = DebertaV2Config
+    tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
+    pooled_tasks = ()
+
+    config: DebertaV2Config
+
+    def make_body(self) -> None:
+        c, width = self.config, self.config.hidden_size
+        self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
+        self.position = Embedding(c.max_positions, width) if c.position_input else None
+        self.token_type = Embedding(c.type_vocab_size, width) if c.type_vocab_size else None
+        self.embed_norm = LayerNorm(width, c.norm_eps)
+        self.embed_dropout = Dropout(c.dropout)
+        self.project_in = None
+        self.distances = None
+        if c.relative_attention:
+            eps = c.norm_eps if c.norm_distances else None
+            self.distances = DistanceEmbedding(width, c.distances, c.position_buckets, eps)
+        self.layers = nn.ModuleList(self._block(i) for i in range(c.num_layers))
+
+    def _block(self, layer: int) -> nn.Module:
+        c, width = self.config, self.config.hidden_size
+        attn = DisentangledSelfAttention(
+            width,
+            c.num_heads,
+            c.attention_dropout,
+            kinds=c.relative_kinds or (),
+            shared=c.share_projections or not c.relative_attention,
+            states_dropout=c.dropout,
+        )
+        mlp = MLP(width, c.intermediate_size, c.hidden_act)
+        if layer == 0 and c.conv_width:
+            return ConvolvedBlock(c, attn, mlp)
+        return PostNormBlock(attn, mlp, width, c.norm_eps, c.dropout)
+
+    def make_head(self, task: str) -> nn.Module | None:
+        c, width = self.config, self.config.hidden_size
+        dropout = c.dropout if c.classifier_dropout is None else c.classifier_dropout
+        match task:
+            case "sequence-classification":
+                return DenseClassifier(width, c.num_labels, dropout, c.problem_type, c.pooler_act, c.pooler_dropout)
+            case "multiple-choice":
+                return DenseMultipleChoice(width, dropout, c.pooler_act, c.pooler_dropout)
+            case "token-classification":
+                return TokenClassifier(width, c.num_labels, c.dropout)
+        return super().make_head(task)
+
+    @property
+    def bounded(self) -> bool:  # type: ignore[override]
+        return self.position is not None
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        x, ctx = super().begin(batch)
+        if self.distances is not None:
+            with_distances(ctx, self.distances)
+        return x, ctx
+
+    def stage_homes(self) -> dict[str, Any]:
+        homes = super().stage_homes()
+        return homes if self.distances is None else homes | {"distances": range(len(self.units))}
+
+    def tp_plan(self) -> dict[str, str]:
+        plan = super().tp_plan()
+        own = {"c2p": "distance_k", "p2c": "distance_q"}
+        if self.config.relative_attention and not self.config.share_projections:
+            plan |= {f"layers.*.attn.{own[kind]}": "colwise" for kind in self.config.relative_kinds or ()}
+        return plan

@@ -1,0 +1,119 @@
+"""DeBERTa-v2 and v3 against transformers' model and its heads."""
+
+import torch
+from harness import ArchitectureTests
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+import modelcenter as mc
+from modelcenter.layers.disentangled import DistanceEmbedding, DistanceStates
+
+
+def _spoil_places(change):
+    def spoil(model):
+        distances = model.distances
+        found = distances.forward
+        distances.forward = lambda *args: DistanceStates((states := found(*args)).states, change(states.places))
+
+    return spoil
+
+
+def _without(kind):
+    def spoil(model):
+        for layer in model.layers:
+            layer.attn.kinds = tuple(other for other in layer.attn.kinds if other != kind)
+
+    return spoil
+
+
+def _not_normed(model):
+    model.distances.norm = None
+
+
+class TestDebertaV3(ArchitectureTests):
+    """The products and names of v3: buckets of distances, projections that tokens and distances share."""
+
+    hf_config = {
+        "model_type": "deberta-v2",
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "intermediate_size": 80,
+        "max_position_embeddings": 66,
+        "max_relative_positions": -1,
+        "position_buckets": 4,
+        "relative_attention": True,
+        "position_biased_input": False,
+        "pos_att_type": "p2c|c2p",
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "type_vocab_size": 0,
+        "layer_norm_eps": 1e-2,
+        "pad_token_id": 1,
+    }
+    mutations = {
+        "query and key exchanged": _spoil_places(lambda places: places.flip(0)),
+        "one place off": _spoil_places(lambda places: places.roll(1)),
+        "no c2p": _without("c2p"),
+        "no p2c": _without("p2c"),
+        "distances not normed": _not_normed,
+    }
+
+
+class TestDebertaV2(TestDebertaV3):
+    """What other configs may say: a vector for each distance, projections of its own, positions and types of tokens."""
+
+    hf_config = TestDebertaV3.hf_config | {
+        "max_relative_positions": 5,
+        "position_buckets": -1,
+        "position_biased_input": True,
+        "pos_att_type": ["c2p"],
+        "share_att_key": False,
+        "norm_rel_ebd": "none",
+        "type_vocab_size": 3,
+        "pooler_hidden_act": "tanh",
+        "hidden_act": "relu",
+        "legacy": False,
+    }
+    tasks = ("base", "masked-lm", "sequence-classification")
+    mutations = {}
+
+
+class TestDebertaV2WithConvolution(TestDebertaV3):
+    """The larger models of v2: a convolution beside the first layer, which reads across ranks."""
+
+    hf_config = TestDebertaV3.hf_config | {"conv_kernel_size": 3, "conv_act": "gelu", "pos_att_type": ["p2c"]}
+    tasks = ("base", "masked-lm")
+    mutations = {}
+    test_parity_notices = None  # exchanged layers are no DeBERTa
+
+    def test_neighbours_of_other_sequences_are_not_read(self):
+        """Where it would read on, packed rows would differ; a wider reach stops at both ends as well."""
+        config = self.hf_config | {"conv_kernel_size": 7}
+        model = mc.from_config(config, "base").eval()
+        rows = [torch.randint(2, 131, (n,)) for n in (1, 4, 9)]
+        packed = torch.cat(rows)[None]
+        ends = torch.tensor([0, 1, 5, 14], dtype=torch.int32)
+        together = model(packed, cu_seqlens=ends).last_hidden_state[0]
+        alone = [model(row[None]).last_hidden_state[0] for row in rows]
+        assert torch.allclose(together, torch.cat(alone), atol=1e-6)
+
+
+def test_buckets_of_long_distances_are_those_of_transformers():
+    """All distances of a text of 3,000 tokens, near and far, with buckets as published and as few as can be."""
+    for buckets, most in ((256, 512), (4, 66), (2, 9), (None, 512)):
+        ours = DistanceEmbedding(8, most, buckets, None)
+        distance = torch.arange(-3000, 3001)
+        theirs = distance if buckets is None else make_log_bucket_position(distance, buckets, most).long()
+        span = buckets or most
+        assert torch.equal(ours.places(distance), (theirs + span).clamp(0, 2 * span - 1))
+
+
+def test_only_vectors_in_reach_are_used():
+    """A batch of short texts projects as many distances as it has, not all 512."""
+    embedding = DistanceEmbedding(8, 512, 256, 1e-7)
+    states, places = embedding(60)
+    assert states.shape == (127, 8) and places.tolist() == list(range(126, -1, -1))
+    assert embedding(5000)[0].shape == (512, 8)
+    multiple, _ = embedding(60, 4, [128])
+    assert multiple.shape == (132, 8) and multiple[127:].count_nonzero() == 0

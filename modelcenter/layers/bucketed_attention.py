@@ -2,7 +2,7 @@
 
 On a CPU one autograd function does it: it keeps the softmax, or of long sequences makes it anew in backward, as it does
 the masks of dropout, and writes gradients without zero-filling. Elsewhere it is scaled_dot_product_attention for each
-rectangle (layers.bucketed_sdpa), as it is everywhere where distances add to the scores.
+rectangle (layers.bucketed_sdpa).
 """
 
 import math
@@ -17,6 +17,7 @@ from engine.ops.autograd import Function, once_differentiable
 from modelcenter.layers.attention_options import AttentionOptions
 from modelcenter.layers.bucketed_sdpa import bucketed_sdpa
 from modelcenter.layers.buckets import Bucket, Pairs, Places
+from modelcenter.layers.distances import NO_DISTANCES, Distances, add_scores_, gradients
 from modelcenter.layers.mask import Mask, add_diagonals_, toeplitz
 from modelcenter.layers.segments import Segments, with_segment_bias
 
@@ -35,10 +36,11 @@ def bucketed_attention(
     seen: the mask in each of the pairs, and places: where queries and keys stand in them, where that is known already;
     not read on a CPU.
     """
-    if q.device.type == "cpu" and options.distances is None:
+    if q.device.type == "cpu":
         mask = options.mask
-        plain = options._replace(mask=replace(mask, bias=None, segment_bias=None))
-        return _BucketedAttention.apply(q, k, v, mask.bias, mask.segment_bias, pairs, plain)
+        tables = options.distances or NO_DISTANCES
+        plain = options._replace(mask=replace(mask, bias=None, segment_bias=None), distances=None)
+        return _BucketedAttention.apply(q, k, v, mask.bias, mask.segment_bias, *tables, pairs, plain)
     return bucketed_sdpa(q, k, v, pairs, options, seen, places)
 
 
@@ -90,9 +92,9 @@ class _Tile(NamedTuple):
         parts = rows.view(rows.shape[0], -1, self.queries.length, *rows.shape[2:])
         return parts[:, :, self.start : self.stop].flatten(1, 2)
 
-    def by_head(self, rows: Tensor) -> Tensor:
-        """(n * groups, heads / groups * queries, keys) of the tile -> (n, heads, queries, keys)."""
-        return rows.view(self.queries.n, -1, self.stop - self.start, rows.shape[2])
+    def by_head(self, rows: Tensor, length: int | None = None) -> Tensor:
+        """(n * groups, heads / groups * length, ...) -> (n, heads, length, ...); length: None: the tile's queries."""
+        return rows.view(self.queries.n, -1, self.stop - self.start if length is None else length, rows.shape[2])
 
     def segments(self, mask: Mask) -> tuple[Segments, Segments] | None:
         """Of the queries and of the keys, which are of the same sequences."""
@@ -125,9 +127,9 @@ def _plus(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 class _BucketedAttention(Function):
-    """dropout(softmax(scale q k^T + bias)) v per bucket, on the CPU. q, out: (T, heads * head_dim).
+    """dropout(softmax(scale (q k^T + distances) + bias)) v per bucket, on the CPU. q, out: (T, heads * head_dim).
 
-    The biases are arguments, not part of the options' mask, since they have gradients.
+    The biases and distances are arguments, not part of the options, since they have gradients.
     """
 
     @staticmethod
@@ -138,11 +140,15 @@ class _BucketedAttention(Function):
         v: Tensor,
         bias: Tensor | None,
         segment_bias: Tensor | None,
+        of_distance_k: Tensor | None,
+        of_distance_q: Tensor | None,
         pairs: Pairs,
         options: AttentionOptions,
     ) -> Tensor:
         of_queries, of_keys, _, _, drop, _ = options
         ctx.pairs, ctx.options, ctx.bias, ctx.segment_bias = pairs, options, bias, segment_bias
+        none = of_distance_k is None and of_distance_q is None
+        ctx.tables = tables = NO_DISTANCES if none else Distances(of_distance_k, of_distance_q)
         ctx.key, ctx.numbers, ctx.shapes = drop.key if drop.p else 0, [], (q.shape, k.shape, v.shape)
         out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
         saved: list[Tensor | None] = []
@@ -156,7 +162,7 @@ class _BucketedAttention(Function):
             ctx.numbers.append(numbers)
             tiles, mixed = _tiles(queries, keys, of_queries), []
             for tile in tiles:
-                dropped = probs = _weights(tile.of(qb), kb, tile, bias, segment_bias, options)
+                dropped = probs = _weights(tile.of(qb), kb, tile, bias, segment_bias, tables, options)
                 if numbers is not None:
                     dropped = drop.drop(probs, ctx.key, tile.of(numbers).flatten())
                 mixed.append(torch.bmm(dropped, vb))
@@ -168,13 +174,14 @@ class _BucketedAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        bias, segment_bias = ctx.bias, ctx.segment_bias
+        bias, segment_bias, tables = ctx.bias, ctx.segment_bias, ctx.tables
         of_queries, of_keys, scale, mask, drop, _ = ctx.options
         dq, dk, dv = (
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.shapes, (0, 1, 1), strict=True)
         )
         dbias, dsegment_bias = (None if x is None else torch.zeros_like(x) for x in (bias, segment_bias))
+        dtables = tables.zeros()
         saved = ctx.saved_tensors
         for i, (queries, keys) in enumerate(ctx.pairs):
             qb, kb, vb, kept = saved[4 * i : 4 * i + 4]
@@ -187,7 +194,7 @@ class _BucketedAttention(Function):
             dvb: Tensor | None = None
             for tile in tiles:
                 qt, got = tile.of(qb), tile.of(go)
-                probs = _weights(qt, kb, tile, bias, segment_bias, ctx.options) if kept is None else kept
+                probs = _weights(qt, kb, tile, bias, segment_bias, tables, ctx.options) if kept is None else kept
                 dprobs, dropped = torch.bmm(got, vb.transpose(1, 2)), probs
                 if drop.p:
                     numbers = tile.of(ctx.numbers[i]).flatten()
@@ -197,20 +204,36 @@ class _BucketedAttention(Function):
                 if dbias is not None:
                     _add_gradients_of_bias_(dbias, dsegment_bias, tile.by_head(dscores), tile, mask)
                 dscores.mul_(scale)
-                of_tiles.append(torch.bmm(dscores, kb))
+                dqt = torch.bmm(dscores, kb)
                 dkb = _plus(dkb, torch.bmm(dscores.transpose(1, 2), qt))
+                if tables is not NO_DISTANCES:
+                    sides = tile.by_head(qt), tile.by_head(kb, tile.keys.length)
+                    more_q, more_k = gradients(tile.by_head(dscores), *sides, tables, dtables, tile.start)
+                    dqt = dqt if more_q is None else dqt.add_(more_q.reshape(dqt.shape))
+                    dkb = dkb if more_k is None else dkb.add_(more_k.reshape(dkb.shape))
+                of_tiles.append(dqt)
             assert dkb is not None and dvb is not None
             _scatter(dq, _joined(of_tiles, tiles), queries, of_queries)
             _scatter(dk, dkb.to(dk.dtype), keys, of_keys)
             _scatter(dv, dvb.to(dv.dtype), keys, of_keys)
-        return dq, dk, dv, dbias, dsegment_bias, None, None
+        of_tables = (None if x is None else x.to(dq.dtype) for x in dtables)
+        return dq, dk, dv, dbias, dsegment_bias, *of_tables, None, None
 
 
 def _weights(
-    q: Tensor, k: Tensor, tile: _Tile, bias: Tensor | None, segment_bias: Tensor | None, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    tile: _Tile,
+    bias: Tensor | None,
+    segment_bias: Tensor | None,
+    tables: Distances,
+    options: AttentionOptions,
 ) -> Tensor:
     """The softmax of a tile. q: (n * groups, heads / groups * queries, head_dim). k: (n * groups, keys, head_dim)."""
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(options.scale)
+    scores = torch.bmm(q, k.transpose(1, 2))
+    if tables is not NO_DISTANCES:
+        add_scores_(tile.by_head(scores), tile.by_head(q), tile.by_head(k, tile.keys.length), tables, tile.start)
+    scores.mul_(options.scale)
     _add_bias_and_mask_(tile.by_head(scores), bias, segment_bias, options.mask, tile)
     return torch.softmax(scores, -1)
 

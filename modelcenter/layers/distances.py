@@ -1,7 +1,10 @@
-"""What the distance between a query and a key adds to their score, as products with either."""
+"""What the distance between a query and a key adds to their score: products of vectors that stand for it with either.
 
-from dataclasses import dataclass
-from typing import Any
+The products of a rectangle are made with the vectors of all its distances at once, and lie on its diagonals: no index,
+and no matrix of vectors for pairs of places.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,32 +13,8 @@ from torch import Tensor
 from engine.ops.autograd import Function, once_differentiable
 
 
-class _Diagonals(Function):
-    """x (n, heads, rows, rows + columns - 1) -> (n, heads, rows, columns): row i from its column rows - 1 - i on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return _diagonals(x.contiguous()).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        dx = grad.new_zeros(ctx.shape)
-        _diagonals(dx).copy_(grad)
-        return dx
-
-
-def _diagonals(x: Tensor) -> Tensor:
-    n, heads, rows, wide = x.shape
-    columns = wide + 1 - rows
-    start = x.storage_offset() + rows - 1
-    return x.as_strided((n, heads, rows, columns), (heads * rows * wide, rows * wide, wide - 1, 1), start)
-
-
-@dataclass(frozen=True)
-class Distances:
-    """What stands for a key's distance from its query.
+class Distances(NamedTuple):
+    """The vectors of distances.
 
     Attributes:
         keys: (heads, 2 * m - 1, head_dim), with which the query is multiplied; row m - 1 + d is for a key d places
@@ -48,31 +27,122 @@ class Distances:
 
     def of_heads(self, first: int, heads: int) -> "Distances":
         """The same for some of the heads."""
-        return Distances(*(None if x is None else x.narrow(0, first, heads) for x in (self.keys, self.queries)))
+        return Distances(*(None if x is None else x.narrow(0, first, heads) for x in self))
+
+    def zeros(self) -> "Distances":
+        """Of their shapes, in fp32: what gradients are added up in."""
+        return Distances(*(None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in self))
 
     def scores(self, q: Tensor, k: Tensor, first: int = 0) -> Tensor:
         """(n, heads, queries, keys), the sum of both products, not scaled.
 
         q: (n, heads, queries, head_dim), of which the first stands at place `first`. k: (n, heads, keys, head_dim).
         """
-        rows, columns = q.shape[2], k.shape[2]
-        total = None
-        if self.keys is not None:
-            total = _Diagonals.apply(q @ self._reach(self.keys, rows, columns, first).transpose(1, 2))
-        if self.queries is not None:
-            # Of keys, the other way round: column c is for a query c - (columns - 1) places after it.
-            of_keys = self._reach(self.queries, rows, columns, first).flip(1)
-            added = _Diagonals.apply(k @ of_keys.transpose(1, 2)).transpose(2, 3)
-            total = added if total is None else total + added
-        assert total is not None
-        return total
+        return _Scores.apply(q, k, *self, first)
+
+
+NO_DISTANCES = Distances(None, None)
+
+
+class _Scores(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, keys: Tensor | None, queries: Tensor | None, first: int) -> Tensor:
+        ctx.first = first
+        ctx.save_for_backward(q, k, keys, queries)
+        scores = q.new_zeros(*q.shape[:3], k.shape[2])
+        add_scores_(scores, q, k, Distances(keys, queries), first)
+        return scores
 
     @staticmethod
-    def _reach(table: Tensor, rows: int, columns: int, first: int) -> Tensor:
-        """(heads, rows + columns - 1, head_dim): of the distances from that of the first key and the last query on.
-        Distances that only padding has are zeros."""
-        low = table.shape[1] // 2 + 1 - rows - first
-        high = low + rows + columns - 1
-        before, after = max(0, -low), max(0, high - table.shape[1])
-        part = table[:, max(0, low) : min(high, table.shape[1])]
-        return F.pad(part, (0, 0, before, after)) if before or after else part
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, *saved = ctx.saved_tensors
+        tables = Distances(*saved)
+        dtables = tables.zeros()
+        of_inputs = gradients(grad, q, k, tables, dtables, ctx.first)
+        return *of_inputs, *(None if x is None else x.to(q.dtype) for x in dtables), None
+
+
+def add_scores_(scores: Tensor, q: Tensor, k: Tensor, tables: Distances, first: int = 0) -> None:
+    """Add to scores (n, heads, queries, keys) what `Distances.scores` gives."""
+    n, _, rows, columns = scores.shape
+    if tables.keys is not None:
+        reach, _ = _reach(tables.keys, rows, columns, first)
+        scores.add_(_diagonals(torch.bmm(_by_head(q), reach.transpose(1, 2)), n))
+    if tables.queries is not None:
+        # The other way round: a key's row is of the queries from the first to the last.
+        reach, _ = _reach(tables.queries, rows, columns, first)
+        scores.add_(_diagonals(torch.bmm(_by_head(k), reach.flip(1).transpose(1, 2)), n).transpose(2, 3))
+
+
+def gradients(
+    dscores: Tensor, q: Tensor, k: Tensor, tables: Distances, dtables: Distances, first: int = 0
+) -> tuple[Tensor | None, Tensor | None]:
+    """What scores with the gradient dscores give to those of q and k by `add_scores_`, None: nothing; what they give
+    to those of the tables is added to dtables."""
+    rows, columns = dscores.shape[2:]
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    if tables.keys is not None and dtables.keys is not None:
+        reach, (low, high) = _reach(tables.keys, rows, columns, first)
+        slopes = _from_diagonals(dscores)
+        dq = _by_sequence(torch.bmm(slopes, reach), q.shape)
+        found = torch.bmm(slopes.transpose(1, 2), _by_head(q))
+        dtables.keys[:, low:high].add_(_within(found, tables.keys, rows, first))
+    if tables.queries is not None and dtables.queries is not None:
+        reach, (low, high) = _reach(tables.queries, rows, columns, first)
+        slopes = _from_diagonals(dscores.transpose(2, 3))
+        dk = _by_sequence(torch.bmm(slopes, reach.flip(1)), k.shape)
+        found = torch.bmm(slopes.transpose(1, 2), _by_head(k)).flip(1)
+        dtables.queries[:, low:high].add_(_within(found, tables.queries, rows, first))
+    return dq, dk
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(n, heads, length, head_dim) -> (heads, n * length, head_dim)."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _by_sequence(x: Tensor, shape: torch.Size) -> Tensor:
+    """The reverse of `_by_head`; shape: of what it gives."""
+    n, heads, length, width = shape
+    return x.view(heads, n, length, width).transpose(0, 1)
+
+
+def _diagonals(x: Tensor, n: int) -> Tensor:
+    """(heads, n * rows, rows + columns - 1), contiguous -> (n, heads, rows, columns), a view: row i from its column
+    rows - 1 - i on."""
+    heads, all_rows, wide = x.shape
+    rows = all_rows // n
+    strides = rows * wide, all_rows * wide, wide - 1, 1
+    return x.as_strided((n, heads, rows, wide + 1 - rows), strides, x.storage_offset() + rows - 1)
+
+
+def _from_diagonals(grad: Tensor) -> Tensor:
+    """The gradient of what `_diagonals` takes."""
+    n, heads, rows, columns = grad.shape
+    x = grad.new_zeros(heads, n * rows, rows + columns - 1)
+    _diagonals(x, n).copy_(grad)
+    return x
+
+
+def _range(table: Tensor, rows: int, columns: int, first: int) -> tuple[int, int]:
+    """The rows of a table that are of the distances in a rectangle; some may be outside of it."""
+    low = table.shape[1] // 2 + 1 - rows - first
+    return low, low + rows + columns - 1
+
+
+def _reach(table: Tensor, rows: int, columns: int, first: int) -> tuple[Tensor, tuple[int, int]]:
+    """(heads, rows + columns - 1, head_dim), from the last query and the first key on, and which rows of the table
+    these are. Distances that only padding has are zeros."""
+    low, high = _range(table, rows, columns, first)
+    inside = max(0, low), min(high, table.shape[1])
+    part = table[:, inside[0] : inside[1]]
+    before, after = inside[0] - low, high - inside[1]
+    return F.pad(part, (0, 0, before, after)) if before or after else part, inside
+
+
+def _within(reach: Tensor, table: Tensor, rows: int, first: int) -> Tensor:
+    """Of what is shaped as `_reach`, the rows that the table has."""
+    low, high = _range(table, rows, reach.shape[1] + 1 - rows, first)
+    return reach[:, max(0, -low) : reach.shape[1] - max(0, high - table.shape[1])]

@@ -61,6 +61,7 @@ class Roberta(Encoder):
 
     def __init__(self, config: RobertaConfig, task: str = "base"):
         super().__init__(config, task)
+        assert self.position is not None
         self.position.padding_idx = config.pad_token_id
 
     def make_head(self, task: str) -> nn.Module | None:

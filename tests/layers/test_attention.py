@@ -12,6 +12,7 @@ from modelcenter.layers import bucketed_attention, buckets, sequences
 from modelcenter.layers import packed_attention as packed_attention_module
 from modelcenter.layers.attention_options import AttentionOptions
 from modelcenter.layers.bucketed_sdpa import bucketed_sdpa
+from modelcenter.layers.distances import Distances
 from modelcenter.layers.dropout import AttentionDropout, DrawingModule
 from modelcenter.layers.mask import Mask, aligned_rectangles
 from modelcenter.layers.packed_attention import packed_attention
@@ -34,7 +35,18 @@ def packed(request):
     return Packed.from_cu_seqlens(ends, None, int(ends[-1]))
 
 
-KINDS = ("plain", "causal", "window", "bias", "causal bias", "grouped", "cross", "segments with bias")
+KINDS = (
+    "plain",
+    "causal",
+    "window",
+    "bias",
+    "causal bias",
+    "grouped",
+    "cross",
+    "segments with bias",
+    "distances",
+    "distances of keys",
+)
 KINDS_OF_SEGMENTS = 3
 
 
@@ -55,6 +67,9 @@ class Problem:
         self.inputs += [torch.randn(sum(keys), self.kv_heads * 3) for _ in range(2)]
         if "bias" in kind:
             self.inputs.append(torch.randn(2 * packed.max_seqlen + 3, heads).t())  # its heads lie apart
+        if "distances" in kind:
+            tables = 1 if "keys" in kind else 2
+            self.inputs += [torch.randn(heads, 2 * packed.max_seqlen + 3, 3) for _ in range(tables)]
         self.segments = None
         if "segments" in kind:
             context, span, segment = (torch.randint(0, n, (packed.num_tokens,)) for n in (2, 2, KINDS_OF_SEGMENTS))
@@ -67,12 +82,13 @@ class Problem:
         "sdpa", these by torch; "wide", as many and as long as on a GPU; "shared", with masks made once for many layers,
         for the first heads and the others apart."""
         q, k, v, *bias = inputs
-        mask = Mask(self.causal, self.window, *bias[:1])
+        distances = self.distances(bias)
+        mask = Mask(self.causal, self.window, *(bias[:1] if distances is None else ()))
         if self.segments is not None:
             mask = Mask(bias=bias[0], segments=self.segments, segment_bias=bias[1])
         memory = self.memory if self.kind == "cross" else None
         if path in ("sdpa", "wide"):
-            options = AttentionOptions(self.heads, self.kv_heads, self.scale, mask)
+            options = AttentionOptions(self.heads, self.kv_heads, self.scale, mask, distances=distances)
             return bucketed_sdpa(q, k, v, self.packed.sequences.bucket_pairs(memory), options)
         if path == "shared":
             mask, found = replace(mask, rectangles=aligned_rectangles(self.packed.sequences, mask)), []
@@ -83,10 +99,17 @@ class Problem:
                 options = AttentionOptions(some, some, self.scale, part)
                 found.append(bucketed_sdpa(*own, pairs, options, part.rectangles))
             return torch.cat(found, 1)
-        more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
+        more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale, "distances": distances}
         return packed_attention(q, k, v, self.packed, self.heads, **more)
 
+    def distances(self, tables):
+        """Of the tables that stand behind q, k and v; None: of a kind without."""
+        if "distances" not in self.kind:
+            return None
+        return Distances(None, tables[0]) if "keys" in self.kind else Distances(*tables)
+
     def truth(self, q, k, v, bias=None, segment_bias=None):
+        of_keys, of_queries = self.distances((bias, segment_bias)) or (None, None)
         outs, at = [], 0
         for s, n in enumerate(self.packed.sequences.host_lengths()):
             a, b = self.memory.cu_seqlens[s : s + 2].tolist()
@@ -101,6 +124,12 @@ class Problem:
             scores = self.scale * one @ keys.transpose(1, 2)
             for i in range(n):
                 for j in range(b - a):
+                    for rows, table, place in ((one, of_keys, i), (keys, of_queries, j)):
+                        if table is not None:
+                            vector = table[:, table.shape[1] // 2 + j - i]
+                            scores[:, i, j] = scores[:, i, j] + self.scale * (rows[:, place] * vector).sum(1)
+                    if "distances" in self.kind:
+                        continue
                     segments = (
                         [None, None] if segment_bias is None else [self.segments.values[at + x, 2] for x in (i, j)]
                     )
@@ -143,7 +172,9 @@ def choose(monkeypatch, path):
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        pytest.param(path, kind, marks=pytest.mark.full if path == "wide" and "bias" not in kind else ())
+        pytest.param(
+            path, kind, marks=pytest.mark.full if path == "wide" and not ("bias" in kind or kind == "distances") else ()
+        )
         for path in ("compiled", "buckets", "tiles", "sdpa", "wide", "shared")
         for kind in KINDS
         if path != "shared" or "bias" in kind
@@ -208,6 +239,15 @@ def test_dropout_backward_is_the_derivative_of_its_forward(packed):
     analytic = sum((g * direction).sum() for g in torch.autograd.grad(run(0.0), (q, k, v)))
     numeric = (run(1e-6) - run(-1e-6)) / 2e-6
     assert abs(analytic - numeric) < 1e-5 * max(1, abs(numeric))
+
+
+def test_distances_of_some_heads_and_from_a_place_on():
+    """As ranks that share the heads, or the queries of a sequence, ask for them."""
+    q, k = torch.randn(1, 4, 9, 3), torch.randn(1, 4, 9, 3)
+    whole = Distances(torch.randn(4, 21, 3), torch.randn(4, 21, 3))
+    scores = whole.scores(q, k)
+    assert torch.allclose(whole.of_heads(1, 2).scores(q[:, 1:3], k[:, 1:3]), scores[:, 1:3], atol=1e-6)
+    assert torch.allclose(whole.scores(q[:, :, 5:8], k, first=5), scores[:, :, 5:8], atol=1e-6)
 
 
 @pytest.mark.parametrize("drawn", ["by the batch", "by the generator", "by given numbers"])

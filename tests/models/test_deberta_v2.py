@@ -1,11 +1,15 @@
 """DeBERTa-v2 and v3 against transformers' model and its heads."""
 
+import pytest
 import torch
 from harness import ArchitectureTests
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 import modelcenter as mc
+from engine.ops import dropout_key, dropout_rows
+from modelcenter.adapters import add_lora
 from modelcenter.layers.disentangled import DistanceEmbedding, DistanceStates
+from modelcenter.testing import assert_same, randomize_
 
 
 def _spoil_places(change):
@@ -107,6 +111,43 @@ def test_buckets_of_long_distances_are_those_of_transformers():
         theirs = distance if buckets is None else make_log_bucket_position(distance, buckets, most).long()
         span = buckets or most
         assert torch.equal(ours.places(distance), (theirs + span).clamp(0, 2 * span - 1))
+
+
+def trained(model, rows, parts):
+    """Gradients of the rows, given in parts, with every dropout on."""
+    model.zero_grad()
+    total = 0.0
+    for part in parts:
+        ends = torch.tensor([0, *(len(rows[i]) for i in part)]).cumsum(0).int()
+        with dropout_key(3, 4), dropout_rows(torch.tensor(part)):
+            out = model(
+                torch.cat([rows[i] for i in part])[None], cu_seqlens=ends, labels=torch.tensor([i % 2 for i in part])
+            )
+        total = total + out.loss * len(part)
+    total.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_dropout_does_not_depend_on_the_cut(lora):
+    """Of hidden states, of weights, of the vectors of distances, and of what goes into updates of their projections;
+    also where as many tokens, or as many that the head reads, as vectors are in a batch."""
+    hf_config = TestDebertaV3.hf_config | {"position_buckets": 8}
+    model = mc.from_config(hf_config, "sequence-classification", num_labels=2).train()
+    if lora:
+        add_lora(model, 2, 4, dropout=0.2, targets=("q", "k"))
+        randomize_(model)
+    vectors = model.distances(9)[0].shape[0]
+    rows = [torch.randint(2, 131, (n,)) for n in (vectors - 9, 9, 4, 7, *([2] * vectors))]
+    wanted = trained(model, rows[:4], [[0, 1, 2, 3]])
+    for parts in ([[0, 1], [2, 3]], [[3], [0, 2], [1]]):
+        for name, grad in trained(model, rows[:4], parts).items():
+            assert_same(name, grad, wanted[name], 5e-5)
+    every = list(range(len(rows)))
+    read = every[4:]  # as many first tokens as vectors
+    wanted = trained(model, rows, [every])
+    for name, grad in trained(model, rows, [read, every[:4]]).items():
+        assert_same(name, grad, wanted[name], 5e-5)
 
 
 def test_only_vectors_in_reach_are_used():

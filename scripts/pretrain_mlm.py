@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train BERT, RoBERTa, XLM-R, DistilBERT, ModernBERT or an ELECTRA generator to predict masked tokens.
+"""Train BERT, RoBERTa, XLM-R, DistilBERT, DeBERTa, ModernBERT or an ELECTRA generator to predict masked tokens.
 
 --whole_word masks whole words. --next_sentence also trains BERT to predict whether two texts follow each other.
 The data are text (txt, jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by

@@ -49,13 +49,13 @@ def test_loss_and_gradients_are_those_of_the_cpu(task: str, form: str):
 
 FAMILIES = [
     ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"), ("tiny/gptj", "causal-lm"),
-    ("tiny/cpmant", "causal-lm"),
+    ("tiny/cpmant", "causal-lm"), ("tiny/deberta-v2", "masked-lm"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "task"), FAMILIES)
 def test_families_have_the_gradients_of_the_cpu(name: str, task: str):
-    """Rotary and relative positions, grouped heads, segments; fp32, without dropout."""
+    """Rotary and relative positions, grouped heads, segments, products of distances; fp32, without dropout."""
     import torch
 
     import modelcenter as mc

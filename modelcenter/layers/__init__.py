@@ -9,6 +9,8 @@ packed_attention.py                    attention over packed tokens: the choice 
 bucketed_attention.py                  where no kernel reads packed tokens: sequences of similar length, padded together
     (bucketed_sdpa.py: by torch; buckets.py: which sequences go together; attention_options.py: what all ways are told)
 mask.py, relative.py, segments.py      what a token sees, and biases by distance or by segment
+disentangled.py, distances.py          scores with products of distances: DeBERTa's attention, and its arithmetic
+convolution.py                         a convolution along the tokens of each sequence
 rotary.py                              rotary position embeddings
 mlp.py, linear.py, norm.py, dropout.py, residual.py
                                        feed-forward networks, and what blocks are made of

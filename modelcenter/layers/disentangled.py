@@ -102,8 +102,12 @@ def with_distances(ctx: Packed, embedding: DistanceEmbedding) -> None:
 
 
 class DisentangledSelfAttention(SelfAttention):
-    """Self-attention whose scores know distances. x: (T, hidden_size) -> the same, or (m, hidden_size) of the tokens
-    that are read. Without `ctx.distances` they are products of queries and keys only."""
+    """Self-attention whose scores know the distances of the batch, `ctx.distances`. x: (T, hidden_size) -> the same, or
+    (m, hidden_size) of the tokens that are read.
+
+    Attributes:
+        products: of which a score is the sum.
+    """
 
     def __init__(
         self,
@@ -111,25 +115,24 @@ class DisentangledSelfAttention(SelfAttention):
         num_heads: int,
         dropout: float,
         *,
+        scale: float,
         kinds: Collection[str],
         shared: bool,
         states_dropout: float,
     ):
         """
         Args:
-            kinds: some of KINDS, which products a score has besides. shared: distances go through the projections of
-                tokens; else through their own. states_dropout: of the embeddings of distances.
+            scale: of the scores. kinds: some of KINDS, which products a score has besides. shared: distances go through
+                the projections of tokens; else through their own. states_dropout: of the embeddings of distances.
         """
-        head_dim = hidden_size // num_heads
-        super().__init__(hidden_size, num_heads, dropout, scale=(head_dim * (1 + len(kinds))) ** -0.5)
+        super().__init__(hidden_size, num_heads, dropout, scale=scale)
         self.kinds, self.shared = tuple(kinds), shared
         for kind in () if shared else self.kinds:
             setattr(self, self._projection(kind), Linear(hidden_size, hidden_size))
+        self.products = 1 + len(self.kinds)
         self.states_dropout = Dropout(states_dropout)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        if ctx.distances is None:
-            return super().forward(x, ctx)
         # Dropout first: behind a split projection each rank has random numbers of its own.
         states, places = ctx.distances
         states = self.states_dropout(states, ctx)

@@ -2,12 +2,15 @@
 DebertaV2Model and its heads: BERT's blocks, whose attention adds products with the distance between tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from engine.ops import Embedding
+from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PostNormBlock
 from modelcenter.layers.convolution import TokenConvolution
 from modelcenter.layers.disentangled import KINDS, DisentangledSelfAttention, DistanceEmbedding, with_distances
@@ -113,18 +116,17 @@ class DebertaV2(Encoder):
 
     def _block(self, layer: int) -> nn.Module:
         c, width = self.config, self.config.hidden_size
-        attn = DisentangledSelfAttention(
-            width,
-            c.num_heads,
-            c.attention_dropout,
-            kinds=c.relative_kinds or (),
-            shared=c.share_projections or not c.relative_attention,
-            states_dropout=c.dropout,
-        )
+        kinds = c.relative_kinds or ()
+        attn: Callable[..., SelfAttention] = SelfAttention
+        if c.relative_attention:
+            attn = partial(DisentangledSelfAttention, kinds=kinds, shared=c.share_projections, states_dropout=c.dropout)
+        # A score is scaled as the sum of as many products, also where it has one.
+        scale = (width // c.num_heads * (1 + len(kinds))) ** -0.5
+        attention = attn(width, c.num_heads, c.attention_dropout, scale=scale)
         mlp = MLP(width, c.intermediate_size, c.hidden_act)
         if layer == 0 and c.conv_width:
-            return ConvolvedBlock(c, attn, mlp)
-        return PostNormBlock(attn, mlp, width, c.norm_eps, c.dropout)
+            return ConvolvedBlock(c, attention, mlp)
+        return PostNormBlock(attention, mlp, width, c.norm_eps, c.dropout)
 
     def make_head(self, task: str) -> nn.Module | None:
         c, width = self.config, self.config.hidden_size

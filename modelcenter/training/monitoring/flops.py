@@ -3,9 +3,10 @@
 
 Counted are the products of linear layers, of attention and with the vocabulary, two operations for each multiplication
 and addition: at every token, and with the vocabulary only where there is a label. Not counted are recomputation in
-backward and padding, which take time and add nothing. As is usual, every layer counts whole at every token: also the
-last one, which computes only the states that the head reads (Model.reads), and also at tokens that are left out
-(Model.without_unneeded). In short models with few labels this makes the share look better than the products alone.
+backward and padding, which take time and add nothing, and DeBERTa's projections of distances, which are few. As is
+usual, every layer counts whole at every token: also the last one, which computes only the states that the head reads
+(Model.reads), and also at tokens that are left out (Model.without_unneeded). In short models with few labels this makes
+the share look better than the products alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.names import clean_name
 from modelcenter.config import ModelConfig
 from modelcenter.hub.architecture import find_spec, on_meta
 from modelcenter.layers.attention import CrossAttention, SelfAttention
+from modelcenter.layers.convolution import TokenConvolution
 from modelcenter.layers.heads import ExtractiveQA, ReplacedTokens, TokenClassifier, VocabularyHead
 from modelcenter.models.base import Model
 from modelcenter.training.metrics import sum_over_ranks
@@ -110,9 +112,10 @@ class Arithmetic:
             if isinstance(module, (SelfAttention, CrossAttention)):
                 # Scores and their sums of values; queries and keys are made of what this layer trains as well.
                 below = reached or inside or any(f"{name}.{part}" in trained for part, _ in module.named_parameters())
-                width = module.num_heads * (module.head_dim + getattr(module, "value_dim", module.head_dim))
+                scores = module.head_dim * getattr(module, "products", 1)
+                width = module.num_heads * (scores + getattr(module, "value_dim", module.head_dim))
                 attention.append((_pairs(name, module), width * (3.0 if below else 1.0)))
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | TokenConvolution):
                 passes = 1 + (f"{name}.weight" in own) + reached
                 weights[_place(name, modules, _has_decoder(model))] += module.weight.numel() * passes
             if isinstance(module, VocabularyHead):

@@ -55,6 +55,11 @@ def test_windows_latents_and_what_stands_before_a_sequence():
     c = mc.from_config("tiny/minicpm3", "causal-lm").config
     more = [Arithmetic.of(c, "causal-lm").operations(Sizes(torch.tensor([n]), NONE, 0)) for n in (4, 8)]
     assert more[1] - 2 * more[0] == 3 * 2 * c.num_layers * c.num_heads * (c.qk_head_dim + c.v_head_dim) * (32 - 2 * 8)
+    plain, distances = (of("tiny/deberta-v2", "masked-lm", relative_attention=on) for on in (False, True))
+    scores = 3 * 2 * 2 * PAIRS * 2 * 8  # in two layers, of two products more
+    assert distances.operations(sizes) - plain.operations(sizes) == scores
+    convolved = of("tiny/deberta-v2", "masked-lm", conv_kernel_size=3).operations(sizes)
+    assert convolved - distances.operations(sizes) == 3 * 2 * 8 * (3 * 8 * 8)
     plain = of("tiny/gpt2", "causal-lm")
     moved = Arithmetic(plain.model, plain.weights, plain.attention, prefix=4)
     assert moved.operations(Sizes(TOKENS, NONE, 1)) == plain.operations(Sizes(TOKENS + 4, NONE, 1))

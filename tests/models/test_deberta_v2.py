@@ -3,6 +3,7 @@
 import pytest
 import torch
 from harness import ArchitectureTests
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 import modelcenter as mc
@@ -31,6 +32,14 @@ def _without(kind):
 
 def _not_normed(model):
     model.distances.norm = None
+
+
+# transformers 5.17 ties layers of the newer head that it does not have, and so loads none.
+LOADS_NEW_HEAD = not DebertaV2ForMaskedLM(
+    DebertaV2Config(
+        **dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), 8), legacy=False, num_hidden_layers=1
+    )
+)._tied_weights_keys
 
 
 class TestDebertaV3(ArchitectureTests):
@@ -77,7 +86,7 @@ class TestDebertaV2(TestDebertaV3):
         "type_vocab_size": 3,
         "pooler_hidden_act": "tanh",
         "hidden_act": "relu",
-        "legacy": False,
+        "legacy": not LOADS_NEW_HEAD,
     }
     tasks = ("base", "masked-lm", "sequence-classification")
     mutations = {}

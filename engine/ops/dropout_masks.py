@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,11 @@ class Draws:
     def whole(self) -> Tensor:
         """The numbers of all tokens of the batch."""
         return self.tokens if self.every is None else self.every
+
+    def of_run(self, number: int) -> Draws:
+        """The same rows and tokens for one of several runs of the same modules in a forward: each has a key of its own,
+        as the sites are the same."""
+        return replace(self, key=_signed(_splitmix((self.key & _MASK64) + 1 + number)), graph_key=None)
 
     def of(self, count: int) -> Tensor:
         """The numbers of the tokens of an activation that has so many."""

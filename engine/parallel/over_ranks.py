@@ -58,6 +58,7 @@ def _check_stages(lists: list[nn.ModuleList]) -> None:
 def replace_parameters(
     model: nn.Module,
     chosen: Collection[nn.Module],
+    repeated: Collection[nn.Module],
     policy: Policy,
     methods: Iterable[str],
     tp_plan: Mapping[str, str] | None,
@@ -66,7 +67,8 @@ def replace_parameters(
 ) -> None:
     """Put this rank's shards in the place of the parameters, and add the hooks that gather and reduce them.
 
-    chosen: the units, wrapped already. methods: that are called as forward is. lists: pipeline their blocks themselves.
+    chosen: the units, wrapped already. repeated: those among them whose parameters are the root's. methods: that are
+    called as forward is. lists: pipeline their blocks themselves.
     """
     level = runtime.current().zero_level if policy.zero_level is None else policy.zero_level
     for parameter in model.parameters():
@@ -74,7 +76,7 @@ def replace_parameters(
             parameter.data = parameter.data.contiguous()
     before, attributes = dict(model.named_parameters()), user_attributes(model)
     _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
-    order = [m for m in model.modules() if m in chosen]
+    order = [m for m in model.modules() if m in chosen and m not in repeated]
     _shard_units(model, order, policy, level, lists, over_stages)
     set_sharding(model, policy, level)
     _install_hooks(model, order, policy, methods, storage_mesh(device_mesh(), level, over_stages)["dp_shard"])

@@ -24,7 +24,7 @@ from engine.parallel.checks import (
     check_shards,
     check_units,
 )
-from engine.parallel.units import choose_units, unit_parameters
+from engine.parallel.units import choose_units, repeated_units, unit_parameters
 from engine.precision import Policy
 from engine.recompute import wrap_units_
 from engine.registry import note_parameters, set_sharding, stages_of
@@ -50,7 +50,8 @@ def shard(
             sizes and parameters smaller than the number of ranks, single numbers too, are fine.
         units: modules whose parameters are gathered together; None: ``model.shard_units()``, or the blocks found
             (``transformers``' ``_no_split_modules``, else the items of the outermost ModuleLists). A unit that shares
-            a parameter with another is left to the root.
+            a parameter with another is left to the root. One that is listed several times, as a forward runs it so
+            often, is recomputed and compiled by itself, and its parameters are left to the root.
         policy: None: ``Policy()``.
         forward_methods: methods of ``model`` other than forward that use its parameters, such as "encode".
         tp_plan: {name of modules or parameters: style} of tensor parallelism, see ``engine.parallel.tensor``; None:
@@ -85,8 +86,8 @@ def lay_over_ranks(
         check_ranks(model.named_parameters())
     policy.cast_parameters_(model)
     stays_plain = runtime.world_size() == 1
-    chosen = choose_units(model, units)
-    _check_chosen(model, chosen, policy, stays_plain)
+    chosen, repeated = choose_units(model, units), repeated_units(model, units)
+    _check_chosen(model, chosen, repeated, policy, stays_plain)
     lists = _pipelined_lists(model) if settings.pp_size > 1 else []
     if settings.pp_size > 1 and stages_of(model) is None:  # else a call that raised later has cut it
         from engine.parallel.over_ranks import cut_into_stages
@@ -97,14 +98,17 @@ def lay_over_ranks(
     if policy.offload != "none":
         watch_optimizers()
     cast_to = policy.compute_dtype if stays_plain else None
+    order = [m for m in model.modules() if m in chosen]
     if _wraps_units(policy) or cast_to is not None:
-        wrap_units_((m for m in model.modules() if m in chosen), policy.recompute, policy.compile, cast_to)
+        wrap_units_((m for m in order if m not in repeated), policy.recompute, policy.compile, cast_to)
+    if _wraps_units(policy):
+        wrap_units_((m for m in order if m in repeated), policy.recompute, policy.compile)
     if stays_plain:
         _finish_plain(model, methods, cast_to)
     else:
         from engine.parallel.over_ranks import replace_parameters
 
-        replace_parameters(model, chosen, policy, methods, tp_plan, lists, over_stages)
+        replace_parameters(model, chosen, repeated, policy, methods, tp_plan, lists, over_stages)
     note_parameters(model)
     return model
 
@@ -113,7 +117,9 @@ def _wraps_units(policy: Policy) -> bool:
     return policy.recompute != "none" or bool(policy.compile)
 
 
-def _check_chosen(model: nn.Module, chosen: set[nn.Module], policy: Policy, stays_plain: bool) -> None:
+def _check_chosen(
+    model: nn.Module, chosen: set[nn.Module], repeated: set[nn.Module], policy: Policy, stays_plain: bool
+) -> None:
     """Raises ValueError for units, or parameters in them, that the policy or FSDP cannot treat.
 
     Called before the model is cut into stages, so that all of them raise and none is cut.
@@ -127,7 +133,7 @@ def _check_chosen(model: nn.Module, chosen: set[nn.Module], policy: Policy, stay
         if policy.compute_dtype is not None:
             check_no_generator(chosen)
         return
-    check_units(unit_parameters(model, chosen))
+    check_units(unit_parameters(model, chosen - repeated))
     check_shards(model)
     if policy.recompute == "selective":
         check_not_nested(chosen)

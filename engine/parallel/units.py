@@ -1,11 +1,13 @@
 """Units: the modules whose parameters are gathered together. What belongs to no unit is the root's, the model itself.
 
 A parameter that two units share, or a unit and the root, cannot be gathered with either: such a unit is dissolved, and
-its parameters are the root's.
+its parameters are the root's. So are those of a unit that a forward runs several times (a list of units names it as
+often): gathered, cast and reduced at each run they would travel as much as those of so many layers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -49,6 +51,12 @@ def choose_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn.
     while shared := _sharing_units(model, chosen):
         chosen -= shared
     return chosen
+
+
+def repeated_units(model: nn.Module, units: Sequence[nn.Module] | None) -> set[nn.Module]:
+    """Those of the units, given or found, that are listed more than once, as a forward runs them more than once."""
+    runs = Counter(find_units(model) if units is None else units)
+    return {unit for unit, count in runs.items() if count > 1}
 
 
 def unit_parameters(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Module, list[tuple[str, nn.Parameter]]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import engine
-from engine.parallel.units import choose_units, find_units
+from engine.parallel.units import choose_units, find_units, repeated_units
 
 # steps -> ranks -> indices of microbatches: one each; ragged; and one rank with none at all
 TWO = [[[0], [1]], [[2, 3, 4, 5], [6, 7, 8]], [[9], []]]
@@ -353,6 +353,30 @@ def test_units_that_share_a_parameter_are_left_to_the_root():
     assert choose_units(model, None) == {model.layers[1]}
     model.layers[1].down.weight = model.head.weight  # the root's
     assert choose_units(model, None) == set()
+
+
+def listed_twice():
+    """A layer that runs twice, in backward computed again."""
+    from torch.distributed.fsdp import FSDPModule
+
+    engine.init_distributed(zero_level=3)
+    model = toys.build()
+    model.layers[2] = model.layers[0]
+    plain, batch = copy.deepcopy(model), toys.microbatch(0)
+    engine.shard(model, units=[*model.layers], policy=engine.Policy(recompute="full"))
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    assert sharded == [model, model.layers[1]] and hasattr(vars(model.layers[0])["forward"], "recompute")
+    for one in (model, plain):
+        toys.loss_of(one)(batch, {"tokens": 4}).backward()
+    return [(toys.whole(a.grad), b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+
+
+def test_a_unit_that_is_listed_several_times_is_left_to_the_root(two):
+    model = toys.build()
+    assert repeated_units(model, [model.layers[0], model.layers[1], model.layers[0]]) == {model.layers[0]}
+    for gradients in two.run(listed_twice):
+        for found, expected in gradients:
+            torch.testing.assert_close(found, expected)
 
 
 def test_models_and_arguments_that_cannot_be_sharded_are_named(two):

@@ -88,8 +88,11 @@ class Pipeline(Stages):
         #: The stages that have each module outside the units.
         self.homes = {name: sorted({stage[unit] for unit in at}) for name, at in said.items()}
         self._with_others = {unit for at in said.values() for unit in at}
-        # But for what all units read; a tied table is none of that, though of two units both are its homes.
-        self._begin = [name for name, at in said.items() if 0 in at and at != range(units)]
+        # But for what all units read, and the units that several stages run; a tied table is none of the former, though
+        # of two units both are its homes.
+        run = set(model.units)  # type: ignore[arg-type]
+        begin = [name for name, at in said.items() if 0 in at and at != range(units)]
+        self._begin = [name for name in begin if model.get_submodule(name) not in run]
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._elements = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
         self._neighbours = Neighbours(mesh, chunks)
@@ -395,9 +398,9 @@ def split_into_stages(model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
     # On every rank, before anything travels.
     empty = model.empty_batch().items()  # type: ignore[operator]
     pipeline.context(model, {n: torch.zeros_like(x, device="cpu") if _on_meta(x) else x for n, x in empty})
-    mine = {i for chunk in range(chunks) for i in pipeline._parts[chunk * pipeline.size + pipeline.rank]}
-    for index, unit in enumerate(units):
-        if index not in mine:
+    mine = {units[i] for chunk in range(chunks) for i in pipeline._parts[chunk * pipeline.size + pipeline.rank]}
+    for unit in units:
+        if unit not in mine:
             remove_tensors(unit)
     for name, at in pipeline.homes.items():
         if pipeline.rank not in at:

@@ -55,6 +55,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from modelcenter.auto import *  # noqa: F403
+    from modelcenter.models.albert import Albert as Albert
     from modelcenter.models.bart import Bart as Bart
     from modelcenter.models.bert import Bert as Bert
     from modelcenter.models.composed import Composed as Composed

@@ -92,6 +92,7 @@ _T5_TASKS = (
 ARCHITECTURES: dict[str, ArchSpec] = {
     spec.model_type: spec
     for spec in (
+        _ours("albert", "Albert"),
         _ours("bert", "Bert"),
         _ours("cpmant", "CPMAnt"),
         _ours("cpm1", "CPM1"),

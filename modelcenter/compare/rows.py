@@ -22,12 +22,14 @@ class Row:
         token_type_ids: as long as input_ids, or empty for a model without token types.
         labels: as the task has them; for multiple choice only the first row of each example has one.
         decoder_ids: the decoder's input, where it is made neither of the labels nor of the input.
+        pair_label: the input that holds the second label of pretraining on pairs.
     """
 
     input_ids: list[int]
     token_type_ids: list[int]
     labels: Any = None
     decoder_ids: list[int] | None = None
+    pair_label: str = "next_sentence_label"
 
 
 def make_rows(
@@ -43,6 +45,7 @@ def make_rows(
     decodes: bool = False,
     end: int | None = None,
     replaced: bool = False,
+    pair_label: str = "next_sentence_label",
 ) -> list[Row]:
     """Random supervised rows for a task.
 
@@ -52,7 +55,7 @@ def make_rows(
         ids: the tokens of the rows, which are drawn if None.
         decodes: the model is an encoder-decoder, whose decoder has rows of other lengths.
         end: the token that ends each row, and occurs nowhere else in it.
-        replaced: labels of pretraining say of each token whether it was replaced.
+        replaced: labels of pretraining say of each token whether it was replaced. pair_label: see Row.
     """
     rng = torch.Generator().manual_seed(seed)
 
@@ -73,7 +76,7 @@ def make_rows(
             labels = _draw_labels(task, sequence, i, draw, vocab_size, num_labels, choices)
         decoder_ids = draw(vocab_size, _target_length(i)) if task == "base" and decodes else None
         types = draw(type_vocab_size, len(sequence)) if type_vocab_size else []
-        rows.append(Row(sequence, types, labels, decoder_ids))
+        rows.append(Row(sequence, types, labels, decoder_ids, pair_label))
     return rows
 
 
@@ -123,6 +126,7 @@ def rows_for(task: str, config: Any, **how: Any) -> list[Row]:
         decodes=config.is_encoder_decoder,
         end=end[0] if isinstance(end, list) else end,
         replaced=getattr(config, "detects_replaced", False),
+        pair_label=getattr(config, "pair_label", "next_sentence_label"),
         **how,
     )
 
@@ -209,7 +213,7 @@ def _labels(task: str, rows: Sequence[Row], token_labels: list[list[int]] | None
     if token_labels is not None:
         extra["labels"] = torch.tensor(token_labels)
     if task == "pretraining" and isinstance(rows[0].labels, tuple):
-        extra["next_sentence_label"] = torch.tensor([row.labels[1] for row in rows])
+        extra[rows[0].pair_label] = torch.tensor([row.labels[1] for row in rows])
     elif task in ("sequence-classification", "multiple-choice", "next-sentence-prediction"):
         extra["labels"] = torch.tensor([row.labels for row in rows if row.labels is not None])
     return extra

@@ -152,6 +152,22 @@ def _auto_arguments(files: _TokenizerFiles, fields: Mapping[str, Any], trust_rem
     if is_mistral_common_available() and files.find("tokenizer.json") is not None:
         # of two forms of one vocabulary transformers takes Mistral's own, which lacks what training asks for
         arguments["mistral_format"] = False
+    if model_type_of(fields) == "albert":
+        arguments |= _albert_arguments(files)
+    return arguments
+
+
+def _albert_arguments(files: _TokenizerFiles) -> dict[str, Any]:
+    """Of a vocab.txt, as Chinese ALBERTs have it, transformers' ALBERT tokenizer reads not one word; and from version 5
+    on it leaves out the types of tokens, which tell the texts of a pair apart."""
+    path = files.find(TOKENIZER_CONFIG_FILE)
+    settings = read_json(path) if path is not None else {}
+    arguments: dict[str, Any] = {}
+    if "model_input_names" not in settings:
+        arguments["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    others = ("tokenizer.json", "spiece.model")
+    if "tokenizer_class" not in settings and not any(files.find(name) is not None for name in others):
+        arguments["tokenizer_type"] = "bert"
     return arguments
 
 

@@ -211,6 +211,10 @@ class Packed:
             draws = replace(draws, parts=(*draws.parts, draws.tokens.index_select(0, tokens)))
         return replace(self, output_tokens=tokens, draws=draws)
 
+    def of_run(self, number: int) -> "Packed":
+        """The same for one of several runs of the same unit, whose dropouts draw masks of its own in each."""
+        return self if self.draws is None else replace(self, draws=self.draws.of_run(number))
+
     def attend_to(self, states: Tensor, encoder: "Packed") -> None:
         """Let cross-attention read the states of the tokens of an encoder, `memory`.
 

@@ -10,7 +10,7 @@ recomputation, compilation and pipelining need nothing else of a model.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,6 +23,8 @@ from modelcenter.models.inputs import Batch, GivenCounts, ModelInputs
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.models.trainer_protocol import TrainerProtocol
 
+# (hidden states (T, hidden_size), batch) -> hidden states.
+UnitCall = Callable[[Tensor, Packed], Tensor]
 # Tasks whose heads may be tied to the embedding.
 VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "double-heads")
 # Where `end` reads more than this share of the tokens, picking them out in the last unit costs more than it saves.
@@ -114,7 +116,7 @@ class Model(TrainerProtocol, ModelInputs):
             states = stage.receive(self._stage_shapes(ctx, part.start, all_states))
         last = stage is None or stage.last
         outputs = self._output_tokens(ctx, batch) if last and not all_states else None
-        states = self.run_units([self.units[i] for i in part], states, ctx, all_states, outputs)
+        states = self.run_units(self.unit_calls(part), states, ctx, all_states, outputs)
         if ctx.cache is not None and (stage is None or stage.leaves):
             ctx.cache.end()
         if not last:
@@ -128,9 +130,14 @@ class Model(TrainerProtocol, ModelInputs):
             out["last_hidden_state"] = ctx.repad(x)  # behind what transformers' outputs hold, whose places count
         return out
 
+    def unit_calls(self, part: range) -> Sequence[UnitCall]:
+        """The units of these indices, as they are called."""
+        units = self.units
+        return [units[i] for i in part]
+
     def run_units(
         self,
-        units: Sequence[nn.Module],
+        units: Sequence[UnitCall],
         states: list[Tensor],
         ctx: Packed,
         all_states: bool,
@@ -226,7 +233,7 @@ class Model(TrainerProtocol, ModelInputs):
 
     def ordered(self, out: Mapping[str, Any]) -> ModelOutput:
         """What a head gives, in the order of transformers' outputs of the task."""
-        order = ["loss", "logits", "seq_relationship_logits", "start_logits", "end_logits", "log_probs"]
+        order = ["loss", "logits", "seq_relationship_logits", "sop_logits", "start_logits", "end_logits", "log_probs"]
         if self.task == "question-answering":
             order = ["loss", "start_logits", "end_logits", "logits"]
         return ModelOutput((name, out[name]) for name in order if name in out)
@@ -255,12 +262,12 @@ class Model(TrainerProtocol, ModelInputs):
         Raises ValueError if the units are not one list.
         """
         names = [name for name, module in self._modules.items() if module is not None]
-        lists = [i for i, name in enumerate(names) if isinstance(self._modules[name], nn.ModuleList)]
-        if len(lists) != 1 or self._modules[names[lists[0]]] is not self.units:
+        lists = {i: found for i, name in enumerate(names) if isinstance(found := self._modules[name], nn.ModuleList)}
+        if [set(found) for found in lists.values()] != [set(self.units)]:
             raise ValueError(
                 f"{type(self).__name__} cannot be split into stages: its units are not one list; use pp_size=1"
             )
-        at, last = lists[0], len(self.units) - 1
+        (at,), last = lists, len(self.units) - 1
         homes: dict[str, Sequence[int]] = {name: [0] if i < at else [last] for i, name in enumerate(names) if i != at}
         return homes | ({"embed": [0, last]} if self.ties_head else {})
 

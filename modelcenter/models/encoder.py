@@ -149,14 +149,22 @@ class Encoder(CrossAttentionMixin):
 
     def make_body(self) -> None:
         """Embeddings and layers."""
-        c, width, narrow = self.config, self.config.hidden_size, self.config.embedding_size
+        c, narrow = self.config, self.config.embedding_size
         self.embed = Embedding(c.vocab_size, narrow, padding_idx=c.pad_token_id)
         self.position = Embedding(c.max_positions, narrow)
         self.token_type = Embedding(c.type_vocab_size, narrow) if self.tells_types else None
         self.embed_norm = LayerNorm(narrow, c.norm_eps)
         self.embed_dropout = Dropout(c.dropout)
-        self.project_in = Linear(narrow, width) if narrow != width else None
-        self.layers = nn.ModuleList(self.make_block() for _ in range(c.num_layers))
+        self.project_in = self.make_projection()
+        self.layers = self.make_layers()
+
+    def make_projection(self) -> nn.Module | None:
+        """What follows embeddings that are narrower than hidden states; None: they are not."""
+        narrow, width = self.config.embedding_size, self.config.hidden_size
+        return Linear(narrow, width) if narrow != width else None
+
+    def make_layers(self) -> nn.ModuleList:
+        return nn.ModuleList(self.make_block() for _ in range(self.config.num_layers))
 
     def make_block(self) -> nn.Module:
         """One of the layers."""
@@ -308,6 +316,7 @@ class Encoder(CrossAttentionMixin):
         encoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
+        sentence_order_label: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         past_key_values: KVCache | None = None,
@@ -336,7 +345,7 @@ class Encoder(CrossAttentionMixin):
                 its tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
             labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none; causal-lm is to
                 predict label t + 1 from token t, the shift is made here.
-            start_positions, end_positions, next_sentence_label: (batch,).
+            start_positions, end_positions, next_sentence_label, sentence_order_label: (batch,).
             past_key_values, use_cache, logits_to_keep, output_log_probs: of decoders, as in Decoder.forward.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             num_choices: of packed multiple choice, consecutive sequences of an example, or (batch,) of each example;
@@ -353,11 +362,12 @@ class Encoder(CrossAttentionMixin):
             input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
             position_ids=position_ids, inputs_embeds=inputs_embeds, encoder_hidden_states=encoder_hidden_states,
             encoder_attention_mask=encoder_attention_mask, labels=labels, next_sentence_label=next_sentence_label,
-            start_positions=start_positions, end_positions=end_positions, past_key_values=past_key_values, cache=cache,
-            use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens,
-            encoder_max_seqlen=encoder_max_seqlen, num_choices=num_choices, loss_counts=loss_counts,
-            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
-            output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+            sentence_order_label=sentence_order_label, start_positions=start_positions, end_positions=end_positions,
+            past_key_values=past_key_values, cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens, encoder_max_seqlen=encoder_max_seqlen,
+            num_choices=num_choices, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
+            output_logits=output_logits, logits_to_keep=logits_to_keep, output_log_probs=output_log_probs,
+            output_hidden_states=output_hidden_states,
         )  # fmt: skip
         self._check_inputs(batch)
         if self.task == "multiple-choice" and cu_seqlens is None:

@@ -49,7 +49,7 @@ HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
     "token-classification": ("labels",),
     "question-answering": ("start_positions", "end_positions"),
     "multiple-choice": ("labels", "num_choices"),
-    "pretraining": ("labels", "logits_to_keep", "next_sentence_label"),
+    "pretraining": ("labels", "logits_to_keep", "next_sentence_label", "sentence_order_label"),  # of BERT, of ALBERT
     "next-sentence-prediction": ("labels",),
     "double-heads": ("labels", "mc_labels", "mc_token_ids", "num_choices"),
 }

@@ -15,6 +15,7 @@ class ModelOutput(OrderedDict):
     # What any task may return: these read as None when absent, anything else is an AttributeError.
     FIELDS: ClassVar[tuple[str, ...]] = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
     FIELDS += ("last_hidden_state", "pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
+    FIELDS += ("sop_logits",)
     FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits")
     # Never produced: kernels without them are faster.
     FIELDS += ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")

@@ -173,7 +173,8 @@ def _pretraining_loss(out: Any, row: Row, rows: Sequence[Row]) -> Tensor:
     words, follows = (torch.tensor(labels) for labels in row.labels)
     total = sum(label != compare.IGNORE for one in rows for label in one.labels[0])
     first = torch.nn.functional.cross_entropy(out.prediction_logits[0], words, reduction="sum")
-    second = torch.nn.functional.cross_entropy(out.seq_relationship_logits, follows[None])
+    of_pair = out.sop_logits if row.pair_label == "sentence_order_label" else out.seq_relationship_logits
+    second = torch.nn.functional.cross_entropy(of_pair, follows[None])
     return first * len(rows) / total + second
 
 

@@ -59,6 +59,8 @@ OTHERS = [
     ("deberta-v2", "sequence-classification"),
     ("electra", "masked-lm"),
     ("electra", "sequence-classification"),
+    ("albert", "masked-lm"),
+    ("albert", "sequence-classification"),
 ]
 every_family = pytest.mark.parametrize(
     "family, task", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)]

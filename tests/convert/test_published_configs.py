@@ -16,6 +16,9 @@ FILES = Path(__file__).parent / "configs"  # names and values as published, the 
 
 # Parameters of the bare model as they were published or counted by others.
 PARAMETERS = {
+    "albert-base-v1-4.12": 11_683_584,
+    "albert-base-v2-4.1": 11_683_584,
+    "albert-large-squad2-4.9": 17_683_968,
     "bart-base-4.12": 139_420_416,
     "bart-kobart-summary-v3-4.38": 123_859_968,
     "bart-large-cnn-4.7": 406_290_432,
@@ -177,6 +180,7 @@ def test_a_config_that_says_its_class_alone(tmp_path):
     assert read_config(tmp_path / "config.json")["model_type"] == "minicpm"
     del values["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="names no model_type.*model_type='bert' in from_pretrained.*Known: bert, "):
+    says = "names no model_type.*model_type='bert' in from_pretrained.*Known: albert, bert, "
+    with pytest.raises(ValueError, match=says):
         mc.from_pretrained(tmp_path, "causal-lm")
     assert mc.from_pretrained(tmp_path, "causal-lm", model_type="minicpm").config.model_type == "minicpm"

@@ -80,6 +80,7 @@ def test_fields_that_change_sizes(changes):
             | {"norm_rel_ebd": "none"},
         ),
         ("electra", {"embedding_size": 48, "is_decoder": True, "add_cross_attention": True}),
+        ("albert", {"embedding_size": 48, "num_hidden_groups": 2, "inner_group_num": 3}),
     ],
 )
 def test_fields_of_families(name, changes):
@@ -90,9 +91,9 @@ def test_fields_of_families(name, changes):
         assert task_sizes(config, "masked-lm") == counted(mc.from_config(config, "masked-lm"))
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "distilbert", "electra"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert"])
 def test_sizes_that_a_config_leaves_out(name):
-    left_out = ("max_position_embeddings", "type_vocab_size", "embedding_size")
+    left_out = ["max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups", "inner_group_num"]
     config = {field: value for field, value in preset(f"tiny/{name}")["config"].items() if field not in left_out}
     assert body_sizes(config) == counted(mc.from_config(config))
 
@@ -278,6 +279,12 @@ def test_more_ranks_and_levels_take_less():
         by_level = [sum(training_bytes(sizes, 32, precision, level, 8).values()) for level in (0, 1, 2, 3)]
         assert by_level == sorted(by_level, reverse=True), precision
     assert training_bytes(sizes, 32, "fp32", 3, 1) == {"kept": 16 * sum(sizes.values()), "working": 0}
+
+
+def test_shared_layers_are_gathered_with_all_that_is_not_a_layer():
+    """As engine.shard lays them out: a rank has the whole model while it works, and the whole of its gradients."""
+    about = model_info("albert-base-v2")
+    assert about["memory"]["training"]["fp32"]["zero-3"]["working"] == 2 * 4 * about["parameters"]
 
 
 def test_options_are_optional():

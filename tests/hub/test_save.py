@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import struct
 from pathlib import Path
 
@@ -353,6 +354,30 @@ def test_a_tokenizer_beside_a_config_of_values_of_other_types(value, saved, toke
     said = re.escape(f"{path}/config.json: bert config: num_hidden_layers is {value!r}, expected a ")
     with pytest.raises(ValueError, match=f"^{said}"):
         mc.AutoTokenizer.from_pretrained(path)
+
+
+def test_tokenizers_of_albert(tmp_path):
+    """Chinese models have BERT's vocabulary in a vocab.txt; those of SentencePiece do not tell texts apart."""
+    vocab = "[PAD] [UNK] [CLS] [SEP] [MASK] 中 文 好".split()
+    (tmp_path / "vocab.txt").write_text("\n".join(vocab), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "albert"}')
+    chinese = mc.AutoTokenizer.from_pretrained(tmp_path)
+    pieces = [(f"[{word}]", 0.0) for word in ("PAD", "UNK", "CLS", "SEP", "MASK")] + [("▁a", -1.0), ("▁film", -2.0)]
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    transformers.AlbertTokenizer(vocab=pieces, **special).save_pretrained(tmp_path / "english")
+    (tmp_path / "english" / "config.json").write_text('{"model_type": "albert"}')
+    english = mc.AutoTokenizer.from_pretrained(tmp_path / "english")
+    for found, texts, ids, types in (
+        (chinese, ("中文", "好"), [2, 5, 6, 3, 7, 3], [0, 0, 0, 0, 1, 1]),
+        (english, ("a film", "a"), [2, 5, 6, 3, 5, 3], [0, 0, 0, 0, 1, 1]),
+    ):
+        assert found(*texts)["input_ids"] == ids and found(*texts)["token_type_ids"] == types
+        found.save_pretrained(tmp_path / "again")
+        (tmp_path / "again" / "config.json").write_text('{"model_type": "albert"}')
+        for load in (mc.AutoTokenizer, transformers.AutoTokenizer):
+            again = load.from_pretrained(tmp_path / "again")(*texts)
+            assert again["input_ids"] == ids and again["token_type_ids"] == types
+        shutil.rmtree(tmp_path / "again")
 
 
 def test_a_tokenizer_of_a_newer_library(tokenizer, tmp_path):

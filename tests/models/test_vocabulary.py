@@ -29,8 +29,9 @@ def build(name: str, **fields):
 
 def task_of(name: str) -> str:
     tasks = ARCHITECTURES[name].model_class().tasks
-    of_words = ("masked-lm", "causal-lm", "seq2seq-lm") if name == "electra" else ("pretraining", "masked-lm")
-    return next(task for task in (*of_words, "causal-lm", "seq2seq-lm") if task in tasks)
+    # ELECTRA's pretraining has no words; of ALBERT's, transformers resizes the matrix and not its unused bias.
+    first = ("masked-lm",) if name in ("albert", "electra") else ("pretraining", "masked-lm")
+    return next(task for task in (*first, "causal-lm", "seq2seq-lm") if task in tasks)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ def training_bytes(sizes: Mapping[str, int], layers: int, precision: str, zero: 
 
     Args:
         sizes: parameters by component. layers: in which those of attention, mlp and norms are; a unit is one of them.
+            0: they run several times in a forward and are the root's.
         precision, zero: as engine.Policy. ranks: over which the model is sharded.
 
     Returns:
@@ -18,7 +19,7 @@ def training_bytes(sizes: Mapping[str, int], layers: int, precision: str, zero: 
         gathered parameters and gradients that are not reduced yet, at most.
     """
     total = sum(sizes.values())
-    root = sum(sizes.get(name, 0) for name in ("embeddings", "pooler", "head", "other"))
+    root = sum(sizes.get(name, 0) for name in ("embeddings", "pooler", "head", "other")) if layers else total
     unit = -(-(total - root) // max(layers, 1))
     stored = 2 if precision in _SIXTEEN_BITS_KEPT else 4
     state = {"bf16-params": 12, "bf16-sr": 8}.get(precision, 8)  # two moments, and an fp32 master of 16-bit parameters

@@ -11,6 +11,7 @@ COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "othe
 # Defaults of the fields that published configs leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
+    "albert": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128, "num_groups": 1, "group_layers": 1},
     "distilbert": {"max_positions": 512, "type_vocab_size": 0},
     "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},
     "modernbert": {"decoder_bias": True},
@@ -145,7 +146,7 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     if kind == "cpmant":
         tied = False  # its head has rows of its own
     d, head = c.hidden_size, 0
-    narrow = c.embedding_size if kind in ("opt", "electra") else d
+    narrow = c.embedding_size if kind in ("opt", "electra", "albert") else d
     if kind == "electra" and task == "pretraining":
         return _ordered({**sizes, "head": _linear(d, d, True) + _linear(d, 1, True)})
     if task != "base":
@@ -206,6 +207,17 @@ def _deberta(c: _Fields, kind: str) -> dict[str, int]:
         "mlp": layers * _mlp(c, True),
         "norms": 2 * d * normed,
         "other": _linear(d * c.conv_width, d, True) if c.conv_width else 0,
+    }
+
+
+def _albert(c: _Fields, kind: str) -> dict[str, int]:
+    d, narrow, layers = c.hidden_size, c.embedding_size, c.num_groups * c.group_layers  # however often each runs
+    return {
+        "embeddings": (c.vocab_size + c.max_positions + c.type_vocab_size) * narrow + _linear(narrow, d, True),
+        "attention": layers * _attention(c, True),
+        "mlp": layers * _mlp(c, True),
+        "norms": 2 * narrow + 4 * d * layers,
+        "pooler": _linear(d, d, True),
     }
 
 
@@ -320,6 +332,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 _COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), _bert),
     "deberta-v2": _deberta,
+    "albert": _albert,
     "modernbert": _modernbert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),

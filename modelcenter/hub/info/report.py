@@ -43,7 +43,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
     # A preset whose sizes nobody published has a file's own config.json to say them.
     known = location.get("confirmed") is not False or "hidden_size" in described["sizes"]
     counts = _count(config, described["task"], stored, known)
-    memory = _memory(counts["components"], described["sizes"], gpus)
+    memory = _memory(counts["components"], _unit_count(config, described["sizes"]), gpus)
     return {"name": name, **location, **described, "stored": stored, **counts, "memory": memory}
 
 
@@ -128,10 +128,16 @@ def _count(
     }
 
 
-def _memory(components: Mapping[str, int] | None, sizes: Mapping[str, int], gpus: int) -> dict[str, Any] | None:
+def _unit_count(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    """Units whose parameters are gathered together; 0: all are the root's, as of layers that share them."""
+    if config.get("model_type") == "albert":
+        return 0
+    return sizes.get("num_layers", 1) + sizes.get("num_decoder_layers", 0)
+
+
+def _memory(components: Mapping[str, int] | None, layers: int, gpus: int) -> dict[str, Any] | None:
     if components is None:
         return None
-    layers = sizes.get("num_layers", 1) + sizes.get("num_decoder_layers", 0)
     total = sum(components.values())
     return {
         "gpus": gpus,

@@ -13,6 +13,7 @@ from modelcenter.layers.heads.classification import (
     TokenClassifier,
 )
 from modelcenter.layers.heads.labels import check_labels, count_labels, next_labels, token_labels
+from modelcenter.layers.heads.pairs import NextSentence, PairPretraining, SentenceOrder
 from modelcenter.layers.heads.question_answering import ExtractiveQA
 from modelcenter.layers.heads.transform import HeadTransform
 from modelcenter.layers.heads.vocabulary import (
@@ -26,6 +27,7 @@ from modelcenter.layers.heads.vocabulary import (
 
 __all__ = [
     "CausalLM", "DenseCausalLM", "DenseClassifier", "DenseMultipleChoice", "DenseSeq2SeqLM", "ExtractiveQA",
-    "HeadTransform", "MaskedLM", "MultipleChoice", "ReplacedTokens", "Seq2SeqLM", "SequenceClassifier",
-    "TokenClassifier", "VocabularyHead", "check_labels", "count_labels", "next_labels", "token_labels",
+    "HeadTransform", "MaskedLM", "MultipleChoice", "NextSentence", "PairPretraining", "ReplacedTokens", "SentenceOrder",
+    "Seq2SeqLM", "SequenceClassifier", "TokenClassifier", "VocabularyHead", "check_labels", "count_labels",
+    "next_labels", "token_labels",
 ]  # fmt: skip

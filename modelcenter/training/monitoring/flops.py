@@ -12,7 +12,7 @@ the share look better than the products alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ class Arithmetic:
         attention: list[tuple[Callable[[Sizes], float], float]] = []
         # Whether something before this module is trained, so that gradients pass through it.
         reached = any(name.partition(".")[0] not in modules for name in adapters)
-        for name, module in modules.items():
+        for name, module in _in_passing(model):
             own = {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)} & trained
             inside = any(update.startswith(f"{name}.") for update in adapters)
             if isinstance(module, (SelfAttention, CrossAttention)):
@@ -148,6 +148,21 @@ class Arithmetic:
         counts = sizes.counts()
         products = sum(weight * counts[place] for place, weight in self.weights.items())
         return 2.0 * (products + sum(pairs(sizes) * each for pairs, each in self.attention))
+
+
+def _in_passing(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) in the order of a forward, what is in a unit as often as the unit runs."""
+    units, names = list(model.units), {module: name for name, module in model.named_modules()}
+    repeated = len(set(units)) < len(units)
+    in_units = {module for unit in units for module in unit.modules()} if repeated else set()
+    begun = False
+    for module, name in names.items():
+        if module not in in_units:
+            yield name, module
+        elif not begun:
+            begun = True
+            for unit in units:
+                yield from unit.named_modules(prefix=names[unit])
 
 
 def _has_decoder(model: Model) -> bool:

@@ -46,6 +46,20 @@ def test_what_is_frozen_has_no_gradient():
     assert lora.operations(Sizes(TOKENS, NONE, 2)) == pytest.approx(2 * expected)
 
 
+def test_a_layer_that_runs_several_times():
+    """It counts at each run, also where it passes gradients on to the one before."""
+    sizes, shape = Sizes(TOKENS, NONE, 0), {"num_layers": 3, "num_groups": 2, "embedding_size": 6, "num_labels": 3}
+    narrow, layer, head = 6 * 8 * 8, LAYER * 8 + 2 * 8 * PAIRS, (8 * 8 + 8 * 3) * 2
+    assert of("tiny/albert", **shape).operations(sizes) == 2 * 3 * (narrow + 3 * layer + head)
+    embeddings = Freeze(["embed*", "position", "token_type", "project_in"])
+    partly = of("tiny/albert", **shape, adapter=[embeddings]).operations(sizes)
+    assert partly == 2 * (narrow + 3 * (3 * layer + head) - 8 * 8 * 8)
+    of_first = Freeze(["embed*", "position", "token_type", "project_in", "layers.0"])  # which runs twice
+    assert of("tiny/albert", **shape, adapter=[of_first]).operations(sizes) == 2 * (
+        narrow + 2 * layer + 3 * (layer + head) - 8 * 8 * 8
+    )
+
+
 def test_windows_latents_and_what_stands_before_a_sequence():
     c = mc.from_config("tiny/mistral", "causal-lm", num_layers=1, sliding_window=2).config
     near, far = (Arithmetic.of(c, "causal-lm"), Arithmetic.of(c.replace(sliding_window=None), "causal-lm"))

@@ -1,0 +1,99 @@
+"""ALBERT's checkpoints: rules and config of transformers' `albert` models.
+
+Files exist with and without the prefix `albert.`. A file holds the layers of a group once, however often they run; ours
+are numbered through all groups. Old files hold the buffer `position_ids` and repeat the word embedding and the bias of
+the masked-LM head under `predictions.decoder`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from modelcenter.convert import bert
+from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.pieces import Shape
+from modelcenter.convert.rules import ArchMap, Config, Expansion, Part, Rename, Rule, Task
+
+
+@dataclass(frozen=True)
+class _OfLayer(Rename):
+    """A tensor of our layer {i}, which in the file is layer {inner} of group {group}."""
+
+    def expand(
+        self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
+    ) -> Expansion:
+        group, inner = divmod(int(values["i"]), config.group_layers)
+        return super().expand(names, {**values, "group": str(group), "inner": str(inner)}, shapes, config)
+
+
+def _of_layer(hub: str, native: str) -> Rule:
+    return _OfLayer(
+        f"encoder.albert_layer_groups.{{group}}.albert_layers.{{inner}}.{hub}.*", f"layers.{{i}}.{native}.*"
+    )
+
+
+BODY: tuple[Rule, ...] = (
+    *(rule for rule in bert.BODY if rule.hub_templates()[0].startswith("embeddings.")),
+    Rename("encoder.embedding_hidden_mapping_in.*", "project_in.*"),
+    _of_layer("attention.query", "attn.q"),
+    _of_layer("attention.key", "attn.k"),
+    _of_layer("attention.value", "attn.v"),
+    _of_layer("attention.dense", "attn.out"),
+    _of_layer("attention.LayerNorm", "attn_norm"),
+    _of_layer("ffn", "mlp.up"),
+    _of_layer("ffn_output", "mlp.down"),
+    _of_layer("full_layer_layer_norm", "mlp_norm"),
+)
+
+PARTS = {
+    **{name: bert.PARTS[name] for name in ("classifier", "token classifier", "choice", "qa")},
+    "pooler": Part((Rename("pooler.*", "*"),), prefixed=True),
+    "lm": bert.masked_lm("predictions", "dense", "LayerNorm"),
+    "sop": Part((Rename("sop_classifier.classifier.*", "*"),)),
+}
+
+TASKS = {
+    "base": Task("AlbertModel", {"pooler": "pooler."}, prefix=""),
+    "masked-lm": Task("AlbertForMaskedLM", {"lm": "head."}),
+    "pretraining": Task("AlbertForPreTraining", {"pooler": "pooler.", "lm": "head.lm.", "sop": "head.sop."}, labels=2),
+    "sequence-classification": Task("AlbertForSequenceClassification", {"pooler": "pooler.", "classifier": "head."}),
+    "token-classification": Task("AlbertForTokenClassification", {"token classifier": "head."}),
+    "question-answering": Task("AlbertForQuestionAnswering", {"qa": "head."}, labels=2),
+    "multiple-choice": Task("AlbertForMultipleChoice", {"pooler": "pooler.", "choice": "head."}),
+}
+
+CONFIG = ConfigMap(
+    fields={
+        "vocab_size": "vocab_size",
+        "embedding_size": "embedding_size",
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_hidden_groups": "num_groups",
+        "inner_group_num": "group_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "intermediate_size",
+        "hidden_act": "hidden_act",
+        "max_position_embeddings": "max_positions",
+        "type_vocab_size": "type_vocab_size",
+        "layer_norm_eps": "norm_eps",
+        "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+        "classifier_dropout_prob": "classifier_dropout",
+        "pad_token_id": "pad_token_id",
+        "initializer_range": "initializer_range",
+    },
+    required={"position_embedding_type": ("absolute",)},
+    # Of Google's code, which no version of transformers reads, and of BERT's first files.
+    ignored=bert.CONFIG.ignored - {"embedding_size"}
+    | frozenset("down_scale_factor gap_size net_structure_type num_memory_blocks".split()),
+)
+
+ARCH = ArchMap(
+    model_type="albert",
+    prefix="albert.",
+    body=BODY,
+    parts=PARTS,
+    tasks=TASKS,
+    config=CONFIG,
+    ignore=bert.IGNORE,
+    old_spellings=bert.OLD_SPELLINGS,
+)

@@ -1,0 +1,121 @@
+"""ALBERT (Lan et al. 2019, arXiv:1909.11942), after transformers' AlbertModel and its heads: BERT's body, whose
+embeddings are projected, and whose layers share parameters.
+
+A layer runs several times in a forward, so `units` names it several times; `layers` has it once. Each run draws dropout
+masks of its own. Its parameters are the root's when the model is sharded (engine.parallel.units), and those of every
+stage that runs it in a pipeline.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.block import PostNormBlock
+from modelcenter.layers.heads import MaskedLM, SentenceOrder
+from modelcenter.layers.linear import Linear
+from modelcenter.layers.mlp import MLP
+from modelcenter.layers.packing import Packed
+from modelcenter.models.base import UnitCall
+from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.inputs import HEAD_INPUTS
+from modelcenter.models.pair_encoder import PairEncoder
+
+
+@dataclass(kw_only=True)
+class AlbertConfig(EncoderConfig):
+    """Fields of ALBERT.
+
+    num_layers: groups that run one after another; num_groups: how many different ones there are, each of which runs
+    num_layers / num_groups times in a row; group_layers: layers in a group, each with parameters of its own.
+    embedding_size: width of the embeddings, which a projection follows.
+    """
+
+    model_type: ClassVar[str] = "albert"
+    # The input of pretraining that says whether two texts are in their order.
+    pair_label: ClassVar[str] = SentenceOrder.label
+
+    embedding_size: int = 128
+    num_groups: int = 1
+    group_layers: int = 1
+    hidden_act: str = "gelu_new"
+    type_vocab_size: int = 2
+    norm_eps: float = 1e-12
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    classifier_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_probabilities("classifier_dropout")
+        self.require(self.num_groups <= self.num_layers, "num_groups", f"at most num_layers={self.num_layers}")
+
+    @property
+    def head_dropout(self) -> float:
+        return self.classifier_dropout
+
+    @property
+    def order(self) -> list[int]:
+        """The number of the layer that runs at each depth."""
+        groups = [int(i / (self.num_layers / self.num_groups)) for i in range(self.num_layers)]  # as transformers
+        return [group * self.group_layers + inner for group in groups for inner in range(self.group_layers)]
+
+
+class Albert(PairEncoder):
+    """ALBERT with the head of `task`, pretraining on the order of sentences among them."""
+
+    config_class = AlbertConfig
+    tasks = (*(task for task in Encoder.tasks if task != "causal-lm"), "pretraining")
+    head_inputs = {**HEAD_INPUTS, "pretraining": ("labels", "logits_to_keep", "sentence_order_label")}
+
+    config: AlbertConfig
+
+    def make_projection(self) -> nn.Module:
+        """Also between equal widths."""
+        return Linear(self.config.embedding_size, self.config.hidden_size)
+
+    def make_layers(self) -> nn.ModuleList:
+        """Each once."""
+        return nn.ModuleList(self.make_block() for _ in range(self.config.num_groups * self.config.group_layers))
+
+    def make_block(self) -> nn.Module:
+        """No dropout follows the feed-forward network."""
+        c, width = self.config, self.config.hidden_size
+        return PostNormBlock(
+            SelfAttention(width, c.num_heads, c.attention_dropout),
+            MLP(width, c.intermediate_size, c.hidden_act),
+            width,
+            c.norm_eps,
+            dropout=0.0,
+            attn_dropout=c.dropout,
+        )
+
+    def make_head(self, task: str) -> nn.Module | None:
+        if task != "pretraining":
+            return super().make_head(task)
+        lm = super().make_head("masked-lm")
+        assert isinstance(lm, MaskedLM)
+        return SentenceOrder(lm, self.config.hidden_size, self.config.head_dropout)
+
+    @property
+    def units(self) -> nn.ModuleList:
+        """The layers as they run: one as often as it does."""
+        return nn.ModuleList(self.layers[i] for i in self.config.order)
+
+    def unit_calls(self, part: range) -> Sequence[UnitCall]:
+        order = self.config.order
+        return [partial(_run, self.layers[order[i]], i) for i in part]
+
+    def stage_homes(self) -> dict[str, Sequence[int]]:
+        """A stage has the layers that it runs, of which other stages may have copies."""
+        order = self.config.order
+        runs = {f"layers.{n}": [i for i, layer in enumerate(order) if layer == n] for n in range(len(self.layers))}
+        return super().stage_homes() | runs
+
+
+def _run(layer: nn.Module, number: int, x: Tensor, ctx: Packed) -> Tensor:
+    """`layer` at this depth."""
+    return layer(x, ctx.of_run(number))

@@ -13,6 +13,14 @@ from modelcenter.cli import run as cli
 
 SIZES = {
     "tiny/bert": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
+    "tiny/albert": {
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "max_positions": 32,
+        "embedding_size": 8,
+    },
     "tiny/gpt2": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
     "tiny/t5": {
         "hidden_size": 16,
@@ -25,6 +33,7 @@ SIZES = {
 }
 STILL = {
     "tiny/bert": {"dropout": 0.0, "attention_dropout": 0.0},
+    "tiny/albert": {"dropout": 0.0, "attention_dropout": 0.0, "classifier_dropout": 0.0},
     "tiny/gpt2": {"embedding_dropout": 0.0, "dropout": 0.0, "attention_dropout": 0.0},
     "tiny/t5": {"dropout": 0.0},
 }
@@ -71,7 +80,12 @@ def _words(first: list[str], **special: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
-TOKENIZERS = {"tiny/bert": make_tokenizer, "tiny/gpt2": make_decoder_tokenizer, "tiny/t5": make_t5_tokenizer}
+TOKENIZERS = {
+    "tiny/bert": make_tokenizer,
+    "tiny/albert": make_tokenizer,
+    "tiny/gpt2": make_decoder_tokenizer,
+    "tiny/t5": make_t5_tokenizer,
+}
 
 
 def write_texts(path: Path, train: int = 24, dev: int = 7) -> Path:
@@ -114,7 +128,8 @@ KINDS = {
 
 def pretrain(folder: Path, kind: str, name: str = "run", ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
     """Run the verb; the rows of metrics.jsonl."""
-    words = ["pretrain", kind, *command(flags(folder, KINDS[kind][0], output_dir=str(folder / name), **changes))]
+    model = changes.pop("model", KINDS[kind][0])
+    words = ["pretrain", kind, *command(flags(folder, model, output_dir=str(folder / name), **changes))]
     if ranks == 1:
         cli(words)
     else:
@@ -128,5 +143,6 @@ def rows_of(folder: Path, kind: str, **changes: Any) -> tuple[Any, Any]:
     from modelcenter.training.tasks import TASKS
 
     model, task, _ = KINDS[kind]
+    model = changes.pop("model", model)
     made = TASKS[task].load().from_flags(TASKS[task].flags()(**flags(folder, model, **changes)))
     return made.tokenize(TOKENIZERS[model](), 24)

@@ -35,18 +35,25 @@ def padded(kind: str, batch: dict) -> dict:
     found = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     if "token_type_ids" in batch:
         found["token_type_ids"] = pad(batch, name="token_type_ids")
-        found["next_sentence_label"] = batch["next_sentence_label"]
+        found |= {name: batch[name] for name in ("next_sentence_label", "sentence_order_label") if name in batch}
     return found
 
 
-@pytest.mark.parametrize("kind", ["mlm", "mlm, next sentence", "lm", "span-corruption"])
+# {a second task: its flags, the model, transformers' class}.
+PAIRS = {
+    "mlm, next sentence": ({"next_sentence": True}, "tiny/bert", "BertForPreTraining"),
+    "mlm, sentence order": ({"sentence_order": True, "model": "tiny/albert"}, "tiny/albert", "AlbertForPreTraining"),
+}
+
+
+@pytest.mark.parametrize("kind", ["mlm", *PAIRS, "lm", "span-corruption"])
 def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder, kind):
     """Batches, their order, masks of each epoch, learning rate, clipping and decay; and the evaluation at the end."""
     import transformers
 
-    pairs = {"next_sentence": True} if "," in kind else {}
+    pairs, name, cls = PAIRS.get(kind, ({}, None, None))
     kind = kind.split(",")[0]
-    name, _, head = KINDS[kind]
+    name, head = name or KINDS[kind][0], KINDS[kind][2]
     rows = pretrain(folder, kind, seed=7, weight_decay=0.3, max_grad_norm=0.5, adam_epsilon=1e-3, **pairs)
     ours = [row for row in rows if "loss" in row]
     train_set, eval_set = rows_of(folder, kind, seed=7, **pairs)
@@ -59,7 +66,7 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder, kind):
         "causal-lm": "GPT2LMHeadModel",
         "seq2seq-lm": "T5ForConditionalGeneration",
     }
-    hf = getattr(transformers, "BertForPreTraining" if pairs else classes[head])
+    hf = getattr(transformers, cls or classes[head])
     model = hf.from_pretrained(folder / "start").train()
     small = ("bias", "LayerNorm.weight", "layer_norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
     named = list(model.named_parameters())

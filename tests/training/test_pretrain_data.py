@@ -170,6 +170,16 @@ def inside(part: list[int], whole: list[int]) -> bool:
     return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
 
 
+def test_the_order_of_sentences_needs_no_other_document(folder):
+    """So a stream has it too, and data of one document."""
+    how = {"sentence_order": True, "model": "tiny/albert"}
+    write_jsonl(folder / "one.jsonl", [{"text": make_texts(1, 3, longest=200)[0]}])
+    rows = pretrain(folder, "mlm", train_data=str(folder / "one.jsonl"), eval_data=str(folder / "data"), **how)
+    assert "eval_sentence_order_accuracy" in rows[-1]
+    rows = pretrain(folder, "mlm", "stream", **{**STREAM, **how})
+    assert all(row["loss"] > 0 for row in rows if "loss" in row)
+
+
 def test_parts_with_weights(folder):
     write_jsonl(folder / "more.jsonl", [{"text": text} for text in make_texts(10, 5, longest=10)])
     first, more = str(folder / "data" / "train.jsonl"), str(folder / "more.jsonl")
@@ -409,6 +419,14 @@ STREAM = {"streaming": True, "max_steps": 2}
         ("lm", {"eval_fraction": 0.001}, "eval_fraction: got 0.001, which is 0 of"),
         ("mlm", {**STREAM, "next_sentence": True}, "next_sentence: it draws from all docu"),
         ("mlm", {"packing": "concat", "next_sentence": True}, "packing: got 'concat'; pairs are made of pieces"),
+        ("mlm", {"packing": "concat", "sentence_order": True}, "packing: got 'concat'; pairs are made of pieces"),
+        ("mlm", {"next_sentence": True, "sentence_order": True}, "sentence_order: not with next_sentence"),
+        ("mlm", {"sentence_order": True}, "sentence_order: the second task of bert is another; give next_sentence in"),
+        (
+            "mlm",
+            {"next_sentence": True, "model": "tiny/albert"},
+            "next_sentence: the second task of albert is another; give sentence_order in",
+        ),
         ("mlm", {"word_segmenter": "rjieba"}, "word_segmenter: rjieba finds words for whole_word; give that too"),
         ("mlm", {"mlm_probability": 1}, "mask_fraction: got 1.0"),
         ("mlm", {"tokenizer": "tiny-gpt2"}, "tokenizer: it has no mask token"),

@@ -20,10 +20,11 @@ def trained(tmp_path_factory):
     for kind in KINDS:
         pretrain(folder, kind, kind, max_steps=3)
     pretrain(folder, "mlm", "pairs", max_steps=3, next_sentence=True)
+    pretrain(folder, "mlm", "order", max_steps=3, sentence_order=True, model="tiny/albert")
     return folder
 
 
-@pytest.mark.parametrize("name", [*KINDS, "pairs"])
+@pytest.mark.parametrize("name", [*KINDS, "pairs", "order"])
 def test_evaluate_is_the_runs_own_evaluation_on_any_number_of_ranks(trained, name):
     last = read_summary(trained, name)["last"]
     expected = {key.removeprefix("eval_"): v for key, v in last.items() if key.startswith("eval_")}
@@ -37,7 +38,9 @@ def test_evaluate_is_the_runs_own_evaluation_on_any_number_of_ranks(trained, nam
         found = json.loads((trained / "scores.json").read_text())
         del found["rows"]
         assert found == pytest.approx(expected, rel=1e-5)
-    assert {"loss", "perplexity"} <= set(expected) and ("next_sentence_accuracy" in expected) == (name == "pairs")
+    assert {"loss", "perplexity"} <= set(expected)
+    assert ("next_sentence_accuracy" in expected) == (name == "pairs")
+    assert ("sentence_order_accuracy" in expected) == (name == "order")
 
 
 def predict(trained, name, rows, *more, ranks=1) -> list[dict]:

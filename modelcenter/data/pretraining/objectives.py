@@ -1,4 +1,4 @@
-"""Objectives of pretraining: the next token, masked tokens, the next sentence, corrupted spans.
+"""Objectives of pretraining: the next token, masked tokens, the next sentence, the order of two, corrupted spans.
 
 An objective makes packed batches from pieces of documents, which have no special tokens yet. What it draws at random is
 a function of (seed, epoch, key of the row) alone.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -104,64 +104,82 @@ class Masked:
         return labelled_batch(sequences, labels)
 
 
-class Paired(Masked):
-    """Masked tokens, and whether the second part of a pair follows the first: BERT's pretraining.
+class Pairs(Masked):
+    """Masked tokens, and a label of two parts: a row is a piece cut in two, after the end of a sentence where there is
+    one. A subclass names the label, and changes every second row, drawn at random: then its label is 1.
 
-    A row is a piece cut in two, after the end of a sentence where there is one. In every second row, drawn at random,
-    tokens of another document take the place of the second part: then next_sentence_label is 1.
-
-    sample_other: (key, count, generator) -> up to `count` tokens of another document than the row's.
     ends: tokens that end a sentence.
     """
 
     min_piece = 2
+    label: ClassVar[str]
 
-    def __init__(
-        self,
-        masking: Masking,
-        special: SpecialTokens,
-        max_length: int,
-        seed: int,
-        ends: np.ndarray,
-        sample_other: Callable[[Key, int, np.random.Generator], np.ndarray] | None = None,
-    ):
+    def __init__(self, masking: Masking, special: SpecialTokens, max_length: int, seed: int, ends: np.ndarray):
         super().__init__(masking, special, max_length, seed)
-        self.ends, self.sample_other = ends, sample_other
+        self.ends = ends
+
+    def changed(self, parts: Pieces, key: Key, random: np.random.Generator) -> Pieces:
+        """The two parts of row `key` as they stand where the label is 1."""
+        raise NotImplementedError
 
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
-        assert self.sample_other is not None and self.special.between is not None
+        assert self.special.between is not None
         between = np.array(self.special.between, np.int64)
-        sequences, labels, types, next_sentence = [], [], [], []
+        sequences, labels, types, of_pairs = [], [], [], []
         for (piece,), key in zip(rows, keys, strict=True):
             random = np.random.default_rng([self.seed, _SEEDS["pair"], epoch, *key])
             cut = self.cut(piece, random)
-            first, second = piece[:cut], piece[cut:]
-            is_other = random.random() < 0.5
-            if is_other:
-                second = self.sample_other(key, len(second), random)
-            parts = [self.masking.apply(part, random) for part in (first, second)]
-            (a, labels_a), (b, labels_b) = parts
+            parts: Pieces = (piece[:cut], piece[cut:])
+            is_changed = random.random() < 0.5
+            if is_changed:
+                parts = self.changed(parts, key, random)
+            (a, labels_a), (b, labels_b) = [self.masking.apply(part, random) for part in parts]
             sequences.append(np.concatenate((self.before, a, between, b, self.after)))
             none = [np.full(len(part), IGNORED) for part in (self.before, between, self.after)]
             labels.append(np.concatenate((none[0], labels_a, none[1], labels_b, none[2])))
             types.append(np.repeat([0, 1], [len(self.before) + len(a) + len(between), len(b) + len(self.after)]))
-            next_sentence.append(int(is_other))
+            of_pairs.append(int(is_changed))
         batch = labelled_batch(sequences, labels)
         type_ids = np.concatenate(types) if types else np.zeros(0, np.int64)
         batch["token_type_ids"] = torch.from_numpy(type_ids)[None]
-        batch["next_sentence_label"] = torch.tensor(next_sentence, dtype=torch.long)
+        batch[self.label] = torch.tensor(of_pairs, dtype=torch.long)
         return batch
-
-    def with_documents(self, sample_other: Callable[[Key, int, np.random.Generator], np.ndarray]) -> Paired:
-        """The same objective with documents to sample from."""
-        paired = copy.copy(self)
-        paired.sample_other = sample_other
-        return paired
 
     def cut(self, piece: np.ndarray, random: np.random.Generator) -> int:
         """Where the second part starts; neither is empty."""
         places = np.flatnonzero(np.isin(piece[:-1], self.ends)) + 1
         return int(random.choice(places)) if len(places) else int(random.integers(1, len(piece)))
+
+
+class NextSentence(Pairs):
+    """BERT's pretraining: tokens of another document take the place of the second part.
+
+    sample_other: (key, count, generator) -> up to `count` tokens of another document than the row's.
+    """
+
+    label = "next_sentence_label"
+    sample_other: Callable[[Key, int, np.random.Generator], np.ndarray] | None = None
+
+    def changed(self, parts: Pieces, key: Key, random: np.random.Generator) -> Pieces:
+        assert self.sample_other is not None
+        first, second = parts
+        return first, self.sample_other(key, len(second), random)
+
+    def with_documents(self, sample_other: Callable[[Key, int, np.random.Generator], np.ndarray]) -> NextSentence:
+        """The same objective with documents to sample from."""
+        objective = copy.copy(self)
+        objective.sample_other = sample_other
+        return objective
+
+
+class SentenceOrder(Pairs):
+    """ALBERT's pretraining: the second part stands before the first."""
+
+    label = "sentence_order_label"
+
+    def changed(self, parts: Pieces, key: Key, random: np.random.Generator) -> Pieces:
+        first, second = parts
+        return second, first
 
 
 class Spans:

@@ -11,7 +11,7 @@ import numpy as np
 from modelcenter.data.blocks import Blocks
 from modelcenter.data.cache import cached, digest, tokenizer_state
 from modelcenter.data.parallel import ordered_map
-from modelcenter.data.pretraining.objectives import Batch, Key, Objective, Paired, sequence_numbers
+from modelcenter.data.pretraining.objectives import Batch, Key, NextSentence, Objective, sequence_numbers
 from modelcenter.data.readers.row_streams import Row
 from modelcenter.data.streaming import StreamBatch
 from modelcenter.data.streams import RowSource, Texts
@@ -39,7 +39,7 @@ class TextRows:
         self.name = str(blocks.file.path) if table is None else table.name
         self.numbers = np.arange(len(blocks)) if rows is None else rows
         self.objective = objective
-        if isinstance(objective, Paired):
+        if isinstance(objective, NextSentence):
             self.objective = objective.with_documents(self.tokens_of_another_document)
             self.tokens_of_another_document((int(self.numbers[0]),), 1, np.random.default_rng(0))  # raises if none
         sizes, row = blocks.piece_sizes()

@@ -23,7 +23,7 @@ _SCORE_FLAGS = (
     "language num_beams max_new_tokens length_penalty no_repeat_ngram_size prefix source_lang target_lang "
     "max_target_length form eval_fraction max_length too_long template train_on reference beta loss_type "
     "label_all_tokens doc_stride max_question_length no_answer null_threshold max_answer_length n_best scoring "
-    "document packing mask_fraction whole_word word_segmenter next_sentence noise_density mean_span"
+    "document packing mask_fraction whole_word word_segmenter next_sentence sentence_order noise_density mean_span"
 ).split()
 
 log = logging.getLogger(__name__)

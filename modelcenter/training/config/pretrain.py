@@ -71,6 +71,8 @@ class MLMConfig(PretrainConfig):
         choices=get_args(Segmenter))
     next_sentence: bool = _objective(False, "also train BERT's second task: whether the second part of a row follows "
         "the first")
+    sentence_order: bool = _objective(False, "also train ALBERT's second task: whether the two parts of a row stand in "
+        "their order")
     # fmt: on
 
     def check(self) -> None:
@@ -83,7 +85,9 @@ class MLMConfig(PretrainConfig):
                 "next_sentence: it draws from all documents, so not with streaming; `modelcenter preprocess` makes "
                 "token files of text of any size"
             )
-        if self.next_sentence and self.packing != "none":
+        if self.next_sentence and self.sentence_order:
+            raise ValueError("sentence_order: not with next_sentence; a model has one of the two")
+        if (self.next_sentence or self.sentence_order) and self.packing != "none":
             raise ValueError(f"packing: got {self.packing!r}; pairs are made of pieces of one document, use none")
 
 

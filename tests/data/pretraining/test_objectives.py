@@ -7,14 +7,15 @@ import torch
 from toydata import make_tokenizer
 
 from modelcenter.data.pretraining.masking import Masking
-from modelcenter.data.pretraining.objectives import Causal, Paired, sentence_ends, sequence_numbers
+from modelcenter.data.pretraining.objectives import Causal, NextSentence, SentenceOrder, sentence_ends, sequence_numbers
 from modelcenter.data.tokenization.special_tokens import SpecialTokens
 
 
-def paired(ends: list[int]) -> Paired:
+def paired(ends: list[int]) -> NextSentence:
     tokenizer = make_tokenizer()
     special = SpecialTokens.of(tokenizer, pair=True)
-    return Paired(Masking(tokenizer), special, 32, 0, np.array(ends), lambda key, count, random: np.array([5]))
+    objective = NextSentence(Masking(tokenizer), special, 32, 0, np.array(ends))
+    return objective.with_documents(lambda key, count, random: np.array([5]))
 
 
 def test_pairs_are_cut_behind_a_sentence_or_anywhere_and_have_two_parts():
@@ -30,7 +31,8 @@ def test_labels_and_types_of_pairs_stand_at_their_tokens():
     """RoBERTa has two tokens between texts and one behind them."""
     special = SpecialTokens(before=(2,), after=(3,), between=(3, 3))
     other = np.array([20, 21])
-    objective = Paired(Masking(make_tokenizer(), 0.9), special, 32, 0, np.array([9]), lambda key, count, random: other)
+    masking, ends = Masking(make_tokenizer(), 0.9), np.array([9])
+    objective = NextSentence(masking, special, 32, 0, ends).with_documents(lambda key, count, random: other)
     for key in range(20):  # of which some are of another document
         batch = objective.batch([[np.array([8, 9, 10, 11, 12])]], [(key,)], 0)
         is_other = batch["next_sentence_label"].item()
@@ -40,6 +42,21 @@ def test_labels_and_types_of_pairs_stand_at_their_tokens():
         assert torch.equal(torch.where(labels == -100, ids, labels), whole)
         assert not (labels[whole < 5] != -100).any()
         assert batch["token_type_ids"].tolist() == [[0] * 5 + [1] * (len(second) + 1)]
+
+
+def test_two_parts_stand_in_their_order_or_not():
+    special = SpecialTokens(before=(2,), after=(3,), between=(3, 3))
+    objective = SentenceOrder(Masking(make_tokenizer(), 0.9), special, 32, 0, np.array([9]))
+    swapped = []
+    for key in range(40):
+        batch = objective.batch([[np.array([8, 9, 10, 11, 12])]], [(key,)], 0)
+        swapped.append(batch["sentence_order_label"].item())
+        first, second = ([10, 11, 12], [8, 9]) if swapped[-1] else ([8, 9], [10, 11, 12])
+        ids, labels = batch["input_ids"][0], batch["labels"][0]
+        assert torch.where(labels == -100, ids, labels).tolist() == [2, *first, 3, 3, *second, 3]
+        assert batch["token_type_ids"].tolist() == [[0] * (len(first) + 3) + [1] * (len(second) + 1)]
+        assert "next_sentence_label" not in batch
+    assert 10 < sum(swapped) < 30
 
 
 def test_a_batch_without_pairs_has_the_dtypes_of_others():

@@ -1,4 +1,4 @@
-"""Masked-language-model pretraining: hidden tokens, and BERT's next sentence."""
+"""Masked-language-model pretraining: hidden tokens, BERT's next sentence and ALBERT's order of sentences."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,15 @@ from torch import Tensor
 
 import engine
 from modelcenter.data.pretraining.masking import IGNORED, Masking, Words
-from modelcenter.data.pretraining.objectives import Masked, Objective, Paired, labelled_batch, sentence_ends
+from modelcenter.data.pretraining.objectives import (
+    Masked,
+    NextSentence,
+    Objective,
+    Pairs,
+    SentenceOrder,
+    labelled_batch,
+    sentence_ends,
+)
 from modelcenter.data.tokenization.special_tokens import SpecialTokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import MLMConfig
@@ -20,16 +28,22 @@ from modelcenter.training.tasks.base import Batches, rank_batches
 from modelcenter.training.tasks.pretraining.base import Pretraining
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 
+# {flag of a second task: how its examples are made}. Of each the accuracy is <flag>_accuracy, the label <flag>_label.
+PAIRS: dict[str, type[Pairs]] = {"next_sentence": NextSentence, "sentence_order": SentenceOrder}
+_LOGITS = {"next_sentence": "seq_relationship_logits", "sentence_order": "sop_logits"}
 _TOP_K = 5  # predictions for each mask, unless top_k is given
 
 
 class MaskedMetrics:
-    """perplexity and accuracy of the hidden tokens; next_sentence_accuracy of pairs of sentences."""
+    """perplexity and accuracy of the hidden tokens; next_sentence_accuracy or sentence_order_accuracy of pairs.
+
+    second: one of PAIRS, None without pairs.
+    """
 
     main = "perplexity"
 
-    def __init__(self, pairs: bool):
-        self.tokens, self.has_pairs = LanguageModel(causal=False), pairs
+    def __init__(self, second: str | None):
+        self.tokens, self.second = LanguageModel(causal=False), second
         self.pairs = [0, 0]  # all, right
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
@@ -44,9 +58,9 @@ class MaskedMetrics:
     def result(self) -> dict[str, float | None]:
         result = self.tokens.result()
         del result["loss"]  # of several terms, it is not the perplexity's
-        if self.has_pairs:
+        if self.second is not None:
             total, right = sums(self.pairs)
-            result["next_sentence_accuracy"] = right / total if total else None
+            result[f"{self.second}_accuracy"] = right / total if total else None
         return result
 
 
@@ -59,38 +73,50 @@ class MaskedPretraining(Pretraining):
     cfg: MLMConfig
 
     @property
+    def second(self) -> str | None:
+        """The second task, one of PAIRS."""
+        return next((flag for flag in PAIRS if getattr(self.cfg, flag)), None)
+
+    @property
     def head(self) -> str:
-        return "pretraining" if self.cfg.next_sentence else "masked-lm"
+        return "masked-lm" if self.second is None else "pretraining"
 
     def on_model_built(self, model: Model) -> None:
         """Raises ValueError for a model whose pretraining is of another kind."""
-        if model.task == "pretraining" and "next_sentence_label" not in model.head_inputs["pretraining"]:
+        if model.task != "pretraining":
+            return
+        kind, own = model.config.model_type, _second_task(model)
+        if own is None:
             raise ValueError(
-                f"model: pretraining of {model.config.model_type} is telling which tokens were replaced, which this "
-                "task does not do; mlm without --next_sentence trains its generator, a masked language model"
+                f"model: pretraining of {kind} is telling which tokens were replaced, which this task does not do; "
+                "mlm without a second task trains its generator, a masked language model"
             )
+        if own != self.second:
+            raise ValueError(f"{self.second}: the second task of {kind} is another; give {own} in its place")
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         words: Words = "none"
         if self.cfg.whole_word:
             words = "words" if self.cfg.word_segmenter == "none" else self.cfg.word_segmenter
         masking = Masking(tokenizer, self.cfg.mask_fraction, words)
-        if not self.cfg.next_sentence:
+        if self.second is None:
             return Masked(masking, SpecialTokens.of(tokenizer), max_length, seed)
-        return Paired(masking, SpecialTokens.of(tokenizer, pair=True), max_length, seed, sentence_ends(tokenizer))
+        special = SpecialTokens.of(tokenizer, pair=True)
+        return PAIRS[self.second](masking, special, max_length, seed, sentence_ends(tokenizer))
 
     def metrics(self, device: torch.device | str = "cpu") -> Metrics:
-        return MaskedMetrics(self.cfg.next_sentence)
+        return MaskedMetrics(self.second)
 
     def update_metrics(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
         labels = batch["labels"]
         metrics.update(out.logits, labels[labels != IGNORED])
-        if self.cfg.next_sentence:
-            metrics.add_pairs(out.seq_relationship_logits.argmax(-1) == batch["next_sentence_label"])
+        if self.second is not None:
+            metrics.add_pairs(out[_LOGITS[self.second]].argmax(-1) == batch[PAIRS[self.second].label])
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Any:
+        for flag in PAIRS:
+            setattr(self.cfg, flag, model.task == "pretraining" and flag == _second_task(model))
         self.on_model_built(model)
-        self.cfg.next_sentence = model.task == "pretraining"
         return super().inference_examples(model, tokenizer, max_length)
 
     def prompt_examples(self, tokenizer: Any, max_length: int, table: Any, column: str) -> "MaskedTexts":
@@ -101,7 +127,8 @@ class MaskedPretraining(Pretraining):
                 raise ValueError(
                     f"{table.where(i)}: the row has no {tokenizer.mask_token} to fill; put it where a token is missing"
                 )
-        return MaskedTexts([np.array(ids, np.int64) for ids in rows], mask, self.cfg.next_sentence)
+        label = None if self.second is None else PAIRS[self.second].label
+        return MaskedTexts([np.array(ids, np.int64) for ids in rows], mask, label)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """For each mask of a row the most probable tokens with their probabilities, and the row with the first ones."""
@@ -113,11 +140,17 @@ class MaskedPretraining(Pretraining):
         return best.predictions(tokenizer) if engine.rank() == 0 else iter(())
 
 
-class MaskedTexts:
-    """Texts with masks, which are the tokens that have a label."""
+def _second_task(model: Model) -> str | None:
+    """The one of PAIRS that a model of pretraining does."""
+    inputs = model.head_inputs["pretraining"]
+    return next((flag for flag, objective in PAIRS.items() if objective.label in inputs), None)
 
-    def __init__(self, ids: list[np.ndarray], mask: int, pairs: bool):
-        self.ids, self.mask, self.pairs = ids, mask, pairs
+
+class MaskedTexts:
+    """Texts with masks, which are the tokens that have a label. pair_label: what none of them has, but a head wants."""
+
+    def __init__(self, ids: list[np.ndarray], mask: int, pair_label: str | None):
+        self.ids, self.mask, self.pair_label = ids, mask, pair_label
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -133,7 +166,7 @@ class MaskedTexts:
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         ids = [self.ids[row] for row in rows]
         batch = labelled_batch(ids, [np.where(row == self.mask, 0, IGNORED) for row in ids])
-        return batch | {"next_sentence_label": torch.full((len(rows),), IGNORED)} if self.pairs else batch
+        return batch if self.pair_label is None else batch | {self.pair_label: torch.full((len(rows),), IGNORED)}
 
 
 class BestTokens:

@@ -109,13 +109,14 @@ def test_16_bits_in_one_process():
     for recompute in ("full", "selective", "offload"):
         assert gradients(CUTS, None, {"precision": "bf16", "recompute": recompute})[0] == plain[0]
         same(gradients(CUTS, None, {"precision": "bf16", "recompute": recompute}), plain, 2e-2)
-    model = engine.shard(built(), policy=engine.Policy(precision="bf16"))
-    seen = []
-    for layer in model.layers:
-        layer.attn.q.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight)))
-    model(**pack_rows(TASK, rows_for(TASK, model.config, lengths=LENGTHS)))
-    assert {dtype for dtype, _ in seen} == {torch.bfloat16} and len(seen) == 4
-    assert len({id(weight) for _, weight in seen}) == 2 and seen[0][1].dtype == torch.bfloat16
+    for recompute in ("none", "full"):
+        model = engine.shard(built(), policy=engine.Policy(precision="bf16", recompute=recompute))
+        seen = []
+        for layer in model.layers:
+            layer.attn.q.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight)))
+        model(**pack_rows(TASK, rows_for(TASK, model.config, lengths=LENGTHS)))
+        assert {dtype for dtype, _ in seen} == {torch.bfloat16} and len(seen) == 4
+        assert len({id(weight) for _, weight in seen}) == 2 and seen[0][1].dtype == torch.bfloat16
 
 
 def test_runs_of_a_layer_drop_different_weights():

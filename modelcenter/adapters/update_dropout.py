@@ -1,13 +1,15 @@
 """Dropout of what goes into a low-rank update, with masks as the model's own: keyed by the token.
 
 peft's layer takes its input alone, and says nothing of the tokens it belongs to. So the module around adapted layers,
-which is called with the batch, notes for each of them by which numbers it is to draw.
+which is called with the batch, notes for each of them by which numbers it is to draw; for layers that are the model's
+own (a projection of embeddings), the model does when it has made the batch.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.ops import Draws, dropout
 from modelcenter.adapters.lora_layers import local_ranges, lora_layers
@@ -52,7 +54,7 @@ class UpdateDropout(DrawingModule):
         return dropout(x, self.p, key=self.draws.key, site=site, tokens=tokens, first_channel=self.first_channel)
 
 
-def key_update_dropout(model: nn.Module, split: bool) -> list[Any]:
+def key_update_dropout(model: Any, split: bool) -> list[Any]:
     """Put UpdateDropout in place of the dropout in peft's layers; split: by tensor parallelism.
 
     Returns the hooks, each with `remove()`.
@@ -62,15 +64,25 @@ def key_update_dropout(model: nn.Module, split: bool) -> list[Any]:
         layer.lora_dropout[ADAPTER_NAME] = UpdateDropout(layer.lora_dropout[ADAPTER_NAME].p, split)
     name_sites(model)
     parents = dict.fromkeys(name.rpartition(".")[0] for name in layers)
-    return [model.get_submodule(name).register_forward_pre_hook(_note_draws) for name in parents]
+    handles = [model.get_submodule(name).register_forward_pre_hook(_before_forward) for name in parents if name]
+    if "" in parents:
+        handles.append(model.register_packed_hook(_after_packing))
+    return handles
 
 
-def _note_draws(parent: Any, args: tuple[Any, ...]) -> None:
+def _before_forward(parent: Any, args: tuple[Any, ...]) -> None:
     """Before attention or a feed-forward network: tell the dropouts in it which tokens they will see."""
-    if not parent.training or torch.compiler.is_compiling():
-        return
-    ctx = next((arg for arg in args if isinstance(arg, Packed)), None)
-    for name, layer in parent.named_children():
+    if parent.training and not torch.compiler.is_compiling():
+        _note_draws(parent, parent.named_children(), next((arg for arg in args if isinstance(arg, Packed)), None))
+
+
+def _after_packing(model: Any, ctx: Packed) -> None:
+    """The same for the model's own layers that see tokens; a pooler sees sequences."""
+    _note_draws(model, ((name, layer) for name, layer in model.named_children() if not model.is_head(f"{name}.")), ctx)
+
+
+def _note_draws(parent: Any, layers: Iterable[tuple[str, Any]], ctx: Packed | None) -> None:
+    for name, layer in layers:
         drop = layer.lora_dropout[ADAPTER_NAME] if hasattr(layer, "lora_dropout") else None
         if isinstance(drop, UpdateDropout):
             reads_encoder = isinstance(parent, CrossAttention) and name in ("k", "v")

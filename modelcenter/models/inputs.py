@@ -1,10 +1,13 @@
 """What `begin` is made of: a batch becomes packed tokens, positions that are checked, and embeddings."""
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from modelcenter.config import ModelConfig
 from modelcenter.layers.cache import KVCache, past_of
@@ -89,6 +92,7 @@ class ModelInputs(nn.Module):
     # Of each task; a task that is not named here takes all that forward takes.
     head_inputs: ClassVar[Mapping[str, tuple[str, ...]]] = HEAD_INPUTS
     _sites_named = False
+    _packed_hooks: Mapping[int, Callable[[Any, Packed], None]] = MappingProxyType({})
 
     def refuse_inputs_of_other_heads(self, batch: Batch) -> None:
         """Raise ValueError for an input that the head of another task reads: all heads of a family have one forward,
@@ -132,7 +136,17 @@ class ModelInputs(nn.Module):
             ctx = ctx.split_over(self.token_split)
         if cache is not None:
             cache.begin(ctx)
+        if self.training and not prefix:
+            for hook in self._packed_hooks.values():
+                hook(self, ctx)
         return ctx
+
+    def register_packed_hook(self, hook: Callable[[Any, Packed], None]) -> RemovableHandle:
+        """Call hook(model, ctx) in training when the tokens of a batch are packed (an encoder's, if there is one)."""
+        hooks = vars(self).setdefault("_packed_hooks", OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     @staticmethod
     def _source(batch: Batch, prefix: str) -> Tensor:

@@ -379,6 +379,30 @@ def test_dropout_draws_as_the_models_own():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["electra", "opt"])
+def test_dropout_of_the_models_own_layers_draws_by_row_and_place(name):
+    """What projects embeddings is in no layer that is given the batch."""
+    task = "masked-lm" if name == "electra" else "causal-lm"
+    still = {field: 0.0 for field in ("dropout", "attention_dropout")}
+    fields = {**still, "embedding_size": 20} if name == "electra" else {**still, "word_embed_proj_dim": 20}
+    model = stir_(add_lora(mc.from_config(f"tiny/{name}", task, **fields), 4, dropout=0.4)).train()
+    assert any(key.startswith("project_in.lora") for key, _ in model.named_parameters())
+    rows = torch.randint(5, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+
+    def gradients(*parts):
+        model.zero_grad()
+        for part in map(torch.tensor, parts):
+            with dropout_key(7, 0), dropout_rows(part):
+                model(rows[part], labels=rows[part], loss_counts={"loss": 27}).loss.backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters() if p.requires_grad}
+
+    whole = gradients([0, 1, 2])
+    for key, grad in gradients([2], [1, 0]).items():
+        assert torch.allclose(grad, whole[key], rtol=1e-4, atol=1e-6), key
+    merge_lora(model)
+    assert not model._packed_hooks
+
+
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 

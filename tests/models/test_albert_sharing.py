@@ -111,12 +111,18 @@ def test_16_bits_in_one_process():
         same(gradients(CUTS, None, {"precision": "bf16", "recompute": recompute}), plain, 2e-2)
     for recompute in ("none", "full"):
         model = engine.shard(built(), policy=engine.Policy(precision="bf16", recompute=recompute))
-        seen = []
-        for layer in model.layers:
-            layer.attn.q.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight)))
-        model(**pack_rows(TASK, rows_for(TASK, model.config, lengths=LENGTHS)))
+        seen = weights_of_runs(model)
         assert {dtype for dtype, _ in seen} == {torch.bfloat16} and len(seen) == 4
         assert len({id(weight) for _, weight in seen}) == 2 and seen[0][1].dtype == torch.bfloat16
+
+
+def weights_of_runs(model):
+    """(dtype of what the attention of each run is given, the weight it uses)."""
+    seen = []
+    for layer in model.layers:
+        layer.attn.q.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight)))
+    model(**pack_rows(TASK, rows_for(TASK, model.config, lengths=LENGTHS)))
+    return seen
 
 
 def test_runs_of_a_layer_drop_different_weights():
@@ -197,7 +203,7 @@ def adapted(sizes, path):
 
     if sizes:
         engine.init_distributed(**sizes)
-    model = mc.from_pretrained(path, adapter=Lora(3, dropout=0.3, targets=["q", "k", "v", "out", "up", "down"])).train()
+    model = mc.from_pretrained(path, adapter=Lora(3, dropout=0.3)).train()
     rows = rows_for(TASK, model.config, lengths=LENGTHS)
     cut = CUTS if sizes is None or engine.data_size() == 1 else [CUTS[engine.data_rank()]]
     parts = [part for rank in cut for part in rank]
@@ -217,7 +223,7 @@ def test_low_rank_updates_are_shared_as_the_layers_are(two, tmp_path):
     pytest.importorskip("peft")
     built(classifier_dropout=0.0).save_pretrained(tmp_path)
     alone, trained = adapted(None, tmp_path)
-    assert trained == 2 * 3 * (4 * 96 + 2 * 128)  # of two layers
+    assert trained == 2 * 3 * (4 * 96 + 2 * 128) + 3 * (20 + 48)  # of two layers, and of what projects embeddings
     for sizes in ({"zero_level": 3}, {"pp_size": 2}):
         for found, count in two.run(adapted, sizes, tmp_path):
             assert count == trained and found == pytest.approx(alone, rel=1e-4)

@@ -22,6 +22,7 @@ from modelcenter.layers.mlp import ACTIVATIONS, MLP, GatedMLP
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.relative import RelativeBias
+from modelcenter.models.base import UnitCall
 from modelcenter.models.encoder_decoder import ENCODER_TASKS, EncoderDecoder, Side
 
 
@@ -169,7 +170,7 @@ class T5(EncoderDecoder):
         return side.final_dropout(side.final_norm(x), ctx)
 
     def run_units(
-        self, units: Sequence[nn.Module], states: list[Tensor], ctx: Packed, *args: Any, **options: Any
+        self, units: Sequence[UnitCall], states: list[Tensor], ctx: Packed, *args: Any, **options: Any
     ) -> list[Tensor]:
         ctx.branch_scale = carried_scale(states[-1], self.fp16_scale)
         return super().run_units(units, states, ctx, *args, **options)

@@ -226,13 +226,3 @@ def drop_after_last(ctx: Packed, used: Tensor) -> Packed:
         layout=replace(ctx.layout, indices=index if indices is None else indices.index_select(0, index)),
         positions=ctx.positions.index_select(0, index),
     )
-
-
-def scaled_residuals(spec: dict[str, tuple[Any, ...]], num_layers: int) -> dict[str, tuple[Any, ...]]:
-    """GPT-2's initialisation: weights whose products are added to the residual stream start smaller, by the root of
-    the number of these additions."""
-    small = 1.0 / (2 * num_layers) ** 0.5
-    for name, (kind, *values) in spec.items():
-        if name.endswith(("attn.out.weight", "cross.out.weight", "mlp.down.weight")):
-            spec[name] = (kind, values[0] * small)
-    return spec

@@ -18,8 +18,9 @@ from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import Model
 from modelcenter.models.cross_attention import INPUTS, CrossAttentionMixin
-from modelcenter.models.decoder import Decoder, scaled_residuals
+from modelcenter.models.decoder import Decoder
 from modelcenter.models.double_heads import DoubleHeads, flatten_batch
+from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 

@@ -17,10 +17,10 @@ from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
-from modelcenter.models.decoder import scaled_residuals
 from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch
-from modelcenter.models.qwen import KINDS
+from modelcenter.models.layer_types import SLIDING, check_layer_types
 
 
 @dataclass(kw_only=True)
@@ -66,9 +66,8 @@ class ModernBertConfig(EncoderConfig):
         self.require_probabilities("mlp_dropout", "classifier_dropout")
         self.require(self.local_attention >= 0, "local_attention", "a number of tokens")
         self.require(self.global_every > 0, "global_every", "a number of layers, at least 1")
-        types = self.layer_types
-        known = types is None or (len(types) == self.num_layers and set(types) <= set(KINDS))
-        self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
+        if self.layer_types is not None:
+            check_layer_types(self, self.layer_types, self.num_layers)
 
     @property
     def head_dropout(self) -> float:
@@ -77,7 +76,7 @@ class ModernBertConfig(EncoderConfig):
     def window(self, layer: int) -> int | None:
         """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""
         types = self.layer_types
-        near = layer % self.global_every > 0 if types is None else types[layer] == "sliding_attention"
+        near = layer % self.global_every > 0 if types is None else types[layer] == SLIDING
         return self.local_attention // 2 + 1 if near else None
 
 

@@ -5,9 +5,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
 from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
-
-KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(kw_only=True)
@@ -32,14 +31,14 @@ class Qwen2Config(LlamaBodyConfig):
             self.sliding_window = None
         if self.layer_types is None:
             slide = self.sliding_window is not None
-            self.layer_types = [KINDS[slide and i >= self.max_window_layers] for i in range(self.num_layers)]
-        known = len(self.layer_types) == self.num_layers and set(self.layer_types) <= set(KINDS)
-        self.require(known, "layer_types", f"{self.num_layers} (num_layers) of {' or '.join(KINDS)}")
+            full = self.max_window_layers if slide else self.num_layers
+            self.layer_types = [FULL if i < full else SLIDING for i in range(self.num_layers)]
+        check_layer_types(self, self.layer_types, self.num_layers)
 
     def window(self, layer: int) -> int | None:
         """Tokens that layer 0, 1, ... sees; None: all."""
         assert self.layer_types is not None
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 @dataclass(kw_only=True)

@@ -154,14 +154,14 @@ def test_directories(tmp_path, capsys):
 
 
 def test_an_architecture_of_somebody_else(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "albert", "architectures": ["AlbertModel"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "funnel", "architectures": ["FunnelModel"]}')
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "model.safetensors")
     about = model_info(str(tmp_path))
     assert about["parameters"] == 17 and about["components"] == {"other": 17} and about["tasks"] == []
     (tmp_path / "model.safetensors").unlink()
     about = model_info(str(tmp_path))
     assert about["parameters"] is None and about["memory"] is None
-    assert "'albert' is no architecture that is known here" in render(about)
+    assert "'funnel' is no architecture that is known here" in render(about)
     (tmp_path / "config.json").write_text('{"dim_model": 24, "num_layers": 2}')
     assert "its config names no model_type; one of the original ModelCenter" in render(model_info(str(tmp_path)))
 

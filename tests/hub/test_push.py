@@ -298,10 +298,10 @@ def test_a_shard_away(tmp_path):
 
 def test_what_is_not_known_here_is_said(tmp_path):
     path = small(tmp_path / "m")
-    _config(path, model_type="albert")
+    _config(path, model_type="funnel")
     said = []
     assert "model.safetensors" in check_directory(path, said.append)
-    assert len(said) == 1 and "'albert' is not known here" in said[0]
+    assert len(said) == 1 and "'funnel' is not known here" in said[0]
 
 
 def test_code_that_is_not_there_is_said(tmp_path):

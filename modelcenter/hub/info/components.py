@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Rule, Tied, fill, template_regex
-from modelcenter.hub.info.parameter_counts import SIDES, config_fields
+from modelcenter.hub.info.config_fields import SIDES, config_fields
 
 
 def component(native: str) -> str:

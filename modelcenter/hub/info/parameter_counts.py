@@ -1,103 +1,15 @@
 """How many parameters a model has, by component, from its config alone. Imports no torch."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from modelcenter import registry
-from modelcenter.convert.rules import ArchMap
+from modelcenter.hub.info.config_fields import COMPOSED, SIDES, Fields, config_fields, side_of
+from modelcenter.hub.info.head_counts import HEADS, linear_size
 
-COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
+T = TypeVar("T")
+
 COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
-# Defaults of the fields that published configs leave out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
-    "albert": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128, "num_groups": 1, "group_layers": 1},
-    "distilbert": {"max_positions": 512, "type_vocab_size": 0},
-    "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},
-    "modernbert": {"decoder_bias": True},
-    "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},
-    "gpt2": {"max_positions": 1024},
-    "gptj": {"tie_embeddings": False},
-    "gpt_neox": {"attention_bias": True, "tie_embeddings": False},
-    "llama": {"tie_embeddings": False},
-    "qwen2": {"tie_embeddings": False},
-    "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},
-    "mistral": {"num_kv_heads": 8, "tie_embeddings": False},
-    "qwen3": {"head_dim": 128, "tie_embeddings": False},
-    "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
-    "t5": {"head_dim": 64, "num_buckets": 32},
-    "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
-    "umt5": {"head_dim": 64, "num_buckets": 32, "gated": True},
-    "bart": {"max_positions": 1024},
-    "cpm1": {"num_buckets": 32, "tie_embeddings": False},
-    "cpm3": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 64, "segment_types": 34},
-    "cpmbee": {"num_buckets": 256, "num_relations": 256},
-    "cpmant": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 32, "segment_types": 32},
-}
-
-
-def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
-    """The fields of a config.json under our names; unknown ones as they are."""
-    given = dict(config) if arch.config.translation is None else arch.config.translation.read(config)
-    if (kind := given.pop("feed_forward_proj", None)) is not None:  # T5's
-        given.setdefault("is_gated_act", str(kind).startswith("gated-"))
-    ours = {arch.config.fields.get(key, key): value for key, value in given.items()}
-    if arch.model_type == COMPOSED:
-        one, other = (_side(config, name)[0] for name in SIDES)
-        ours = one | ours | {"num_decoder_layers": other.get("num_layers"), "vocab_size": other.get("vocab_size")}
-    return ours
-
-
-def _side(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our names of a side of an encoder and a decoder that were made apart, and its config.json.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    side = config.get(name)
-    if not isinstance(side, Mapping):
-        raise ValueError(f"config.json of an {COMPOSED} lacks {name}, so its size is not known")
-    return our_names(side, registry.get(str(side.get("model_type"))).arch_map()), dict(side)
-
-
-_OFF = frozenset(  # unless the config says otherwise
-    """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
-    relative_attention norm_distances share_projections conv_width""".split()
-)
-
-
-class _Fields:
-    """Our names as attributes, with what follows from others: head_dim, num_kv_heads, intermediate_size."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        if (value := self._values.get(name)) is not None:
-            return config_fields(value) if name in SIDES else value
-        if name == "head_dim":
-            return self.hidden_size // self.num_heads
-        derived = {
-            "num_kv_heads": "num_heads",
-            "num_decoder_layers": "num_layers",
-            "decoder_intermediate_size": "intermediate_size",
-            "embedding_size": "hidden_size",
-            "max_distance": "max_positions",
-            "position_buckets": "max_distance",
-        }
-        if name in derived:
-            return getattr(self, derived[name])
-        if name in _OFF:
-            return False
-        raise KeyError(name)
-
-
-def config_fields(config: Mapping[str, Any], arch: ArchMap | None = None) -> _Fields:
-    """The fields of a config.json that the conditions of conversion rules look at."""
-    arch = arch or registry.get(str(config.get("model_type"))).arch_map()
-    usual = _DEFAULTS.get(arch.model_type, {})
-    tied = config.get("tie_word_embeddings", usual.get("tie_embeddings", True))
-    return _Fields(usual | our_names(config, arch) | {"tie_embeddings": tied})
 
 
 def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
@@ -112,17 +24,8 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
     kind = str(config.get("model_type"))
     if kind == COMPOSED:
         return _composed(config)
-    count = _COUNTS.get(kind)
-    if count is None:
-        return None
-    fields = _DEFAULTS.get(kind, {}) | our_names(config, registry.get(kind).arch_map())
-    try:
-        found = count(_Fields(fields), kind)
-    except KeyError as error:
-        raise ValueError(f"config.json of a {kind} lacks {error.args[0]}, so its size is not known") from None
-    except (TypeError, ArithmeticError) as error:
-        raise ValueError(f"config.json of a {kind} holds a size that is no number: {error}") from None
-    return _ordered(found)
+    count = _BODIES.get(kind)
+    return None if count is None else _ordered(_counted(kind, count, config_fields(config), kind))
 
 
 def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | None:
@@ -134,68 +37,66 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
         ValueError: as body_sizes.
     """
     sizes, kind = body_sizes(config), str(config.get("model_type"))
-    if sizes is None or task not in ("base", "masked-lm", "pretraining", "causal-lm", "seq2seq-lm"):
-        return None
-    arch = registry.get(kind).arch_map()
-    if task not in arch.tasks:
-        return None
     if kind == COMPOSED:
-        return sizes
-    c = _Fields(_DEFAULTS.get(kind, {}) | our_names(config, arch))
-    tied = config.get("tie_word_embeddings", _DEFAULTS.get(kind, {}).get("tie_embeddings", True))
-    if kind == "cpmant":
-        tied = False  # its head has rows of its own
-    d, head = c.hidden_size, 0
-    narrow = c.embedding_size if kind in ("opt", "electra", "albert") else d
-    if kind == "electra" and task == "pretraining":
-        return _ordered({**sizes, "head": _linear(d, d, True) + _linear(d, 1, True)})
-    if task != "base":
-        head = 0 if tied else c.vocab_size * narrow
-    if kind == "modernbert" and task == "masked-lm":
-        head += _linear(d, d, c.classifier_bias) + (1 + c.norm_bias) * d + c.decoder_bias * c.vocab_size
-    elif task == "pretraining" or (task != "base" and "masked-lm" in arch.tasks):
-        head += _linear(d, narrow, True) + 2 * narrow + c.vocab_size
-    if task == "pretraining":
-        head += _linear(d, 2, True)
-    if (kind, task) in (("gptj", "causal-lm"), ("bart", "seq2seq-lm")):
-        head += c.vocab_size
-    if "pooler" not in arch.tasks[task].parts:
+        return sizes if task == "seq2seq-lm" else None
+    heads = HEADS.get(kind, {})
+    if sizes is None or task is None or not (task == "base" or task in heads):
+        return None
+    if "pooler" not in registry.get(kind).arch_map().tasks[task].parts:
         sizes.pop("pooler", None)
+    head = 0 if task == "base" else _counted(kind, heads[task], config_fields(config))
     return _ordered({**sizes, "head": head})
+
+
+def _counted(kind: str, count: Callable[..., T], *args: Any) -> T:
+    """count(*args). Raises ValueError where a config of this kind lacks a field, or has no number there."""
+    try:
+        return count(*args)
+    except KeyError as error:
+        raise ValueError(f"config.json of a {kind} lacks {error.args[0]}, so its size is not known") from None
+    except (TypeError, ArithmeticError) as error:
+        raise ValueError(f"config.json of a {kind} holds a size that is no number: {error}") from None
 
 
 def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in COMPONENTS if sizes.get(name)}
 
 
-def _linear(inputs: int, outputs: int, bias: bool) -> int:
-    return outputs * (inputs + bool(bias))
-
-
-def _attention(c: _Fields, bias: bool, out_bias: bool | None = None) -> int:
+def _attention(c: Fields, bias: bool, out_bias: bool | None = None) -> int:
     width, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    inner = _linear(c.hidden_size, width, bias) + 2 * _linear(c.hidden_size, keys, bias)
-    return inner + _linear(width, c.hidden_size, bias if out_bias is None else out_bias)
+    inner = linear_size(c.hidden_size, width, bias) + 2 * linear_size(c.hidden_size, keys, bias)
+    return inner + linear_size(width, c.hidden_size, bias if out_bias is None else out_bias)
 
 
-def _mlp(c: _Fields, bias: bool, gated: bool = False, inner: int | None = None) -> int:
+def _mlp(c: Fields, bias: bool, gated: bool = False, inner: int | None = None) -> int:
     inner = c.intermediate_size if inner is None else inner
-    return (1 + gated) * _linear(c.hidden_size, inner, bias) + _linear(inner, c.hidden_size, bias)
+    return (1 + gated) * linear_size(c.hidden_size, inner, bias) + linear_size(inner, c.hidden_size, bias)
 
 
-def _bert(c: _Fields, kind: str) -> dict[str, int]:
+def _bert(c: Fields, kind: str) -> dict[str, int]:
     d, layers, narrow = c.hidden_size, c.num_layers, c.embedding_size if kind == "electra" else c.hidden_size
     words = (c.vocab_size + c.max_positions + c.type_vocab_size) * narrow
     return {
-        "embeddings": words + (_linear(narrow, d, True) if narrow != d else 0),
+        "embeddings": words + (linear_size(narrow, d, True) if narrow != d else 0),
         "attention": (1 + c.cross_attention) * layers * _attention(c, True),
         "mlp": layers * _mlp(c, True),
         "norms": 2 * narrow + 2 * d * (2 + c.cross_attention) * layers,
-        "pooler": 0 if kind in ("distilbert", "electra") else _linear(d, d, True),
+        "pooler": 0 if kind in ("distilbert", "electra") else linear_size(d, d, True),
     }
 
 
-def _deberta(c: _Fields, kind: str) -> dict[str, int]:
+def _albert(c: Fields, kind: str) -> dict[str, int]:
+    d, narrow, layers = c.hidden_size, c.embedding_size, c.num_groups * c.group_layers  # however often each runs
+    return {
+        "embeddings": (c.vocab_size + c.max_positions + c.type_vocab_size) * narrow + linear_size(narrow, d, True),
+        "attention": layers * _attention(c, True),
+        "mlp": layers * _mlp(c, True),
+        "norms": 2 * narrow + 4 * d * layers,
+        "pooler": linear_size(d, d, True),
+    }
+
+
+def _deberta(c: Fields, kind: str) -> dict[str, int]:
     d, layers = c.hidden_size, c.num_layers
     positions = c.max_positions if c.position_input else 0
     distances = 2 * c.position_buckets if c.relative_attention else 0
@@ -203,25 +104,14 @@ def _deberta(c: _Fields, kind: str) -> dict[str, int]:
     normed = 1 + 2 * layers + bool(distances and c.norm_distances) + bool(c.conv_width)
     return {
         "embeddings": (c.vocab_size + positions + c.type_vocab_size + distances) * d,
-        "attention": layers * (_attention(c, True) + own * _linear(d, d, True)),
+        "attention": layers * (_attention(c, True) + own * linear_size(d, d, True)),
         "mlp": layers * _mlp(c, True),
         "norms": 2 * d * normed,
-        "other": _linear(d * c.conv_width, d, True) if c.conv_width else 0,
+        "other": linear_size(d * c.conv_width, d, True) if c.conv_width else 0,
     }
 
 
-def _albert(c: _Fields, kind: str) -> dict[str, int]:
-    d, narrow, layers = c.hidden_size, c.embedding_size, c.num_groups * c.group_layers  # however often each runs
-    return {
-        "embeddings": (c.vocab_size + c.max_positions + c.type_vocab_size) * narrow + _linear(narrow, d, True),
-        "attention": layers * _attention(c, True),
-        "mlp": layers * _mlp(c, True),
-        "norms": 2 * narrow + 4 * d * layers,
-        "pooler": _linear(d, d, True),
-    }
-
-
-def _modernbert(c: _Fields, kind: str) -> dict[str, int]:
+def _modernbert(c: Fields, kind: str) -> dict[str, int]:
     d, layers = c.hidden_size, c.num_layers
     return {
         "embeddings": c.vocab_size * d,
@@ -231,7 +121,7 @@ def _modernbert(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
-def _gpt2(c: _Fields, kind: str) -> dict[str, int]:
+def _gpt2(c: Fields, kind: str) -> dict[str, int]:
     """GPT-2, GPT-J, GPT-NeoX: GPT-J's attention has no biases, and one norm serves both branches of a layer."""
     d, layers = c.hidden_size, c.num_layers
     bias = {"gpt2": True, "gptj": False}.get(kind, None)
@@ -245,7 +135,7 @@ def _gpt2(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
-def _opt(c: _Fields, kind: str) -> dict[str, int]:
+def _opt(c: Fields, kind: str) -> dict[str, int]:
     d, layers, narrow = c.hidden_size, c.num_layers, c.embedding_size
     final = c.pre_norm and not c.remove_final_norm
     return {
@@ -257,7 +147,7 @@ def _opt(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
-def _llama(c: _Fields, kind: str) -> dict[str, int]:
+def _llama(c: Fields, kind: str) -> dict[str, int]:
     d, layers = c.hidden_size, c.num_layers
     if kind == "minicpm3":
         attention = _latent(c)
@@ -273,17 +163,17 @@ def _llama(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
-def _latent(c: _Fields) -> int:
+def _latent(c: Fields) -> int:
     """Attention through latents: down to a rank, a norm there, up to the heads."""
     d, heads, bias = c.hidden_size, c.num_heads, c.attention_bias
     values = c._values.get("v_head_dim") or d // heads
     queries, keys = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.kv_lora_rank
-    q = _linear(d, c.q_lora_rank, bias) + c.q_lora_rank + c.q_lora_rank * queries if c.q_lora_rank else d * queries
-    kv = _linear(d, keys + c.qk_rope_head_dim, bias) + keys + keys * heads * (c.qk_nope_head_dim + values)
-    return q + kv + _linear(heads * values, d, bias)
+    q = linear_size(d, c.q_lora_rank, bias) + c.q_lora_rank + c.q_lora_rank * queries if c.q_lora_rank else d * queries
+    kv = linear_size(d, keys + c.qk_rope_head_dim, bias) + keys + keys * heads * (c.qk_nope_head_dim + values)
+    return q + kv + linear_size(heads * values, d, bias)
 
 
-def _t5(c: _Fields, kind: str) -> dict[str, int]:
+def _t5(c: Fields, kind: str) -> dict[str, int]:
     d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
     biases = one + other if kind == "umt5" else 2  # umT5: one for each layer, the others one for each side
     return {
@@ -294,7 +184,7 @@ def _t5(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
-def _bart(c: _Fields, kind: str) -> dict[str, int]:
+def _bart(c: Fields, kind: str) -> dict[str, int]:
     d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
     return {
         "embeddings": (c.vocab_size + 2 * (c.max_positions + 2)) * d,  # positions start at 2
@@ -304,7 +194,7 @@ def _bart(c: _Fields, kind: str) -> dict[str, int]:
     }
 
 
-def _cpm(c: _Fields, kind: str) -> dict[str, int]:
+def _cpm(c: Fields, kind: str) -> dict[str, int]:
     """CPM-1, CPM-3, CPM-Ant and CPM-Bee: prompts and relations of segments beside the words and distances of CPM-1."""
     d, layers = c.hidden_size, c.num_layers
     words = c.vocab_size + (c.prompt_types * c.prompt_length if kind in ("cpmant", "cpm3") else 0)
@@ -321,18 +211,18 @@ def _cpm(c: _Fields, kind: str) -> dict[str, int]:
 def _composed(config: Mapping[str, Any]) -> dict[str, int]:
     """The body of one and the language model of the other, which are never apart, and what maps one's width to the
     other's."""
-    (one, reader), (other, writer) = (_side(config, name) for name in SIDES)
+    (one, reader), (other, writer) = (side_of(config, name) for name in SIDES)
     found = body_sizes(reader) or {}
     for name, size in (task_sizes(writer, "causal-lm") or {}).items():
         found[name] = found.get(name, 0) + size
     widths = one["hidden_size"], other["hidden_size"]
-    return _ordered(found | {"other": _linear(*widths, True) if widths[0] != widths[1] else 0})
+    return _ordered(found | {"other": linear_size(*widths, True) if widths[0] != widths[1] else 0})
 
 
-_COUNTS: dict[str, Callable[[_Fields, str], dict[str, int]]] = {
+_BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), _bert),
-    "deberta-v2": _deberta,
     "albert": _albert,
+    "deberta-v2": _deberta,
     "modernbert": _modernbert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),

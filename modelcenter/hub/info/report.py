@@ -9,8 +9,9 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
+from modelcenter.hub.info.config_fields import our_names
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
-from modelcenter.hub.info.parameter_counts import body_sizes, our_names, task_sizes
+from modelcenter.hub.info.parameter_counts import body_sizes, task_sizes
 from modelcenter.hub.info.stored_files import cached_files, describe_files, newest_snapshot
 from modelcenter.hub.remote.download import HubOptions, download_config, is_offline
 from modelcenter.hub.resolve import local_directory, read_model_config, repo_of

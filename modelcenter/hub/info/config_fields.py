@@ -1,0 +1,99 @@
+"""The fields of a config.json under our names, with what it leaves out. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelcenter import registry
+from modelcenter.convert.rules import ArchMap
+
+COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
+# Defaults of the fields that published configs leave out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
+    "albert": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128, "num_groups": 1, "group_layers": 1},
+    "distilbert": {"max_positions": 512, "type_vocab_size": 0},
+    "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},
+    "modernbert": {"decoder_bias": True},
+    "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},
+    "gpt2": {"max_positions": 1024},
+    "gptj": {"tie_embeddings": False},
+    "gpt_neox": {"attention_bias": True, "tie_embeddings": False},
+    "llama": {"tie_embeddings": False},
+    "qwen2": {"tie_embeddings": False},
+    "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},
+    "mistral": {"num_kv_heads": 8, "tie_embeddings": False},
+    "qwen3": {"head_dim": 128, "tie_embeddings": False},
+    "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
+    "t5": {"head_dim": 64, "num_buckets": 32},
+    "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
+    "umt5": {"head_dim": 64, "num_buckets": 32, "gated": True},
+    "bart": {"max_positions": 1024},
+    "cpm1": {"num_buckets": 32, "tie_embeddings": False},
+    "cpm3": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 64, "segment_types": 34},
+    "cpmbee": {"num_buckets": 256, "num_relations": 256},
+    "cpmant": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 32, "segment_types": 32},
+}
+
+
+def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
+    """The fields of a config.json under our names; unknown ones as they are."""
+    given = dict(config) if arch.config.translation is None else arch.config.translation.read(config)
+    if (kind := given.pop("feed_forward_proj", None)) is not None:  # T5's
+        given.setdefault("is_gated_act", str(kind).startswith("gated-"))
+    ours = {arch.config.fields.get(key, key): value for key, value in given.items()}
+    if arch.model_type == COMPOSED:
+        one, other = (side_of(config, name)[0] for name in SIDES)
+        ours = one | ours | {"num_decoder_layers": other.get("num_layers"), "vocab_size": other.get("vocab_size")}
+    return ours
+
+
+def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our names of a side of an encoder and a decoder that were made apart, and its config.json.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    side = config.get(name)
+    if not isinstance(side, Mapping):
+        raise ValueError(f"config.json of an {COMPOSED} lacks {name}, so its size is not known")
+    return our_names(side, registry.get(str(side.get("model_type"))).arch_map()), dict(side)
+
+
+_OFF = frozenset(  # unless the config says otherwise
+    """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
+    relative_attention norm_distances share_projections conv_width""".split()
+)
+
+
+class Fields:
+    """Our names as attributes, with what follows from others: head_dim, num_kv_heads, intermediate_size."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if (value := self._values.get(name)) is not None:
+            return config_fields(value) if name in SIDES else value
+        if name == "head_dim":
+            return self.hidden_size // self.num_heads
+        derived = {
+            "num_kv_heads": "num_heads",
+            "num_decoder_layers": "num_layers",
+            "decoder_intermediate_size": "intermediate_size",
+            "embedding_size": "hidden_size",
+            "max_distance": "max_positions",
+            "position_buckets": "max_distance",
+        }
+        if name in derived:
+            return getattr(self, derived[name])
+        if name in _OFF:
+            return False
+        raise KeyError(name)
+
+
+def config_fields(config: Mapping[str, Any], arch: ArchMap | None = None) -> Fields:
+    """The fields of a config.json that the conditions of conversion rules look at."""
+    arch = arch or registry.get(str(config.get("model_type"))).arch_map()
+    usual = _DEFAULTS.get(arch.model_type, {})
+    tied = config.get("tie_word_embeddings", usual.get("tie_embeddings", True))
+    return Fields(usual | our_names(config, arch) | {"tie_embeddings": tied})

@@ -1,0 +1,82 @@
+"""How many parameters the heads have whose size a config decides, by family and task. Imports no torch."""
+
+from collections.abc import Callable, Mapping
+
+from modelcenter.hub.info.config_fields import Fields
+
+
+def linear_size(inputs: int, outputs: int, bias: bool) -> int:
+    return outputs * (inputs + bool(bias))
+
+
+def _words(c: Fields, width: int | None = None) -> int:
+    """The matrix of the vocabulary, where it is not the table of embeddings, whose rows are so wide."""
+    return 0 if c.tie_embeddings else c.vocab_size * (c.hidden_size if width is None else width)
+
+
+def _biased_words(c: Fields) -> int:
+    return _words(c) + c.vocab_size
+
+
+def _own_words(c: Fields) -> int:
+    """CPM-Ant's, which are rows of their own, whatever a config says."""
+    return c.vocab_size * c.hidden_size
+
+
+def _narrow_words(c: Fields) -> int:
+    return _words(c, c.embedding_size)
+
+
+def _masked_words(c: Fields, width: int | None = None) -> int:
+    """BERT's: a dense layer to the width of the table, a norm, the matrix and a bias."""
+    width = c.hidden_size if width is None else width
+    return linear_size(c.hidden_size, width, True) + 2 * width + _words(c, width) + c.vocab_size
+
+
+def _narrow_masked_words(c: Fields) -> int:
+    return _masked_words(c, c.embedding_size)
+
+
+def _modernbert_words(c: Fields) -> int:
+    d = c.hidden_size
+    dense = linear_size(d, d, c.classifier_bias) + (1 + c.norm_bias) * d
+    return dense + _words(c) + c.decoder_bias * c.vocab_size
+
+
+def _words_and_next_sentence(c: Fields) -> int:
+    return _masked_words(c) + linear_size(c.hidden_size, 2, True)
+
+
+def _words_and_sentence_order(c: Fields) -> int:
+    return _narrow_masked_words(c) + linear_size(c.hidden_size, 2, True)
+
+
+def _replaced_tokens(c: Fields) -> int:
+    return linear_size(c.hidden_size, c.hidden_size, True) + linear_size(c.hidden_size, 1, True)
+
+
+Heads = Mapping[str, Callable[[Fields], int]]  # task -> parameters of its head
+
+_ROBERTA: Heads = {"masked-lm": _masked_words, "causal-lm": _masked_words}
+_DECODER: Heads = {"causal-lm": _words}
+_ENCODER_DECODER: Heads = {"seq2seq-lm": _words}
+HEADS: dict[str, Heads] = {
+    "bert": {**_ROBERTA, "pretraining": _words_and_next_sentence},
+    **dict.fromkeys(("roberta", "xlm-roberta"), _ROBERTA),
+    **dict.fromkeys(("distilbert", "deberta-v2"), {"masked-lm": _masked_words}),
+    "modernbert": {"masked-lm": _modernbert_words},
+    "electra": {
+        "masked-lm": _narrow_masked_words,
+        "causal-lm": _narrow_masked_words,
+        "pretraining": _replaced_tokens,
+    },
+    "albert": {"masked-lm": _narrow_masked_words, "pretraining": _words_and_sentence_order},
+    **dict.fromkeys(("gpt2", "gpt_neox"), _DECODER),
+    "gptj": {"causal-lm": _biased_words},
+    "opt": {"causal-lm": _narrow_words},
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _DECODER),
+    **dict.fromkeys(("t5", "mt5", "umt5"), _ENCODER_DECODER),
+    "bart": {"seq2seq-lm": _biased_words},
+    **dict.fromkeys(("cpm1", "cpm3", "cpmbee"), _DECODER),
+    "cpmant": {"causal-lm": _own_words},
+}

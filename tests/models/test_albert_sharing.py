@@ -103,6 +103,23 @@ def test_four_ranks_train_as_one_process(sizes, expected):
             same(found, expected)
 
 
+def with_fields(sizes, fields):
+    return gradients(CUTS, sizes, {}, **fields)
+
+
+OF_ONE_RUN = [{"num_groups": 4}, {"num_groups": 3}, {"num_layers": 2, "num_groups": 1, "group_layers": 2}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fields", OF_ONE_RUN, ids=str)
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, {"pp_size": 2, "pp_chunks": 2, "zero_level": 1}], ids=str)
+def test_stages_of_layers_of_which_some_run_once(two, sizes, fields):
+    """Those are units that are gathered by themselves, beside others that are the root's."""
+    expected = gradients(ONE_BATCH, **fields)
+    for found in two.run(with_fields, sizes, fields):
+        same(found, expected)
+
+
 def test_16_bits_in_one_process():
     """A layer that is computed again sees the root's casts, which are made once; so do all its runs."""
     plain = gradients(CUTS, None, {"precision": "bf16"})

@@ -132,7 +132,7 @@ def test_labels_of_other_pairs_are_refused(name, task, inputs, says):
 
 
 def test_more_groups_than_layers_are_refused():
-    with pytest.raises(ValueError, match="albert config: num_groups is 4, expected at most num_layers=3"):
+    with pytest.raises(ValueError, match="albert config: num_hidden_groups is 4, expected at most num_hidden_layers=3"):
         mc.from_config("tiny/albert", num_hidden_groups=4)
     with pytest.raises(ValueError, match="inner_group_num is 0, expected a whole number of at least 1"):
         mc.from_config("tiny/albert", inner_group_num=0)

@@ -246,7 +246,7 @@ class _Linears(Function):
         need_x, *needed = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
         remade.keep(ctx, x if any(needed[::2]) else None, *(w if need_x else None for w, _ in layers))
-        forward = _product_nt if onednn_linear()[0] and x.is_cpu else F.linear
+        forward = _product_nt if onednn_linear()[0] and library.plain_fp32(x, *parameters) else F.linear
         return tuple(forward(x, w, b) for w, b in layers)
 
     @staticmethod

@@ -121,6 +121,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("encoder-decoder", "Composed", "composed"),
         _ours("umt5", "UMT5", "t5", "t5:UMT5"),
         _ours("bart", "Bart"),
+        _ours("mbart", "MBart"),
     )
 }
 

@@ -36,8 +36,8 @@ def adapted(base: Path, task: str, **options):
 def inputs(task: str, family: str, labels: bool = False) -> dict:
     rng = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 60, (3, 9), generator=rng)
-    if family.endswith("t5") or family == "bart":  # the end of the sequence, by which its classifier finds its place
-        ids[:, -1] = 2 if family == "bart" else 1
+    if family.endswith(("t5", "bart")):  # the end of the sequence, by which its classifier finds its place
+        ids[:, -1] = 2 if family.endswith("bart") else 1
     batch = {"input_ids": ids}
     if family != "cpmant":
         batch["attention_mask"] = torch.ones_like(ids)

@@ -19,7 +19,8 @@ def _attention(hub: str, native: str) -> list[Rule]:
     return [Rename(f"{hub}.{name}_proj.*", f"{native}.{name}.*") for name in ("q", "k", "v", "out")]
 
 
-def _side(side: str) -> list[Rule]:
+def layers(side: str) -> list[Rule]:
+    """The words and the blocks of the encoder or the decoder, alike in BART and in what is made as it."""
     layer = f"{side}.layers.{{i}}"
     across = (
         [
@@ -33,8 +34,6 @@ def _side(side: str) -> list[Rule]:
     return [
         Tied(words, to="shared.weight", when=tied),
         Tied(words, to="shared.weight", write=True, when=untied),
-        Rename(f"{side}.embed_positions.weight", f"{side}.position.weight"),
-        Rename(f"{side}.layernorm_embedding.*", f"{side}.embed_norm.*"),
         *_attention(f"{layer}.self_attn", f"{layer}.attn"),
         Rename(f"{layer}.self_attn_layer_norm.*", f"{layer}.attn_norm.*"),
         *across,
@@ -43,6 +42,22 @@ def _side(side: str) -> list[Rule]:
         Rename(f"{layer}.final_layer_norm.*", f"{layer}.mlp_norm.*"),
     ]
 
+
+def embeddings(side: str) -> list[Rule]:
+    """The table of positions of a side, and the norm between its embeddings and its blocks."""
+    return [
+        Rename(f"{side}.embed_positions.weight", f"{side}.position.weight"),
+        Rename(f"{side}.layernorm_embedding.*", f"{side}.embed_norm.*"),
+    ]
+
+
+def final_norm(side: str) -> list[Rule]:
+    """The norm after the blocks of a side, which BART does not have."""
+    return [Rename(f"{side}.layer_norm.*", f"{side}.final_norm.*")]
+
+
+SHARED = Rename("shared.weight", "embed.weight")
+SIDES = ("encoder", "decoder")
 
 PARTS = {
     "lm": Part(
@@ -71,7 +86,12 @@ _FORCED = {"forced_bos_token_id": "bos_token_id", "forced_eos_token_id": "eos_to
 @dataclass(frozen=True)
 class BartConfigMap(ConfigMap):
     """BART's config.json, with transformers' defaults of what this computes: the tokens that a text is forced to begin
-    and to end with, and 3 labels."""
+    and to end with, and a number of labels.
+
+    labels: of a config.json that says none.
+    """
+
+    labels: int = 3
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
@@ -94,37 +114,44 @@ class BartConfigMap(ConfigMap):
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         out = super().write(config, hf_class, dtype)
         out.setdefault("forced_eos_token_id", None)  # else transformers would force a token
-        if "id2label" not in out and not hf_class.endswith("QuestionAnswering"):  # else transformers has 3
+        if "id2label" not in out and self.labels != 2 and not hf_class.endswith("QuestionAnswering"):
             out |= {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
         return dict(sorted({**out, "is_encoder_decoder": True}.items()))
 
 
+# Of BART and what is made as it.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "encoder_layers": "num_layers",
+    "decoder_layers": "num_decoder_layers",
+    "encoder_attention_heads": "num_heads",
+    "decoder_attention_heads": "num_decoder_heads",
+    "encoder_ffn_dim": "intermediate_size",
+    "decoder_ffn_dim": "decoder_intermediate_size",
+    "activation_function": "hidden_act",
+    "max_position_embeddings": "max_positions",
+    "scale_embedding": "scale_embedding",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "activation_dropout": "activation_dropout",
+    "classifier_dropout": "classifier_dropout",
+    "pad_token_id": "pad_token_id",
+    "eos_token_id": "eos_token_id",
+    "decoder_start_token_id": "decoder_start_token_id",
+    "init_std": "initializer_range",
+}
+SAME = {"is_encoder_decoder": (True,), "encoder_layerdrop": (0.0,), "decoder_layerdrop": (0.0,)}
+# What transformers never read (add_bias_logits), or reads no longer; the table of positions has its own size.
+IGNORED = frozenset(
+    """add_bias_logits classif_dropout extra_pos_embeddings force_bos_token_to_be_generated kobart_version
+    num_hidden_layers save_step""".split()
+)
+
 CONFIG = BartConfigMap(
-    fields={
-        "vocab_size": "vocab_size",
-        "d_model": "hidden_size",
-        "encoder_layers": "num_layers",
-        "decoder_layers": "num_decoder_layers",
-        "encoder_attention_heads": "num_heads",
-        "decoder_attention_heads": "num_decoder_heads",
-        "encoder_ffn_dim": "intermediate_size",
-        "decoder_ffn_dim": "decoder_intermediate_size",
-        "activation_function": "hidden_act",
-        "max_position_embeddings": "max_positions",
-        "scale_embedding": "scale_embedding",
-        "dropout": "dropout",
-        "attention_dropout": "attention_dropout",
-        "activation_dropout": "activation_dropout",
-        "classifier_dropout": "classifier_dropout",
-        "pad_token_id": "pad_token_id",
-        "eos_token_id": "eos_token_id",
-        "decoder_start_token_id": "decoder_start_token_id",
-        "init_std": "initializer_range",
-    },
+    fields=FIELDS,
     required={
-        "is_encoder_decoder": (True,),
-        "encoder_layerdrop": (0.0,),
-        "decoder_layerdrop": (0.0,),
+        **SAME,
         # Of the time when one class made BART, mBART and Marian.
         "add_final_layer_norm": (False,),
         "do_blenderbot_90_layernorm": (False,),
@@ -132,17 +159,13 @@ CONFIG = BartConfigMap(
         "normalize_embedding": (True,),
         "static_position_embeddings": (False,),
     },
-    # What transformers never read (add_bias_logits), or reads no longer; the table of positions has its own size.
-    ignored=frozenset(
-        """add_bias_logits classif_dropout extra_pos_embeddings force_bos_token_to_be_generated kobart_version
-        num_hidden_layers save_step""".split()
-    ),
+    ignored=IGNORED,
 )
 
 ARCH = ArchMap(
     model_type="bart",
     prefix="model.",
-    body=(Rename("shared.weight", "embed.weight"), *_side("encoder"), *_side("decoder")),
+    body=(SHARED, *(rule for side in SIDES for rule in layers(side) + embeddings(side))),
     parts=PARTS,
     tasks=TASKS,
     config=CONFIG,

@@ -130,7 +130,8 @@ def tokenizer_state(tokenizer: Any) -> str:
     scores = None if model is None else hashlib.sha256(model.serialized_model_proto()).hexdigest()
     made_with = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _OF_NO_TOKEN}
     added = {number: repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
-    state = [sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, scores, made_with, added]
+    marks = [getattr(tokenizer, name, None) for name in ("prefix_tokens", "suffix_tokens")]  # of a language
+    state = [sorted(tokenizer.get_vocab().items()), type(tokenizer).__name__, scores, made_with, added, marks]
     return json.dumps(state, sort_keys=True, default=str)
 
 

@@ -78,8 +78,10 @@ class BartConfig(ModelConfig):
 class BartSide(Side):
     """A side with a table of positions, and norm and dropout between the embeddings and the blocks."""
 
-    def __init__(self, layers: nn.ModuleList, position: nn.Embedding, hidden_size: int, dropout: float):
-        super().__init__(layers, nn.Identity())
+    def __init__(
+        self, layers: nn.ModuleList, final_norm: nn.Module, position: nn.Embedding, hidden_size: int, dropout: float
+    ):
+        super().__init__(layers, final_norm)
         self.position = position
         self.embed_norm = LayerNorm(hidden_size, NORM_EPS)
         self.embed_dropout = Dropout(dropout)
@@ -103,24 +105,31 @@ class Bart(EncoderDecoder):
         c = config
         assert c.num_decoder_layers and c.num_decoder_heads and c.decoder_intermediate_size
         self.embed = Embedding(c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id)
-        self.encoder = self._side(c.num_layers, c.num_heads, c.intermediate_size, decodes=False)
-        self.decoder = self._side(c.num_decoder_layers, c.num_decoder_heads, c.decoder_intermediate_size, decodes=True)
+        of_encoder = c.num_layers, c.num_heads, c.intermediate_size
+        of_decoder = c.num_decoder_layers, c.num_decoder_heads, c.decoder_intermediate_size
+        self.encoder, self.decoder = (
+            self.make_side(nn.ModuleList(self.make_block(heads, inner, decodes) for _ in range(depth)))
+            for (depth, heads, inner), decodes in ((of_encoder, False), (of_decoder, True))
+        )
         self.head = self.make_head(task, c.classifier_dropout)
 
-    def _side(self, num_layers: int, num_heads: int, intermediate_size: int, decodes: bool) -> BartSide:
+    def make_side(self, layers: nn.ModuleList) -> Side:
+        """The encoder or the decoder with its blocks."""
+        c = self.config
+        position = Embedding(c.max_positions + OFFSET, c.hidden_size)
+        return BartSide(layers, nn.Identity(), position, c.hidden_size, c.dropout)
+
+    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
+        """A block of the encoder, or of the decoder."""
         c, width = self.config, self.config.hidden_size
-        layers = nn.ModuleList(
-            PostNormBlock(
-                SelfAttention(width, num_heads, c.attention_dropout, causal=decodes),
-                MLP(width, intermediate_size, c.hidden_act, dropout=c.activation_dropout),
-                width,
-                NORM_EPS,
-                c.dropout,
-                CrossAttention(width, num_heads, c.attention_dropout) if decodes else None,
-            )
-            for _ in range(num_layers)
+        return PostNormBlock(
+            SelfAttention(width, num_heads, c.attention_dropout, causal=decodes),
+            MLP(width, intermediate_size, c.hidden_act, dropout=c.activation_dropout),
+            width,
+            NORM_EPS,
+            c.dropout,
+            CrossAttention(width, num_heads, c.attention_dropout) if decodes else None,
         )
-        return BartSide(layers, Embedding(c.max_positions + OFFSET, width), width, c.dropout)
 
     def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
         if task != "seq2seq-lm":

@@ -61,13 +61,18 @@ class DecoderInputs(Model):
             # A sequence of no token begins where another does, or behind all of them.
             first = torch.zeros(ids.shape[1] + 1, dtype=torch.bool, device=ids.device)
             first.index_fill_(0, ends[:-1].long(), True)  # first[...] = True would make a GPU wait
-            moved = moved.masked_fill(first[:-1], c.decoder_start_token_id)
-        elif mask is not None:
-            at = mask.int().argmax(1, keepdim=True)
-            moved = moved.scatter(1, at, c.decoder_start_token_id)
+            first = first[:-1]
         else:
-            moved[:, 0] = c.decoder_start_token_id
-        return moved
+            first = torch.arange(ids.shape[1], device=ids.device) == (
+                0 if mask is None else mask.int().argmax(1, keepdim=True)
+            )
+        return torch.where(first, self.start_tokens(ids, mask, ends), moved)
+
+    def start_tokens(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None) -> int | Tensor:
+        """What the decoder's sequences begin with where they are made of `ids`: one token, or one for each place of
+        ids, that of its sequence. Arguments: as of `shift_right`; ids are not empty."""
+        c: Any = self.config
+        return c.decoder_start_token_id
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """transformers' name of `shift_right`, which its data collator calls."""

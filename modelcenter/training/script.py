@@ -80,6 +80,7 @@ def _prepare(cfg: Any, info: TaskInfo) -> _Prepared:
     if not cfg.from_scratch:
         task.adopt_label_order(class_names(config))
     tokenizer = load_tokenizer(cfg)
+    task.on_tokenizer_loaded(tokenizer)
     model = build_model(cfg, task, tokenizer)
     resolve_for_model(cfg, model, tokenizer)
     with together("preparing the rows", patient=True):  # a row that is wrong on one node alone is an error on all

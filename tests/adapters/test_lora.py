@@ -48,6 +48,7 @@ OTHERS = [
     ("umt5", "seq2seq-lm"),
     ("bart", "seq2seq-lm"),
     ("bart", "sequence-classification"),
+    ("mbart", "seq2seq-lm"),
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),

@@ -85,6 +85,7 @@ def same(results, expected):
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=2e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
+BARTS = ("tiny/bart", "tiny/mbart")
 CASES = [
     ("tiny/t5", "seq2seq-lm", PP, SIDES),
     ("tiny/umt5", "seq2seq-lm", INTERLEAVED, SIDES),
@@ -93,14 +94,14 @@ CASES = [
     ("tiny/cpmbee", "causal-lm", PP, LAST),
 ]
 MORE = [
-    (name, task, sizes, SIDES if "t5" in name or name in ("tiny/cpm2", "tiny/bart") else LAST)
+    (name, task, sizes, SIDES if "t5" in name or name in ("tiny/cpm2", *BARTS) else LAST)
     for name, task in [
         ("tiny/t5", "sequence-classification"),
         ("tiny/mt5", "question-answering"),
         ("tiny/mt5", "seq2seq-lm"),
         ("tiny/t5", "seq2seq-lm"),
         ("tiny/cpm2", "seq2seq-lm"),
-        ("tiny/bart", "seq2seq-lm"),
+        *((name, "seq2seq-lm") for name in BARTS),
         *((f"tiny/{cpm}", "causal-lm") for cpm in ("cpm1", "cpm3", "cpmant", "cpmbee")),
     ]
     for sizes in (PP, INTERLEAVED)
@@ -184,7 +185,7 @@ def test_exports_are_those_of_one_process(two, tmp_path):
 
 def written(name, sizes, how, several):
     """Texts of a model; `several`: data ranks have rows of their own and end after other numbers of steps."""
-    task, fields = ("seq2seq-lm", SIDES) if "t5" in name or name == "tiny/bart" else ("causal-lm", LAST)
+    task, fields = ("seq2seq-lm", SIDES) if "t5" in name or name in BARTS else ("causal-lm", LAST)
     model = built(name, task, sizes, fields).eval()
     ids = torch.randint(8, 60, (3, 7), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(ids)
@@ -219,7 +220,7 @@ def written(name, sizes, how, several):
     ]
     + [
         pytest.param(name, sizes, how, marks=pytest.mark.full)
-        for name in ("tiny/llama", "tiny/t5", "tiny/umt5", "tiny/bart", "tiny/cpm1", "tiny/cpm3", "tiny/cpmbee")
+        for name in ("tiny/llama", "tiny/t5", "tiny/umt5", *BARTS, "tiny/cpm1", "tiny/cpm3", "tiny/cpmbee")
         for sizes in (PP, INTERLEAVED)
         for how in ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 2}, {"num_beams": 3})
     ],

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 import transformers
+from bart_reference import BartTests, another_eps, drop_bias_of_logits, drop_scale, see_the_future
 from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
-from harness import ArchitectureTests, assert_same, randomize_
+from harness import assert_same, randomize_
 from safetensors.torch import load_file, save_file
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
@@ -31,12 +32,6 @@ SIZES = {
 }
 
 
-def _another_eps(model):
-    for module in model.modules():
-        if hasattr(module, "eps"):
-            module.eps = 1e-2
-
-
 def _positions_without_their_offset(model):
     with torch.no_grad():
         for side in (model.encoder, model.decoder):
@@ -47,68 +42,25 @@ def _swap_positions(model):
     model.encoder.position, model.decoder.position = model.decoder.position, model.encoder.position
 
 
-def _drop_scale(model):
-    model.config.scale_embedding = False
-
-
-def _drop_bias_of_logits(model):
-    with torch.no_grad():
-        model.head.bias.zero_()
-
-
 def _drop_norm_of_embeddings(model):
     model.decoder.embed_norm = torch.nn.Identity()
 
 
-def _see_the_future(model):
-    for unit in model.decoder.layers:
-        unit.attn.causal = False
-
-
-class TestBart(ArchitectureTests):
+class TestBart(BartTests):
     hf_config = {**SIZES, "model_type": "bart"}
-    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "classifier_dropout": 0.0}
-    has_positions = False
     mutations = {
-        "a dropped eps": _another_eps,  # which no config says
+        "a dropped eps": another_eps,  # which no config says
         "positions without their offset": _positions_without_their_offset,
         "positions of the other side": _swap_positions,
-        "scale dropped": _drop_scale,
-        "no bias of the logits": _drop_bias_of_logits,
+        "scale dropped": drop_scale,
+        "no bias of the logits": drop_bias_of_logits,
         "no norm of the embeddings": _drop_norm_of_embeddings,
-        "attention to later tokens": _see_the_future,
+        "attention to later tokens": see_the_future,
         "layers swapped": swap_layers,
         "attention across rows": merge_rows,
         "attention to the wrong row": attend_to_the_wrong_row,
         "a causal encoder": causal_encoder,
     }
-    most = 0  # tokens of the longest label
-
-    def reference(self, task, folder, **fields):
-        theirs = super().reference(task, folder, **fields)
-        if task == "seq2seq-lm":  # 0 in published files, and no parameter
-            theirs.final_logits_bias.copy_(torch.linspace(-1, 1, 131))
-            theirs.save_pretrained(folder)
-        return theirs
-
-    def rows(self, task, config, lengths=None, seed=0):
-        rows = super().rows(task, config, lengths, seed)
-        if task == "seq2seq-lm":
-            self.most = max(len(row.labels) for row in rows)
-        return rows
-
-    def run_group(self, theirs, task, group, longest, side):
-        """Positions are columns, and there is no input for them: those of a row behind padding begin later."""
-        shift = longest - len(group[0].input_ids)
-        of_decoder = self.most - len(group[0].labels) if task == "seq2seq-lm" else shift
-        tables = [(theirs.model.encoder.embed_positions, shift), (theirs.model.decoder.embed_positions, of_decoder)]
-        try:
-            for table, after in tables:
-                table.offset = 2 + after * (side == "left")
-            return super().run_group(theirs, task, group, longest, side)
-        finally:
-            for table, _ in tables:
-                table.offset = 2
 
 
 def hf(folder):

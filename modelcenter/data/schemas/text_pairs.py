@@ -31,6 +31,15 @@ class PairColumns:
     source_lang: str | None = None
     target_lang: str | None = None
 
+    def roles(self, source_lang: str | None, target_lang: str | None) -> dict[str, str | None]:
+        """The columns by role, as flags name them beside these languages: a key of translations where that is no
+        language of theirs."""
+        named = (
+            ("source", self.source, self.source_lang, source_lang),
+            ("target", self.target, self.target_lang, target_lang),
+        )
+        return {role: column if key in (None, lang) else key for role, column, key, lang in named}
+
     def shown(self) -> str:
         """In words: "source 'mr', target 'ref'"."""
         source, target = (
@@ -51,16 +60,23 @@ def find_pair_columns(
 ) -> PairColumns:
     """Check the columns given and find the others by their usual names.
 
-    source_lang, target_lang: given together: keys of a column of translations, or names of columns.
+    source, target: columns, or keys of a column of translations. source_lang, target_lang: given together: such keys,
+    or names of columns, unless source and target say which.
     labelled: a target is needed; otherwise it stays None unless given.
 
     Raises:
         ValueError: a given column is not there, or a needed one cannot be found.
     """
-    check_columns(table, {"source": source, "target": target}, shared=True)
     translations = next(
         (n for n in table.columns if n.lower() in _TRANSLATIONS and _holds_objects(table.columns[n])), None
     )
+    if translations is not None:
+        known = translation_keys(table)
+        if source not in table.columns and source in known:
+            source, source_lang = translations, source
+        if target not in table.columns and target in known:
+            target, target_lang = translations, target
+    check_columns(table, {"source": source, "target": target}, shared=True)
     if source is None and target is None and translations is not None:
         source, target = translations, translations if labelled else None
     if (
@@ -78,16 +94,26 @@ def find_pair_columns(
     ]
     for role, name, lang in zip(("source", "target"), (source, target), keys, strict=True):
         if name is not None and _holds_objects(table.columns[name]):
-            known = sorted({key for value in table.columns[name][:100] if isinstance(value, dict) for key in value})
+            known = _keys(table.columns[name])
             if lang not in known:
                 came = "is needed" if lang is None else f"got {lang!r}"
                 raise ValueError(
                     f"{role}_lang: {came}: column {name!r} of {table.name} holds {', '.join(known)}; give source_lang "
-                    "and target_lang"
+                    "and target_lang, or, where the tokenizer calls these languages otherwise, the keys as "
+                    "source_column and target_column"
                 )
     if target is not None and (source, keys[0]) == (target, keys[1]):
         raise ValueError(f"columns: {source!r} is both source and target; give source_column and target_column")
     return PairColumns(source, target, *keys)
+
+
+def translation_keys(table: Table) -> list[str]:
+    """The languages of the columns of translations, {"en": ..., "de": ...}, by their keys in the first rows."""
+    return _keys([v for name, held in table.columns.items() if name.lower() in _TRANSLATIONS for v in held[:100]])
+
+
+def _keys(values: list[Any]) -> list[str]:
+    return sorted({key for value in values[:100] if isinstance(value, dict) for key in value})
 
 
 def _holds_objects(values: list[Any]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 
 from modelcenter.data.cache import cached, tokenizer_state
 from modelcenter.data.parallel import ordered_map
+from modelcenter.data.tokenization.languages import target_marks, writing_targets
 
 _CHUNK = 16384  # rows per call of the tokenizer: enough to use all threads, little enough to hold as Python objects
 _VERSION = 1  # part of the cache's key: raise it when the way of tokenising changes
@@ -45,19 +46,27 @@ class Tokens:
 
 
 def tokenize(
-    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, max_length: int, cache: bool = True
+    tokenizer: Any,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    *,
+    max_length: int,
+    targets: bool = False,
+    cache: bool = True,
 ) -> Tokens:
     """Tokenise rows, or read them from the cache if the same texts were tokenised in the same way before.
 
     tokenizer: a transformers tokenizer; texts, pairs: n strings each; max_length: rows are cut to it, special tokens
-    included.
+    included; targets: the texts are those to write, and marked as such by a multilingual tokenizer.
     Ranks of one node share the work: one tokenises, the others wait for its files. Raises ValueError for an empty set
     of rows.
     """
     if not len(texts):
         raise ValueError("there are no rows to tokenise")
-    key = ["rows", _VERSION, max_length, tokenizer.truncation_side, tokenizer_state(tokenizer), texts, pairs]
-    arrays = cached(key, lambda: _tokenize(tokenizer, texts, pairs, max_length), cache=cache)
+    with writing_targets(tokenizer) if targets else nullcontext():
+        key = ["rows", _VERSION, max_length, tokenizer.truncation_side, tokenizer_state(tokenizer), texts, pairs]
+        key += ["targets"] if targets and not tokenizer.is_fast else []  # of which a fast one's state knows
+        arrays = cached(key, lambda: _tokenize(tokenizer, texts, pairs, max_length, targets), cache=cache)
     return Tokens(arrays["ids"], arrays["offsets"], type_ids_for(tokenizer, arrays), int(arrays["truncated"][0]))
 
 
@@ -78,10 +87,10 @@ def tokenize_targets(tokenizer: Any, texts: Sequence[str], *, max_length: int) -
     special = max(tokenizer.num_special_tokens_to_add(), 1)
     if max_length <= special:
         raise ValueError(f"max_target_length: got {max_length}, expected more than the {special} special tokens")
-    tokens, end = tokenize(tokenizer, texts, max_length=max_length), tokenizer.eos_token_id
-    if _ends_with(tokens, end).all():
+    tokens, end = tokenize(tokenizer, texts, max_length=max_length, targets=True), tokenizer.eos_token_id
+    if _ends_with(tokens, end).all() or target_marks(tokenizer)[1] != [end]:  # mBART's end before the language
         return tokens
-    tokens = tokenize(tokenizer, texts, max_length=max_length - 1)
+    tokens = tokenize(tokenizer, texts, max_length=max_length - 1, targets=True)
     lacking = ~_ends_with(tokens, end)
     offsets = np.concatenate(([0], np.cumsum(tokens.lengths + lacking)))
     return Tokens(np.insert(tokens.ids, tokens.offsets[1:][lacking], end), offsets, None, tokens.truncated)
@@ -96,9 +105,10 @@ def _ends_with(tokens: Tokens, end: int) -> np.ndarray:
 
 
 def _tokenize(
-    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, targets: bool
 ) -> dict[str, np.ndarray]:
-    encoder = _fast_encoder(tokenizer, max_length) if tokenizer.is_fast else _slow_encoder(tokenizer, max_length)
+    fast = tokenizer.is_fast
+    encoder = _fast_encoder(tokenizer, max_length) if fast else _slow_encoder(tokenizer, max_length, targets)
     ids, types, lengths, truncated = [], [], [], 0
     read_types, special = True, tokenizer.num_special_tokens_to_add()
 
@@ -159,13 +169,15 @@ def _fast_encoder(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[An
 
 
 @contextmanager
-def _slow_encoder(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+def _slow_encoder(tokenizer: Any, max_length: int, targets: bool) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+    names = ("text_target", "text_pair_target") if targets else ("text", "text_pair")
+
     def encode(batch: list[Any], read_types: bool) -> _Rows:
         rows: _Rows = []
         for item in batch:
-            first, second = item if isinstance(item, tuple) else (item, None)
-            full = tokenizer(first, second, return_token_type_ids=True)
-            cut = tokenizer(first, second, truncation=True, max_length=max_length, return_token_type_ids=True)
+            given = dict(zip(names, item if isinstance(item, tuple) else (item,), strict=False))
+            full = tokenizer(**given, return_token_type_ids=True)
+            cut = tokenizer(**given, truncation=True, max_length=max_length, return_token_type_ids=True)
             rows.append((cut["input_ids"], cut["token_type_ids"], len(full["input_ids"]) > max_length))
         return rows
 

@@ -190,7 +190,8 @@ def _bart(c: Fields, kind: str) -> dict[str, int]:
         "embeddings": (c.vocab_size + 2 * (c.max_positions + 2)) * d,  # positions start at 2
         "attention": (one + 2 * other) * _attention(c, True),
         "mlp": one * _mlp(c, True) + other * _mlp(c, True, inner=c.decoder_intermediate_size),
-        "norms": 2 * d * (2 + 2 * one + 3 * other),
+        # Of the embeddings of each side, of the blocks, and mBART's behind the blocks of each side.
+        "norms": 2 * d * (2 + 2 * one + 3 * other + 2 * (kind == "mbart")),
     }
 
 
@@ -227,7 +228,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
-    "bart": _bart,
+    **dict.fromkeys(("bart", "mbart"), _bart),
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }

@@ -218,6 +218,9 @@ class GenerateConfig(SearchFlags):
     prompt: list[str] | None = _data(None, "texts to continue; if not given, lines are read from the keyboard or a "
         "pipe", positional="any")
     prompts_file: str | None = _data(None, "file with one prompt per line", "prompt_file", "input_file")
+    source_lang: str | None = _texts(None, "language of the prompts, such as eng_Latn, for models of several; if not "
+        "given, the run's")
+    target_lang: str | None = _texts(None, "language to write, such as deu_Latn; if not given, the run's")
     chat: bool = _data(False, "treat each prompt as a user's message and wrap it in the tokenizer's chat template")
     output: str | None = _output(None, "file to write, with a row for each prompt, in the format that its ending "
         "names: jsonl, json, csv, tsv or parquet; the terminal if not given", "output_file")

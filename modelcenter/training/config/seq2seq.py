@@ -34,15 +34,15 @@ class Seq2SeqConfig(TrainConfig):
         "length_penalty": ONE_BEAM,
     }
 
-    source_column: str | None = _data(None, "column with the input text; detected by its usual names if not given",
-        "text_column")
+    source_column: str | None = _data(None, "column with the input text, or key in the translation column; detected by "
+        "its usual names if not given", "text_column")
     target_column: str | None = _data(None, "column with the text to generate; detected by its usual names if not "
         "given", "summary_column")
     group_column: str | None = _data(None, "column that identifies the question a row belongs to; the accuracy metric "
         "then also reports the share of questions whose rows are all correct", "group_column_name")
     source_lang: str | None = _data(None, "language to translate from, such as en: a key in the translation column, or "
-        "a column")
-    target_lang: str | None = _data(None, "language to translate to, such as de")
+        "a column; for mBART, M2M100 and NLLB as their tokenizer calls it, such as eng_Latn")
+    target_lang: str | None = _data(None, "language to translate to, such as de or deu_Latn")
     prefix: str = _data("", "text put before each source, such as 'summarize: '", "source_prefix")
     max_length: int | None = _data(None, "maximum tokens of a source, including special tokens; longer ones are cut; "
         "if not given, as many as the model and the tokenizer support", "max_source_length", "max_seq_length",

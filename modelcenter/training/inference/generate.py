@@ -14,6 +14,7 @@ from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
 from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
 from modelcenter.training.structured import parse_objects, write_answers
+from modelcenter.training.target_tokens import begin_texts, choose_languages
 from modelcenter.training.tasks.base import plain_text_context
 from modelcenter.training.trained import TrainedModel
 
@@ -75,7 +76,17 @@ class _Generator:
                 f"tokenizer: has {size} tokens, the model's vocabulary {self.model.config.vocab_size}; give the one "
                 "the model was trained with"
             )
+        self._choose_languages()
         self.prefix = trained.run.prefix if isinstance(trained.run, Seq2SeqConfig) and not cfg.chat else ""
+
+    def _choose_languages(self) -> None:
+        """Let the tokenizer read one language and the model write another, as the flags say, the run that trained it,
+        or the tokenizer's files."""
+        cfg, run = self.cfg, self.run if isinstance(self.run, Seq2SeqConfig) else Seq2SeqConfig()
+        source, target = cfg.source_lang or run.source_lang, cfg.target_lang or run.target_lang
+        choose_languages(cfg, self.tokenizer, source, target, "here")
+        if self.model.is_encoder_decoder:
+            begin_texts(self.model, self.tokenizer)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text."""

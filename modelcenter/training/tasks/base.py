@@ -96,9 +96,9 @@ class Task(ABC):
     """One kind of training. Made by `from_flags` for a training run, by `for_inference` for a trained model.
 
     A training run calls the methods in this order: from_flags, adopt_label_order (if it starts from a checkpoint),
-    model_options and, for random weights, special_tokens, on_model_built, tokenize, metric_names, precompute,
-    on_train_begin, evaluate and samples. predict and evaluate call read_data, for_inference, inference_examples, and
-    predict or evaluate.
+    on_tokenizer_loaded, model_options and, for random weights, special_tokens, on_model_built, tokenize, metric_names,
+    precompute, on_train_begin, evaluate and samples. predict and evaluate call read_data, for_inference,
+    inference_examples, and predict or evaluate.
 
     Attributes:
         name: in TASKS. loss_fn: what is trained on; None: the loss of the model's own head.
@@ -141,6 +141,10 @@ class Task(ABC):
         preset belong to the tokenizer of its family."""
         ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
         return {"pad_token_id": tokenizer.pad_token_id} | {n: token for n, token in ends.items() if token is not None}
+
+    def on_tokenizer_loaded(self, tokenizer: Any) -> None:
+        """Before the model is built. Raises ValueError: flags that do not fit the tokenizer."""
+        return
 
     def on_model_built(self, model: Model) -> None:
         """After the model is built, before the data are tokenised."""

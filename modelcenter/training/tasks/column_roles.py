@@ -1,6 +1,6 @@
 """Which columns of a table have which role for a task: given by the flags, used by an earlier run, or known by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,18 +39,25 @@ def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]
 
 
 def inference_columns(
-    cfg: Any, run: TrainConfig | None, table: Table, roles: Sequence[str], needed: str
+    cfg: Any,
+    run: TrainConfig | None,
+    table: Table,
+    roles: Sequence[str],
+    needed: str,
+    known: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """{role: column} for new rows: what the flags say, else the run's columns where the rows have them.
 
     Args:
-        needed: the role without which the run's columns mean nothing here.
+        needed: the role without which the run's columns mean nothing here. known: what names a column; None: the
+            table's.
     """
+    known = table.columns if known is None else known
     given = {role: cfg.column(role) for role in roles}
     if run is not None:
         usual = {role: getattr(run, f"{role}_column", None) for role in roles}
-        if usual.get(needed) in table.columns:
-            given |= {role: name for role, name in usual.items() if given[role] is None and name in table.columns}
+        if usual.get(needed) in known:
+            given |= {role: name for role, name in usual.items() if given[role] is None and name in known}
     return given
 
 

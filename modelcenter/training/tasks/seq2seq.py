@@ -12,7 +12,7 @@ import torch
 import engine
 from modelcenter.data.batching.collate import pack_pairs
 from modelcenter.data.schemas.columns import check_columns
-from modelcenter.data.schemas.text_pairs import PairColumns, column_texts, find_pair_columns
+from modelcenter.data.schemas.text_pairs import PairColumns, column_texts, find_pair_columns, translation_keys
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_targets
 from modelcenter.models.base import Model
@@ -20,6 +20,7 @@ from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.inference.text_generation import complete, map_longest_first, with_batch_seed
 from modelcenter.training.metrics import Generation, LossOnly, Score
+from modelcenter.training.target_tokens import begin_texts, check_end, choose_languages
 from modelcenter.training.tasks.base import Batches, Task, TokenExamples, decoder_token, rank_batches
 from modelcenter.training.tasks.column_roles import (
     group_column,
@@ -91,7 +92,8 @@ class SequenceToSequence(Task):
 
     Attributes:
         table: rows to train on, or that a trained model is used on. group: column of the groups of rows that are judged
-            as one. search: arguments of model.generate. generated: the texts of the last evaluation.
+            as one. search: arguments of model.generate. given: the flags of the verb that uses a trained model.
+            generated: the texts of the last evaluation.
     """
 
     name: ClassVar[str] = "seq2seq"
@@ -101,6 +103,7 @@ class SequenceToSequence(Task):
     columns: PairColumns
     search: dict[str, Any]
     group: str | None = None
+    given: Any = None
     eval_table: Table | None = None
     model: Model | None = None
     tokenizer: Any = None
@@ -118,10 +121,7 @@ class SequenceToSequence(Task):
         table, eval_table = read_splits(cfg)
         group = cfg.group_column = group_column(table, cfg.group_column, cfg.form)
         columns = find_pair_columns(table, cfg.source_column, cfg.target_column, cfg.source_lang, cfg.target_lang)
-        cfg.set_role_columns({"source": columns.source, "target": columns.target})
-        one_language = columns.source_lang is columns.target_lang is None and columns.source != cfg.source_lang
-        for name in ("source_lang", "target_lang"):
-            cfg.refuse_idle(name, one_language, f"as column {columns.source!r} holds texts alone; leave both out")
+        cfg.set_role_columns(columns.roles(cfg.source_lang, cfg.target_lang))
         table = rows_with_both_texts(table, columns)
         if eval_table is not None:
             find_pair_columns(eval_table, *dataclasses.astuple(columns))
@@ -135,8 +135,20 @@ class SequenceToSequence(Task):
         pad, end = decoder_token(tokenizer, "pad", "starts"), decoder_token(tokenizer, "eos", "ends")
         return {"pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": end}
 
+    def on_tokenizer_loaded(self, tokenizer: Any) -> None:
+        self._choose_languages(self.cfg, tokenizer)
+
+    def _choose_languages(self, given: Any, tokenizer: Any) -> None:
+        """given: the flags of the command line, a run's or a verb's."""
+        self.tokenizer, columns, cfg = tokenizer, self.columns, self.cfg
+        alone = cfg.source_lang not in (columns.source, columns.source_lang)
+        why_idle = f"as column {columns.source!r} holds texts alone" if alone else None
+        choose_languages(given, tokenizer, cfg.source_lang, cfg.target_lang, why_idle)
+
     def on_model_built(self, model: Model) -> None:
         self.model = model
+        check_end(self.tokenizer, model)
+        begin_texts(model, self.tokenizer)
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[SourceTargetExamples, SourceTargetExamples | None]:
         train_set = self._examples(self.table, tokenizer, max_length)
@@ -145,8 +157,6 @@ class SequenceToSequence(Task):
         return train_set, self._examples(self.eval_table, tokenizer, max_length)
 
     def _examples(self, table: Table, tokenizer: Any, max_length: int) -> SourceTargetExamples:
-        self.tokenizer = tokenizer
-        check_end(tokenizer, self.model)
         columns = self.columns
         texts = [self.cfg.prefix + (text or "") for text in column_texts(table, columns.source, columns.source_lang)]
         source = tokenize(tokenizer, texts, max_length=max_length)
@@ -226,7 +236,8 @@ class SequenceToSequence(Task):
         given |= {"eval_generate": True} if cfg.metrics is not None else {}
         form = inference_form(cfg, run)
         flags = dataclasses.replace(run if isinstance(run, Seq2SeqConfig) else Seq2SeqConfig(form=form), **given)
-        roles = inference_columns(cfg, run, table, Seq2SeqConfig.roles, needed="source")
+        known = (*table.columns, *translation_keys(table))
+        roles = inference_columns(cfg, run, table, Seq2SeqConfig.roles, needed="source", known=known)
         group = group_column(table, roles.pop("group"), form)
         if not labelled:
             roles["target"] = None
@@ -237,10 +248,11 @@ class SequenceToSequence(Task):
             groups_of(table, group)
             _metrics(flags)
         search = {**cfg.search(run), "num_return_sequences": 1}
-        return cls(cfg=flags, table=table, columns=columns, search=search, group=group)
+        return cls(cfg=flags, given=cfg, table=table, columns=columns, search=search, group=group)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> SourceTargetExamples:
-        self.model = model
+        self._choose_languages(self.given, tokenizer)
+        self.on_model_built(model)
         return self._examples(self.table, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
@@ -281,19 +293,3 @@ def rows_with_both_texts(table: Table, columns: PairColumns) -> Table:
             *(table.name, len(lacking), len(table), table.where(lacking[0])),
         )
     return table.take(np.flatnonzero(good))
-
-
-def check_end(tokenizer: Any, model: Model | None) -> None:
-    """Raise ValueError for a tokenizer that ends texts otherwise than the model."""
-    config: Any = None if model is None else model.config
-    named = (
-        None if model is None else model.generation_config.get("eos_token_id", getattr(config, "eos_token_id", None))
-    )
-    ends = [] if named is None else [named] if isinstance(named, int) else list(named)
-    if tokenizer.eos_token_id is None or (ends and tokenizer.eos_token_id not in ends):
-        shown = "none" if tokenizer.eos_token_id is None else f"{tokenizer.eos_token_id} ({tokenizer.eos_token!r})"
-        models = " or ".join(map(str, ends)) or "not known"
-        raise ValueError(
-            f"tokenizer: its token that ends a text is {shown}, the model's {models}: they do not belong together; "
-            "give the tokenizer of the model"
-        )

@@ -1,0 +1,77 @@
+"""mBART (Liu et al. 2020, arXiv:2001.08210) and mBART-50 (Tang et al. 2020, arXiv:2008.00401), after transformers'
+MBartModel and its heads: BART whose blocks begin with their norms, with a norm after the last.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.loss import IGNORE_INDEX
+from engine.ops import Embedding
+from modelcenter.layers.attention import CrossAttention, SelfAttention
+from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.mlp import MLP
+from modelcenter.layers.norm import LayerNorm
+from modelcenter.models.bart import NORM_EPS, OFFSET, Bart, BartConfig, BartSide
+from modelcenter.models.encoder_decoder import Side
+
+
+@dataclass(kw_only=True)
+class MBartConfig(BartConfig):
+    """BART's fields.
+
+    decoder_start_token_id: what texts begin with in generation; None: the checkpoint was trained for several languages,
+    and its texts begin with that of a language (in training the decoder begins with the last token of the labels).
+    """
+
+    model_type: ClassVar[str] = "mbart"
+
+    num_labels: int = 2
+    decoder_start_token_id: int | None = None  # type: ignore[assignment]
+
+
+class MBart(Bart):
+    """mBART with the head of `task`. Body names do not depend on the task."""
+
+    config_class = MBartConfig
+
+    config: MBartConfig
+
+    def make_side(self, layers: nn.ModuleList) -> Side:
+        c = self.config
+        position = Embedding(c.max_positions + OFFSET, c.hidden_size)
+        return BartSide(layers, LayerNorm(c.hidden_size, NORM_EPS), position, c.hidden_size, c.dropout)
+
+    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
+        return pre_norm_block(self.config, num_heads, intermediate_size, decodes)
+
+    def start_tokens(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
+        """The last token of each sequence that is neither padding nor without a label: of mbart-large-cc25's tokenizer
+        the language, of mBART-50's the end. Padding for a sequence that has none."""
+        pad = self.config.pad_token_id
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        real = (ids != IGNORE_INDEX) & (ids != pad)
+        if mask is not None:
+            real = real & (mask != 0)
+        last = torch.where(real, place, -1).cummax(1).values  # up to each place
+        if ends is None:
+            at = last[:, -1:]
+            return torch.where(at >= 0, ids.gather(1, at.clamp(min=0)), pad)
+        sequence = torch.bucketize(place[0], ends[1:], right=True).clamp(max=max(ends.numel() - 2, 0))
+        begin, end = ends[:-1].long()[sequence], ends[1:].long()[sequence]
+        at = last[0, end - 1]
+        return torch.where(at >= begin, ids[0, at.clamp(min=0)], pad)[None]
+
+
+def pre_norm_block(config: Any, num_heads: int, intermediate_size: int, decodes: bool) -> PreNormBlock:
+    """A block of the encoder, or of the decoder, that begins with its norms. config: of what is made as BART."""
+    c, width = config, config.hidden_size
+    return PreNormBlock(
+        SelfAttention(width, num_heads, c.attention_dropout, causal=decodes),
+        MLP(width, intermediate_size, c.hidden_act, dropout=c.activation_dropout),
+        lambda: LayerNorm(width, NORM_EPS),
+        c.dropout,
+        CrossAttention(width, num_heads, c.attention_dropout) if decodes else None,
+    )

@@ -1,0 +1,96 @@
+"""The tokens with which the texts that a model writes begin and end, as its tokenizer marks them; in a multilingual
+model the language is one.
+"""
+
+from typing import Any
+
+import torch
+
+from modelcenter.command_line.flags import Flags
+from modelcenter.data.tokenization.languages import language_tokens, target_marks
+from modelcenter.models.base import Model
+from modelcenter.registry import nearest
+
+
+def choose_languages(cfg: Flags, tokenizer: Any, source: str | None, target: str | None, why_idle: str | None) -> None:
+    """Let the tokenizer read and write the languages that the flags name; see `set_languages`.
+
+    Args:
+        cfg: has the flags source_lang and target_lang. source, target: what they say, or a run's.
+        why_idle: why the data have no use for them; None: the data have.
+
+    Raises:
+        ValueError: also where neither the data nor the tokenizer have a use for the flags.
+    """
+    multilingual = bool(language_tokens(tokenizer))
+    for name in ("source_lang", "target_lang"):
+        remedy = f"{why_idle}, and this tokenizer marks no text by its language; leave both out"
+        cfg.refuse_idle(name, why_idle is not None and not multilingual, remedy)
+    if multilingual:
+        set_languages(tokenizer, source, target)
+
+
+def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
+    """Let a multilingual tokenizer mark the texts to read and those to write, and say so where it is saved.
+
+    Args:
+        source, target: None: what the tokenizer's own files say.
+
+    Raises:
+        ValueError: a language that it does not know, or none is given and its files name none.
+    """
+    known = language_tokens(tokenizer)
+    own = {"source": tokenizer.init_kwargs.get("src_lang"), "target": tokenizer.tgt_lang}
+    for role, given in (("source", source), ("target", target)):
+        language = own[role] if given is None else given
+        if language in known:
+            continue
+        some = f"{', '.join(sorted(known)[:6])}, ... ({len(known)} of them)" if len(known) > 6 else ", ".join(known)
+        if language is None:
+            raise ValueError(
+                f"{role}_lang: is needed: this tokenizer marks each text by its language, and its files do not say "
+                f"which one; give one of {some}. Texts that are read and written in one language have it twice"
+            )
+        close = nearest(_spelled_alike(language, known), known)
+        raise ValueError(f"{role}_lang: got {language!r}, the tokenizer knows {some}.{close}")
+    tokenizer.src_lang, tokenizer.tgt_lang = source or own["source"], target or own["target"]
+
+
+def _spelled_alike(language: str, known: dict[str, int]) -> str:
+    """The known language that begins with the same two letters (of "de", "deu_Latn"), if any, else `language`."""
+    return next((name for name in known if name[:2] == language[:2].lower()), language)
+
+
+def begin_texts(model: Model, tokenizer: Any) -> None:
+    """Let the texts that an encoder-decoder writes begin as the targets of its tokenizer do, here and in transformers,
+    which reads so in generation_config.json: with the token that the decoder begins with in training, and after it, if
+    the tokenizer puts the language before a text, with that.
+    """
+    encoder_decoder: Any = model
+    config, multilingual = encoder_decoder.config, bool(language_tokens(tokenizer))
+    before, behind = target_marks(tokenizer)
+    start = int(encoder_decoder.shift_right(torch.tensor([before + behind]))[0, 0])
+    if not multilingual and start == config.decoder_start_token_id:
+        return  # and a forced token is the checkpoint's own, such as bart-large-cnn's
+    begun: dict[str, int | None] = {"decoder_start_token_id": start}
+    if multilingual:
+        begun["forced_bos_token_id"] = before[0] if before else None
+    held = {**(model.generation_config or config.special_tokens()), **begun}
+    model.generation_config = {name: value for name, value in held.items() if value is not None or name not in begun}
+    # For what reads config.json alone.
+    config.decoder_start_token_id = start
+    if "forced_bos_token_id" in config.extra:
+        config.extra["forced_bos_token_id"] = begun.get("forced_bos_token_id")
+
+
+def check_end(tokenizer: Any, model: Model) -> None:
+    """Raise ValueError for a tokenizer that ends texts otherwise than the model."""
+    named = model.generation_config.get("eos_token_id", getattr(model.config, "eos_token_id", None))
+    ends = [] if named is None else [named] if isinstance(named, int) else list(named)
+    if tokenizer.eos_token_id is None or (ends and tokenizer.eos_token_id not in ends):
+        shown = "none" if tokenizer.eos_token_id is None else f"{tokenizer.eos_token_id} ({tokenizer.eos_token!r})"
+        models = " or ".join(map(str, ends)) or "not known"
+        raise ValueError(
+            f"tokenizer: its token that ends a text is {shown}, the model's {models}: they do not belong together; "
+            "give the tokenizer of the model"
+        )

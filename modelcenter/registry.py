@@ -122,6 +122,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("umt5", "UMT5", "t5", "t5:UMT5"),
         _ours("bart", "Bart"),
         _ours("mbart", "MBart"),
+        _ours("m2m_100", "M2M100"),
     )
 }
 

@@ -84,7 +84,23 @@ _FORCED = {"forced_bos_token_id": "bos_token_id", "forced_eos_token_id": "eos_to
 
 
 @dataclass(frozen=True)
-class BartConfigMap(ConfigMap):
+class BartStyleConfigMap(ConfigMap):
+    """The config.json of BART and what is made as it."""
+
+    def read(
+        self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        given = dict(values)
+        if "encoder_layers" in given:
+            given.pop("num_hidden_layers", None)  # which files hold beside it, and nothing reads
+        return super().read(given, config_class, overrides)
+
+    def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
+        return dict(sorted({**super().write(config, hf_class, dtype), "is_encoder_decoder": True}.items()))
+
+
+@dataclass(frozen=True)
+class BartConfigMap(BartStyleConfigMap):
     """BART's config.json, with transformers' defaults of what this computes: the tokens that a text is forced to begin
     and to end with, and a number of labels.
 
@@ -97,8 +113,6 @@ class BartConfigMap(ConfigMap):
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         given, changes = dict(values), dict(overrides or {})
-        if "encoder_layers" in given:
-            given.pop("num_hidden_layers", None)  # which files hold beside it, and nothing reads
         given["extra"] = extra = dict(given.get("extra") or {})
         held = {"bos_token_id": 0, "eos_token_id": 2, "forced_eos_token_id": 2} | given | extra
         if held.get("forced_bos_token_id") is None and held.get("force_bos_token_to_be_generated"):
@@ -116,7 +130,7 @@ class BartConfigMap(ConfigMap):
         out.setdefault("forced_eos_token_id", None)  # else transformers would force a token
         if "id2label" not in out and self.labels != 2 and not hf_class.endswith("QuestionAnswering"):
             out |= {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
-        return dict(sorted({**out, "is_encoder_decoder": True}.items()))
+        return dict(sorted(out.items()))
 
 
 # Of BART and what is made as it.
@@ -135,7 +149,6 @@ FIELDS = {
     "dropout": "dropout",
     "attention_dropout": "attention_dropout",
     "activation_dropout": "activation_dropout",
-    "classifier_dropout": "classifier_dropout",
     "pad_token_id": "pad_token_id",
     "eos_token_id": "eos_token_id",
     "decoder_start_token_id": "decoder_start_token_id",
@@ -149,7 +162,7 @@ IGNORED = frozenset(
 )
 
 CONFIG = BartConfigMap(
-    fields=FIELDS,
+    fields={**FIELDS, "classifier_dropout": "classifier_dropout"},
     required={
         **SAME,
         # Of the time when one class made BART, mBART and Marian.

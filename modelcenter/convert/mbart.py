@@ -24,7 +24,7 @@ TASKS = {
 }
 
 CONFIG = BartConfigMap(
-    fields=FIELDS,
+    fields={**FIELDS, "classifier_dropout": "classifier_dropout"},
     required={
         **SAME,
         # Of the time when one class made BART, mBART and Marian.

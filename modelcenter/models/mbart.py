@@ -3,18 +3,16 @@ MBartModel and its heads: BART whose blocks begin with their norms, with a norm 
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from engine.loss import IGNORE_INDEX
 from engine.ops import Embedding
-from modelcenter.layers.attention import CrossAttention, SelfAttention
-from modelcenter.layers.block import PreNormBlock
-from modelcenter.layers.mlp import MLP
 from modelcenter.layers.norm import LayerNorm
-from modelcenter.models.bart import NORM_EPS, OFFSET, Bart, BartConfig, BartSide
+from modelcenter.models.bart import OFFSET, Bart, BartConfig, BartSide
+from modelcenter.models.bart_style import NORM_EPS
 from modelcenter.models.encoder_decoder import Side
 
 
@@ -45,7 +43,7 @@ class MBart(Bart):
         return BartSide(layers, LayerNorm(c.hidden_size, NORM_EPS), position, c.hidden_size, c.dropout)
 
     def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        return pre_norm_block(self.config, num_heads, intermediate_size, decodes)
+        return self.pre_norm_block(num_heads, intermediate_size, decodes)
 
     def start_tokens(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
         """The last token of each sequence that is neither padding nor without a label: of mbart-large-cc25's tokenizer
@@ -63,15 +61,3 @@ class MBart(Bart):
         begin, end = ends[:-1].long()[sequence], ends[1:].long()[sequence]
         at = last[0, end - 1]
         return torch.where(at >= begin, ids[0, at.clamp(min=0)], pad)[None]
-
-
-def pre_norm_block(config: Any, num_heads: int, intermediate_size: int, decodes: bool) -> PreNormBlock:
-    """A block of the encoder, or of the decoder, that begins with its norms. config: of what is made as BART."""
-    c, width = config, config.hidden_size
-    return PreNormBlock(
-        SelfAttention(width, num_heads, c.attention_dropout, causal=decodes),
-        MLP(width, intermediate_size, c.hidden_act, dropout=c.activation_dropout),
-        lambda: LayerNorm(width, NORM_EPS),
-        c.dropout,
-        CrossAttention(width, num_heads, c.attention_dropout) if decodes else None,
-    )

@@ -5,14 +5,13 @@ RobertaModel and its heads: BERT's body with positions that count from after the
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from modelcenter.layers.heads import DenseClassifier
 from modelcenter.layers.packing import Packed
 from modelcenter.models.encoder import BertStyleConfig, Encoder
 from modelcenter.models.inputs import Batch
+from modelcenter.models.padding_positions import with_positions_after_padding
 
 
 @dataclass(kw_only=True)
@@ -71,38 +70,9 @@ class Roberta(Encoder):
         return super().make_head(task)
 
     def with_position_ids(self, batch: Batch) -> Batch:
-        """Tokens count up from first_position in their sequence; padding among them takes no number.
-
-        With inputs_embeds nothing tells what is padding, so every column counts.
-        """
-        if batch.get("position_ids") is not None:
-            return batch
-        c = self.config
-        ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
-        past = batch.get("past_key_values")
-        if past is not None and past.lengths:  # as transformers: each token of the past took a number
-            given = ids if ids is not None else embeds
-            assert given is not None
-            before = torch.tensor(past.lengths, device=given.device)[:, None]
-            return {
-                **batch,
-                "position_ids": c.first_position + before + torch.arange(given.shape[1], device=given.device),
-            }
-        mask, ends = batch.get("attention_mask"), batch.get("cu_seqlens")
-        if ids is not None and ids.dim() == 2:
-            real = ids != c.pad_token_id
-            if mask is not None and mask.shape == ids.shape:
-                real = real & mask.bool()
-        elif ids is None and embeds is not None and embeds.dim() == 3:
-            real = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
-        else:
-            return batch  # `pack` raises the error
-        count = real.cumsum(1)
-        if ends is not None and ends.numel() > 1:
-            before = F.pad(count[0], (1, 0))[ends[:-1].long().clamp(0, count.shape[1])]
-            token = torch.arange(count.shape[1], device=ends.device)
-            count = count - before[torch.bucketize(token, ends[1:], right=True).clamp(max=ends.numel() - 2)]
-        return {**batch, "position_ids": count * real + c.first_position - 1}
+        """Tokens count up from first_position in their sequence; padding among them takes no number."""
+        assert self.config.pad_token_id is not None
+        return with_positions_after_padding(batch, self.config.pad_token_id)
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int, prefix: str = "") -> None:
         columns = batch.get("input_ids") is None and not ctx.layout.packed

@@ -30,7 +30,11 @@ def base_of(folder, family, task="seq2seq-lm"):
     """A checkpoint and its family; sides of one depth, which transformers needs to write texts."""
     if family in SIDES:
         return save_base(folder, SIDES[family], task), "encoder-decoder"
-    depth = {"num_decoder_layers": 2} if family in (*T5S, "bart", "mbart") and task in ("seq2seq-lm", "base") else {}
+    depth = (
+        {"num_decoder_layers": 2}
+        if family in (*T5S, "bart", "mbart", "m2m_100") and task in ("seq2seq-lm", "base")
+        else {}
+    )
     return save_base(folder, family, task, **depth), family
 
 

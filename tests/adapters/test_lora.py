@@ -49,6 +49,7 @@ OTHERS = [
     ("bart", "seq2seq-lm"),
     ("bart", "sequence-classification"),
     ("mbart", "seq2seq-lm"),
+    ("m2m_100", "seq2seq-lm"),
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),

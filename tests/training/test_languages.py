@@ -19,9 +19,15 @@ SIZES = {
     "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 32, "decoder_ffn_dim": 40, "max_position_embeddings": 64, "dropout": 0.0,
 }  # fmt: skip
-CLASSES = {"mbart": ("MBart", {}), "mbart50": ("MBart", {"decoder_start_token_id": 2})}
+_NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "attention_dropout": 0.0}
+CLASSES = {
+    "mbart": ("MBart", {}),
+    "mbart50": ("MBart", {"decoder_start_token_id": 2}),
+    "nllb": ("M2M100", _NO_LAYERDROP),
+    "m2m_100": ("M2M100", _NO_LAYERDROP),
+}
 FULL = pytest.mark.full
-KINDS = [pytest.param("mbart"), pytest.param("mbart50", marks=FULL)]
+KINDS = ["mbart", "nllb", pytest.param("mbart50", marks=FULL), pytest.param("m2m_100", marks=FULL)]
 
 
 def save_checkpoint(folder, kind):
@@ -34,6 +40,7 @@ def save_checkpoint(folder, kind):
     with torch.no_grad():  # else each text would be one token, again and again
         for p in model.model.decoder.layers.parameters():
             p.mul_(0.5)
+        model.model.shared.weight[tokenizer.all_special_ids] *= 0.1  # and of no word
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")

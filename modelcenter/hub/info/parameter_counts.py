@@ -185,13 +185,15 @@ def _t5(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _bart(c: Fields, kind: str) -> dict[str, int]:
+    """BART, mBART and M2M100, whose positions are not stored."""
+    # Norms of a side: of the embeddings, and behind the blocks.
+    positions, norms = {"bart": (True, 1), "mbart": (True, 2), "m2m_100": (False, 1)}[kind]
     d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
     return {
-        "embeddings": (c.vocab_size + 2 * (c.max_positions + 2)) * d,  # positions start at 2
+        "embeddings": (c.vocab_size + 2 * positions * (c.max_positions + 2)) * d,  # positions start at 2
         "attention": (one + 2 * other) * _attention(c, True),
         "mlp": one * _mlp(c, True) + other * _mlp(c, True, inner=c.decoder_intermediate_size),
-        # Of the embeddings of each side, of the blocks, and mBART's behind the blocks of each side.
-        "norms": 2 * d * (2 + 2 * one + 3 * other + 2 * (kind == "mbart")),
+        "norms": 2 * d * (2 * norms + 2 * one + 3 * other),
     }
 
 
@@ -228,7 +230,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
-    **dict.fromkeys(("bart", "mbart"), _bart),
+    **dict.fromkeys(("bart", "mbart", "m2m_100"), _bart),
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }

@@ -1,0 +1,124 @@
+"""What BART and the encoder-decoders that are made as it share: fields, blocks on two sides, scaled embeddings.
+
+Its descendants differ in where the norms stand and in what is added to the words: see bart.py, mbart.py and m2m_100.py.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from engine.ops import Embedding
+from modelcenter.config import ModelConfig
+from modelcenter.layers.attention import CrossAttention, SelfAttention
+from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.mlp import ACTIVATIONS, MLP
+from modelcenter.layers.norm import LayerNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.models.encoder_decoder import EncoderDecoder, Side
+from modelcenter.models.inputs import Batch
+
+NORM_EPS = 1e-5  # which no config changes
+
+
+@dataclass(kw_only=True)
+class BartStyleConfig(ModelConfig):
+    """Fields of BART and what is made as it; sizes count elements, dropouts are probabilities.
+
+    Attributes:
+        num_layers, num_heads, intermediate_size: of the encoder. num_decoder_layers, num_decoder_heads,
+            decoder_intermediate_size: of the decoder; None: as the encoder's.
+        max_positions: of each side. activation_dropout: inside the feed-forward networks.
+        scale_embedding: multiply the embeddings of words by sqrt(hidden_size).
+    """
+
+    is_encoder_decoder: ClassVar[bool] = True
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_decoder_layers: int | None = None
+    num_heads: int
+    num_decoder_heads: int | None = None
+    intermediate_size: int
+    decoder_intermediate_size: int | None = None
+    hidden_act: str = "gelu"
+    max_positions: int = 1024
+    scale_embedding: bool = False
+    dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    pad_token_id: int = 1
+    eos_token_id: int | list[int] = 2
+    decoder_start_token_id: int = 2
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for own, of_encoder in (
+            ("num_decoder_layers", "num_layers"),
+            ("num_decoder_heads", "num_heads"),
+            ("decoder_intermediate_size", "intermediate_size"),
+        ):
+            if getattr(self, own) is None:
+                setattr(self, own, getattr(self, of_encoder))
+        for name in ("num_heads", "num_decoder_heads"):
+            heads = getattr(self, name)
+            self.require(self.hidden_size % heads == 0, "hidden_size", f"a multiple of {name}={heads}")
+        self.require_one_of("hidden_act", ACTIVATIONS)
+        self.require_probabilities("dropout", "attention_dropout", "activation_dropout")
+        self.require_token("pad_token_id", self.vocab_size)
+
+
+class BartStyle(EncoderDecoder):
+    """Base of models with the head of `task`. A subclass makes sides and their blocks."""
+
+    config: BartStyleConfig
+
+    def __init__(self, config: BartStyleConfig, task: str = "base"):
+        super().__init__(config, task)
+        c = config
+        assert c.num_decoder_layers and c.num_decoder_heads and c.decoder_intermediate_size
+        self.embed = Embedding(c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id)
+        of_encoder = c.num_layers, c.num_heads, c.intermediate_size
+        of_decoder = c.num_decoder_layers, c.num_decoder_heads, c.decoder_intermediate_size
+        self.encoder, self.decoder = (
+            self.make_side(nn.ModuleList(self.make_block(heads, inner, decodes) for _ in range(depth)))
+            for (depth, heads, inner), decodes in ((of_encoder, False), (of_decoder, True))
+        )
+
+    @abstractmethod
+    def make_side(self, layers: nn.ModuleList) -> Side:
+        """The encoder or the decoder with its blocks."""
+
+    @abstractmethod
+    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
+        """A block of the encoder, or of the decoder."""
+
+    def sublayers(
+        self, num_heads: int, intermediate_size: int, decodes: bool
+    ) -> tuple[SelfAttention, MLP, CrossAttention | None]:
+        """What a block of the encoder, or of the decoder, is made of."""
+        c, width = self.config, self.config.hidden_size
+        return (
+            SelfAttention(width, num_heads, c.attention_dropout, causal=decodes),
+            MLP(width, intermediate_size, c.hidden_act, dropout=c.activation_dropout),
+            CrossAttention(width, num_heads, c.attention_dropout) if decodes else None,
+        )
+
+    def pre_norm_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> PreNormBlock:
+        """A block that begins with its norms."""
+        c = self.config
+        attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
+        return PreNormBlock(attn, mlp, lambda: LayerNorm(c.hidden_size, NORM_EPS), c.dropout, cross)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Multiplies the embeddings of words."""
+        return self.config.hidden_size**0.5 if self.config.scale_embedding else 1.0
+
+    def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
+        x = super().embedded(batch, ctx, table, prefix)
+        scaled = self.embedding_scale != 1.0 and batch.get(f"{prefix}input_ids") is not None
+        return x * self.embedding_scale if scaled else x

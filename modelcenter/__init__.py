@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from modelcenter.models.gptj import GPTJ as GPTJ
     from modelcenter.models.llama import Llama as Llama
     from modelcenter.models.m2m_100 import M2M100 as M2M100
+    from modelcenter.models.marian import Marian as Marian
     from modelcenter.models.mbart import MBart as MBart
     from modelcenter.models.minicpm import MiniCPM as MiniCPM
     from modelcenter.models.minicpm3 import MiniCPM3 as MiniCPM3

@@ -123,6 +123,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("bart", "Bart"),
         _ours("mbart", "MBart"),
         _ours("m2m_100", "M2M100"),
+        _ours("marian", "Marian"),
     )
 }
 

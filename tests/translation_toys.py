@@ -15,6 +15,7 @@ LANGUAGES = {
     "nllb": ("eng_Latn", "deu_Latn", "ron_Latn"),
     "m2m_100": ("en", "de", "ro"),
 }
+PLAIN = ("marian",)  # which mark no text by a language, and read and write with pieces of their own
 _SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
@@ -29,7 +30,7 @@ def make_tokenizer(kind: str, folder: Path) -> Any:
     if kind == "nllb":
         vocab, merges = _merged_words()
         return transformers.NllbTokenizer(vocab=vocab, merges=merges, extra_special_tokens=[*LANGUAGES[kind]])
-    return _m2m_100(folder)
+    return _marian(folder) if kind == "marian" else _m2m_100(folder)
 
 
 def _merged_words() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -44,21 +45,37 @@ def _merged_words() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return held["vocab"], [tuple(merge) for merge in held["merges"]]
 
 
-def _m2m_100(folder: Path) -> Any:
-    """M2M100's, in Python over sentencepiece."""
+def _pieces(path: Path, size: int) -> list[str]:
+    """The pieces of a sentencepiece model that is written."""
     import sentencepiece
-    from transformers import M2M100Tokenizer
-    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([" ".join(WORDS)] * 9), model_writer=model, model_type="bpe", vocab_size=90,
+        sentence_iterator=iter([" ".join(WORDS)] * 9), model_writer=model, model_type="bpe", vocab_size=size,
         hard_vocab_limit=False, minloglevel=2,
     )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sentencepiece.bpe.model").write_bytes(model.getvalue())
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    words = [*_SPECIAL, *(pieces.id_to_piece(i) for i in range(3, pieces.get_piece_size()))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(model.getvalue())
+    held = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    return [held.id_to_piece(i) for i in range(3, held.get_piece_size())]
+
+
+def _marian(folder: Path) -> Any:
+    """Marian's: the same texts are other pieces as sources than as targets, numbered by one vocabulary."""
+    from transformers import MarianTokenizer
+
+    source, target = _pieces(folder / "source.spm", 50), _pieces(folder / "target.spm", 90)
+    words = dict.fromkeys(["</s>", "<unk>", *source, *target, "<pad>"])
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    return MarianTokenizer(*(str(folder / name) for name in ("source.spm", "target.spm", "vocab.json")))
+
+
+def _m2m_100(folder: Path) -> Any:
+    """M2M100's, in Python over sentencepiece."""
+    from transformers import M2M100Tokenizer
+    from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
+
+    words = [*_SPECIAL, *_pieces(folder / "sentencepiece.bpe.model", 90)]
     (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
     marks = [f"__{code}__" for code in FAIRSEQ_LANGUAGE_CODES["m2m100"]]
     files = str(folder / "vocab.json"), str(folder / "sentencepiece.bpe.model")

@@ -126,8 +126,9 @@ def tokenizer_state(tokenizer: Any) -> str:
         if tokenizer.backend_tokenizer.encode_special_tokens:  # split_special_tokens; no part of to_str()
             state["encode_special_tokens"] = True
         return json.dumps(state, sort_keys=True)
-    model = getattr(tokenizer, "sp_model", None)  # of sentencepiece, with scores that the vocabulary does not have
-    scores = None if model is None else hashlib.sha256(model.serialized_model_proto()).hexdigest()
+    # Of sentencepiece, with scores that the vocabulary does not have; Marian's has one for each language.
+    models = [getattr(tokenizer, name, None) for name in ("sp_model", "spm_source", "spm_target")]
+    scores = [None if m is None else hashlib.sha256(m.serialized_model_proto()).hexdigest() for m in models]
     made_with = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _OF_NO_TOKEN}
     added = {number: repr(token) for number, token in tokenizer.added_tokens_decoder.items()}
     marks = [getattr(tokenizer, name, None) for name in ("prefix_tokens", "suffix_tokens")]  # of a language

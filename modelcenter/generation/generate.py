@@ -189,7 +189,7 @@ def _settings(
     """What is asked for as Settings; warns of what the checkpoint's files ask for and nobody follows."""
     encodes = bool(getattr(model, "is_encoder_decoder", False))
     checkpoint = {**model.config.special_tokens(), **model.generation_config}
-    checkpoint |= {name: _settings_of_file(model)[1].get(name) for name in FORCED}
+    checkpoint |= {name: _settings_of_file(model)[1].get(name) for name in (*FORCED, "bad_words_ids")}
     forced = {name: asked.pop(name, None) for name in FORCED}
     max_new_tokens, max_length, min_new_tokens, min_length = (asked.pop(name, None) for name in (*MOST, *LEAST))
     length = 1 if encodes else prompt_length
@@ -201,6 +201,8 @@ def _settings(
     )
     used = {**vars(settings), "stop_strings": stop.strings, "min_length": min_length}
     used |= {name: checkpoint[name] if encodes and given is None else given for name, given in forced.items()}
+    if encodes and all(len(words) == 1 for words in checkpoint["bad_words_ids"] or []):
+        used["bad_words_ids"] = checkpoint["bad_words_ids"]
     _warn_unused(*_unused_settings(model, used))
     return settings
 

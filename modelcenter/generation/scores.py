@@ -33,8 +33,10 @@ def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tens
 
 
 def next_scores(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
-    """`penalised`, and where a text is forced to begin or to end with certain tokens, no others."""
+    """`penalised`, none of banned tokens, and no others where a text is forced to begin or to end with certain ones."""
     scores = penalised(scores, prompts, new, s)
+    if s.tokens.banned:
+        scores = scores.index_fill(1, torch.tensor(s.tokens.banned, device=scores.device), -torch.inf)
     forced: tuple[int, ...] = ()
     if s.tokens.first is not None and prompts.shape[1] + new.shape[1] == 1:
         forced = (s.tokens.first,)

@@ -42,6 +42,11 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
     return ids
 
 
+def _single_words(checkpoint: Mapping[str, Any]) -> list[Sequence[int]]:
+    """The entries of one token in a checkpoint's bad_words_ids; OPUS-MT's have the padding there."""
+    return [words for words in checkpoint.get("bad_words_ids") or [] if len(words) == 1]
+
+
 def _start(checkpoint: Mapping[str, Any], pads: Sequence[int], vocab_size: int) -> int | None:
     """The token that a decoder begins with: what the checkpoint names first, else the padding token; None: it names
     neither. Raises ValueError: it is not one token of the vocabulary."""
@@ -67,6 +72,7 @@ class SpecialTokens:
         start: an encoder-decoder's text begins with it; None: it is not named, or the model has no decoder.
         first: the only one that may follow a single token; None: any. last: the only ones that may come where no more
             are written; (): any.
+        banned: they come nowhere.
     """
 
     eos: tuple[int, ...] = ()
@@ -75,6 +81,7 @@ class SpecialTokens:
     start: int | None = None
     first: int | None = None
     last: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()
 
     @classmethod
     def resolve(
@@ -89,8 +96,8 @@ class SpecialTokens:
         """What the caller gave, or for None the checkpoint names.
 
         Args:
-            starts: the model begins texts with a token, and is forced to what its checkpoint says. forced: of FORCED,
-                what the caller gave.
+            starts: the model begins texts with a token, and is forced to what its checkpoint says, also to leave out.
+            forced: of FORCED, what the caller gave.
 
         Raises:
             ValueError: not numbers of tokens, naming the argument or the field.
@@ -109,6 +116,7 @@ class SpecialTokens:
         )
         if len(first) > 1:
             raise ValueError(f"{FORCED[0]}: got {first}, expected one token, with which every text begins")
+        banned = [words[0] for words in _single_words(checkpoint) if words[0] not in ends] if starts else []
         return cls(
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
@@ -116,6 +124,7 @@ class SpecialTokens:
             start=_start(checkpoint, pads, vocab_size) if starts else None,
             first=first[0] if first else None,
             last=tuple(last),
+            banned=tuple(token for token in banned if 0 <= token < vocab_size),
         )
 
 

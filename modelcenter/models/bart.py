@@ -7,12 +7,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from engine.ops import Embedding
-from modelcenter.layers.block import PostNormBlock
-from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.heads import Seq2SeqLM
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig
+from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide
 from modelcenter.models.encoder_decoder import Side
 
 OFFSET = 2  # rows of each position table before the first position
@@ -32,16 +29,15 @@ class BartConfig(BartStyleConfig):
         self.require_probabilities("classifier_dropout")
 
 
-class BartSide(Side):
-    """A side with a table of positions, and norm and dropout between the embeddings and the blocks."""
+class BartSide(BartStyleSide):
+    """A side with a table of positions, and a norm between the embeddings and the blocks."""
 
     def __init__(
         self, layers: nn.ModuleList, final_norm: nn.Module, position: nn.Embedding, hidden_size: int, dropout: float
     ):
-        super().__init__(layers, final_norm)
+        super().__init__(layers, final_norm, dropout)
         self.position = position
         self.embed_norm = LayerNorm(hidden_size, NORM_EPS)
-        self.embed_dropout = Dropout(dropout)
 
 
 class Bart(BartStyle):
@@ -67,19 +63,12 @@ class Bart(BartStyle):
         return BartSide(layers, nn.Identity(), position, c.hidden_size, c.dropout)
 
     def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        c = self.config
-        attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
-        return PostNormBlock(attn, mlp, c.hidden_size, NORM_EPS, c.dropout, cross)
+        return self.post_norm_block(num_heads, intermediate_size, decodes)
 
     def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
-        if task != "seq2seq-lm":
-            return super().make_head(task, dropout, logit_scale)
-        c = self.config
-        head = Seq2SeqLM(c.hidden_size, c.vocab_size, c.tie_embeddings, bias=True, scale=logit_scale)
-        assert head.bias is not None
-        head.bias.requires_grad_(False)  # transformers' final_logits_bias, a buffer there
-        self.constants = frozenset(("head.bias",))
-        return head
+        if task == "seq2seq-lm":
+            return self.biased_lm_head(logit_scale)
+        return super().make_head(task, dropout, logit_scale)
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, BartSide)

@@ -1,6 +1,7 @@
 """What BART and the encoder-decoders that are made as it share: fields, blocks on two sides, scaled embeddings.
 
-Its descendants differ in where the norms stand and in what is added to the words: see bart.py, mbart.py and m2m_100.py.
+Its descendants differ in where the norms stand and in what is added to the words: see bart.py, mbart.py, marian.py and
+m2m_100.py.
 """
 
 from abc import abstractmethod
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
-from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.block import PostNormBlock, PreNormBlock
+from modelcenter.layers.dropout import Dropout
+from modelcenter.layers.heads import Seq2SeqLM
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
@@ -71,6 +74,14 @@ class BartStyleConfig(ModelConfig):
         self.require_token("pad_token_id", self.vocab_size)
 
 
+class BartStyleSide(Side):
+    """A side with dropout between the embeddings and the blocks."""
+
+    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, dropout: float):
+        super().__init__(layers, final_norm)
+        self.embed_dropout = Dropout(dropout)
+
+
 class BartStyle(EncoderDecoder):
     """Base of models with the head of `task`. A subclass makes sides and their blocks."""
 
@@ -107,11 +118,26 @@ class BartStyle(EncoderDecoder):
             CrossAttention(width, num_heads, c.attention_dropout) if decodes else None,
         )
 
+    def post_norm_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> PostNormBlock:
+        """A block that ends each step with a norm."""
+        c = self.config
+        attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
+        return PostNormBlock(attn, mlp, c.hidden_size, NORM_EPS, c.dropout, cross)
+
     def pre_norm_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> PreNormBlock:
         """A block that begins with its norms."""
         c = self.config
         attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
         return PreNormBlock(attn, mlp, lambda: LayerNorm(c.hidden_size, NORM_EPS), c.dropout, cross)
+
+    def biased_lm_head(self, logit_scale: float) -> Seq2SeqLM:
+        """A language model's head with transformers' final_logits_bias, a buffer there: kept, and never trained."""
+        c = self.config
+        head = Seq2SeqLM(c.hidden_size, c.vocab_size, c.tie_embeddings, bias=True, scale=logit_scale)
+        assert head.bias is not None
+        head.bias.requires_grad_(False)
+        self.constants = frozenset(("head.bias",))
+        return head
 
     @property
     def embedding_scale(self) -> float:

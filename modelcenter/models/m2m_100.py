@@ -12,11 +12,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.sinusoids import sinusoids
-from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig
+from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide
 from modelcenter.models.encoder_decoder import Side
 from modelcenter.models.inputs import Batch
 from modelcenter.models.padding_positions import with_positions_after_padding
@@ -55,14 +54,6 @@ class M2M100Config(BartStyleConfig):
         return self.pad_token_id + 1
 
 
-class M2M100Side(Side):
-    """A side with dropout between the embeddings and the blocks."""
-
-    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, dropout: float):
-        super().__init__(layers, final_norm)
-        self.embed_dropout = Dropout(dropout)
-
-
 class M2M100(BartStyle):
     """M2M100 or NLLB with the head of `task`. Body names do not depend on the task."""
 
@@ -77,7 +68,7 @@ class M2M100(BartStyle):
         self.head = self.make_head(task)
 
     def make_side(self, layers: nn.ModuleList) -> Side:
-        return M2M100Side(layers, LayerNorm(self.config.hidden_size, NORM_EPS), self.config.dropout)
+        return BartStyleSide(layers, LayerNorm(self.config.hidden_size, NORM_EPS), self.config.dropout)
 
     def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
         return self.pre_norm_block(num_heads, intermediate_size, decodes)
@@ -86,7 +77,7 @@ class M2M100(BartStyle):
         return super().pack(with_positions_after_padding(batch, self.config.pad_token_id, prefix), prefix)
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
-        assert isinstance(side, M2M100Side)
+        assert isinstance(side, BartStyleSide)
         at, half = ctx.positions, self.config.hidden_size // 2
         steps = torch.arange(half, device=x.device).float()
         waves = sinusoids(at, torch.exp(steps * -(math.log(10000) / (half - 1))))

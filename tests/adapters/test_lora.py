@@ -50,6 +50,7 @@ OTHERS = [
     ("bart", "sequence-classification"),
     ("mbart", "seq2seq-lm"),
     ("m2m_100", "seq2seq-lm"),
+    ("marian", "seq2seq-lm"),
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),

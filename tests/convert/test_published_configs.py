@@ -23,6 +23,7 @@ PARAMETERS = {
     "bart-kobart-summary-v3-4.38": 123_859_968,
     "bart-large-cnn-4.7": 406_290_432,
     "bart-large-mnli-4.7": 406_291_456,
+    "marian-cg-conala-large-4.30": 78_456_832,
     "mbart-trimmed-cc25-4.22": 92_801_024,  # one matrix of words, which the sides shared then
     "bert-base-cased-2.5": 108_310_272,
     "bert-base-chinese-4.19": 102_267_648,

@@ -18,8 +18,8 @@ from modelcenter.registry import ARCHITECTURES, TASKS
 ABSENT = {"cpm1", "cpm2", "cpm3", "cpmbee", "minicpm"}
 # transformers' experimental decision head belongs to a model of its own (jev), and stands beside checkpoints of others.
 OF_OTHERS = {"JevForDecision"}
-# Decoders of BART and mBART without what they read, and old names of a base.
-LEFT_OUT = {"BartForCausalLM", "MBartForCausalLM", "PretrainedBartModel", "BartPretrainedModel"}
+# Decoders of BART, mBART and Marian without what they read, and old names of a base.
+LEFT_OUT = {"BartForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "PretrainedBartModel", "BartPretrainedModel"}
 FAMILIES = sorted(set(ARCHITECTURES) - ABSENT)
 # What modules of transformers export that is no model with a head: parts, and bases of which none is built.
 PARTS = ("PreTrainedModel", "Layer", "RMSNorm")

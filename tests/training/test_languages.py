@@ -7,7 +7,7 @@ import torch
 import transformers
 from harness import randomize_
 from toydata import command, read_jsonl, write_jsonl
-from translation_toys import LANGUAGES, make_tokenizer, write_rows
+from translation_toys import LANGUAGES, PLAIN, make_tokenizer, write_rows
 
 import modelcenter as mc
 from modelcenter.cli import run as cli
@@ -25,18 +25,25 @@ CLASSES = {
     "mbart50": ("MBart", {"decoder_start_token_id": 2}),
     "nllb": ("M2M100", _NO_LAYERDROP),
     "m2m_100": ("M2M100", _NO_LAYERDROP),
+    "marian": ("Marian", {"eos_token_id": 0, "bos_token_id": 0, "scale_embedding": True}),
 }
 FULL = pytest.mark.full
 KINDS = ["mbart", "nllb", pytest.param("mbart50", marks=FULL), pytest.param("m2m_100", marks=FULL)]
+TRAINED = [*KINDS, pytest.param("marian", marks=FULL)]
 
 
 def save_checkpoint(folder, kind):
     """A randomised model of transformers with its tokenizer, as published: neither says a language."""
     name, fields = CLASSES[kind]
     tokenizer = make_tokenizer(kind, folder / "pieces")
-    config = getattr(transformers, f"{name}Config")(**SIZES, **fields, vocab_size=len(tokenizer) + 2)
-    model = randomize_(getattr(transformers, f"{name}ForConditionalGeneration")(config))
+    size = len(tokenizer) + (2 if kind in LANGUAGES else 0)
+    tokens = {"pad_token_id": size - 1, "decoder_start_token_id": size - 1} if name == "Marian" else {}
+    config = getattr(transformers, f"{name}Config")(**SIZES, **fields, **tokens, vocab_size=size)
+    model = randomize_(getattr(transformers, "MarianMTModel" if tokens else f"{name}ForConditionalGeneration")(config))
     model.tie_weights()
+    if tokens:
+        with_sinusoids(model)
+        model.generation_config.bad_words_ids = [[size - 1]]
     with torch.no_grad():  # else each text would be one token, again and again
         for p in model.model.decoder.layers.parameters():
             p.mul_(0.5)
@@ -45,8 +52,16 @@ def save_checkpoint(folder, kind):
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     settings = json.loads((folder / "base/tokenizer_config.json").read_text())
-    (folder / "base/tokenizer_config.json").write_text(json.dumps({**settings, "src_lang": None, "tgt_lang": None}))
+    none = {"src_lang": None, "tgt_lang": None} if kind in LANGUAGES else {}
+    (folder / "base/tokenizer_config.json").write_text(json.dumps({**settings, **none}))
     return folder / "base"
+
+
+def with_sinusoids(marian):
+    """Its positions as they were before all parameters were drawn: nothing trains them, and no file has them."""
+    for side in (marian.get_encoder(), marian.get_decoder()):
+        side.embed_positions.weight.data.copy_(side.embed_positions.create_weight())
+        side.embed_positions.weight.requires_grad_(False)
 
 
 def in_transformers(path, **languages):
@@ -67,16 +82,18 @@ def flags(folder, base, **changes):
     return {**own, **fixed, "warmup": 0, "weight_decay": 0.0, "log_every": 1, **changes}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINED)
 def test_a_run_knows_its_languages(kind, tmp_path, capsys):
     """Its losses are those of a loop over the transformers model; predict and generate need no flags for it, and what
     it leaves writes the language by itself in transformers."""
     base, rows = save_checkpoint(tmp_path, kind), write_rows(tmp_path / "rows.jsonl")
-    source, target, _ = LANGUAGES[kind]
+    source, target, _ = LANGUAGES.get(kind, (None, None, None))
     main(command(flags(tmp_path, base, source_lang=source, target_lang=target)))
     logged = [row for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "loss" in row]
 
-    theirs, tokenizer = in_transformers(base, src_lang=source, tgt_lang=target)
+    theirs, tokenizer = in_transformers(base, **({} if source is None else {"src_lang": source, "tgt_lang": target}))
+    if kind == "marian":
+        with_sinusoids(theirs)  # transformers lets them be trained once they are loaded
     sources, targets = ([row[name] for row in rows] for name in ("source", "target"))
     batch = tokenizer(sources, text_target=targets, padding=True, return_tensors="pt")
     batch["labels"][batch["labels"] == tokenizer.pad_token_id] = -100
@@ -91,10 +108,12 @@ def test_a_run_knows_its_languages(kind, tmp_path, capsys):
         optimizer.zero_grad()
 
     left, own = in_transformers(tmp_path / "run/model")
-    assert (own.src_lang, own.tgt_lang) == (source, target)
     wanted, tokens = texts_of(left, own, rows)
-    language = own.convert_tokens_to_ids(f"__{target}__" if kind == "m2m_100" else target)
-    assert (tokens[:, 0 if kind == "mbart" else 1] == language).all() and len(set(wanted)) > 1
+    assert len(set(wanted)) > 1
+    if source is not None:
+        assert (own.src_lang, own.tgt_lang) == (source, target)
+        language = own.convert_tokens_to_ids(f"__{target}__" if kind == "m2m_100" else target)
+        assert (tokens[:, 0 if kind == "mbart" else 1] == language).all()
     cli(["predict", str(tmp_path / "run"), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out.jsonl")])
     assert [row["prediction"] for row in read_jsonl(tmp_path / "out.jsonl")] == wanted
     cli(["predict", str(tmp_path / "run/model"), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "b.jsonl")])
@@ -126,18 +145,19 @@ def test_a_published_checkpoint_is_told_the_languages(kind, tmp_path, capsys):
     assert abs(json.loads(capsys.readouterr().out)["loss"] - theirs(**batch).loss.item()) < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["mbart", "mbart50", "nllb", "m2m_100"])
+@pytest.mark.parametrize("kind", [*LANGUAGES, *PLAIN])
 def test_sources_and_targets_are_marked_as_transformers_marks_them(kind, tmp_path):
     """Cut ones too; read from the cache, those of another language are others."""
-    source, target, other = LANGUAGES[kind]
-    tokenizer, texts = make_tokenizer(kind, tmp_path), ["eat soup and fish", "tea"]
+    source, target, other = LANGUAGES.get(kind, (None, None, None))
+    tokenizer, texts = make_tokenizer(kind, tmp_path), ["eat soup and fish", "it"]
     for written in (target, other, target):
-        tokenizer.src_lang, tokenizer.tgt_lang = source, written
+        if written is not None:
+            tokenizer.src_lang, tokenizer.tgt_lang = source, written
         for found, given in (
-            (tokenize(tokenizer, texts, max_length=5), {"text": texts}),
-            (tokenize_targets(tokenizer, texts, max_length=5), {"text_target": texts}),
+            (tokenize(tokenizer, texts, max_length=4), {"text": texts}),
+            (tokenize_targets(tokenizer, texts, max_length=4), {"text_target": texts}),
         ):
-            wanted = tokenizer(**given, truncation=True, max_length=5)["input_ids"]
+            wanted = tokenizer(**given, truncation=True, max_length=4)["input_ids"]
             assert [found.row(i).tolist() for i in range(2)] == wanted and found.truncated == 1
 
 

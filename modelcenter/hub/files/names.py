@@ -28,6 +28,9 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "tekken.json",
     "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+    "target_vocab.json",
     "chat_template.jinja",
     "tokenization_cpm.py",
 )

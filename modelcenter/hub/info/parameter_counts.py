@@ -185,9 +185,9 @@ def _t5(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _bart(c: Fields, kind: str) -> dict[str, int]:
-    """BART, mBART and M2M100, whose positions are not stored."""
+    """BART and mBART; M2M100 and Marian, whose positions are not stored."""
     # Norms of a side: of the embeddings, and behind the blocks.
-    positions, norms = {"bart": (True, 1), "mbart": (True, 2), "m2m_100": (False, 1)}[kind]
+    positions, norms = {"bart": (True, 1), "mbart": (True, 2), "m2m_100": (False, 1), "marian": (False, 0)}[kind]
     d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
     return {
         "embeddings": (c.vocab_size + 2 * positions * (c.max_positions + 2)) * d,  # positions start at 2
@@ -230,7 +230,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
-    **dict.fromkeys(("bart", "mbart", "m2m_100"), _bart),
+    **dict.fromkeys(("bart", "mbart", "m2m_100", "marian"), _bart),
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }

@@ -12,7 +12,9 @@ from translation_toys import LANGUAGES, PLAIN, make_tokenizer, write_rows
 import modelcenter as mc
 from modelcenter.cli import run as cli
 from modelcenter.data.tokenization.tokenize import tokenize, tokenize_targets
+from modelcenter.registry import preset
 from modelcenter.training.config import Seq2SeqConfig
+from modelcenter.training.target_tokens import begin_texts
 from scripts.finetune_seq2seq import main
 
 SIZES = {
@@ -198,3 +200,28 @@ def test_keys_of_translations_beside_the_languages_of_the_tokenizer(tmp_path):
     assert (saved.source_column, saved.target_column, saved.source_lang) == ("en", "de", "en_XX")
     cli(["predict", str(tmp_path / "run"), str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "out.jsonl")])
     assert [row["source"] for row in read_jsonl(tmp_path / "out.jsonl")] == [row["source"] for row in rows]
+
+
+def test_texts_begin_as_in_training(tmp_path):
+    """mBART's with the last token of a target, whatever its tokenizer; of another language's checkpoint nothing is
+    left. What begins texts of other models is the checkpoint's own."""
+    from seq2seq_toys import make_tokenizer as plain
+
+    model = mc.from_config("tiny/mbart", "seq2seq-lm", eos_token_id=3)
+    begin_texts(model, plain())
+    assert model.generation_config["decoder_start_token_id"] == model.config.decoder_start_token_id == 3
+    for other in (mc.from_config("tiny/bart", "seq2seq-lm"), mc.from_config("tiny/t5", "seq2seq-lm", num_beams=3)):
+        before = dict(other.generation_config)
+        begin_texts(other, plain())
+        assert dict(other.generation_config) == before
+    for kind, fields in (("mbart", {}), ("mbart50", {"decoder_start_token_id": 2})):
+        tokenizer = make_tokenizer(kind, tmp_path)
+        tokenizer.src_lang, tokenizer.tgt_lang = LANGUAGES[kind][:2]
+        language = tokenizer.convert_tokens_to_ids(tokenizer.tgt_lang)
+        values = preset("tiny/mbart")["config"] | {"forced_bos_token_id": 4, **fields}  # many-to-one's says English
+        model = mc.from_config(values, "seq2seq-lm")
+        model.generation_config = {"forced_bos_token_id": 4, "num_beams": 5, "top_k": None}
+        begin_texts(model, tokenizer)
+        wanted = {"decoder_start_token_id": language} if kind == "mbart" else {"forced_bos_token_id": language}
+        assert dict(model.generation_config) == {"num_beams": 5, "top_k": None, "decoder_start_token_id": 2, **wanted}
+        assert model.config.extra["forced_bos_token_id"] == wanted.get("forced_bos_token_id")

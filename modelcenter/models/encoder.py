@@ -107,7 +107,7 @@ class BertStyleConfig(EncoderConfig):
         super().__post_init__()
         self.require_probabilities("classifier_dropout")
         decides = self.is_decoder or not self.cross_attention
-        self.require(decides, "is_decoder", "True beside cross_attention (add_cross_attention): an encoder has none")
+        self.require(decides, "is_decoder", "True beside cross_attention: an encoder has none")
 
     @property
     def head_dropout(self) -> float:

@@ -225,7 +225,7 @@ def test_fields_that_files_leave_out_or_repeat(tmp_path):
         ({"encoder_layerdrop": 0.1}, "'encoder_layerdrop': got 0.1, but this bart implements 0.0"),
         ({"normalize_before": True}, "'normalize_before': got True"),
         ({"is_encoder_decoder": False}, "'is_encoder_decoder': got False"),
-        ({"decoder_attention_heads": 5}, "hidden_size is 24, expected a multiple of num_decoder_heads=5"),
+        ({"decoder_attention_heads": 5}, "d_model is 24, expected a multiple of decoder_attention_heads=5"),
         ({"activation_function": "swiglu"}, "activation_function|hidden_act is 'swiglu'"),
         ({"decoder_ffn_dim": 0}, "decoder_ffn_dim is 0, expected a whole number of at least 1"),
     ],

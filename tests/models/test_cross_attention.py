@@ -392,5 +392,5 @@ def test_wrong_inputs_are_named(tmp_path):
     refused(
         "load it with add_cross_attention=True", model=mc.from_config(model.config, "causal-lm", cross_attention=False)
     )
-    with pytest.raises(ValueError, match="is_decoder is False, expected True beside cross_attention"):
+    with pytest.raises(ValueError, match="is_decoder is False, expected True beside add_cross_attention: an encoder"):
         mc.from_config("tiny/bert", add_cross_attention=True)

@@ -225,7 +225,7 @@ def test_feed_forward_fields_of_old_files(tmp_path):
     config = from_pretrained(tmp_path).config
     assert (config.gated, config.hidden_act) == (True, "gelu_new")
     rewrite(tmp_path, ("is_gated_act", "dense_act_fn"), feed_forward_proj="gated-swiglu")
-    with pytest.raises(ValueError, match="hidden_act is 'swiglu'"):
+    with pytest.raises(ValueError, match="dense_act_fn is 'swiglu'"):
         from_pretrained(tmp_path)
     rewrite(tmp_path, feed_forward_proj="half-gated-gelu")
     with pytest.raises(ValueError, match="feed_forward_proj"):

@@ -146,7 +146,7 @@ def test_layerdrop_is_told_where_it_would_matter(caplog):
     [
         (
             {"d_model": 2, "encoder_attention_heads": 1, "decoder_attention_heads": 1},
-            "hidden_size is 2, expected an even",
+            "d_model is 2, expected an even",
         ),
         ({"encoder_layerdrop": 1.5}, "encoder_layerdrop is 1.5, expected a probability"),
         ({"pad_token_id": -1}, "pad_token_id is -1, expected 0 or more"),

@@ -177,7 +177,7 @@ def test_files(tmp_path):
         ({"static_position_embeddings": False}, "'static_position_embeddings': got False"),
         (
             {"d_model": 15, "encoder_attention_heads": 3, "decoder_attention_heads": 3},
-            "hidden_size is 15, expected even",
+            "d_model is 15, expected even",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Para
     for name, p in theirs.named_parameters():
         key = to_key(arch, name)
         key = layout.aliases.get(key, key)
-        if any(re.fullmatch(pattern, key) for pattern in arch.ignore):
+        if key not in layout.shapes and any(re.fullmatch(pattern, key) for pattern in arch.ignore):
             continue  # Marian's sinusoids, which nothing trains
         if key in layout.ties and not layout.ties[key].write:
             key = layout.ties[key].to

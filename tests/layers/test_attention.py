@@ -122,14 +122,14 @@ class Problem:
                 for x in (k, v)
             )
             scores = self.scale * one @ keys.transpose(1, 2)
+            for rows, table in ((one[:, :, None], of_keys), (keys[:, None], of_queries)):
+                if table is not None:
+                    apart = torch.arange(n) - torch.arange(n)[:, None]
+                    scores = scores + self.scale * (rows * table[:, table.shape[1] // 2 + apart]).sum(3)
+            if "distances" in self.kind:
+                bias = segment_bias = None
             for i in range(n):
                 for j in range(b - a):
-                    for rows, table, place in ((one, of_keys, i), (keys, of_queries, j)):
-                        if table is not None:
-                            vector = table[:, table.shape[1] // 2 + j - i]
-                            scores[:, i, j] = scores[:, i, j] + self.scale * (rows[:, place] * vector).sum(1)
-                    if "distances" in self.kind:
-                        continue
                     segments = (
                         [None, None] if segment_bias is None else [self.segments.values[at + x, 2] for x in (i, j)]
                     )

@@ -325,6 +325,7 @@ def test_the_model_of_a_run_is_pushed_once_it_has_finished(tmp_path):
     assert model_directory(run) == run / "model"
 
 
+@pytest.mark.full
 def test_a_run_pushes_its_model(hub, home, tmp_path):
     """What would keep it from that is said at once; after a failure the error names the command that goes on."""
     words = ["finetune", "classification", *command(flags(write_folder(tmp_path), max_steps=1))]

@@ -186,6 +186,7 @@ def test_a_checkpoint_exports_with_nothing_but_itself(tmp_path, monkeypatch, tas
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_ranks_wait_for_a_long_upload_and_for_rows(tmp_path, monkeypatch):
     """Which may take longer than any message: a large model is uploaded, one node has no rows in its cache."""
     ended, tokenize, resolve_for_model = [], Classification.tokenize, resolve.resolve_for_model

@@ -168,7 +168,8 @@ def test_interrupted_anywhere(tmp_path, monkeypatch, exchanges):
     assert points > 8
 
 
-@pytest.mark.parametrize("exchanged", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("exchanged", [False, True])
 def test_killed_again_while_what_a_kill_left_is_put_right(exchanged, tmp_path, monkeypatch):
     """Of a new directory that is half removed nothing is taken for somebody's own."""
     target, more = tmp_path / "out", "12345"

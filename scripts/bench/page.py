@@ -29,7 +29,7 @@ Every measurement of this project's speed and memory, compared with other librar
 - **"Times as good"** is the ratio of two rates, or the inverse ratio of two times or sizes: above 1 this project is ahead.
 - **"Wanted"** is the target that this project set itself.
 - **Limits**: each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible.
-- **Machines** differ, so compare ratios. Results have the machine's name in the heading, but for those of an AMD CPU with AVX-512: "Intel" has AVX-512 too, "AVX2" is an AMD CPU without it, "H200" is a GPU ([GPU](gpu.md)).
+- **Machines** differ, so compare ratios. Results have the machine's name in the heading, but for those of an AMD CPU with AVX-512: "Zen5" is a newer one, "Intel" has AVX-512 too, "AVX2" is an AMD CPU without it, "H200" is a GPU ([GPU](gpu.md)).
 
 To repeat the measurements:
 

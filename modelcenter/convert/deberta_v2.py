@@ -133,19 +133,11 @@ class _Fields:
         return values | {"pooler_hidden_size": values["hidden_size"]}
 
 
+# Of BERT's fields, those that are not here.
+_OTHERS = ("classifier_dropout", "is_decoder", "add_cross_attention")
 CONFIG = ConfigMap(
     fields={
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "intermediate_size",
-        "hidden_act": "hidden_act",
-        "max_position_embeddings": "max_positions",
-        "type_vocab_size": "type_vocab_size",
-        "layer_norm_eps": "norm_eps",
-        "hidden_dropout_prob": "dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
+        **{name: ours for name, ours in bert.CONFIG.fields.items() if name not in _OTHERS},
         "cls_dropout": "classifier_dropout",
         "pooler_dropout": "pooler_dropout",
         "pooler_hidden_act": "pooler_act",
@@ -156,8 +148,6 @@ CONFIG = ConfigMap(
         "position_buckets": "position_buckets",
         _NORMS: "norm_distances",
         "share_att_key": "share_projections",
-        "pad_token_id": "pad_token_id",
-        "initializer_range": "initializer_range",
         "conv_kernel_size": "conv_width",
         "conv_act": "conv_act",
         "legacy": "legacy",

@@ -1,6 +1,5 @@
 """Gradients of our models, and parameters of transformers' models, under the names of the Hugging Face checkpoint."""
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -52,7 +51,7 @@ def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Para
     for name, p in theirs.named_parameters():
         key = to_key(arch, name)
         key = layout.aliases.get(key, key)
-        if key not in layout.shapes and any(re.fullmatch(pattern, key) for pattern in arch.ignore):
+        if key not in layout.shapes and arch.ignores(key):
             continue  # Marian's sinusoids, which nothing trains
         if key in layout.ties and not layout.ties[key].write:
             key = layout.ties[key].to

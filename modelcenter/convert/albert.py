@@ -63,23 +63,11 @@ TASKS = {
 
 CONFIG = ConfigMap(
     fields={
-        "vocab_size": "vocab_size",
+        **bert.FIELDS,
         "embedding_size": "embedding_size",
-        "hidden_size": "hidden_size",
-        "num_hidden_layers": "num_layers",
         "num_hidden_groups": "num_groups",
         "inner_group_num": "group_layers",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "intermediate_size",
-        "hidden_act": "hidden_act",
-        "max_position_embeddings": "max_positions",
-        "type_vocab_size": "type_vocab_size",
-        "layer_norm_eps": "norm_eps",
-        "hidden_dropout_prob": "dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
         "classifier_dropout_prob": "classifier_dropout",
-        "pad_token_id": "pad_token_id",
-        "initializer_range": "initializer_range",
     },
     required={"position_embedding_type": ("absolute",)},
     # Of Google's code, which no version of transformers reads, and of BERT's first files.

@@ -87,24 +87,28 @@ TASKS = {
     "multiple-choice": Task("BertForMultipleChoice", {"pooler": "pooler.", "choice": "head."}),
 }
 
+# Also of ALBERT and DeBERTa.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "intermediate_size",
+    "hidden_act": "hidden_act",
+    "max_position_embeddings": "max_positions",
+    "type_vocab_size": "type_vocab_size",
+    "layer_norm_eps": "norm_eps",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+    "pad_token_id": "pad_token_id",
+    "initializer_range": "initializer_range",
+}
 CONFIG = ConfigMap(
     fields={
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "intermediate_size",
-        "hidden_act": "hidden_act",
-        "max_position_embeddings": "max_positions",
-        "type_vocab_size": "type_vocab_size",
-        "layer_norm_eps": "norm_eps",
-        "hidden_dropout_prob": "dropout",
-        "attention_probs_dropout_prob": "attention_dropout",
+        **FIELDS,
         "classifier_dropout": "classifier_dropout",
-        "pad_token_id": "pad_token_id",
         "is_decoder": "is_decoder",
         "add_cross_attention": "cross_attention",
-        "initializer_range": "initializer_range",
     },
     required={"position_embedding_type": ("absolute",)},
     # embedding_size is of ELECTRA, emb_size of TinyBERT's search: transformers' BERT has one width.

@@ -133,11 +133,9 @@ class _Fields:
         return values | {"pooler_hidden_size": values["hidden_size"]}
 
 
-# Of BERT's fields, those that are not here.
-_OTHERS = ("classifier_dropout", "is_decoder", "add_cross_attention")
 CONFIG = ConfigMap(
     fields={
-        **{name: ours for name, ours in bert.CONFIG.fields.items() if name not in _OTHERS},
+        **bert.FIELDS,
         "cls_dropout": "classifier_dropout",
         "pooler_dropout": "pooler_dropout",
         "pooler_hidden_act": "pooler_act",

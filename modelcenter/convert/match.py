@@ -70,7 +70,7 @@ def match_names(
                 raise ValueError(f"the tensors {match.found[key]!r} and {name!r} of the file mean the same: {key!r}")
             else:
                 match.found[key] = name
-        elif any(re.fullmatch(pattern, key) for pattern in arch.ignore):
+        elif arch.ignores(key):
             match.ignored.append(name)
         elif key in layout.ties:
             ties[key] = name

@@ -361,6 +361,10 @@ class ArchMap:
     infer_config: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
     files: tuple[str, ...] = ()
 
+    def ignores(self, key: str) -> bool:
+        """Whether a hub tensor that no rule names holds nothing to learn."""
+        return any(re.fullmatch(pattern, key) for pattern in self.ignore)
+
     def declared_task(self, architectures: Sequence[str] | None) -> str | None:
         """The task of the class a checkpoint declares, or None where it declares none of ours."""
         for name in architectures or ():

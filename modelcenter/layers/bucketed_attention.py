@@ -147,8 +147,7 @@ class _BucketedAttention(Function):
     ) -> Tensor:
         of_queries, of_keys, _, _, drop, _ = options
         ctx.pairs, ctx.options, ctx.bias, ctx.segment_bias = pairs, options, bias, segment_bias
-        none = of_distance_k is None and of_distance_q is None
-        ctx.tables = tables = NO_DISTANCES if none else Distances(of_distance_k, of_distance_q)
+        ctx.tables = tables = Distances(of_distance_k, of_distance_q)
         ctx.key, ctx.numbers, ctx.shapes = drop.key if drop.p else 0, [], (q.shape, k.shape, v.shape)
         out = torch.zeros_like(q) if _partial(pairs, q.shape[0]) else torch.empty_like(q)
         saved: list[Tensor | None] = []
@@ -206,11 +205,10 @@ class _BucketedAttention(Function):
                 dscores.mul_(scale)
                 dqt = torch.bmm(dscores, kb)
                 dkb = _plus(dkb, torch.bmm(dscores.transpose(1, 2), qt))
-                if tables is not NO_DISTANCES:
-                    sides = tile.by_head(qt), tile.by_head(kb, tile.keys.length)
-                    more_q, more_k = gradients(tile.by_head(dscores), *sides, tables, dtables, tile.start)
-                    dqt = dqt if more_q is None else dqt.add_(more_q.reshape(dqt.shape))
-                    dkb = dkb if more_k is None else dkb.add_(more_k.reshape(dkb.shape))
+                sides = tile.by_head(qt), tile.by_head(kb, tile.keys.length)
+                more_q, more_k = gradients(tile.by_head(dscores), *sides, tables, dtables, tile.start)
+                dqt = dqt if more_q is None else dqt.add_(more_q.reshape(dqt.shape))
+                dkb = dkb if more_k is None else dkb.add_(more_k.reshape(dkb.shape))
                 of_tiles.append(dqt)
             assert dkb is not None and dvb is not None
             _scatter(dq, _joined(of_tiles, tiles), queries, of_queries)
@@ -231,8 +229,7 @@ def _weights(
 ) -> Tensor:
     """The softmax of a tile. q: (n * groups, heads / groups * queries, head_dim). k: (n * groups, keys, head_dim)."""
     scores = torch.bmm(q, k.transpose(1, 2))
-    if tables is not NO_DISTANCES:
-        add_scores_(tile.by_head(scores), tile.by_head(q), tile.by_head(k, tile.keys.length), tables, tile.start)
+    add_scores_(tile.by_head(scores), tile.by_head(q), tile.by_head(k, tile.keys.length), tables, tile.start)
     scores.mul_(options.scale)
     _add_bias_and_mask_(tile.by_head(scores), bias, segment_bias, options.mask, tile)
     return torch.softmax(scores, -1)

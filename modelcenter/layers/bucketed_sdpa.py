@@ -134,8 +134,7 @@ def bucketed_sdpa(
     mask = options.mask
     distances = options.distances
     if not pairs:  # no token on this rank: keep the graph whole
-        tables = () if distances is None else (distances.keys, distances.queries)
-        inputs = q, k, v, mask.bias, mask.segment_bias, *tables
+        inputs = q, k, v, mask.bias, mask.segment_bias, *(distances or ())
         return torch.zeros_like(q) + 0 * sum(x.sum() for x in inputs if x is not None)
     if places is None:
         places = places_of(pairs, q, k)

@@ -19,7 +19,8 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 
-KINDS = ("c2p", "p2c")
+# {product that a score has besides: the projection that the embeddings of distances go through for it}
+KINDS = {"c2p": "k", "p2c": "q"}
 _LENGTH_STEP = 64  # rows are found for a multiple of so many tokens, so that most batches find them ready
 
 
@@ -51,7 +52,7 @@ class DistanceEmbedding(nn.Module):
         self.span, self.max_distance, self.num_buckets = num_buckets or max_distance, max_distance, num_buckets
         self.weight = nn.Parameter(torch.empty(2 * self.span, hidden_size).normal_(std=0.02))
         self.norm = None if norm_eps is None else LayerNorm(hidden_size, norm_eps)
-        self._place_cache: tuple[int, Tensor] | None = None
+        self._place_cache: tuple[int, Tensor, slice] | None = None
 
     def places(self, distance: Tensor) -> Tensor:
         """The row for each place of a query minus that of its key, integers of any shape."""
@@ -72,18 +73,18 @@ class DistanceEmbedding(nn.Module):
         held = self._place_cache  # read once: other threads may replace it
         if held is None or held[0] != n or held[1].device != self.weight.device:
             with torch.inference_mode(False):  # a later forward may be of training
-                places = self.places(torch.arange(n - 1, -n, -1, device="cpu")).to(self.weight.device)
-                held = self._place_cache = n, places
-        places = held[1]
-        # The first row of all that are needed is that of the last place: the later a key, the smaller its row.
-        first, last = (int(self.places(torch.tensor(distance))) for distance in (1 - n, n - 1))
-        states = self.weight[first : last + 1]
+                places = self.places(torch.arange(n - 1, -n, -1, device="cpu"))
+                first, last = int(places[-1]), int(places[0])  # the later a key, the smaller its row
+                of_reach = (places - first).to(self.weight.device)
+                held = self._place_cache = n, of_reach, slice(first, last + 1)
+        _, places, reach = held
+        states = self.weight[reach]
         if self.norm is not None:
             states = self.norm(states)
         rows = -(-states.shape[0] // multiple) * multiple
         while rows in unlike:
             rows += multiple
-        return DistanceStates(F.pad(states, (0, 0, 0, rows - states.shape[0])), places - first)
+        return DistanceStates(F.pad(states, (0, 0, 0, rows - states.shape[0])), places)
 
 
 def with_distances(ctx: Packed, embedding: DistanceEmbedding) -> None:
@@ -99,6 +100,11 @@ def with_distances(ctx: Packed, embedding: DistanceEmbedding) -> None:
     if draws is not None:
         ctx.draws = replace(draws, parts=(*draws.parts, numbers))
     ctx.distances = DistanceStates(states, places)
+
+
+def own_projection(kind: str) -> str:
+    """The name of the projection that only distances go through."""
+    return f"distance_{KINDS[kind]}"
 
 
 class DisentangledSelfAttention(SelfAttention):
@@ -149,5 +155,4 @@ class DisentangledSelfAttention(SelfAttention):
 
     def _projection(self, kind: str) -> str:
         """The name of the layer that the embeddings of distances go through."""
-        own = {"c2p": "k", "p2c": "q"}[kind]
-        return own if self.shared else f"distance_{own}"
+        return KINDS[kind] if self.shared else own_projection(kind)

@@ -67,11 +67,11 @@ def add_scores_(scores: Tensor, q: Tensor, k: Tensor, tables: Distances, first: 
     """Add to scores (n, heads, queries, keys) what `Distances.scores` gives."""
     n, _, rows, columns = scores.shape
     if tables.keys is not None:
-        reach, _ = _reach(tables.keys, rows, columns, first)
+        reach, *_ = _reach(tables.keys, rows, columns, first)
         scores.add_(_diagonals(torch.bmm(_by_head(q), reach.transpose(1, 2)), n))
     if tables.queries is not None:
         # The other way round: a key's row is of the queries from the first to the last.
-        reach, _ = _reach(tables.queries, rows, columns, first)
+        reach, *_ = _reach(tables.queries, rows, columns, first)
         scores.add_(_diagonals(torch.bmm(_by_head(k), reach.flip(1).transpose(1, 2)), n).transpose(2, 3))
 
 
@@ -84,17 +84,17 @@ def gradients(
     dq: Tensor | None = None
     dk: Tensor | None = None
     if tables.keys is not None and dtables.keys is not None:
-        reach, (low, high) = _reach(tables.keys, rows, columns, first)
+        reach, of_table, of_reach = _reach(tables.keys, rows, columns, first)
         slopes = _from_diagonals(dscores)
         dq = _by_sequence(torch.bmm(slopes, reach), q.shape)
         found = torch.bmm(slopes.transpose(1, 2), _by_head(q))
-        dtables.keys[:, low:high].add_(_within(found, tables.keys, rows, first))
+        dtables.keys[:, of_table].add_(found[:, of_reach])
     if tables.queries is not None and dtables.queries is not None:
-        reach, (low, high) = _reach(tables.queries, rows, columns, first)
+        reach, of_table, of_reach = _reach(tables.queries, rows, columns, first)
         slopes = _from_diagonals(dscores.transpose(2, 3))
         dk = _by_sequence(torch.bmm(slopes, reach.flip(1)), k.shape)
         found = torch.bmm(slopes.transpose(1, 2), _by_head(k)).flip(1)
-        dtables.queries[:, low:high].add_(_within(found, tables.queries, rows, first))
+        dtables.queries[:, of_table].add_(found[:, of_reach])
     return dq, dk
 
 
@@ -126,23 +126,11 @@ def _from_diagonals(grad: Tensor) -> Tensor:
     return x
 
 
-def _range(table: Tensor, rows: int, columns: int, first: int) -> tuple[int, int]:
-    """The rows of a table that are of the distances in a rectangle; some may be outside of it."""
-    low = table.shape[1] // 2 + 1 - rows - first
-    return low, low + rows + columns - 1
-
-
-def _reach(table: Tensor, rows: int, columns: int, first: int) -> tuple[Tensor, tuple[int, int]]:
-    """(heads, rows + columns - 1, head_dim), from the last query and the first key on, and which rows of the table
-    these are. Distances that only padding has are zeros."""
-    low, high = _range(table, rows, columns, first)
-    inside = max(0, low), min(high, table.shape[1])
-    part = table[:, inside[0] : inside[1]]
-    before, after = inside[0] - low, high - inside[1]
-    return F.pad(part, (0, 0, before, after)) if before or after else part, inside
-
-
-def _within(reach: Tensor, table: Tensor, rows: int, first: int) -> Tensor:
-    """Of what is shaped as `_reach`, the rows that the table has."""
-    low, high = _range(table, rows, reach.shape[1] + 1 - rows, first)
-    return reach[:, max(0, -low) : reach.shape[1] - max(0, high - table.shape[1])]
+def _reach(table: Tensor, rows: int, columns: int, first: int) -> tuple[Tensor, slice, slice]:
+    """(heads, rows + columns - 1, head_dim) of a table, from the last query and the first key on; distances that only
+    padding has are zeros. And where the others are in the table, and in what is returned."""
+    low, wide = table.shape[1] // 2 + 1 - rows - first, rows + columns - 1
+    before, after = max(0, -low), max(0, low + wide - table.shape[1])
+    of_table, of_reach = slice(low + before, low + wide - after), slice(before, wide - after)
+    part = table[:, of_table]
+    return F.pad(part, (0, 0, before, after)) if before or after else part, of_table, of_reach

@@ -20,7 +20,7 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.base import UnitCall
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import READING_TASKS, EncoderConfig
 from modelcenter.models.inputs import HEAD_INPUTS
 from modelcenter.models.pair_encoder import PairEncoder
 
@@ -68,7 +68,7 @@ class Albert(PairEncoder):
     """ALBERT with the head of `task`, pretraining on the order of sentences among them."""
 
     config_class = AlbertConfig
-    tasks = (*(task for task in Encoder.tasks if task != "causal-lm"), "pretraining")
+    tasks = (*READING_TASKS, "pretraining")
     head_inputs = {**HEAD_INPUTS, "pretraining": ("labels", "logits_to_keep", "sentence_order_label")}
 
     config: AlbertConfig

@@ -13,13 +13,19 @@ from engine.ops import Embedding
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PostNormBlock
 from modelcenter.layers.convolution import TokenConvolution
-from modelcenter.layers.disentangled import KINDS, DisentangledSelfAttention, DistanceEmbedding, with_distances
+from modelcenter.layers.disentangled import (
+    KINDS,
+    DisentangledSelfAttention,
+    DistanceEmbedding,
+    own_projection,
+    with_distances,
+)
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, TokenClassifier
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
 from modelcenter.models.inputs import Batch
 
 
@@ -71,6 +77,10 @@ class DebertaV2Config(EncoderConfig):
         self.require(self.tie_embeddings or self.legacy, "tie_embeddings", "True where legacy is false")
 
     @property
+    def head_dropout(self) -> float:
+        return self.dropout if self.classifier_dropout is None else self.classifier_dropout
+
+    @property
     def distances(self) -> int:
         return self.max_distance or self.max_positions
 
@@ -95,7 +105,7 @@ class DebertaV2(Encoder):
     """DeBERTa-v2 or v3 with the head of `task`."""
 
     config_class = DebertaV2Config
-    tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
+    tasks = READING_TASKS
     pooled_tasks = ()
 
     config: DebertaV2Config
@@ -130,12 +140,13 @@ class DebertaV2(Encoder):
 
     def make_head(self, task: str) -> nn.Module | None:
         c, width = self.config, self.config.hidden_size
-        dropout = c.dropout if c.classifier_dropout is None else c.classifier_dropout
         match task:
             case "sequence-classification":
-                return DenseClassifier(width, c.num_labels, dropout, c.problem_type, c.pooler_act, c.pooler_dropout)
+                return DenseClassifier(
+                    width, c.num_labels, c.head_dropout, c.problem_type, c.pooler_act, c.pooler_dropout
+                )
             case "multiple-choice":
-                return DenseMultipleChoice(width, dropout, c.pooler_act, c.pooler_dropout)
+                return DenseMultipleChoice(width, c.head_dropout, c.pooler_act, c.pooler_dropout)
             case "token-classification":
                 return TokenClassifier(width, c.num_labels, c.dropout)
         return super().make_head(task)
@@ -156,7 +167,7 @@ class DebertaV2(Encoder):
 
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan()
-        own = {"c2p": "distance_k", "p2c": "distance_q"}
         if self.config.relative_attention and not self.config.share_projections:
-            plan |= {f"layers.*.attn.{own[kind]}": "colwise" for kind in self.config.relative_kinds or ()}
+            own = map(own_projection, self.config.relative_kinds or ())
+            plan |= {f"layers.*.attn.{name}": "colwise" for name in own}
         return plan

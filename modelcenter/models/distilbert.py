@@ -11,7 +11,7 @@ from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PostNormBlock
 from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, ExtractiveQA
 from modelcenter.layers.mlp import MLP
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class DistilBert(Encoder):
     """DistilBERT with the head of `task`. It takes no token_type_ids."""
 
     config_class = DistilBertConfig
-    tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
+    tasks = READING_TASKS
     pooled_tasks = ()
     tells_types = False
 

@@ -374,3 +374,7 @@ class Encoder(CrossAttentionMixin):
             batch["num_choices"] = count_choices(batch)
             batch |= flatten_choices(batch, TOKEN_INPUTS)
         return self.run_checked(batch)
+
+
+# Of encoders that are never decoders.
+READING_TASKS = tuple(task for task in Encoder.tasks if task != "causal-lm")

@@ -17,7 +17,7 @@ from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
-from modelcenter.models.encoder import Encoder, EncoderConfig
+from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
 from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch
 from modelcenter.models.layer_types import SLIDING, check_layer_types
@@ -84,7 +84,7 @@ class ModernBert(Encoder):
     """ModernBERT with the head of `task`."""
 
     config_class = ModernBertConfig
-    tasks = tuple(task for task in Encoder.tasks if task != "causal-lm")
+    tasks = READING_TASKS
     pooled_tasks = ()
     tells_types = False
     head_prefixes = ("head.", "transform.")

@@ -52,7 +52,7 @@ def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str |
         if part not in ("", CROSS_ATTENTION):
             return "pooler" if part == "pooler" else "head"
         return component(fill(rule.native_templates()[0], match.groupdict()))
-    return None if any(re.fullmatch(pattern, short) for pattern in arch.ignore) else "other"
+    return None if arch.ignores(short) else "other"
 
 
 def _match(rule: Rule, names: Iterable[str]) -> re.Match[str] | None:

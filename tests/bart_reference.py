@@ -1,7 +1,20 @@
-"""transformers' models of BART's kind as the truth: what parity tests of BART and mBART have in common."""
+"""transformers' models of BART's kind as the truth: what parity tests of BART, mBART, M2M100 and Marian
+have in common."""
 
 import torch
+from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
 from harness import ArchitectureTests
+
+SIZES_OF_PARTS = {
+    "vocab_size": 131,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 38,
+    "decoder_ffn_dim": 44,
+}
 
 
 class BartTests(ArchitectureTests):
@@ -24,16 +37,19 @@ class BartTests(ArchitectureTests):
 
     def run_group(self, theirs, task, group, longest, side):
         """Positions are columns, and there is no input for them: those of a row behind padding begin later."""
-        shift = longest - len(group[0].input_ids)
-        of_decoder = self.most - len(group[0].labels) if task == "seq2seq-lm" else shift
-        tables = [(theirs.model.encoder.embed_positions, shift), (theirs.model.decoder.embed_positions, of_decoder)]
+        of_encoder = longest - len(group[0].input_ids)
+        of_decoder = self.most - len(group[0].labels) if task == "seq2seq-lm" else of_encoder
+        left = side == "left"
         try:
-            for table, after in tables:
-                table.offset = 2 + after * (side == "left")
+            self.shift_positions(theirs, of_encoder * left, of_decoder * left)
             return super().run_group(theirs, task, group, longest, side)
         finally:
-            for table, _ in tables:
-                table.offset = 2
+            self.shift_positions(theirs, 0, 0)
+
+    def shift_positions(self, theirs, of_encoder, of_decoder):
+        """Let the rows of each side begin so many positions later."""
+        for part, shift in ((theirs.model.encoder, of_encoder), (theirs.model.decoder, of_decoder)):
+            part.embed_positions.offset = 2 + shift
 
 
 def another_eps(model):
@@ -54,3 +70,14 @@ def drop_bias_of_logits(model):
 def see_the_future(model):
     for unit in model.decoder.layers:
         unit.attn.causal = False
+
+
+MUTATIONS = {
+    "a dropped eps": another_eps,  # which no config says
+    "scale dropped": drop_scale,
+    "attention to later tokens": see_the_future,
+    "layers swapped": swap_layers,
+    "attention across rows": merge_rows,
+    "attention to the wrong row": attend_to_the_wrong_row,
+    "a causal encoder": causal_encoder,
+}

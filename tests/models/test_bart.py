@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from bart_reference import BartTests, another_eps, drop_bias_of_logits, drop_scale, see_the_future
-from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
+from bart_reference import MUTATIONS, SIZES_OF_PARTS, BartTests, drop_bias_of_logits
 from harness import assert_same, randomize_
 from safetensors.torch import load_file, save_file
 from transformers.models.bart.modeling_bart import shift_tokens_right
@@ -16,14 +15,7 @@ from modelcenter.adapters import Lora
 from modelcenter.hub.conversion import convert
 
 SIZES = {
-    "vocab_size": 131,
-    "d_model": 24,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 6,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 38,
-    "decoder_ffn_dim": 44,
+    **SIZES_OF_PARTS,
     "max_position_embeddings": 37,
     "scale_embedding": True,
     "pad_token_id": 2,
@@ -49,17 +41,11 @@ def _drop_norm_of_embeddings(model):
 class TestBart(BartTests):
     hf_config = {**SIZES, "model_type": "bart"}
     mutations = {
-        "a dropped eps": another_eps,  # which no config says
+        **MUTATIONS,
         "positions without their offset": _positions_without_their_offset,
         "positions of the other side": _swap_positions,
-        "scale dropped": drop_scale,
         "no bias of the logits": drop_bias_of_logits,
         "no norm of the embeddings": _drop_norm_of_embeddings,
-        "attention to later tokens": see_the_future,
-        "layers swapped": swap_layers,
-        "attention across rows": merge_rows,
-        "attention to the wrong row": attend_to_the_wrong_row,
-        "a causal encoder": causal_encoder,
     }
 
 

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 import transformers
-from bart_reference import another_eps, drop_scale, see_the_future
-from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
+from bart_reference import MUTATIONS, SIZES_OF_PARTS
 from harness import ArchitectureTests, assert_same, randomize_
 from safetensors.torch import load_file, save_file
 
@@ -14,14 +13,7 @@ import modelcenter as mc
 from modelcenter.models import m2m_100
 
 SIZES = {
-    "vocab_size": 131,
-    "d_model": 24,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 6,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 38,
-    "decoder_ffn_dim": 44,
+    **SIZES_OF_PARTS,
     "max_position_embeddings": 5,  # a table that transformers makes longer where it has to
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
@@ -45,15 +37,9 @@ class TestM2M100(ArchitectureTests):
     no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     has_positions = False
     mutations = {
-        "a dropped eps": another_eps,  # which no config says
-        "scale dropped": drop_scale,
+        **MUTATIONS,
         "no final norm": _drop_final_norm,
         "positions of columns": _count_padding,
-        "attention to later tokens": see_the_future,
-        "layers swapped": swap_layers,
-        "attention across rows": merge_rows,
-        "attention to the wrong row": attend_to_the_wrong_row,
-        "a causal encoder": causal_encoder,
     }
 
 

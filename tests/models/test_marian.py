@@ -5,23 +5,15 @@ import json
 import pytest
 import torch
 import transformers
-from bart_reference import another_eps, drop_bias_of_logits, drop_scale, see_the_future
-from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
-from harness import ArchitectureTests, assert_same, randomize_
+from bart_reference import MUTATIONS, SIZES_OF_PARTS, BartTests, drop_bias_of_logits
+from harness import assert_same, randomize_
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
 from modelcenter.models import marian
 
 SIZES = {
-    "vocab_size": 131,
-    "d_model": 24,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 6,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 38,
-    "decoder_ffn_dim": 44,
+    **SIZES_OF_PARTS,
     "max_position_embeddings": 37,
     "activation_function": "swish",
     "scale_embedding": True,
@@ -55,47 +47,25 @@ def with_sinusoids(theirs):
     return theirs
 
 
-class TestMarian(ArchitectureTests):
+class TestMarian(BartTests):
     hf_config = {**SIZES, "model_type": "marian"}
     no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-    has_positions = False
     mutations = {
-        "a dropped eps": another_eps,  # which no config says
-        "scale dropped": drop_scale,
+        **MUTATIONS,
         "no bias of the logits": drop_bias_of_logits,
         "cosines before sines": _swap_sines,
         "another activation": _gelu,
-        "attention to later tokens": see_the_future,
-        "layers swapped": swap_layers,
-        "attention across rows": merge_rows,
-        "attention to the wrong row": attend_to_the_wrong_row,
-        "a causal encoder": causal_encoder,
     }
-    most = 0  # tokens of the longest label
 
     def reference(self, task, folder, **fields):
         theirs = with_sinusoids(super().reference(task, folder, **fields))
-        if task == "seq2seq-lm":  # 0 where nobody trained it, and no parameter
-            theirs.final_logits_bias.copy_(torch.linspace(-1, 1, 131))
         theirs.save_pretrained(folder)
         return theirs
 
-    def rows(self, task, config, lengths=None, seed=0):
-        rows = super().rows(task, config, lengths, seed)
-        if task == "seq2seq-lm":
-            self.most = max(len(row.labels) for row in rows)
-        return rows
-
-    def run_group(self, theirs, task, group, longest, side):
-        """Positions are columns, and there is no input for them: those of a row behind padding begin later."""
-        shifts = longest - len(group[0].input_ids), self.most - len(group[0].labels)
-        tables = [part.embed_positions for part in (theirs.get_encoder(), theirs.get_decoder())]
-        try:
-            for table, shift in zip(tables, shifts, strict=True):
-                table.weight.data.copy_(table.create_weight().roll(-shift * (side == "left"), 0))
-            return super().run_group(theirs, task, group, longest, side)
-        finally:
-            with_sinusoids(theirs)
+    def shift_positions(self, theirs, of_encoder, of_decoder):
+        for part, shift in ((theirs.model.encoder, of_encoder), (theirs.model.decoder, of_decoder)):
+            table = part.embed_positions
+            table.weight.data.copy_(table.create_weight().roll(-shift, 0))
 
 
 def hf(folder, **fields):

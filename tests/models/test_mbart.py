@@ -5,22 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from bart_reference import BartTests, another_eps, drop_bias_of_logits, drop_scale, see_the_future
-from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
+from bart_reference import MUTATIONS, SIZES_OF_PARTS, BartTests, drop_bias_of_logits
 from harness import assert_same, randomize_
 from transformers.models.mbart.modeling_mbart import shift_tokens_right
 
 import modelcenter as mc
 
 SIZES = {
-    "vocab_size": 131,
-    "d_model": 24,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 6,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 38,
-    "decoder_ffn_dim": 44,
+    **SIZES_OF_PARTS,
     "max_position_embeddings": 37,
     "scale_embedding": True,
     "pad_token_id": 0,
@@ -51,17 +43,11 @@ class TestMBart(BartTests):
         return [replace(row, labels=[max(label, 6) for label in row.labels]) for row in rows]
 
     mutations = {
-        "a dropped eps": another_eps,  # which no config says
-        "scale dropped": drop_scale,
+        **MUTATIONS,
         "no bias of the logits": drop_bias_of_logits,
         "no norm of the embeddings": _drop_norm_of_embeddings,
         "no final norm": _drop_final_norm,
         "every text begun alike": _begin_with_the_end,
-        "attention to later tokens": see_the_future,
-        "layers swapped": swap_layers,
-        "attention across rows": merge_rows,
-        "attention to the wrong row": attend_to_the_wrong_row,
-        "a causal encoder": causal_encoder,
     }
 
 

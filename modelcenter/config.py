@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.registry import nearest
 
 _LAYERS = ("num_layers", "num_decoder_layers")
@@ -50,6 +51,7 @@ class ModelConfig:
         id2label, label2id: names of the labels; both or neither, consistent with num_labels.
         problem_type: "regression", "single_label_classification", "multi_label_classification" or None: inferred from
             the labels as transformers does.
+        embedding: of task "embedding": how hidden states become one vector of each text; also given as a mapping.
         architectures: class names that the checkpoint declared; they name the head when the caller names none.
         dtype: storage dtype that the checkpoint declared, as a string such as "bfloat16".
         extra: fields of the Hugging Face config that do not change the model here; written back on export.
@@ -70,12 +72,14 @@ class ModelConfig:
     id2label: dict[int, str] | None = None
     label2id: dict[str, int] | None = None
     problem_type: str | None = None
+    embedding: EmbeddingSettings = EmbeddingSettings()
     tie_embeddings: bool = True
     architectures: list[str] | None = None
     dtype: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.embedding = EmbeddingSettings.of(self.embedding)
         if self.id2label is not None:
             self.id2label = {int(k): str(v) for k, v in self.id2label.items()}
             self.num_labels = len(self.id2label)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TASKS = (
     "base",
+    "embedding",
     "masked-lm",
     "causal-lm",
     "seq2seq-lm",

@@ -46,6 +46,11 @@ def dropout_key(seed: int, step: int) -> Iterator[None]:
         _key.reset(token)
 
 
+def has_dropout_key() -> bool:
+    """Whether the code runs inside `dropout_key`."""
+    return _key.get() is not None
+
+
 @contextmanager
 def dropout_rows(rows: Tensor | None) -> Iterator[None]:
     """Inside, a batch holds these rows of the data: int64, one for each sequence (or for each run of as many)."""

@@ -12,6 +12,7 @@ ADAPTER_NAME = "default"  # peft's name of an adapter where there is one
 
 TASK_TYPES = {
     "base": "FEATURE_EXTRACTION",
+    "embedding": "FEATURE_EXTRACTION",
     "text-encoding": "FEATURE_EXTRACTION",
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from modelcenter.convert import bert
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.pieces import Shape
-from modelcenter.convert.rules import ArchMap, Config, Expansion, Part, Rename, Rule, Task
+from modelcenter.convert.rules import ArchMap, Config, Expansion, Part, Rename, Rule, Task, with_embedding
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ ARCH = ArchMap(
     prefix="albert.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=with_embedding(TASKS),
     config=CONFIG,
     ignore=bert.IGNORE,
     old_spellings=bert.OLD_SPELLINGS,

@@ -19,6 +19,7 @@ from modelcenter.convert.rules import (
     tied,
     untied,
     with_cross_attention,
+    with_embedding,
 )
 
 BODY: tuple[Rule, ...] = (
@@ -126,7 +127,7 @@ ARCH = ArchMap(
     prefix="bert.",
     body=BODY,
     parts=PARTS,
-    tasks=with_cross_attention(TASKS),
+    tasks=with_cross_attention(with_embedding(TASKS)),
     config=CONFIG,
     ignore=IGNORE,
     old_spellings=OLD_SPELLINGS,

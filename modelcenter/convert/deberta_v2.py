@@ -12,7 +12,7 @@ from typing import Any
 
 from modelcenter.convert import bert
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, untied, with_embedding
 
 
 def _has_positions(config: Any) -> bool:
@@ -159,7 +159,7 @@ ARCH = ArchMap(
     prefix="deberta.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=with_embedding(TASKS),
     config=CONFIG,
     # Some files hold a table of positions that their config turns off.
     ignore=(*bert.IGNORE, r"mask_predictions\..*", re.escape(_POSITIONS)),

@@ -5,7 +5,7 @@ embedding, which the masked-LM head is tied to, as `vocab_projector.weight`.
 """
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
     Rename("embeddings.word_embeddings.weight", "embed.weight"),
@@ -75,7 +75,7 @@ ARCH = ArchMap(
     prefix="distilbert.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=with_embedding(TASKS),
     config=CONFIG,
     ignore=(r"embeddings\.position_ids",),
 )

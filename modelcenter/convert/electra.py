@@ -18,6 +18,7 @@ from modelcenter.convert.rules import (
     tied,
     untied,
     with_cross_attention,
+    with_embedding,
 )
 
 PARTS = {
@@ -68,7 +69,7 @@ ARCH = ArchMap(
     prefix="electra.",
     body=(*bert.BODY, Rename("embeddings_project.*", "project_in.*")),
     parts=PARTS,
-    tasks=with_cross_attention(TASKS),
+    tasks=with_cross_attention(with_embedding(TASKS)),
     config=CONFIG,
     ignore=bert.IGNORE,
     old_spellings=bert.OLD_SPELLINGS,

@@ -18,6 +18,7 @@ from modelcenter.convert.rules import (
     tied,
     untied,
     with_cross_attention,
+    with_embedding,
 )
 
 BODY: tuple[Rule, ...] = (
@@ -101,7 +102,7 @@ ARCH = ArchMap(
     prefix="transformer.",
     body=BODY,
     parts=PARTS,
-    tasks=with_cross_attention(TASKS),
+    tasks=with_cross_attention(with_embedding(TASKS)),
     config=CONFIG,
     ignore=(r"h\.\d+\.(attn|crossattention)\.(masked_)?bias",),
 )

@@ -7,7 +7,7 @@ frequencies, from which there is nothing to learn.
 
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.rope import RopeFields
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
     Rename("embed_in.weight", "embed.weight"),
@@ -77,7 +77,7 @@ ARCH = ArchMap(
     prefix="gpt_neox.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=with_embedding(TASKS),
     config=CONFIG,
     ignore=(r"layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)", r"rotary_emb\.inv_freq"),
 )

@@ -5,7 +5,7 @@ nothing to learn.
 """
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
     Rename("wte.weight", "embed.weight"),
@@ -67,7 +67,7 @@ ARCH = ArchMap(
     prefix="transformer.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=with_embedding(TASKS),
     config=CONFIG,
     ignore=(r"h\.\d+\.attn\.((masked_)?bias|embed_positions)",),
 )

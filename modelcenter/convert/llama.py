@@ -9,7 +9,7 @@ from typing import Any
 
 from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.rope import RopeFields
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
     Rename("embed_tokens.weight", "embed.weight"),
@@ -120,7 +120,7 @@ def llama_arch(
         prefix="model.",
         body=BODY,
         parts=PARTS,
-        tasks=tasks(name, qa_prefix),
+        tasks=with_embedding(tasks(name, qa_prefix)),
         config=ConfigMap({**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED, translation=translation),
         ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|(cos|sin)_cached)",),
     )

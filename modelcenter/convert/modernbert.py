@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
     Rename("embeddings.tok_embeddings.weight", "embed.weight"),
@@ -145,4 +145,11 @@ CONFIG = ConfigMap(
     translation=_Fields(),
 )
 
-ARCH = ArchMap(model_type="modernbert", prefix="model.", body=BODY, parts=PARTS, tasks=TASKS, config=CONFIG)
+ARCH = ArchMap(
+    model_type="modernbert",
+    prefix="model.",
+    body=BODY,
+    parts=PARTS,
+    tasks=with_embedding(TASKS),
+    config=CONFIG,
+)

@@ -5,7 +5,7 @@ last norm `layer_norm` and hold `decoder.version`, a number without meaning here
 """
 
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
     Rename("decoder.embed_tokens.weight", "embed.weight"),
@@ -73,7 +73,7 @@ ARCH = ArchMap(
     prefix="model.",
     body=BODY,
     parts=PARTS,
-    tasks=TASKS,
+    tasks=with_embedding(TASKS),
     config=CONFIG,
     ignore=(r"decoder\.version",),
     old_spellings=((r"^((?:model\.)?decoder\.)layer_norm\.", r"\1final_layer_norm."),),

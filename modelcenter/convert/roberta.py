@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from modelcenter.convert.bert import BODY, CONFIG, IGNORE, OLD_SPELLINGS, PARTS, masked_lm
-from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Part, Rename, Task, with_cross_attention
+from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Part, Rename, Task, with_cross_attention, with_embedding
 
 HEADS: Mapping[str, Part] = {
     **{name: PARTS[name] for name in (CROSS_ATTENTION, "pooler", "token classifier", "choice", "qa")},
@@ -34,7 +34,7 @@ ARCH = ArchMap(
     prefix="roberta.",
     body=BODY,
     parts=HEADS,
-    tasks=with_cross_attention(_tasks("Roberta")),
+    tasks=with_cross_attention(with_embedding(_tasks("Roberta"))),
     config=replace(CONFIG, ignored=frozenset()),
     ignore=IGNORE,
     old_spellings=OLD_SPELLINGS,
@@ -43,5 +43,5 @@ ARCH = ArchMap(
 XLM_ROBERTA = replace(
     ARCH,
     model_type="xlm-roberta",
-    tasks=with_cross_attention(_tasks("XLMRoberta")),
+    tasks=with_cross_attention(with_embedding(_tasks("XLMRoberta"))),
 )

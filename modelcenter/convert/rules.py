@@ -334,6 +334,12 @@ def with_cross_attention(tasks: Mapping[str, Task]) -> dict[str, Task]:
     return {name: replace(task, parts={CROSS_ATTENTION: "", **task.parts}) for name, task in tasks.items()}
 
 
+def with_embedding(tasks: Mapping[str, Task]) -> dict[str, Task]:
+    """The tasks, with that of embeddings, for which a checkpoint has what the bare model has. It comes behind "base",
+    which their class declares."""
+    return {**tasks, "embedding": tasks["base"]}
+
+
 @dataclass(frozen=True)
 class ArchMap:
     """Everything that conversion knows about an architecture.

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap
+from modelcenter.hub.files.embedding_files import MODULES_FILE
 from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 
@@ -72,9 +74,15 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
     return spec
 
 
-def choose_task(arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str) -> str:
-    """The task asked for, or the one that the `architectures` of a config.json name. Raises ValueError: there is none
-    of that name, or they name none."""
+def choose_task(
+    arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, directory: Path | None = None
+) -> str:
+    """The task asked for, or the one that the `architectures` of a config.json name; of a bare model "embedding", where
+    the files in `directory` say so.
+
+    Raises:
+        ValueError: there is none of that name, or they name none.
+    """
     if task is not None:
         if task not in arch.tasks:
             close = nearest(task, arch.tasks)
@@ -86,7 +94,8 @@ def choose_task(arch: ArchMap, task: str | None, config: Mapping[str, Any], orig
             f"{origin}: its architectures, {config.get('architectures')}, name no head that {arch.model_type} has "
             f"here; pass task=, one of {', '.join(arch.tasks)}, or name its class in the architectures of config.json"
         )
-    return declared
+    makes_embeddings = declared == "base" and directory is not None and (directory / MODULES_FILE).is_file()
+    return "embedding" if makes_embeddings and "embedding" in arch.tasks else declared
 
 
 def parse_config(

@@ -15,6 +15,7 @@ from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
 
 PIPELINES = {
     "base": "feature-extraction",
+    "embedding": "sentence-similarity",
     "masked-lm": "fill-mask",
     "pretraining": "fill-mask",
     "causal-lm": "text-generation",
@@ -98,7 +99,7 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
     fills_no_mask = model.task == "pretraining" and getattr(model.config, "detects_replaced", False)
     data = ModelCardData(
         base_model=base,
-        library_name="transformers",
+        library_name="sentence-transformers" if model.task == "embedding" else "transformers",
         pipeline_tag=None if fills_no_mask else PIPELINES.get(model.task),
         ignore_metadata_errors=False,
         **front,
@@ -107,7 +108,14 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
 
 
 def _loading(model: Any, hf_class: str) -> list[str]:
-    """Lines of Python that load it: with transformers' own class, or the code that `auto_map` of config.json names."""
+    """Lines of Python that load it: with transformers' own class, or the code that `auto_map` of config.json names; a
+    model of embeddings with sentence-transformers."""
+    if model.task == "embedding":
+        return [
+            "from sentence_transformers import SentenceTransformer",
+            'model = SentenceTransformer("PATH_OR_REPO")',
+            'embeddings = model.encode(["A text", "Another text"])',
+        ]
     written = registry.get(model.config.model_type).arch_map().config.write(model.config, hf_class, "float32")
     places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}
     name, more = (places[hf_class], ", trust_remote_code=True") if hf_class in places else (hf_class, "")

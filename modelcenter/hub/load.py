@@ -100,7 +100,9 @@ def load_model(
     files = _find_checkpoint(name_or_path, options, config, prefix, ignore, architecture, sharded)
     began = time.perf_counter()
     generation = _taken_generation(config_overrides)
-    blueprint = blueprint_of(files, task, architecture, _with_labels(config_overrides, num_labels, id2label))
+    sidecar = SidecarFiles(files.directory, files.repo, replace(options, revision=files.revision))
+    overrides = _with_labels(config_overrides, num_labels, id2label)
+    blueprint = blueprint_of(files, task, architecture, overrides, sidecar.file)
     model = blueprint.model
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         tokens = {name: value for name, value in config_overrides.items() if name.endswith("_token_id")}
@@ -116,7 +118,7 @@ def load_model(
     if weights.fresh:  # what no file holds
         engine.init.init_parameters_(model, seed, weights.fresh)
     _start(model, policy, adapters, seed)
-    report = _report(files, options, blueprint, weights, fresh, time.perf_counter() - began)
+    report = _report(files, sidecar, blueprint, weights, fresh, time.perf_counter() - began)
     model.load_report = report
     _log_report(report, adapters)
     return model.eval()
@@ -270,7 +272,7 @@ def _without_saved(fresh: Sequence[str], model: Any) -> list[str]:
 
 def _report(
     files: ModelFiles,
-    options: HubOptions,
+    sidecar: SidecarFiles,
     blueprint: Blueprint,
     weights: Weights,
     fresh: list[str],
@@ -280,7 +282,7 @@ def _report(
         files.origin,
         files.directory,
         files.repo,
-        SidecarFiles(files.directory, files.repo, replace(options, revision=files.revision)),
+        sidecar,
         loaded=[name for name in blueprint.layout.native_shapes if name not in fresh],
         initialised=fresh,
         skipped=weights.skipped,

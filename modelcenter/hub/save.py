@@ -25,6 +25,7 @@ from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.card import make_card, read_card
 from modelcenter.hub.dtypes import parse_dtype
 from modelcenter.hub.files.atomic_directory import new_directory
+from modelcenter.hub.files.embedding_files import write_embedding_files
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
 from modelcenter.hub.files.occupied import refuse_occupied
@@ -244,6 +245,8 @@ def write_texts(
         shutil.copyfile(shipped_file(name), directory / Path(name).name)
     if model.generation_config:
         write_json(directory / GENERATION_FILE, model.generation_config)
+    if model.task == "embedding":
+        write_embedding_files(directory, model.config.embedding, model.pooling, model.embedding_width)
     text = without_tokens(card) if isinstance(card, str) else make_card(model, hf_class, card)
     (directory / CARD_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
     if tokenizer is not None:

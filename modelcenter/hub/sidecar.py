@@ -3,9 +3,11 @@
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from modelcenter.hub.files.embedding_files import is_embedding_file
 from modelcenter.hub.files.names import TEMPLATES_FOLDER, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, UnreachableError, download_file, is_offline, list_files
 
@@ -49,9 +51,12 @@ class SidecarFiles:
 
     def copy_tokenizer(self, target: Path) -> None:
         """Copy the files of the tokenizer, if there is one, to a model's directory."""
-        for name, path in self.tokenizer().items():
-            (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target / name)
+        _copy(self.tokenizer(), target)
+
+    def copy_embedding_files(self, target: Path) -> None:
+        """Copy the files that say how embeddings are made, if there are some, to a model's directory."""
+        found = {name: self.file(name) for name in self._names() if is_embedding_file(name)}
+        _copy({name: path for name, path in found.items() if path is not None}, target)
 
     def _names(self) -> set[str]:
         """Names of the files that may be there."""
@@ -66,7 +71,7 @@ class SidecarFiles:
             return self._listed
         if self._directory is None:
             return set()
-        paths = (*self._directory.glob("*"), *self._directory.glob(f"{TEMPLATES_FOLDER}/*"))
+        paths = (*self._directory.glob("*"), *self._directory.glob("*/*"))
         return {path.relative_to(self._directory).as_posix() for path in paths if path.is_file()}
 
     def _do_without(self, error: ValueError) -> None:
@@ -74,3 +79,10 @@ class SidecarFiles:
         why = "the Hub cannot be reached" if isinstance(error, UnreachableError) else error
         log.warning("%s: of its tokenizer, card and other texts only what is cached is taken: %s", self._repo, why)
         self._options = replace(self._options, local_files_only=True)
+
+
+def _copy(files: Mapping[str, Path], target: Path) -> None:
+    """Copy files into a directory. files: name there -> where it lies."""
+    for name, path in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target / name)

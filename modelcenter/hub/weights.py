@@ -13,9 +13,11 @@ from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import UNKNOWN_ADVICE, match_names, shape_errors, to_key, unknown_message
 from modelcenter.convert.rules import ArchMap, template_regex
 from modelcenter.convert.stream import ReadBuffer, Target, fill_targets, read_into, run_in_threads
+from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import DCPSource, open_model
+from modelcenter.hub.files.embedding_files import FindFile, beside, read_embedding_files
 from modelcenter.hub.files.reader import FileSource, reading_threads
 from modelcenter.hub.legacy import open_hf_source
 from modelcenter.hub.resolve import ModelFiles
@@ -67,19 +69,25 @@ def blueprint_of(
     task: str | None = None,
     architecture: str | None = None,
     overrides: Mapping[str, Any] | None = None,
+    find: FindFile | None = None,
 ) -> Blueprint:
     """The model that a checkpoint holds, with the head of `task` or the one that its config declares.
 
     Args:
         architecture: the model_type that the checkpoint must have. overrides: fields of the config.
+        find: name of a file -> where it lies beside the weights, None where there is none; None: those of the
+            directory.
 
     Raises:
         ValueError: the config names no architecture or head that is known here, or a field is not understood.
     """
     spec = find_spec(files.config, architecture, files.origin)
     arch: ArchMap = spec.arch_map()
-    chosen = choose_task(arch, task, files.config, files.origin)
-    overrides = overrides or {}
+    chosen = choose_task(arch, task, files.config, files.origin, files.directory)
+    overrides = dict(overrides or {})
+    if chosen == "embedding":
+        find = find or (beside(files.directory) if files.directory is not None else lambda name: None)
+        overrides["embedding"] = EmbeddingSettings.over(read_embedding_files(find), overrides.get("embedding"))
     if arch.infer_config is not None and files.weights is not None:
         with open_hf_source(files) as source:
             overrides = {**arch.infer_config(files.config, source.tensors), **overrides}

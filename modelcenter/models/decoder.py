@@ -27,6 +27,7 @@ class Decoder(Model):
 
     tasks: ClassVar[tuple[str, ...]] = (
         "base",
+        "embedding",
         "causal-lm",
         "sequence-classification",
         "token-classification",
@@ -36,6 +37,8 @@ class Decoder(Model):
     lm_bias: ClassVar[bool] = False
     # No token sees one after it.
     causal: ClassVar[bool] = True
+    # Of a causal text the last token has seen all.
+    usual_pooling = "last"
 
     layers: nn.ModuleList
     final_norm: nn.Module
@@ -99,6 +102,8 @@ class Decoder(Model):
                 return self.head.reads(ctx, batch, self.wants_logits(batch))
             case "sequence-classification":
                 return self.classified_tokens(ctx, batch)
+            case "embedding":
+                return self.pooled_tokens(ctx)
         return None
 
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
@@ -114,6 +119,8 @@ class Decoder(Model):
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x))
+        if self.task == "embedding":
+            return ModelOutput(embeddings=self.embeddings(x, ctx))
         counts, head = self.counts(batch), self.head
         match self.task:
             case "causal-lm":

@@ -122,6 +122,7 @@ class Encoder(CrossAttentionMixin):
 
     tasks: ClassVar[tuple[str, ...]] = (
         "base",
+        "embedding",
         "masked-lm",
         "causal-lm",
         "sequence-classification",
@@ -131,8 +132,8 @@ class Encoder(CrossAttentionMixin):
     )
     head_prefixes = ("head.", "pooler.")
     bounded = True
-    # Tasks whose head reads the pooled first token.
-    pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "sequence-classification", "multiple-choice")
+    # Tasks whose head reads the pooled first token; also the bare model, and what makes embeddings of its states.
+    pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "embedding", "sequence-classification", "multiple-choice")
 
     # It takes types of tokens (token_type_ids), be their table empty or none.
     tells_types: ClassVar[bool] = True
@@ -231,9 +232,13 @@ class Encoder(CrossAttentionMixin):
                 return self.head.reads(ctx, batch, self.wants_logits(batch))
             case "sequence-classification" | "multiple-choice":
                 return ctx.first_tokens()
+            case "embedding":
+                return self.pooled_tokens(ctx)
         return None
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        if self.task == "embedding":
+            return ModelOutput(embeddings=self.embeddings(x, ctx))
         pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.select(x, ctx.first_tokens())))
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)

@@ -44,6 +44,7 @@ def given_inputs(**inputs: Any) -> dict[str, Any]:
 # {task: what its head reads, and those of other tasks have no use for}.
 HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
     "base": (),
+    "embedding": (),
     "text-encoding": (),
     "masked-lm": ("labels", "logits_to_keep"),
     "causal-lm": ("labels", "logits_to_keep", "output_log_probs"),

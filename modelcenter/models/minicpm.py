@@ -73,7 +73,7 @@ class MiniCPM(ScaledBody):
     """MiniCPM with the head of `task`."""
 
     config_class = MiniCPMConfig
-    tasks = ("base", "causal-lm", "sequence-classification")
+    tasks = ("base", "embedding", "causal-lm", "sequence-classification")
 
     config: MiniCPMConfig
 

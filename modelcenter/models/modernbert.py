@@ -104,7 +104,7 @@ class ModernBert(Encoder):
         self.layers[0].attn_norm = nn.Identity()  # what it reads is normed already
         self.final_norm = self._norm()
         self.transform = None
-        if self.task not in ("base", "masked-lm"):
+        if self.task not in ("base", "embedding", "masked-lm"):
             self.transform = HeadTransform(
                 c.hidden_size, c.classifier_act, c.norm_eps, bias=c.classifier_bias, norm_bias=c.norm_bias
             )

@@ -60,7 +60,7 @@ class OPT(Decoder):
 
     config_class = OPTConfig
     bounded = True
-    tasks = ("base", "causal-lm", "sequence-classification", "question-answering")
+    tasks = ("base", "embedding", "causal-lm", "sequence-classification", "question-answering")
     counts_positions = True
 
     config: OPTConfig
@@ -94,6 +94,10 @@ class OPT(Decoder):
         x = x if self.project_in is None else self.project_in(x)
         at = ctx.positions
         return x + self.look_up(self.position, at + OFFSET, at, "position_ids", "max_positions"), ctx
+
+    @property
+    def embedding_width(self) -> int:
+        return self.config.embedding_size or self.config.hidden_size
 
     def finish(self, x: Tensor) -> Tensor:
         x = self.final_norm(x)

@@ -54,7 +54,7 @@ class Roberta(Encoder):
     """RoBERTa with the head of `task`."""
 
     config_class = RobertaConfig
-    pooled_tasks = ("base", "multiple-choice")
+    pooled_tasks = ("base", "embedding", "multiple-choice")
 
     config: RobertaConfig
 

@@ -10,6 +10,7 @@ import engine
 from engine.ops import dropout_rows
 from modelcenter.layers import host_copies
 from modelcenter.models.base import Model
+from modelcenter.training.joint_loss import JointLoss, accumulate_jointly
 
 Batch = Mapping[str, Any]
 LossFn = Callable[[Any, Batch, Mapping[str, int]], Tensor]
@@ -77,7 +78,7 @@ def training_loss(model: Model, loss_fn: LossFn | None) -> TrainingLoss:
 def accumulate(
     model: Model,
     microbatches: Iterable[Batch],
-    loss_fn: LossFn | None = None,
+    loss_fn: LossFn | JointLoss | None = None,
     *,
     backward: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
@@ -95,7 +96,7 @@ def accumulate(
         loss_fn: `loss_fn(output, microbatch, totals)` -> 0-d, in place of the model's own loss: the sum over this
             microbatch's items, divided by `totals[term]`, the items of the global batch. Where it has them,
             `loss_fn.counts(microbatch)` is {term: items}, in place of the model's, and `loss_fn.inputs(microbatch)`
-            what the model is given of a microbatch.
+            what the model is given of a microbatch. Or a JointLoss, of all items of the global batch together.
         backward: called with the loss in place of loss.backward(), such as OptimManager.backward.
 
     Returns:
@@ -104,6 +105,8 @@ def accumulate(
     Raises:
         ValueError: there are no microbatches on any rank, or a batch does not fit the model.
     """
+    if isinstance(loss_fn, JointLoss):
+        return accumulate_jointly(model, microbatches, loss_fn, backward)
     loss = training_loss(model, loss_fn)
 
     def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:

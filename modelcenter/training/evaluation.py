@@ -14,6 +14,7 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.accumulation import Batch, LossFn, TrainingLoss, to_device, training_loss
+from modelcenter.training.joint_loss import is_counted
 from modelcenter.training.metrics import Score, sum_over_ranks, sums
 
 MetricUpdate = Callable[[Any, ModelOutput, Any], None]
@@ -78,7 +79,7 @@ def evaluate(
     """
     loss = training_loss(model, loss_fn)
     terms = sorted(loss.counts(model.empty_batch()))
-    rank_counts = [loss.counts(batch) for batch in (batches if _is_counted() else ())]
+    rank_counts = [loss.counts(batch) for batch in (batches if is_counted() else ())]
     counts = sums([sum(found[term] for found in rank_counts) for term in terms])
     totals = {term: max(1, n) for term, n in zip(terms, counts, strict=True)}
     total = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -107,6 +108,11 @@ def logits_of(model: Model, batches: Batches, places: Sequence[Tensor], rows: in
         (rows, width) fp32 on the host.
     """
     return _in_row_order(_outputs(model, batches, None, _unlabelled), "logits", places, rows, width)
+
+
+def embeddings_of(model: Model, batches: Batches, places: Sequence[Tensor], rows: int, width: int) -> Tensor:
+    """The embeddings of all texts; otherwise as logits_of. places: the numbers of the texts of each batch."""
+    return _in_row_order(_outputs(model, batches, None, _unlabelled), "embeddings", places, rows, width)
 
 
 def log_probs_of(
@@ -165,15 +171,9 @@ def _outputs(
             forward = functools.partial(model, **given, loss_counts=totals)
             with torch.no_grad():
                 out = forward() if pipeline is None else pipeline.forward(forward)
-            yield (batch if mine and _is_counted() else None), out
+            yield (batch if mine and is_counted() else None), out
             del out  # or its logits would be held beside those of the next batch
     finally:
         if pipeline is not None:
             pipeline.flush()
         model.train(was_training)
-
-
-def _is_counted() -> bool:
-    """Whether this rank's results are those of a batch: of ranks that compute it together, the first one's of the last
-    stage."""
-    return engine.runtime.stage() == engine.runtime.stages() - 1 and engine.rank() % engine.runtime.model_ranks() == 0

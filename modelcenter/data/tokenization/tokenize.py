@@ -70,6 +70,18 @@ def tokenize(
     return Tokens(arrays["ids"], arrays["offsets"], type_ids_for(tokenizer, arrays), int(arrays["truncated"][0]))
 
 
+def concatenate_tokens(*parts: Tokens) -> Tokens:
+    """The rows of all parts, one after another."""
+    ends = np.cumsum([len(part.ids) for part in parts])
+    offsets = [parts[0].offsets, *(part.offsets[1:] + end for part, end in zip(parts[1:], ends, strict=False))]
+    types = None
+    if any(part.type_ids is not None for part in parts):
+        kinds = [np.zeros(len(p.ids), np.uint8) if p.type_ids is None else p.type_ids for p in parts]
+        types = np.concatenate(kinds)
+    ids = np.concatenate([part.ids for part in parts])
+    return Tokens(ids, np.concatenate(offsets), types, sum(part.truncated for part in parts))
+
+
 def type_ids_for(tokenizer: Any, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
     """The type ids among the arrays of tokenised rows if models of this tokenizer take them, else None.
 

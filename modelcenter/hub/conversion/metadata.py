@@ -34,6 +34,7 @@ def write_model_files(checkpoint: Checkpoint, directory: Path, dtype: torch.dtyp
         if (path := checkpoint.sidecar.file(name)) is not None:
             shutil.copyfile(path, directory / name)
     checkpoint.sidecar.copy_tokenizer(directory)
+    checkpoint.sidecar.copy_embedding_files(directory)
 
 
 def write_conversion_record(

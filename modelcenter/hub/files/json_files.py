@@ -11,13 +11,25 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: not readable, not JSON, not an object.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    value = _parse(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects. Raises ValueError: not readable, not JSON, no such list."""
+    value = _parse(path)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{path} holds {value!r:.80}, expected a list of objects")
+    return value
+
+
+def _parse(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
 
 
 def write_json(path: Path, value: object) -> None:

@@ -9,6 +9,7 @@ from modelcenter.hub.info.head_counts import HEADS, linear_size
 
 T = TypeVar("T")
 
+_HEADLESS = ("base", "embedding")
 COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
 
 
@@ -31,7 +32,8 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
 def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | None:
     """Parameters of each component of the model with the head of a task; None where they are not counted here.
 
-    Counted are the heads whose size a config decides: base, masked-lm, pretraining, causal-lm and seq2seq-lm.
+    Counted are the heads whose size a config decides: base, embedding, masked-lm, pretraining, causal-lm and
+    seq2seq-lm.
 
     Raises:
         ValueError: as body_sizes.
@@ -40,11 +42,11 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     if kind == COMPOSED:
         return sizes if task == "seq2seq-lm" else None
     heads = HEADS.get(kind, {})
-    if sizes is None or task is None or not (task == "base" or task in heads):
+    if sizes is None or task is None or not (task in _HEADLESS or task in heads):
         return None
     if "pooler" not in registry.get(kind).arch_map().tasks[task].parts:
         sizes.pop("pooler", None)
-    head = 0 if task == "base" else _counted(kind, heads[task], config_fields(config))
+    head = 0 if task in _HEADLESS else _counted(kind, heads[task], config_fields(config))
     return _ordered({**sizes, "head": head})
 
 

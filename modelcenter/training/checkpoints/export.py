@@ -14,8 +14,10 @@ from engine.names import clean_name
 from modelcenter import registry
 from modelcenter.adapters import merge_lora, save_adapter
 from modelcenter.adapters.state import is_adapter
+from modelcenter.hub.architecture import choose_task
 from modelcenter.hub.files.atomic_directory import new_directory
 from modelcenter.hub.files.dcp import DCPSource
+from modelcenter.hub.files.embedding_files import beside, read_embedding_files
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, GENERATION_FILE, RUN_FILE, TOKENIZER_FILES
 from modelcenter.hub.resolve import repo_of
@@ -92,13 +94,15 @@ def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
     cfg = kind(**{name: value for name, value in run["flags"].items() if name in known})
     values = read_json(path / CONFIG_FILE)
     arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
+    task = choose_task(arch, None, values, str(path), path)  # of the heads that the task may train
     model = modelcenter.from_config(
         values,
-        arch.declared_task(values.get("architectures")),  # of the heads that the task may train
+        task,
         # No file has what the initial model lacked: run.json lists what the run trained whole.
         adapter=make_adapters(cfg, run.get("trained")),
         policy=False,
         dtype=values.get("dtype", "float32"),
+        embedding=read_embedding_files(beside(path)),
     )
     if not cfg.from_scratch:
         # Named as by a run that finishes: by its repository, where the name is one of ours.

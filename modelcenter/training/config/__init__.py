@@ -7,6 +7,7 @@ file for each task. Imports no torch.
 from modelcenter.training.config.classification import ClassificationConfig
 from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.dpo import DPOConfig
+from modelcenter.training.config.embedding import EmbeddingConfig
 from modelcenter.training.config.inference import EvaluateConfig, GenerateConfig, PredictConfig
 from modelcenter.training.config.lm import LMConfig
 from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
@@ -18,6 +19,7 @@ from modelcenter.training.config.token_classification import TokenClassification
 __all__ = [
     "ClassificationConfig",
     "DPOConfig",
+    "EmbeddingConfig",
     "EvaluateConfig",
     "GenerateConfig",
     "LMConfig",

@@ -11,6 +11,7 @@ from modelcenter.training.metrics.lm import LanguageModel, perplexity
 from modelcenter.training.metrics.preference import Preference
 from modelcenter.training.metrics.qa import ExtractiveAnswers
 from modelcenter.training.metrics.reduce import gather_lists, sum_over_ranks, sums
+from modelcenter.training.metrics.retrieval import Likeness, Retrieval
 from modelcenter.training.metrics.tagging import TokenLabels, entities
 
 __all__ = [
@@ -19,11 +20,13 @@ __all__ = [
     "ExtractiveAnswers",
     "Generation",
     "LanguageModel",
+    "Likeness",
     "LossOnly",
     "Metrics",
     "MultiLabel",
     "Preference",
     "Regression",
+    "Retrieval",
     "Score",
     "SingleLabel",
     "TokenLabels",

@@ -80,7 +80,7 @@ def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> i
     Raises:
         ValueError: more were requested than the model's position table has, or too few for any text.
     """
-    most = min(model.config.max_tokens or 2**31, tokenizer.model_max_length)
+    most = min(model.config.max_tokens or 2**31, tokenizer.model_max_length, model.config.embedding.max_length or 2**31)
     if requested is None:
         return most if most < 2**31 else 512
     positions = model.config.max_tokens or requested

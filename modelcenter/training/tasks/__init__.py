@@ -46,6 +46,8 @@ TASKS: dict[str, TaskInfo] = {
         "classification:Classification", ("sequence-classification",)),
     "multiple-choice": TaskInfo("finetune", "finetune_multiple_choice", "MultipleChoiceConfig",
         "multiple_choice:MultipleChoice", ("multiple-choice",)),
+    "embedding": TaskInfo("finetune", "finetune_embedding", "EmbeddingConfig",
+        "embedding:Embedding", ("embedding",)),
     "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig",
         "seq2seq:SequenceToSequence", ("seq2seq-lm",)),
     "token-classification": TaskInfo("finetune", "finetune_token_classification", "TokenClassificationConfig",

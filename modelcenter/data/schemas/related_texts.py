@@ -1,0 +1,206 @@
+"""Rows of texts that belong together: an anchor, such as a question, its positive, such as the answer, and perhaps
+negatives, which do not answer it; or two texts and a score of how alike they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from modelcenter.data.readers.literals import parse_list
+from modelcenter.data.schemas.column_names import TEXT_NAMES
+from modelcenter.data.schemas.columns import check_columns, find_usual_name, is_missing, quoted_names
+from modelcenter.data.schemas.text_pairs import PAIRS
+from modelcenter.data.table import Table
+
+# Usual names of anchor and positive, the least ambiguous first.
+_PAIRS = (
+    ("anchor", "positive"), ("query", "positive"), ("query", "pos"), ("question", "positive"),
+    ("sentence1", "sentence2"), ("sentence_a", "sentence_b"), ("text1", "text2"), ("text_a", "text_b"),
+    ("question1", "question2"),
+    ("query", "document"), ("query", "passage"), ("query", "answer"), ("question", "answer"), ("question", "passage"),
+    ("question", "context"), ("premise", "hypothesis"), ("title", "body"), ("title", "text"), ("title", "abstract"),
+    ("anchor", "text"), ("text", "positive"), ("sentence", "positive"), *PAIRS,
+)  # fmt: skip
+_SCORES = ("score", "label", "similarity", "similarity_score", "relatedness_score", "is_duplicate", "labels")
+_NEGATIVE = re.compile(r"(hard_)?neg(ative)?s?(_?\d+)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RelatedColumns:
+    """Names of the columns by role. anchor, positive: either may be None where a trained model reads single texts.
+    negatives: of texts, or of lists of texts. score: how alike anchor and positive are, a number; None: they belong
+    together."""
+
+    anchor: str | None
+    positive: str | None
+    negatives: tuple[str, ...] = ()
+    score: str | None = None
+
+    def roles(self) -> dict[str, str | None]:
+        """The columns by role, as flags name them."""
+        negative = ",".join(self.negatives) or None
+        return {"anchor": self.anchor, "positive": self.positive, "negative": negative, "score": self.score}
+
+    def shown(self) -> str:
+        """In words: "anchor 'query', positive 'answer'"."""
+        return ", ".join(f"{role} {name!r}" for role, name in self.roles().items() if name is not None)
+
+
+def find_related_columns(
+    table: Table,
+    anchor: str | None = None,
+    positive: str | None = None,
+    negative: str | None = None,
+    score: str | None = None,
+) -> RelatedColumns:
+    """Check the columns given and find the others by their usual names.
+
+    Args:
+        negative: a column, or several with commas between them.
+
+    Raises:
+        ValueError: a column that is not there or has two roles, one that is needed and cannot be found, or negatives
+            beside scores.
+    """
+    negatives = _named_columns(table, negative)
+    named = {"anchor": anchor, "positive": positive, "score": score}
+    check_columns(table, named)
+    for name in negatives:
+        check_columns(table, {**named, "negative": name})
+    if anchor is None or positive is None:
+        anchor, positive = _find_pair(table, anchor, positive, {*negatives, score})
+    used = {anchor, positive, score, *negatives}
+    if not negatives and score is None:
+        negatives = tuple(n for n in table.columns if _NEGATIVE.fullmatch(n) and n not in used)
+    if score is None and not negatives:
+        score = find_usual_name(table, _SCORES, used)
+    if score is not None and negatives:
+        raise ValueError(
+            f"negative_column: got {', '.join(negatives)} beside score_column {score}: a score says how alike two "
+            "texts are, and negatives belong to rows without one; give either"
+        )
+    return RelatedColumns(anchor, positive, negatives, score)
+
+
+def find_columns_to_read(table: Table, anchor: str | None, positive: str | None) -> RelatedColumns:
+    """The columns that a trained model reads: those given; else the two with usual names; else that of single texts.
+
+    Raises:
+        ValueError: a column that is not there, or none given and none found.
+    """
+    check_columns(table, {"anchor": anchor, "positive": positive})
+    if anchor is not None or positive is not None:
+        return RelatedColumns(anchor, positive)
+    try:
+        return RelatedColumns(*_find_pair(table, None, None, set()))
+    except ValueError:
+        only = next(iter(table.columns)) if len(table.columns) == 1 else None
+        text = find_usual_name(table, TEXT_NAMES, ()) or only
+    if text is None:
+        raise ValueError(
+            f"positive_column: which column of {table.name} has the texts? It has {quoted_names(table)}. Give "
+            "positive_column, anchor_column for queries, or both for how alike two texts are"
+        )
+    return RelatedColumns(None, text)
+
+
+def _named_columns(table: Table, given: str | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if given in table.columns else tuple(part.strip() for part in given.split(","))
+
+
+def _find_pair(table: Table, anchor: str | None, positive: str | None, used: set[str | None]) -> tuple[str, str]:
+    lower = {name.lower(): name for name in reversed(table.columns) if name not in used}
+    for first, second in _PAIRS:
+        a, b = anchor or lower.get(first), positive or lower.get(second)
+        if a is not None and b is not None and a != b:
+            return a, b
+    free = [n for n in table.columns if n not in {*used, anchor, positive} and not _NEGATIVE.fullmatch(n)]
+    if len(free) == 1 and (anchor is not None or positive is not None):
+        return anchor or free[0], positive or free[0]
+    role = "anchor" if anchor is None else "positive"
+    raise ValueError(
+        f"{role}_column: which column of {table.name} is the {role}? It has {quoted_names(table)}, and none of the "
+        "usual names. Give anchor_column and positive_column"
+    )
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Texts of rows, of which each has some: those of row i are texts[first[i]:first[i + 1]]."""
+
+    texts: list[str]
+    first: np.ndarray
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Texts of each row, int64 (rows,)."""
+        return np.diff(self.first)
+
+
+def read_lists(table: Table, columns: Sequence[str], needed: bool) -> Lists:
+    """The texts of some columns, each of texts or of lists of texts.
+
+    Args:
+        needed: each row has one at least.
+
+    Raises:
+        ValueError: a value that is no text, or a row that has none.
+    """
+    rows: list[list[str]] = []
+    for i, values in enumerate(zip(*(table.columns[name] for name in columns), strict=True)):
+        row: list[str] = []
+        for name, value in zip(columns, values, strict=True):
+            row += _texts(table, i, name, value)
+        if needed and not row:
+            shown = ", ".join(map(repr, columns))
+            raise ValueError(f"{table.where(i)}: the row has no text in column {shown}; give it one or remove it")
+        rows.append(row)
+    rows = rows or [[]] * len(table)
+    first = np.concatenate(([0], np.cumsum([len(row) for row in rows]))).astype(np.int64)
+    return Lists(list(itertools.chain.from_iterable(rows)), first)
+
+
+def _texts(table: Table, row: int, column: str, value: Any) -> list[str]:
+    """The texts of a cell. Raises ValueError: something else is in it."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_list(value) or value
+    values = value if isinstance(value, (list, tuple)) else [] if is_missing(value) else [value]
+    if not all(isinstance(text, (str, int, float)) for text in values):
+        raise ValueError(f"{table.where(row)}: the row has {value!r:.60}, expected texts, in column {column!r}")
+    return [str(text) for text in values if not is_missing(text)]
+
+
+def read_scores(table: Table, column: str) -> np.ndarray:
+    """The scores, fp64 (rows,).
+
+    Raises:
+        ValueError: a value that is no finite number, or the same in all rows.
+    """
+    if (names := table.classes.get(column)) is not None and len(names) > 2:
+        raise ValueError(
+            f"score_column: column {column!r} of {table.name} holds classes ({', '.join(names[:5])}), not scores of "
+            "how alike two texts are; keep the rows whose texts belong together, and leave the column out"
+        )
+    scores = np.zeros(len(table))
+    for row, value in enumerate(table.columns[column]):
+        try:
+            scores[row] = float(value)
+        except (TypeError, ValueError):
+            scores[row] = math.nan
+        if not math.isfinite(scores[row]):
+            raise ValueError(f"{table.where(row)}: the row has {value!r:.60}, expected a number, in column {column!r}")
+    if len(scores) and (scores == scores[0]).all():
+        raise ValueError(
+            f"score_column: all rows of {table.name} have {scores[0]:g} in column {column!r}, which orders nothing; "
+            "where all texts belong together, leave the column out of the data"
+        )
+    return scores

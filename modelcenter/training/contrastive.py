@@ -1,0 +1,151 @@
+"""Losses of embeddings: texts that belong together are to be more alike than others.
+
+Both are of all texts of a global batch together (training.joint_loss). A batch holds its texts row by row: an anchor,
+its positive, and perhaps negatives.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.loss import cross_entropy
+
+ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2  # roles of texts
+TEXT_FACTS = ("roles", "text_ids", "scores")  # of a batch, beside the inputs of the model: one number for each text
+_ELEMENTS = 1 << 24  # similarities that are held at a time
+# What similarities are divided by where nobody says: as sentence-transformers, which multiplies cosines by 20.
+TEMPERATURES = {"cosine": 0.05, "dot": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingLoss(ABC):
+    """Base of the losses.
+
+    Attributes:
+        similarity: "cosine" or "dot". temperature: similarities are divided by it; None: TEMPERATURES.
+        widths: of the embeddings of which the loss is the sum: their first so many elements (Kusupati et al. 2022,
+            arXiv:2205.13147); (): all.
+    """
+
+    similarity: str = "cosine"
+    temperature: float | None = None
+    widths: Sequence[int] = ()
+
+    @property
+    def scale(self) -> float:
+        """What similarities are multiplied by."""
+        return 1 / (TEMPERATURES[self.similarity] if self.temperature is None else self.temperature)
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in batch.items() if name not in TEXT_FACTS}
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        roles = batch.get("roles")
+        return {"loss": 0 if roles is None else int((roles == ANCHOR).sum())}
+
+    def facts(self, batch: Mapping[str, Any]) -> Tensor:
+        """(n, 3): role, number of the text (equal texts have equal ones) and score of each text; a row has the score
+        of its anchor."""
+        if "roles" not in batch:  # of a rank without rows
+            return torch.zeros(0, 3, dtype=torch.float64)
+        roles = batch["roles"].double()
+        return torch.stack(
+            [roles, batch["text_ids"].double(), batch.get("scores", torch.zeros_like(roles)).double()], 1
+        )
+
+    def outputs(self, out: Any) -> Tensor:
+        return out.embeddings
+
+    def share(self, outputs: Tensor, facts: Tensor, own: slice, gradient: bool = True) -> tuple[Tensor, Tensor]:
+        """See joint_loss.JointLoss."""
+        total, gradients = outputs.new_zeros(()), torch.zeros_like(outputs)
+        for width in self.widths or (outputs.shape[1],):
+            leaf = outputs[:, :width].detach().requires_grad_(gradient)
+            with torch.set_grad_enabled(gradient):
+                vectors = F.normalize(leaf, dim=-1) if self.similarity == "cosine" else leaf
+            held = vectors.detach().requires_grad_(gradient)
+            for part in self._parts(held, facts, own, gradient):
+                if gradient:
+                    part.backward()
+                total = total + part.detach()
+            if held.grad is not None:
+                vectors.backward(held.grad)
+                assert leaf.grad is not None
+                gradients[:, :width] += leaf.grad
+        return total, gradients
+
+    @abstractmethod
+    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> "Parts":
+        """The parts of which a share is the sum, each with a graph of its own back to the vectors (N, width)."""
+
+
+Parts = Any  # an iterator of 0-d tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class InBatchNegatives(EmbeddingLoss):
+    """The mean over the anchors of the cross-entropy of finding their positive among all positives and negatives of the
+    global batch (InfoNCE, van den Oord et al. 2018; Henderson et al. 2017, arXiv:1705.00652), after
+    MultipleNegativesRankingLoss of sentence-transformers.
+
+    Texts that are known to belong to an anchor are none of the others: the anchor itself, its positive where other rows
+    have it too, and the positives of other rows with the same anchor.
+
+    Attributes:
+        symmetric: also find the anchor of each positive among all anchors, and take the mean of both.
+    """
+
+    symmetric: bool = False
+
+    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Parts:
+        roles, texts = facts[:, 0], facts[:, 1]
+        anchors, positives = ((roles == role).nonzero().flatten() for role in (ANCHOR, POSITIVE))
+        documents = (roles != ANCHOR).nonzero().flatten()
+        place = torch.searchsorted(documents, positives)  # of each row's positive among the documents
+        # The anchor of each document, by its text; only a positive belongs to it.
+        row_of = torch.searchsorted(anchors, documents, right=True) - 1
+        belongs_to = torch.where(roles[documents] == POSITIVE, texts[anchors[row_of]], -1.0)
+        first, last = torch.searchsorted(anchors, torch.tensor([own.start, own.stop], device=anchors.device)).tolist()
+        weight = 1 / (max(len(anchors), 1) * (2 if self.symmetric else 1))
+        step = max(1, _ELEMENTS // max(len(documents), 1))
+        for start in range(first, last, step):
+            rows = torch.arange(start, min(start + step, last), device=anchors.device)
+            mine, found = texts[anchors[rows], None], texts[positives[rows], None]
+            with torch.set_grad_enabled(gradient):
+                same = (texts[documents] == mine) | (texts[documents] == found) | (belongs_to == mine)
+                yield weight * self._entropy(vectors, anchors[rows], documents, place[rows], same)
+                if self.symmetric:
+                    same = (texts[anchors] == mine) | (texts[anchors] == found) | (texts[positives] == found)
+                    yield weight * self._entropy(vectors, positives[rows], anchors, rows, same)
+
+    def _entropy(self, vectors: Tensor, queries: Tensor, candidates: Tensor, right: Tensor, same: Tensor) -> Tensor:
+        """The sum over the queries of the cross-entropy of their right candidate among those that are not the same."""
+        scores = self.scale * (vectors[queries] @ vectors[candidates].T)
+        scores = scores.masked_fill(same.scatter(1, right[:, None], False), -torch.inf)
+        return cross_entropy(scores, right, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedPairs(EmbeddingLoss):
+    """Pairs with higher scores are to be more alike: the logarithm of 1 + the sum over all two pairs of a global batch,
+    of which the second has the higher score, of exp((similarity of the first - that of the second) / temperature),
+    after CoSENTLoss of sentence-transformers (Su 2022). It reads the order of the scores alone.
+    """
+
+    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Parts:
+        if own.start != 0 or own.stop == 0:  # nothing to divide: there are few numbers
+            return
+        roles = facts[:, 0]
+        anchors, positives = ((roles == role).nonzero().flatten() for role in (ANCHOR, POSITIVE))
+        scores, order = facts[anchors, 2].sort()
+        with torch.set_grad_enabled(gradient):
+            alike = self.scale * (vectors[anchors[order]] * vectors[positives[order]]).sum(-1)
+            below = torch.searchsorted(scores, scores)  # pairs with a lower score than each
+            # exp(lower - mine) summed over the pairs below mine... of which the higher ones must be the more alike.
+            sums = alike.logcumsumexp(0)[(below - 1).clamp(min=0)] - alike
+            yield torch.cat([alike.new_zeros(1), sums[below > 0]]).logsumexp(0)

@@ -1,0 +1,218 @@
+"""Losses over all items of a global batch together, such as contrastive ones, with gradients that do not depend on how
+the batch is cut.
+
+The gradient by the outputs for one item needs the outputs for all. Where a rank has several microbatches they run twice
+(Gao et al. 2021, arXiv:2101.06983): first without gradients, for the outputs; then forward and backward, with the
+gradient by the outputs known. Dropouts draw the same masks both times, by step, row and place.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import engine
+from engine import runtime
+from engine.collectives import from_rank_0
+from engine.ops import dropout_key, dropout_rows
+from engine.ops.dropout_masks import has_dropout_key
+from engine.torch_compat import all_gather_flat
+from modelcenter.layers import host_copies
+from modelcenter.models.base import Model
+
+Batch = Mapping[str, Any]
+_MICROBATCH = "microbatch"  # in a batch of the second pass: its number
+
+
+@runtime_checkable
+class JointLoss(Protocol):
+    """A loss of all items of a global batch together. An item is a sequence of the model's input."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """The keyword arguments of the model's forward, from a batch."""
+        ...
+
+    def counts(self, batch: Batch) -> Mapping[str, int]:
+        """{"loss": what a batch has of what the loss is a mean over}."""
+        ...
+
+    def facts(self, batch: Batch) -> Tensor:
+        """(n, k) fp64 on the host: what the loss knows of each item of a batch beside the model's output."""
+        ...
+
+    def outputs(self, out: Any) -> Tensor:
+        """(n, width) what the loss reads of the model's output for a batch."""
+        ...
+
+    def share(self, outputs: Tensor, facts: Tensor, own: slice, gradient: bool = True) -> tuple[Tensor, Tensor]:
+        """One rank's share of the loss of all items, such that the shares of all ranks add up to it.
+
+        Args:
+            outputs: (N, width) fp32. facts: (N, k) fp64, on the same device. own: those that the rank answers for.
+            gradient: False: what is returned for it has no meaning.
+
+        Returns:
+            0-d, and its gradient (N, width) by all outputs.
+        """
+        ...
+
+
+def is_counted() -> bool:
+    """Whether this rank's results are those of a batch: of ranks that compute it together, the first one's of the last
+    stage."""
+    return runtime.stage() == runtime.stages() - 1 and runtime.rank() % runtime.model_ranks() == 0
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The loss (0-d), and its gradients by the outputs for this rank's microbatches."""
+
+    value: Tensor
+    gradients: Sequence[Tensor]
+
+
+def accumulate_jointly(
+    model: Model, microbatches: Iterable[Batch], loss: JointLoss, backward: Callable[[Tensor], None] | None = None
+) -> Tensor:
+    """As `accumulate`, for a loss of all items together. Collective."""
+    batches = [dict(batch) for batch in microbatches]
+    twice = model.pipeline is not None or _most(len(batches)) > 1
+    found: _Found | None = None
+
+    def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:
+        number = microbatch.get(_MICROBATCH)
+        out = _run(model, loss, {name: value for name, value in microbatch.items() if name != _MICROBATCH})
+        outputs, own = loss.outputs(out), loss.counts(microbatch)["loss"]
+        if found is None:
+            value, gradient = _joint(loss, outputs.detach(), loss.facts(microbatch))
+        else:
+            value = found.value
+            gradient = torch.zeros_like(outputs) if number is None else found.gradients[number]
+        return _WithGradient.apply(outputs, value * (own / totals["loss"]), gradient)
+
+    with _same_masks(model, batches) if twice else nullcontext():
+        if twice:
+            found = _first_pass(model, batches, loss)
+            batches = [{**batch, _MICROBATCH: number} for number, batch in enumerate(batches)]
+        return engine.accumulate(model, batches, forward, loss.counts, model.empty_batch, backward)
+
+
+def _run(model: Model, loss: JointLoss, batch: Batch, call: Callable[[Any], Any] = lambda forward: forward()) -> Any:
+    """The model's output for a batch."""
+    given = {name: host_copies.to_device(value, model.device) for name, value in loss.inputs(batch).items()}
+    with dropout_rows(given.pop("row_ids", None)):
+        return call(functools.partial(model, **given))
+
+
+@torch.no_grad()
+def _first_pass(model: Model, batches: Sequence[Batch], loss: JointLoss) -> _Found:
+    """What the loss is, and its gradients. Collective."""
+    pipeline, outputs = model.pipeline, []
+    padded = [*batches, *(model.empty_batch() for _ in range(len(batches), _most(len(batches))))]
+    if pipeline is not None:
+        pipeline.check_same(padded)
+    for batch in padded:
+        out = _run(model, loss, batch) if pipeline is None else _run(model, loss, batch, pipeline.forward)
+        if runtime.stage() == runtime.stages() - 1:
+            outputs.append(loss.outputs(out))
+        del out
+    if pipeline is not None:
+        pipeline.flush()
+    outputs = outputs[: len(batches)]
+    facts = [loss.facts(batch) for batch in batches]
+    value, gradient = _joint(loss, _joined(outputs), _joined(facts))
+    return _Found(value, gradient.split([len(part) for part in outputs]))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat([*parts]) if parts else None
+
+
+def _joint(loss: JointLoss, own: Tensor | None, facts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The loss of the items of all ranks, 0-d, and its gradient by this rank's outputs. Collective.
+
+    Args:
+        own: (n, width) this rank's outputs; None: it has none. facts: (n, k) of its items.
+    """
+    device = engine.device() if own is None else own.device
+    if runtime.world_size() == 1:
+        assert own is not None and facts is not None
+        return loss.share(own.float(), facts.to(device), slice(0, len(own)))
+    items = None if own is None or not is_counted() else (own.float(), facts)
+    every, every_fact, starts = _gather(items, device)
+    first = (runtime.stages() - 1) * (runtime.world_size() // runtime.stages())
+    leader = first + runtime.data_rank() * runtime.model_ranks()  # of those that compute this rank's batch together
+    mine = slice(starts[leader], starts[leader + 1])
+    value, gradient = loss.share(every, every_fact, mine)
+    sums = torch.cat((gradient.flatten(), value.reshape(1).float())).to(runtime.message_device())
+    if not is_counted():
+        sums.zero_()
+    dist.all_reduce(sums)
+    sums = sums.to(device)
+    return sums[-1], sums[:-1].view_as(gradient)[mine]
+
+
+def _gather(items: tuple[Tensor, Tensor | None] | None, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+    """The outputs (N, width) and facts (N, k) of all ranks, and the number of the first of each rank, with the end.
+
+    Args:
+        items: this rank's; None: it has none.
+    """
+    place, world = runtime.message_device(), runtime.world_size()
+    shape = [0, 0, 0] if items is None or items[1] is None else [*items[0].shape, items[1].shape[1]]
+    table = torch.empty(world, 3, dtype=torch.int64, device=place)
+    all_gather_flat(table, torch.tensor(shape, dtype=torch.int64, device=place))
+    shapes = table.tolist()
+    most, width, k = (max(column) for column in zip(*shapes, strict=True))
+    gathered = []
+    for number, (size, dtype) in enumerate(((width, torch.float32), (k, torch.float64))):
+        mine = torch.zeros(most, size, dtype=dtype, device=place)
+        if items is not None and (held := items[number]) is not None:
+            mine[: len(held)] = held.to(place)
+        every = torch.empty(world, most, size, dtype=dtype, device=place)
+        all_gather_flat(every, mine)
+        gathered.append(torch.cat([every[rank, :n] for rank, (n, _, _) in enumerate(shapes)]).to(device))
+    starts = [sum(n for n, _, _ in shapes[:rank]) for rank in range(world + 1)]
+    return gathered[0], gathered[1], starts
+
+
+def _most(number: int) -> int:
+    """The greatest of the ranks' numbers. Collective."""
+    if runtime.world_size() == 1:
+        return number
+    most = torch.tensor(number, device=runtime.message_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextManager[Any]:
+    """Inside, dropouts draw the same masks each time that a batch is run. Numbers rows where the caller has not."""
+    if not model.training:
+        return nullcontext()
+    first = runtime.data_rank() << 20
+    for batch in batches:
+        if batch.get("row_ids") is None:
+            cu = batch.get("cu_seqlens")
+            rows = next(iter(batch.values())).shape[0] if cu is None else len(cu) - 1
+            batch["row_ids"] = torch.arange(first, first + rows)
+            first += rows
+    return nullcontext() if has_dropout_key() else dropout_key(from_rank_0(int(torch.randint(1 << 62, ()))), 0)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient by the outputs is known."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient.to(outputs.dtype))
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype), None, None

@@ -77,8 +77,8 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 def choose_task(
     arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, directory: Path | None = None
 ) -> str:
-    """The task asked for, or the one that the `architectures` of a config.json name; of a bare model "embedding", where
-    the files in `directory` say so.
+    """The task asked for; else "embedding", where the files in `directory` say how embeddings are made; else the one
+    that the `architectures` of a config.json name.
 
     Raises:
         ValueError: there is none of that name, or they name none.
@@ -88,14 +88,16 @@ def choose_task(
             close = nearest(task, arch.tasks)
             raise ValueError(f"task: got {task!r}, {arch.model_type} has {', '.join(arch.tasks)}.{close}")
         return task
+    # Of such models config.json often names a head that their files do not hold.
+    if "embedding" in arch.tasks and directory is not None and (directory / MODULES_FILE).is_file():
+        return "embedding"
     declared = arch.declared_task(config.get("architectures"))
     if declared is None:
         raise ValueError(
             f"{origin}: its architectures, {config.get('architectures')}, name no head that {arch.model_type} has "
             f"here; pass task=, one of {', '.join(arch.tasks)}, or name its class in the architectures of config.json"
         )
-    makes_embeddings = declared == "base" and directory is not None and (directory / MODULES_FILE).is_file()
-    return "embedding" if makes_embeddings and "embedding" in arch.tasks else declared
+    return declared
 
 
 def parse_config(

@@ -11,9 +11,11 @@ from modelcenter import registry
 from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.command_line.yaml_file import read_mapping
 from modelcenter.convert.config_map import names_of_numbers
+from modelcenter.hub.files.embedding_files import MODULES_FILE
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.hub.resolve import read_config, resolve, resolve_file
+from modelcenter.hub.resolve import ModelFiles, read_config, resolve, resolve_file
+from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.registry import model_type_of, own_preset
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
@@ -57,9 +59,11 @@ class TrainedModel:
         """
         if self.task is not None:
             return TASKS[self.task]
-        config = self._config(HubOptions(revision))
-        named = config.get("architectures")
+        files = self._files(HubOptions(revision))
+        config, named = files.config, files.config.get("architectures")
         head = registry.get(model_type_of(config), named).arch_map().declared_task(named)
+        if SidecarFiles(files.directory, files.repo, HubOptions(files.revision)).file(MODULES_FILE) is not None:
+            head = "embedding"
         task = task_of_head(head or "base")
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))
@@ -69,14 +73,15 @@ class TrainedModel:
             )
         return TASKS[task]
 
-    def _config(self, options: HubOptions) -> dict[str, Any]:
-        """config.json in Hugging Face's form; for a checkpoint of ModelCenter, inferred from its weights."""
+    def _files(self, options: HubOptions) -> ModelFiles:
+        """Its files, with config.json in Hugging Face's form; for a checkpoint of ModelCenter, inferred from its
+        weights."""
         found = resolve(self.source, options, weights=Path(expanduser(self.source)).is_file())
         if model_type_of(found.config) is not None:
-            return found.config
+            return found
         from modelcenter.hub.legacy import in_hf_form  # torch comes with it
 
-        return in_hf_form(resolve(self.source, options)).config
+        return in_hf_form(resolve(self.source, options))
 
 
 def check_leaves_model(folder: Path) -> None:

@@ -146,6 +146,46 @@ class Lists:
         return np.diff(self.first)
 
 
+@dataclass(frozen=True)
+class RelatedTexts:
+    """The texts of rows. scores: fp64 (rows,), how alike anchor and positive are; None: they belong together."""
+
+    anchors: list[str]
+    positives: Lists
+    negatives: Lists
+    scores: np.ndarray | None = None
+
+
+def read_related_texts(table: Table, columns: RelatedColumns) -> RelatedTexts:
+    """The texts of all rows.
+
+    Raises:
+        ValueError: a value that is no text or no score, a row without an anchor or a positive, several of them where
+            one is expected, or scores that order nothing.
+    """
+    assert columns.anchor is not None and columns.positive is not None
+    positives = read_lists(table, (columns.positive,), needed=True)
+    scores = None if columns.score is None else _read_scores(table, columns.score)
+    if scores is not None:
+        _check_single(table, columns.positive, positives, " in a row with a score")
+    anchors, negatives = read_single_texts(table, columns.anchor), read_lists(table, columns.negatives, needed=False)
+    return RelatedTexts(anchors, positives, negatives, scores)
+
+
+def read_single_texts(table: Table, column: str) -> list[str]:
+    """The texts of a column with one in each row. Raises ValueError: a row has none, or several."""
+    found = read_lists(table, (column,), needed=True)
+    _check_single(table, column, found)
+    return found.texts
+
+
+def _check_single(table: Table, column: str, found: Lists, where: str = "") -> None:
+    if len(found.texts) != len(table):
+        row = int(np.argmax(found.counts > 1))
+        count = found.counts[row]
+        raise ValueError(f"{table.where(row)}: the row has {count} texts in column {column!r}, expected one{where}")
+
+
 def read_lists(table: Table, columns: Sequence[str], needed: bool) -> Lists:
     """The texts of some columns, each of texts or of lists of texts.
 
@@ -179,7 +219,7 @@ def _texts(table: Table, row: int, column: str, value: Any) -> list[str]:
     return [str(text) for text in values if not is_missing(text)]
 
 
-def read_scores(table: Table, column: str) -> np.ndarray:
+def _read_scores(table: Table, column: str) -> np.ndarray:
     """The scores, fp64 (rows,).
 
     Raises:

@@ -50,7 +50,7 @@ class EmbeddingConfig(TrainConfig):
         "count more; if not given, 0.05 for cosine, 1 for dot")
     symmetric: bool = _optimisation(False, "also train to find the anchor by its positive")
     matryoshka_dims: list[str] | None = _optimisation(None, "train the first so many elements of the embeddings, too, "
-        "such as 256,64, so that embeddings may be cut to them", "matryoshka_dimensions")
+        "such as 256 64, so that embeddings may be cut to them", "matryoshka_dimensions")
     # fmt: on
 
     def check(self) -> None:
@@ -58,4 +58,4 @@ class EmbeddingConfig(TrainConfig):
         check_positive(self, "temperature", "max_negatives")
         for width in self.matryoshka_dims or ():
             if not width.isdecimal() or not int(width):
-                raise ValueError(f"matryoshka_dims: got {width!r}, expected numbers above 0 with commas between them")
+                raise ValueError(f"matryoshka_dims: got {width!r}, expected whole numbers above 0")

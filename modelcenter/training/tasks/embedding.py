@@ -14,10 +14,11 @@ import engine
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.schemas.related_texts import (
     RelatedColumns,
+    RelatedTexts,
     find_columns_to_read,
     find_related_columns,
-    read_lists,
-    read_scores,
+    read_related_texts,
+    read_single_texts,
 )
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, concatenate_tokens, tokenize
@@ -119,8 +120,10 @@ class Embedding(Task):
     cfg: EmbeddingConfig | None
     table: Table
     columns: RelatedColumns
+    texts: RelatedTexts | None = None
     loss_fn: Any = None
     eval_table: Table | None = None
+    eval_texts: RelatedTexts | None = None
     settings: Any = None
 
     @classmethod
@@ -133,9 +136,11 @@ class Embedding(Task):
         scored = columns.score is not None
         cfg.refuse_idle("max_negatives", not columns.negatives, "without negatives in the data; leave it out")
         cfg.refuse_idle("symmetric", scored, "as two texts with a score are alike either way; leave it out")
+        texts, eval_texts = read_related_texts(table, columns), None
         if eval_table is not None:
             find_related_columns(eval_table, *columns.roles().values())
-        return cls(cfg=cfg, table=table, columns=columns, eval_table=eval_table)
+            eval_texts = read_related_texts(eval_table, columns)
+        return cls(cfg=cfg, table=table, columns=columns, texts=texts, eval_table=eval_table, eval_texts=eval_texts)
 
     def model_options(self) -> dict[str, Any]:
         assert self.cfg is not None
@@ -171,35 +176,24 @@ class Embedding(Task):
         tokenizer.model_max_length = min(tokenizer.model_max_length, self.cfg.max_length)
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[RelatedExamples, RelatedExamples | None]:
-        assert self.cfg is not None
-        train_set = self._examples(self.table, tokenizer, max_length, self.cfg.max_negatives)
-        return train_set, None if self.eval_table is None else self._examples(self.eval_table, tokenizer, max_length)
+        assert self.cfg is not None and self.texts is not None
+        train_set = self._examples(self.table, self.texts, tokenizer, max_length, self.cfg.max_negatives)
+        if self.eval_table is None or self.eval_texts is None:
+            return train_set, None
+        return train_set, self._examples(self.eval_table, self.eval_texts, tokenizer, max_length)
 
     def _examples(
-        self, table: Table, tokenizer: Any, max_length: int, max_negatives: int | None = None
+        self, table: Table, texts: RelatedTexts, tokenizer: Any, max_length: int, max_negatives: int | None = None
     ) -> RelatedExamples:
-        columns = self.columns
-        assert columns.anchor is not None and columns.positive is not None
-        anchors = one_each(table, columns.anchor)
-        positives = read_lists(table, (columns.positive,), needed=True)
-        negatives = read_lists(table, columns.negatives, needed=False)
-        scores = None if columns.score is None else read_scores(table, columns.score)
-        if scores is not None and len(positives.texts) != len(table):
-            raise ValueError(f"positive_column: rows with a score have one text each in column {columns.positive!r}")
-        documents = [*positives.texts, *negatives.texts]
+        documents = [*texts.positives.texts, *texts.negatives.texts]
         tokens = concatenate_tokens(
-            self._tokenize(tokenizer, table, anchors, self.settings.query_prompt, max_length),
+            self._tokenize(tokenizer, table, texts.anchors, self.settings.query_prompt, max_length),
             self._tokenize(tokenizer, table, documents, self.settings.document_prompt, max_length),
         )
-        first = len(anchors) + positives.first
+        first = len(table) + texts.positives.first
+        ids = text_ids([*texts.anchors, *documents])
         return RelatedExamples(
-            table,
-            tokens,
-            first,
-            first[-1] + negatives.first,
-            text_ids([*anchors, *documents]),
-            scores,
-            max_negatives,
+            table, tokens, first, first[-1] + texts.negatives.first, ids, texts.scores, max_negatives
         )
 
     def _tokenize(self, tokenizer: Any, table: Table, texts: list[str], prompt: str, max_length: int) -> Tokens:
@@ -253,15 +247,17 @@ class Embedding(Task):
             columns = find_related_columns(table, **given)
         else:
             columns = find_columns_to_read(table, given["anchor"], given["positive"])
-        return cls(cfg=run if isinstance(run, EmbeddingConfig) else None, table=table, columns=columns)
+        pairs = columns.anchor is not None and columns.positive is not None
+        texts = read_related_texts(table, columns) if pairs else None
+        return cls(cfg=run if isinstance(run, EmbeddingConfig) else None, table=table, columns=columns, texts=texts)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> TokenExamples:
         self._use(model)
+        if self.texts is not None:
+            return self._examples(self.table, self.texts, tokenizer, max_length)
         columns = self.columns
-        if columns.anchor is not None and columns.positive is not None:
-            return self._examples(self.table, tokenizer, max_length)
         prompt = self.settings.document_prompt if columns.anchor is None else self.settings.query_prompt
-        texts = one_each(self.table, columns.anchor or columns.positive or "")
+        texts = read_single_texts(self.table, columns.anchor or columns.positive or "")
         return TokenExamples(self.table, self._tokenize(tokenizer, self.table, texts, prompt, max_length))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
@@ -324,17 +320,6 @@ def own_part(count: int) -> tuple[int, int]:
     """(first, end) of this rank's share of so many things, that each rank has."""
     rank, ranks = engine.rank(), engine.world_size()
     return count * rank // ranks, count * (rank + 1) // ranks
-
-
-def one_each(table: Table, column: str) -> list[str]:
-    """The texts of a column with one in each row. Raises ValueError: a row has none, or several."""
-    found = read_lists(table, (column,), needed=True)
-    if len(found.texts) != len(table):
-        row = int(np.argmax(found.counts > 1))
-        raise ValueError(
-            f"{table.where(row)}: the row has {found.counts[row]} texts in column {column!r}, expected one"
-        )
-    return found.texts
 
 
 def text_ids(texts: Sequence[str]) -> np.ndarray:

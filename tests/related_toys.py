@@ -1,0 +1,37 @@
+"""Rows of texts that belong together, small enough to train on in a test."""
+
+import random
+
+from toydata import WORDS, make_tokenizer, write_jsonl
+
+_ALL = [word for words in WORDS.values() for word in words]
+
+
+def make_related(count: int, seed: int, negatives: int = 0, scored: bool = False) -> list[dict]:
+    """Rows of a query and a positive that shares words with it. Every fifth query is that of another row, and every
+    seventh positive, too."""
+    rng = random.Random(seed)
+    rows: list[dict] = []
+    for i in range(count):
+        query = rng.sample(_ALL, rng.randint(2, 6))
+        positive = [*rng.sample(query, 2), *rng.sample(_ALL, rng.randint(1, 7))]
+        row = {"query": " ".join(query), "positive": " ".join(positive)}
+        if i % 5 == 4:
+            row["query"] = rows[i - 3]["query"]
+        if i % 7 == 6:
+            row["positive"] = rows[i - 2]["positive"]
+        if scored:
+            row["score"] = rng.choice([0.5, 1, 2.5, 4])
+        if negatives:
+            row["negatives"] = [" ".join(rng.sample(_ALL, rng.randint(2, 8))) for _ in range(rng.randint(0, negatives))]
+        rows.append(row)
+    return rows
+
+
+def write_related(folder, train: int = 24, dev: int = 11, **kinds) -> list[dict]:
+    """data/ with train.jsonl and dev.jsonl, and tokenizer/ beside it; the rows to train on."""
+    rows = make_related(train, 1, **kinds)
+    write_jsonl(folder / "data" / "train.jsonl", rows)
+    write_jsonl(folder / "data" / "dev.jsonl", make_related(dev, 2, **kinds))
+    make_tokenizer().save_pretrained(folder / "tokenizer")
+    return rows

@@ -21,6 +21,7 @@ SIZES = {
         "max_positions": 32,
         "embedding_size": 8,
     },
+    "tiny/mpnet": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
     "tiny/gpt2": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
     "tiny/t5": {
         "hidden_size": 16,
@@ -34,6 +35,7 @@ SIZES = {
 STILL = {
     "tiny/bert": {"dropout": 0.0, "attention_dropout": 0.0},
     "tiny/albert": {"dropout": 0.0, "attention_dropout": 0.0, "classifier_dropout": 0.0},
+    "tiny/mpnet": {"dropout": 0.0, "attention_dropout": 0.0},
     "tiny/gpt2": {"embedding_dropout": 0.0, "dropout": 0.0, "attention_dropout": 0.0},
     "tiny/t5": {"dropout": 0.0},
 }
@@ -70,6 +72,15 @@ def make_t5_tokenizer(sentinels: int = 20) -> Any:
     return made
 
 
+@cache
+def make_mpnet_tokenizer() -> Any:
+    """BERT's words between MPNet's own special tokens, the first of which are not BERT's."""
+    from transformers import MPNetTokenizer
+
+    words = ["<s>", "<pad>", "</s>", "<unk>", "[PAD]", "[UNK]", *_ALL, ".", ",", "<mask>"]
+    return MPNetTokenizer(vocab={word: i for i, word in enumerate(words)})
+
+
 def _words(first: list[str], **special: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -83,6 +94,7 @@ def _words(first: list[str], **special: str) -> Any:
 TOKENIZERS = {
     "tiny/bert": make_tokenizer,
     "tiny/albert": make_tokenizer,
+    "tiny/mpnet": make_mpnet_tokenizer,
     "tiny/gpt2": make_decoder_tokenizer,
     "tiny/t5": make_t5_tokenizer,
 }

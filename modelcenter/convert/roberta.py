@@ -17,7 +17,8 @@ HEADS: Mapping[str, Part] = {
 }
 
 
-def _tasks(name: str) -> dict[str, Task]:
+def tasks(name: str) -> dict[str, Task]:
+    """Of the family whose classes of transformers begin with `name`."""
     return {
         "base": Task(f"{name}Model", {"pooler": "pooler."}, prefix=""),
         "masked-lm": Task(f"{name}ForMaskedLM", {"lm": "head."}),
@@ -34,7 +35,7 @@ ARCH = ArchMap(
     prefix="roberta.",
     body=BODY,
     parts=HEADS,
-    tasks=with_cross_attention(with_embedding(_tasks("Roberta"))),
+    tasks=with_cross_attention(with_embedding(tasks("Roberta"))),
     config=replace(CONFIG, ignored=frozenset()),
     ignore=IGNORE,
     old_spellings=OLD_SPELLINGS,
@@ -43,5 +44,5 @@ ARCH = ArchMap(
 XLM_ROBERTA = replace(
     ARCH,
     model_type="xlm-roberta",
-    tasks=with_cross_attention(with_embedding(_tasks("XLMRoberta"))),
+    tasks=with_cross_attention(with_embedding(tasks("XLMRoberta"))),
 )

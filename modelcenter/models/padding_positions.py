@@ -1,4 +1,4 @@
-"""Positions that count tokens from after the padding's: those of fairseq, in RoBERTa, XLM-R, M2M100 and NLLB."""
+"""Positions that count tokens from after the padding's: those of fairseq, in RoBERTa, XLM-R, MPNet, M2M100 and NLLB."""
 
 import torch
 import torch.nn.functional as F

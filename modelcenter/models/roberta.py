@@ -9,24 +9,23 @@ from torch import nn
 
 from modelcenter.layers.heads import DenseClassifier
 from modelcenter.layers.packing import Packed
-from modelcenter.models.encoder import BertStyleConfig, Encoder
+from modelcenter.models.encoder import BertStyleConfig, Encoder, EncoderConfig
 from modelcenter.models.inputs import Batch
 from modelcenter.models.padding_positions import with_positions_after_padding
 
 
 @dataclass(kw_only=True)
-class RobertaConfig(BertStyleConfig):
-    """Fields of RoBERTa; the first pad_token_id + 1 of `max_positions` rows of its position table hold no token."""
-
-    model_type: ClassVar[str] = "roberta"
+class RobertaStyleConfig(EncoderConfig):
+    """Fields of RoBERTa and MPNet; the first padding_id + 1 of `max_positions` rows of the position table hold no
+    token."""
 
     pad_token_id: int | None = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        pad = self.pad_token_id
-        known = pad is not None and 0 <= pad < min(self.max_positions, self.vocab_size)
-        self.require(known, "pad_token_id", "an id below vocab_size and max_positions: positions count on from it")
+    @property
+    def padding_id(self) -> int:
+        """The token that takes no position, and the row of the position table that is its."""
+        assert self.pad_token_id is not None
+        return self.pad_token_id
 
     @property
     def head_act(self) -> str:
@@ -35,12 +34,24 @@ class RobertaConfig(BertStyleConfig):
     @property
     def first_position(self) -> int:
         """The row of the position table that a sequence's first token takes."""
-        assert self.pad_token_id is not None
-        return self.pad_token_id + 1
+        return self.padding_id + 1
 
     @property
     def max_tokens(self) -> int:
         return self.max_positions - self.first_position
+
+
+@dataclass(kw_only=True)
+class RobertaConfig(RobertaStyleConfig, BertStyleConfig):
+    """Fields of RoBERTa."""
+
+    model_type: ClassVar[str] = "roberta"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pad = self.pad_token_id
+        known = pad is not None and 0 <= pad < min(self.max_positions, self.vocab_size)
+        self.require(known, "pad_token_id", "an id below vocab_size and max_positions: positions count on from it")
 
 
 @dataclass(kw_only=True)
@@ -53,15 +64,15 @@ class XLMRobertaConfig(RobertaConfig):
 class Roberta(Encoder):
     """RoBERTa with the head of `task`."""
 
-    config_class = RobertaConfig
+    config_class: ClassVar[type[RobertaStyleConfig]] = RobertaConfig
     pooled_tasks = ("base", "embedding", "multiple-choice")
 
-    config: RobertaConfig
+    config: RobertaStyleConfig
 
-    def __init__(self, config: RobertaConfig, task: str = "base"):
+    def __init__(self, config: RobertaStyleConfig, task: str = "base"):
         super().__init__(config, task)
         assert self.position is not None
-        self.position.padding_idx = config.pad_token_id
+        self.embed.padding_idx = self.position.padding_idx = config.padding_id
 
     def make_head(self, task: str) -> nn.Module | None:
         c = self.config
@@ -71,8 +82,7 @@ class Roberta(Encoder):
 
     def with_position_ids(self, batch: Batch) -> Batch:
         """Tokens count up from first_position in their sequence; padding among them takes no number."""
-        assert self.config.pad_token_id is not None
-        return with_positions_after_padding(batch, self.config.pad_token_id)
+        return with_positions_after_padding(batch, self.config.padding_id)
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int, prefix: str = "") -> None:
         columns = batch.get("input_ids") is None and not ctx.layout.packed

@@ -64,6 +64,8 @@ OTHERS = [
     ("electra", "sequence-classification"),
     ("albert", "masked-lm"),
     ("albert", "sequence-classification"),
+    ("mpnet", "masked-lm"),
+    ("mpnet", "sequence-classification"),
 ]
 every_family = pytest.mark.parametrize(
     "family, task", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)]

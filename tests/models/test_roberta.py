@@ -2,28 +2,15 @@
 
 import pytest
 import torch
-from harness import ArchitectureTests, assert_same
+from harness import assert_same
+from roberta_reference import RobertaTests
 
 import modelcenter as mc
-from modelcenter.compare import pad_rows
 from modelcenter.models.roberta import Roberta, RobertaConfig
 
 
-def _count_from_zero(model):
-    model.with_position_ids = lambda batch: batch
-
-
-def _number_the_padding(model):
-    config = model.config
-    model.with_position_ids = lambda batch: {
-        **batch,
-        "position_ids": torch.arange(batch["input_ids"].shape[1])[None] + config.first_position,
-    }
-
-
-class TestRoberta(ArchitectureTests):
+class TestRoberta(RobertaTests):
     tasks = tuple(task for task in Roberta.tasks if task != "causal-lm")  # see test_writing_encoders.py
-    # Token 2 is padding, and the rows hold some: it stands in the text too, where it takes no position.
     hf_config = {
         "model_type": "roberta",
         "vocab_size": 131,
@@ -37,20 +24,7 @@ class TestRoberta(ArchitectureTests):
         "layer_norm_eps": 1e-2,
         "pad_token_id": 2,
     }
-    mutations = {"positions from zero": _count_from_zero, "padding numbered": _number_the_padding}
-
-    def run_group(self, theirs, task, group, longest, side):
-        """Padding before a row moves no position, so a row alone needs none given."""
-        batch = pad_rows(task, group, choices=len(group))
-        if task == "multiple-choice":
-            del batch["labels"]
-        return theirs(**batch)
-
-    def rows(self, task, config, lengths=None, seed=0):
-        rows = super().rows(task, config, lengths, seed)
-        for row in rows:
-            row.input_ids[len(row.input_ids) // 2] = 2
-        return rows
+    padding = 2
 
 
 class TestXLMRoberta(TestRoberta):

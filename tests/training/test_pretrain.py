@@ -45,18 +45,21 @@ PAIRS = {
     "mlm, sentence order": ({"sentence_order": True, "model": "tiny/albert"}, "tiny/albert", "AlbertForPreTraining"),
 }
 
+OTHERS = {"mlm, MPNet": ({"model": "tiny/mpnet"}, "tiny/mpnet", "MPNetForMaskedLM")}
 
-@pytest.mark.parametrize("kind", ["mlm", *PAIRS, "lm", "span-corruption"])
+
+@pytest.mark.parametrize("kind", ["mlm", *PAIRS, *OTHERS, "lm", "span-corruption"])
 def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder, kind):
     """Batches, their order, masks of each epoch, learning rate, clipping and decay; and the evaluation at the end."""
     import transformers
 
-    pairs, name, cls = PAIRS.get(kind, ({}, None, None))
+    pairs = kind in PAIRS
+    changes, name, cls = (PAIRS | OTHERS).get(kind, ({}, None, None))
     kind = kind.split(",")[0]
     name, head = name or KINDS[kind][0], KINDS[kind][2]
-    rows = pretrain(folder, kind, seed=7, weight_decay=0.3, max_grad_norm=0.5, adam_epsilon=1e-3, **pairs)
+    rows = pretrain(folder, kind, seed=7, weight_decay=0.3, max_grad_norm=0.5, adam_epsilon=1e-3, **changes)
     ours = [row for row in rows if "loss" in row]
-    train_set, eval_set = rows_of(folder, kind, seed=7, **pairs)
+    train_set, eval_set = rows_of(folder, kind, seed=7, **changes)
     tokenizer = TOKENIZERS[name]()
     sizes = SIZES[name] | STILL[name] | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     start = modelcenter.from_config(name, "pretraining" if pairs else head, seed=7, **sizes)

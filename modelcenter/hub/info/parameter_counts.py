@@ -87,6 +87,11 @@ def _bert(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _mpnet(c: Fields, kind: str) -> dict[str, int]:
+    sizes = _bert(c, kind)
+    return {**sizes, "embeddings": sizes["embeddings"] + c.num_buckets * c.num_heads}
+
+
 def _albert(c: Fields, kind: str) -> dict[str, int]:
     d, narrow, layers = c.hidden_size, c.embedding_size, c.num_groups * c.group_layers  # however often each runs
     return {
@@ -229,6 +234,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "albert": _albert,
     "deberta-v2": _deberta,
     "modernbert": _modernbert,
+    "mpnet": _mpnet,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),

@@ -84,6 +84,7 @@ STEPS = [
     ("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm"), ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"),
     ("tiny/cpmbee", "causal-lm"), ("tiny/cpm3", "causal-lm"), ("tiny/minicpm3", "causal-lm"),
     ("tiny/qwen3", "causal-lm"), ("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/t5", "sequence-classification"),
+    ("tiny/mpnet", "masked-lm"),
     *(("tiny/bert", task) for task in test_gpu.TASKS if task != "multiple-choice"),
 ]  # fmt: skip
 
@@ -163,13 +164,16 @@ def test_layers_share_the_rectangles_of_their_bias(layers, monkeypatch):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "task"), CPM[:1] + CPM[2:] + test_gpu.FAMILIES[-1:])
-def test_layers_of_a_cpm_share_theirs(name, task, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "task"), CPM[:1] + CPM[2:] + [("tiny/cpmant", "causal-lm"), ("tiny/mpnet", "masked-lm")]
+)
+def test_layers_of_one_side_share_theirs(name, task, monkeypatch):
     made, of_buckets = [], Mask.of_buckets
     monkeypatch.setattr(Mask, "of_buckets", lambda self, *args: made.append(self) or of_buckets(self, *args))
     model = randomize_(mc.from_config(name, task, policy=False, num_layers=3)).to("cuda").train()
     mc.training.accumulate(model, [pack_rows(task, rows_for(task, model.config, lengths=(9, 9)))])
-    assert len(made) == 1 and made[0].causal == (made[0].segments is None) == (name == "tiny/cpm1")
+    assert len(made) == 1 and made[0].causal == (name == "tiny/cpm1")
+    assert (made[0].segments is None) == (name in ("tiny/cpm1", "tiny/mpnet"))
 
 
 @pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, Lion])

@@ -19,7 +19,11 @@ def number_the_padding(model):
 
 
 class RobertaTests(ArchitectureTests):
-    """Rows hold padding: it stands in the text too, where it takes no position."""
+    """Rows hold padding: it stands in the text too, where it takes no position.
+
+    Attributes:
+        padding: the token that takes no position.
+    """
 
     padding = 1
     mutations = {"positions from zero": count_from_zero, "padding numbered": number_the_padding}

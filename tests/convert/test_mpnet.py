@@ -1,4 +1,4 @@
-"""MPNet's files: names of today and of old, bare models of sentence-transformers, config."""
+"""MPNet's files: names of today and of old, bare models of sentence-transformers, config, tokenizer."""
 
 import json
 
@@ -81,4 +81,16 @@ def test_defaults_are_those_of_transformers():
 )
 def test_what_would_change_the_computation_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}'"):
-        mc.from_config("tiny/mpnet", **{field: value})
+        ARCH.config.read({**SIZES, field: value}, MPNetConfig)
+
+
+def test_a_vocabulary_is_read_as_mpnets(tmp_path):
+    """BERT's words, with the special tokens of RoBERTa around texts and between those of a pair."""
+    vocab = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "a", "film", "##s", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocab), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "mpnet"}')
+    tokenizer = mc.AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(tokenizer, transformers.MPNetTokenizer)
+    pair = tokenizer(["A films", "none"], ["a <mask>", "a"], padding=True)
+    assert pair["input_ids"] == [[0, 5, 6, 7, 2, 2, 5, 8, 2], [0, 4, 2, 2, 5, 2, 1, 1, 1]]
+    assert "token_type_ids" not in pair

@@ -31,6 +31,7 @@ class TestXLMRoberta(TestRoberta):
     """The same net: one of each kind of test and of head."""
 
     hf_config = TestRoberta.hf_config | {"model_type": "xlm-roberta", "vocab_size": 137, "pad_token_id": 1}
+    padding = 1
     tasks = ("base", "masked-lm", "sequence-classification")
     mutations = {}
 

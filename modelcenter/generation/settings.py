@@ -42,11 +42,6 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
     return ids
 
 
-def _single_words(checkpoint: Mapping[str, Any]) -> list[Sequence[int]]:
-    """The entries of one token in a checkpoint's bad_words_ids; OPUS-MT's have the padding there."""
-    return [words for words in checkpoint.get("bad_words_ids") or [] if len(words) == 1]
-
-
 def _start(checkpoint: Mapping[str, Any], pads: Sequence[int], vocab_size: int) -> int | None:
     """The token that a decoder begins with: what the checkpoint names first, else the padding token; None: it names
     neither. Raises ValueError: it is not one token of the vocabulary."""
@@ -72,7 +67,7 @@ class SpecialTokens:
         start: an encoder-decoder's text begins with it; None: it is not named, or the model has no decoder.
         first: the only one that may follow a single token; None: any. last: the only ones that may come where no more
             are written; (): any.
-        banned: they come nowhere.
+        banned: they come nowhere. bans_all: nothing else of the checkpoint's bad_words_ids is to be kept out.
     """
 
     eos: tuple[int, ...] = ()
@@ -82,6 +77,7 @@ class SpecialTokens:
     first: int | None = None
     last: tuple[int, ...] = ()
     banned: tuple[int, ...] = ()
+    bans_all: bool = False
 
     @classmethod
     def resolve(
@@ -116,7 +112,9 @@ class SpecialTokens:
         )
         if len(first) > 1:
             raise ValueError(f"{FORCED[0]}: got {first}, expected one token, with which every text begins")
-        banned = [words[0] for words in _single_words(checkpoint) if words[0] not in ends] if starts else []
+        # OPUS-MT's have the padding there, by itself. Several tokens in a row are not kept out.
+        bad_words: list[Sequence[int]] = checkpoint.get("bad_words_ids") or []
+        single = [words[0] for words in bad_words if starts and len(words) == 1]
         return cls(
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
@@ -124,7 +122,8 @@ class SpecialTokens:
             start=_start(checkpoint, pads, vocab_size) if starts else None,
             first=first[0] if first else None,
             last=tuple(last),
-            banned=tuple(token for token in banned if 0 <= token < vocab_size),
+            banned=tuple(token for token in single if token not in ends and 0 <= token < vocab_size),
+            bans_all=len(single) == len(bad_words),
         )
 
 

@@ -14,7 +14,7 @@ from harness import randomize_
 import engine
 import modelcenter as mc
 from modelcenter.generation import search
-from modelcenter.generation.generate import _warn_unused
+from modelcenter.generation.arguments import _warn_unused
 from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings, SpecialTokens
 from modelcenter.generation.state import positions_left
@@ -316,6 +316,36 @@ def test_every_setting_of_the_file_that_changes_a_greedy_text_is_said(pair, capl
         found = ours.generate(ids, None, 8)
         said = f"generation_config.json asks for {name}={value!r};" in caplog.text
         assert torch.equal(found, greedy[:, : found.shape[1]]) and (said or torch.equal(found, wanted)), name
+
+
+@pytest.mark.parametrize(
+    ("words", "starts", "banned", "bans_all"),
+    [
+        ([[3], [7], [60]], True, (3,), True),  # an end and what the vocabulary lacks come to nothing
+        ([[3], [4, 5]], True, (3,), False),
+        ([[3]], False, (), False),  # of a decoder, as of all its settings
+    ],
+)
+def test_which_of_the_words_that_a_checkpoint_bans_are_kept_out(words, starts, banned, bans_all):
+    tokens = SpecialTokens.resolve([7], None, {"bad_words_ids": words}, 50, starts)
+    assert (tokens.banned, tokens.bans_all) == (banned, bans_all)
+
+
+def test_texts_that_are_to_be_longer_than_they_may_are_said_once(pair, caplog):
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    length = ids.shape[1]
+    for lengths, said, written in [
+        ({"min_new_tokens": 3, "max_new_tokens": 2}, "min_new_tokens asks for 3 and max_new_tokens allows 2", 2),
+        ({"min_length": length + 4, "max_length": length + 2}, "min_length asks for 4 and max_length allows 2", 2),
+        ({"min_new_tokens": 2, "max_new_tokens": 2}, None, 2),
+        ({"min_new_tokens": 21}, "min_new_tokens asks for 21 and max_new_tokens allows 20", 20),
+    ]:
+        caplog.clear()
+        for _ in range(2):
+            new = ours.generate(ids, eos_token_id=MANY, **lengths)[0, length:].tolist()
+        assert len(new) == written and not set(new) & set(MANY)
+        found = [record.getMessage().partition(":")[0].replace(" new tokens", "") for record in caplog.records]
+        assert found == ([] if said is None else [said])
 
 
 def test_stop_strings_of_the_file_are_said_where_they_are_not_the_callers(pair, caplog):

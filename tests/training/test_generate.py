@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import chat_toys
 import pytest
@@ -74,12 +75,22 @@ def test_several_prompts(folder, capsys):
 
 
 def test_a_file_to_a_file(folder, tmp_path):
-    lines = ["", PROMPTS[0], PROMPTS[1] + "\u2028the", PROMPTS[2], "  "]
+    lines = [PROMPTS[0], PROMPTS[1] + "\u2028the", PROMPTS[2], "", "  "]
     (tmp_path / "prompts.txt").write_text("\r\n".join(lines), "utf-8-sig", newline="")
     out = tmp_path / "out.jsonl"
     run_generate(config(folder, prompts_file=str(tmp_path / "prompts.txt"), output=str(out), batch_size=2))
     rows = [json.loads(line) for line in out.read_text().split("\n") if line]
-    assert rows == [{"prompt": p, "texts": expected(folder, p)} for p in lines[1:4]]
+    assert rows == [{"prompt": p, "texts": expected(folder, p)} for p in lines[:3]]
+
+
+@pytest.mark.parametrize("place", ["prompts.txt", "standard input"])
+def test_an_empty_line_between_prompts_is_an_error(place, tmp_path, monkeypatch):
+    text = "a\n\nb\n \t\nc\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text(text)
+    with pytest.raises(ValueError, match=f"line 2 of {place} is empty, as 1 more; each line is a prompt: remove it"):
+        _read_prompts(GenerateConfig(run="x", prompts_file=place if place == "prompts.txt" else None))
 
 
 def test_a_pipe(folder, monkeypatch, capsys):

@@ -183,10 +183,16 @@ def _read_prompts(cfg: GenerateConfig) -> list[str]:
         raise ValueError("prompt: none was given; with several processes give texts or --prompts_file")
     else:
         text = _as_utf8(sys.stdin.read())
-    # Not splitlines(), which also splits at U+2028 and its like.
-    lines = [line for line in text.split("\n") if line.strip()]
+    place = cfg.prompts_file or "standard input"
+    lines = text.split("\n")  # not splitlines(), which also splits at U+2028 and its like
+    while lines and not lines[-1].strip():  # after the last prompt
+        lines.pop()
     if not lines:
-        raise ValueError(f"prompt: none was given ({cfg.prompts_file or 'standard input'} has no line with text)")
+        raise ValueError(f"prompt: none was given ({place} has no line with text)")
+    # Whoever lays prompts and texts side by side would find them shifted, were one left out.
+    if empty := [number for number, line in enumerate(lines, 1) if not line.strip()]:
+        more = f", as {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise ValueError(f"prompt: line {empty[0]} of {place} is empty{more}; each line is a prompt: remove it")
     return lines
 
 

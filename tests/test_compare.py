@@ -38,6 +38,23 @@ def test_texts_without_tokens(kind, task, few, least, tmp_path):
         compare_checkpoints(str(tmp_path / "a"), data=str(tmp_path / "few.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.conll", "a O\n. O\n\na B-PER\na O\n. O\n"),
+        ("x.jsonl", '{"tokens": ["a", "."]}\n{"tokens": ["a", "a", "."]}\n'),
+    ],
+)
+def test_words_with_tags(name, text, tmp_path):
+    """As a tagger is trained on; they are lists, and no texts."""
+    mc.from_config("tiny/bert", "token-classification", seed=2).save_pretrained(
+        tmp_path / "a", tokenizer=make_decoder_tokenizer()
+    )
+    (tmp_path / name).write_text(text)
+    found = compare_checkpoints(str(tmp_path / "a"), data=str(tmp_path / name))
+    assert found.equal and (found.rows, found.tokens) == (2, 5), str(found)
+
+
 def test_two_heads(tmp_path):
     model = mc.from_config("tiny/gpt2", "double-heads", seed=2)
     model.save_pretrained(tmp_path / "a")

@@ -75,12 +75,16 @@ def _token_ids(checkpoint: str, ours: Model, data: str) -> list[list[int]]:
 
 
 def _texts(data: str, most: int = 64) -> list[str]:
-    """The first texts of a file: its lines, or its text column."""
-    from modelcenter.data.schemas.columns import find_columns
+    """The first texts of a file: its lines, its text column, or its lists of words, as files of tags have them."""
+    from modelcenter.data.schemas.columns import find_columns, find_usual_name
     from modelcenter.data.sources import find
+    from modelcenter.training.tasks.word_tags import WORDS, joined, words_of
 
     source = find(data)
     table = source.read(source.splits[0])
+    words = find_usual_name(table, WORDS, ())
+    if words is not None and all(isinstance(row, list) for row in table.columns[words]):
+        return [joined(row) for row in words_of(table, words, tagged=False)[:most]]
     texts = table.columns[find_columns(table, labelled=False).text]
     return [str(text) for text in texts[:most]]
 

@@ -29,7 +29,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype).removeprefix("torch."))
     if found not in _DTYPES.values():
-        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}, or None: as the file says")
+        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}, or auto: as the file says")
     return found
 
 

@@ -9,6 +9,7 @@ from safetensors_tools import assert_same_file, changed
 
 import modelcenter as mc
 from modelcenter.hub.conversion import convert
+from modelcenter.hub.dtypes import parse_dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -25,6 +26,13 @@ def test_dtypes(dtype, saved, tmp_path):
         assert torch.equal(a, b.float()), name
     wide.save_pretrained(tmp_path / "narrow", dtype=dtype)
     assert_same_file(path, tmp_path / "narrow")
+
+
+def test_what_the_error_offers_can_be_typed():
+    with pytest.raises(ValueError, match="dtype: got 'int8', expected one of .*bf16.*, or auto: as the file") as error:
+        parse_dtype("int8")
+    names, _ = str(error.value).split("expected one of ")[1].split(": as the file says")
+    assert {parse_dtype(name) for name in names.replace("or ", "").split(", ")} >= {torch.bfloat16, torch.float64, None}
 
 
 def test_mixed_dtypes(saved, config_of):

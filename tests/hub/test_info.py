@@ -287,6 +287,17 @@ def test_shared_layers_are_gathered_with_all_that_is_not_a_layer():
     assert about["memory"]["training"]["fp32"]["zero-3"]["working"] == 2 * 4 * about["parameters"]
 
 
+def test_groups_of_layers_that_run_once_are_units(tmp_path):
+    fields = {**preset("tiny/albert")["config"], "inner_group_num": 2}
+    fields["num_hidden_groups"] = fields["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    units = mc.from_config(fields).shard_units()
+    assert len(set(units)) == len(units) == 2 * fields["num_hidden_layers"]
+    said = model_info(str(tmp_path), gpus=2)
+    wanted = training_bytes(said["components"], len(units), "fp32", 3, 2)
+    assert said["memory"]["training"]["fp32"]["zero-3"] == wanted
+
+
 def test_options_are_optional():
     assert model_info("gpt2", HubOptions())["hub"] == model_info("gpt2")["hub"] == "openai-community/gpt2"
     assert set(ARCHITECTURES) >= {"bert", "t5"}

@@ -62,7 +62,7 @@ def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[
 
 _OFF = frozenset(  # unless the config says otherwise
     """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
-    relative_attention norm_distances share_projections conv_width""".split()
+    relative_attention norm_distances share_projections conv_width num_groups""".split()
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
-from modelcenter.hub.info.config_fields import our_names
+from modelcenter.hub.info.config_fields import config_fields, our_names
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
 from modelcenter.hub.info.parameter_counts import body_sizes, task_sizes
 from modelcenter.hub.info.stored_files import cached_files, describe_files, newest_snapshot
@@ -130,10 +130,13 @@ def _count(
 
 
 def _unit_count(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    """Units whose parameters are gathered together; 0: all are the root's, as of layers that share them."""
-    if config.get("model_type") == "albert":
-        return 0
-    return sizes.get("num_layers", 1) + sizes.get("num_decoder_layers", 0)
+    """Units whose parameters are gathered together; 0: all are the root's, as of layers that run at several depths."""
+    layers = sizes.get("num_layers", 1)
+    if str(config.get("model_type")) in ARCHITECTURES:
+        fields = config_fields(config)
+        if fields.num_groups:  # of layers, each with parameters of its own
+            return layers * fields.group_layers if fields.num_groups == layers else 0
+    return layers + sizes.get("num_decoder_layers", 0)
 
 
 def _memory(components: Mapping[str, int] | None, layers: int, gpus: int) -> dict[str, Any] | None:

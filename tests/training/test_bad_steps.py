@@ -45,6 +45,30 @@ def test_a_bad_step_is_skipped_and_counted(folder, monkeypatch):
     assert logits.isfinite().all()
 
 
+def test_a_run_that_is_left_inside_its_first_step_counts_those_before(folder, monkeypatch):
+    """As a process that ends in the middle of a step, some time after a signal, writes its summary."""
+    with monkeypatch.context() as patch:
+        spoil(patch, {1})
+        train_classifier(folder, max_steps=2, max_time="0.000001s")
+    leave, counted = [], []
+
+    class Noted(loop.Stopping):
+        def __init__(self, seconds, on_abandon, began):
+            leave.append(on_abandon)
+            super().__init__(seconds, on_abandon, began)
+
+    def accumulate(*args, **kwargs):
+        leave[0]("stopped in a step")
+        counted.append(read_summary(folder)["skipped_steps"])
+        raise KeyError("ended")
+
+    monkeypatch.setattr(loop, "Stopping", Noted)
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+    with pytest.raises(KeyError, match="ended"):
+        train_classifier(folder, max_steps=2)
+    assert counted == [1]
+
+
 def test_bad_steps_in_a_row_end_the_run(folder, monkeypatch):
     spoil(monkeypatch, range(3, 99))
     with pytest.raises(

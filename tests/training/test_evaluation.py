@@ -16,10 +16,10 @@ from modelcenter.training.metrics import SingleLabel
 VOCAB = 31
 
 
-def make_model(task: str = "sequence-classification"):
+def make_model(task: str = "sequence-classification", **more):
     """With dropout, so that evaluating in training mode would show."""
     sizes = SIZES | {"dropout": 0.5, "attention_dropout": 0.5, "initializer_range": 0.5, "vocab_size": VOCAB}
-    return modelcenter.from_config("tiny/bert", task, num_labels=3, **sizes)
+    return modelcenter.from_config("tiny/bert", task, num_labels=3, **sizes | more)
 
 
 def make_batches(sizes: list[int]) -> list[dict]:
@@ -100,6 +100,21 @@ def test_ranks_with_unequal_batches():
     expected = evaluate_share()
     for found in on_ranks(evaluate_share, 2):
         assert found == pytest.approx(expected, abs=1e-6)
+
+
+def sent_by_a_stage() -> list[bool]:
+    """Of what an evaluation handed to the next stage: whether it is still held afterwards."""
+    engine.init_distributed(zero_level=0, pp_size=2)
+    sent, send = [], torch.distributed.isend
+    torch.distributed.isend = lambda x, **where: sent.append(weakref.ref(x)) or send(x, **where)
+    modelcenter.training.evaluate(make_model(num_layers=2), make_batches([2, 2, 2]))
+    return [one() is not None for one in sent]
+
+
+def test_a_stage_holds_nothing_of_an_evaluation():
+    """Hidden states of large batches would lie beside those of the training that goes on; and who leaves the ranks
+    next has been heard."""
+    assert on_ranks(sent_by_a_stage, 2) == [[False] * 3, []]
 
 
 def test_no_rows_at_all():

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from toydata import command, write_folder
 from toyruns import run_values
 
+import engine
 from engine.testing import run as on_ranks
 from modelcenter.training import loop
 from modelcenter.training.output.record import Record, truncate_rows
@@ -68,6 +70,19 @@ def test_a_summary_that_cannot_be_written_ends_all_ranks_alike(folder, monkeypat
     monkeypatch.setattr(Record, "close", close)
     first, second = on_ranks(run, 2)
     assert "summary.json" in first and second.startswith("rank 0 failed while writing summary.json: ")
+
+
+def test_all_ranks_know_the_rows_that_rank_0_can_read(tmp_path):
+    """Of a run that goes on: they decide whether its evaluation is made up for, and which one was the best."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "eval_loss": 0.5}\n{"step": 3}\n')
+
+    def rows():
+        engine.init_distributed()
+        cfg = SimpleNamespace(dry_run=False, trackers=None)
+        run = SimpleNamespace(output=tmp_path, batch_source=SimpleNamespace(steps=4), step=2, cfg=cfg)
+        return loop.Run._open_record(run, SimpleNamespace(in_output_dir=True)).rows
+
+    assert on_ranks(rows, 2) == [[{"step": 2, "eval_loss": 0.5}]] * 2
 
 
 def test_skipped_steps_name_their_rows(folder, monkeypatch):

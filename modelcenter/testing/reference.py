@@ -19,6 +19,10 @@ from modelcenter.testing.parity import assert_same, randomize_, run_backward
 CHOICES = 3  # rows of a multiple-choice example
 
 
+# Tasks that have no loss of their own.
+UNSUPERVISED = ("base", "embedding", "text-encoding")
+
+
 class ReferenceModels:
     """A tiny model of transformers, the same model here, rows for both, and their parity.
 
@@ -36,7 +40,7 @@ class ReferenceModels:
     @classmethod
     def supervised_tasks(cls) -> tuple[str, ...]:
         model = registry.get(cls.hf_config["model_type"]).model_class()
-        return tuple(task for task in (cls.tasks or model.tasks) if task not in ("base", "text-encoding"))
+        return tuple(task for task in (cls.tasks or model.tasks) if task not in UNSUPERVISED)
 
     @classmethod
     def main_task(cls) -> str:
@@ -166,6 +170,30 @@ class ReferenceModels:
             batch.pop("labels", None)
             batch["position_ids"] = batch["position_ids"].flatten(0, 1)
         return theirs(**batch)
+
+    def check_embeddings(self, theirs: Any, folder: Path, pooling: str, batch: dict[str, Any]) -> None:
+        """The embeddings of rows that are padded on the right, and a gradient, are those of transformers' states."""
+        settings = {"pooling": pooling, "normalize": pooling == "cls"}
+        ours = self.ours(folder, "embedding", embedding=settings).train()
+        states, mask = theirs(**batch).last_hidden_state, batch["attention_mask"][..., None]
+        rows = torch.arange(len(states))
+        pooled = {
+            "mean": (states * mask).sum(1) / mask.sum(1),
+            "cls": states[:, 0],
+            "last": states[rows, mask.sum(1)[:, 0] - 1],
+        }[pooling]
+        expected = pooled / pooled.norm(dim=1, keepdim=True) if pooling == "cls" else pooled
+        found = ours(**batch).embeddings
+        assert_same(f"embeddings by {pooling}", found, expected, self.tolerance)
+        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
+        tables = [ours.embed.weight, theirs.get_input_embeddings().weight]
+        losses = [(vectors * weights).sum() for vectors in (found, expected)]
+        grads = [torch.autograd.grad(loss, table)[0] for loss, table in zip(losses, tables, strict=True)]
+        pad = ours.embed.padding_idx
+        for grad in grads:  # transformers pads inside rows, where a padding token's row takes part
+            if pad is not None:
+                grad[pad] = 0
+        assert_same(f"gradient by {pooling}", grads[0][: len(grads[1])], grads[1], self.tolerance)
 
 
 def _pretraining_loss(out: Any, row: Row, rows: Sequence[Row]) -> Tensor:

@@ -126,7 +126,7 @@ def _first_pass(model: Model, batches: Sequence[Batch], loss: JointLoss) -> _Fou
     outputs = outputs[: len(batches)]
     facts = [loss.facts(batch) for batch in batches]
     value, gradient = _joint(loss, _joined(outputs), _joined(facts))
-    return _Found(value, gradient.split([len(part) for part in outputs]))
+    return _Found(value, gradient.split([len(part) for part in outputs]) if outputs else ())
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

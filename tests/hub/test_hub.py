@@ -11,8 +11,10 @@ import transformers
 import warm
 from hub_stub import READ, WRITE, HubStub
 from safetensors.torch import load_file
+from toydata import make_tokenizer
 
 import modelcenter as mc
+from modelcenter.embedding_settings import EmbeddingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
@@ -324,6 +326,45 @@ out = {
     assert half.dtype == torch.bfloat16 and half.task == "pretraining"
     for (name, a), (_, b) in zip(half.named_parameters(), mc.from_pretrained(two).named_parameters(), strict=True):
         assert torch.equal(a, b.bfloat16()), name
+
+
+def test_a_model_of_embeddings_by_name(hub, home, tmp_path):
+    """What says how embeddings are made comes with the model: loaded for them, downloaded, converted, used."""
+    settings = {"pooling": "cls", "query_prompt": "q: ", "max_length": 12}
+    model = mc.from_config("tiny/bert", "embedding", seed=1, embedding=settings)
+    model.save_pretrained(tmp_path / "start", tokenizer=make_tokenizer())
+    # As many of the Hub: of a head that the files do not hold.
+    config = json.loads((tmp_path / "start" / "config.json").read_text())
+    (tmp_path / "start" / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
+    hub.add("me/vectors", tmp_path / "start")
+    code = """
+import contextlib, pathlib
+from modelcenter.cli import run
+from modelcenter.hub.commands import convert_main
+def told(*args, **options):
+    model = mc.from_pretrained(*args, **options)
+    return [model.task, model.config.embedding.to_dict()]
+def verb(*words):
+    with contextlib.suppress(SystemExit):
+        run([*words])
+pathlib.Path("texts.txt").write_text("a film\\n")
+out = {"base": told("me/vectors", "base"), "asked": told("me/vectors", "embedding"),
+    "changed": told("me/vectors", "embedding", embedding={"pooling": "last", "normalize": False}),
+    "cached": told("me/vectors")}
+verb("predict", "me/vectors", "texts.txt", "--output", "out.jsonl")
+verb("download", "me/vectors", "--local_dir", "here")
+convert_main(["me/vectors", "shards", "--to", "distributed"])
+convert_main(["shards", "again", "--to", "hf"])
+out |= {name: told(name) for name in ("here", "shards", "again")}
+out["width"] = len(json.loads(pathlib.Path("out.jsonl").read_text())["embedding"])
+"""
+    out = run(hub, home, code)
+    expected = model.config.embedding.to_dict() | {"normalize": True, "document_prompt": ""}
+    assert out["base"] == ["base", EmbeddingSettings().to_dict()]
+    assert out["changed"] == ["embedding", expected | {"pooling": "last", "normalize": False}]
+    for name in ("asked", "cached", "here", "shards", "again"):
+        assert out[name] == ["embedding", expected], name
+    assert out["width"] == model.embedding_width
 
 
 @pytest.mark.full

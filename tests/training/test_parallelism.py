@@ -16,6 +16,7 @@ from chat_toys import SIZES as CHAT_SIZES
 from chat_toys import STILL as CHAT_STILL
 from chat_toys import make_tokenizer as make_chat_tokenizer
 from choice_toys import write as write_choices
+from related_toys import write_related
 from seq2seq_toys import SIZES as T5_SIZES
 from seq2seq_toys import flags as seq2seq_flags
 from seq2seq_toys import write_folder as write_seq2seq
@@ -51,6 +52,11 @@ def qa(folder):
 
 def multiple_choice(folder):
     write_choices(folder, 3)
+    return flags(folder, model_config=ROOMY)
+
+
+def embedding(folder):
+    write_related(folder, 18, 7, negatives=1)
     return flags(folder, model_config=ROOMY)
 
 
@@ -91,6 +97,7 @@ TASKS = {
     "finetune token-classification": token_classification,
     "finetune qa": qa,
     "finetune multiple-choice": multiple_choice,
+    "finetune embedding": embedding,
     "finetune lm": lm,
     "finetune dpo": dpo,
     "finetune seq2seq": seq2seq,
@@ -180,6 +187,9 @@ def test_a_checkpoint_exports_with_nothing_but_itself(tmp_path, monkeypatch, tas
         batch["decoder_input_ids"] = ids
     with torch.no_grad():
         found, expected = theirs.eval()(**batch), ours(**batch)
+    if task == "finetune embedding":
+        pooled = found.last_hidden_state.mean(1)
+        found, expected = {"logits": pooled / pooled.norm()}, {"logits": expected.embeddings}
     names = [name for name in expected if name.endswith("logits") and name in found]
     assert names
     for name in names:

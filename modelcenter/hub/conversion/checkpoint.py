@@ -31,6 +31,7 @@ from modelcenter.convert.stream import CHUNK_BYTES, Source, chunks
 from modelcenter.hub.architecture import Blueprint, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import open_model
+from modelcenter.hub.files.embedding_files import MODULES_FILE
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.files.weight_files import open_weight_files
@@ -112,8 +113,7 @@ class Checkpoint:
     @functools.cached_property
     def sidecar(self) -> SidecarFiles:
         """The files that lie beside the weights, such as the tokenizer's."""
-        options = replace(self.options, revision=self.files.revision)
-        return SidecarFiles(self.files.directory, self.files.repo, options)
+        return _sidecar(self.files, self.options)
 
     def hub_keys(self) -> list[str]:
         """The hub keys that this checkpoint fills."""
@@ -168,6 +168,10 @@ class Checkpoint:
                     f"{self.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values differ. "
                     "If the checkpoint is meant to be untied, say so in its config.json: tie_word_embeddings false"
                 )
+
+
+def _sidecar(files: ModelFiles, options: HubOptions) -> SidecarFiles:
+    return SidecarFiles(files.directory, files.repo, replace(options, revision=files.revision))
 
 
 def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
@@ -249,6 +253,10 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"))
     # Of ModelCenter's files no config names a class.
     heads = {} if files.legacy is not None else whole.absent_heads
+    if heads and "embedding" in arch.tasks and _sidecar(files, request.options).file(MODULES_FILE) is not None:
+        # Configs of models of embeddings often name a head that the files do not hold.
+        bare = {**files.config, "architectures": [arch.tasks["embedding"].hf_class]}
+        return _match_source(source, side, replace(files, config=bare), request)
     heads = {part: [request.prefix + name for name in names] for part, names in heads.items()}
     check_patterns(request.ignore, [*source.tensors, *absent, *itertools.chain(*heads.values())])
     absent_heads = {p: names for p, names in heads.items() if not _is_ignored(arch, p, names, ignored, request)}

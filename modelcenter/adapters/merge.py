@@ -13,6 +13,7 @@ from modelcenter.adapters.state import materialize_adapter
 from modelcenter.convert.match import to_key
 from modelcenter.hub.architecture import Blueprint
 from modelcenter.hub.files.atomic_directory import checked_target
+from modelcenter.hub.files.embedding_files import read_embedding_files
 from modelcenter.hub.files.names import TOKENIZER_CONFIG_FILE
 from modelcenter.hub.files.occupied import refuse_occupied
 from modelcenter.hub.legacy import in_hf_form
@@ -25,7 +26,7 @@ from modelcenter.hub.weights import blueprint_of
 from modelcenter.registry import own_preset
 
 # peft's name of a task -> ours. One that is none of its tasks, such as a masked language model, has no name.
-_TASKS = {named: task for task, named in TASK_TYPES.items() if task != "text-encoding"}
+_TASKS = {named: task for task, named in TASK_TYPES.items() if task not in ("text-encoding", "embedding")}
 
 
 def merge_adapter(
@@ -71,7 +72,9 @@ def merge_adapter(
         raise ValueError(f"{place} is the base itself; name another directory")
     _refuse_merged(files, adapter)
     options = replace(options, revision=files.revision or options.revision)  # the branch may move meanwhile
-    task = task or _TASKS.get(str(file.config.get("task_type")))
+    beside = _sidecar(adapter, file, replace(options, revision=None))
+    embedding = read_embedding_files(beside.file)
+    task = task or ("embedding" if embedding else _TASKS.get(str(file.config.get("task_type"))))
     # `files` does not keep what in_hf_form opens: a file that can only be read whole would be in memory twice.
     blueprint = blueprint_of(in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore))), task)
     sizes = _sizes(file, blueprint)
@@ -85,11 +88,13 @@ def merge_adapter(
         config=config,
         prefix=prefix,
         ignore=ignore,
+        **({"embedding": embedding} if task == "embedding" else {}),
         **_label_options(labels, blueprint, sizes.get("num_labels")),
         **_hub(options),
     )
     _check_complete(model, base, adapter)
-    tokenizer = _tokenizer(adapter, file, replace(options, revision=None))
+    held = beside.tokenizer()  # perhaps with more words, or a chat template
+    tokenizer = load_tokenizer(held[TOKENIZER_CONFIG_FILE].parent) if TOKENIZER_CONFIG_FILE in held else None
     merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
     return f"{target}: {base} with the adapter {adapter}{_other_base(base, file, files)} merged"
 
@@ -184,10 +189,9 @@ def _label_options(labels: Sequence[str] | None, blueprint: Blueprint, count: in
     return {"id2label": list(labels)}
 
 
-def _tokenizer(adapter: Any, file: AdapterFile, options: HubOptions) -> Any:
-    """The tokenizer that was saved with the adapter, which may have more words or a chat template; None: none was."""
+def _sidecar(adapter: Any, file: AdapterFile, options: HubOptions) -> SidecarFiles:
+    """The files that were saved with the adapter."""
     repo = str(adapter) if is_hub_id(str(adapter)) else None
     if repo is not None:
         options = replace(options, revision=file.directory.name)
-    held = SidecarFiles(file.directory, repo, options).tokenizer()
-    return load_tokenizer(held[TOKENIZER_CONFIG_FILE].parent) if TOKENIZER_CONFIG_FILE in held else None
+    return SidecarFiles(file.directory, repo, options)

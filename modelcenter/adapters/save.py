@@ -28,6 +28,7 @@ from modelcenter.adapters.peft_format import (
 from modelcenter.adapters.state import layout_of
 from modelcenter.convert.layout import Layout
 from modelcenter.hub.files.atomic_directory import new_directory
+from modelcenter.hub.files.embedding_files import write_embedding_files
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter
 from modelcenter.hub.tokenizer import save_tokenizer
@@ -67,6 +68,8 @@ def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = No
                     for tensor in tensors.values():
                         writer.write(tensor)
                 write_json(directory / CONFIG_FILE, config)
+                if model.task == "embedding":
+                    write_embedding_files(directory, model.config.embedding, model.pooling, model.embedding_width)
                 if tokenizer is not None:
                     save_tokenizer(tokenizer, directory)
 

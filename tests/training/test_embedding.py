@@ -311,7 +311,10 @@ def test_updates_of_low_rank_are_exported_with_what_makes_embeddings(folder):
     checkpoint = sorted((folder / "run" / "checkpoints").glob("step-*"))[0]
     with pytest.raises(SystemExit, match="0"):
         cli(["export", str(checkpoint), str(folder / "merged")])
-    for path in (folder / "merged", folder / "run" / "model"):
+    adapter = ["--adapter", str(folder / "run" / "adapter"), "--output", str(folder / "again")]
+    with pytest.raises(SystemExit, match="0"):
+        cli(["export", str(folder / "start"), *adapter])
+    for path in (folder / "merged", folder / "run" / "model", folder / "again"):
         model = modelcenter.from_pretrained(path)
         assert (model.task, model.pooling) == ("embedding", "cls"), path
     merged, start = (load_file(folder / name / "model.safetensors") for name in ("merged", "start"))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from modelcenter.training.metrics import Retrieval
-from modelcenter.training.tasks.embedding import find_documents, text_ids
+from modelcenter.training.tasks.related_examples import text_ids
+from modelcenter.training.tasks.text_search import find_documents
 
 
 def test_measures_by_hand():
@@ -33,7 +34,7 @@ def test_measures_by_hand():
 @pytest.mark.parametrize("elements", [1 << 24, 8], ids=["at once", "in parts"])
 def test_what_is_found(monkeypatch, elements):
     """A text is not found by itself, unless it says that it belongs to itself; equal texts count once."""
-    monkeypatch.setattr("modelcenter.training.tasks.embedding._ELEMENTS", elements)
+    monkeypatch.setattr("modelcenter.training.tasks.text_search._ELEMENTS", elements)
     anchors, positives, negatives = ["a", "b", "a", "c"], ["x", "a", "y", "c"], ["z", "x"]
     texts = [*anchors, *positives, *negatives]
     # Along one direction: "a" is nearest to "a", then to x, z, c and y.

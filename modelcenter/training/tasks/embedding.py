@@ -1,7 +1,6 @@
 """Embeddings: texts that belong together are to be found by each other, or to be as alike as scores say."""
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import engine
-from modelcenter.data.batching.collate import pack
 from modelcenter.data.schemas.related_texts import (
     RelatedColumns,
     RelatedTexts,
@@ -24,86 +22,12 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, concatenate_tokens, tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import EmbeddingConfig, TrainConfig
-from modelcenter.training.contrastive import (
-    ANCHOR,
-    NEGATIVE,
-    POSITIVE,
-    InBatchNegatives,
-    RankedPairs,
-)
-from modelcenter.training.evaluation import embeddings_of
+from modelcenter.training.contrastive import ANCHOR, InBatchNegatives, RankedPairs
 from modelcenter.training.metrics import Likeness, Retrieval, Score, sum_over_ranks
-from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches
-from modelcenter.training.tasks.preview import shortened
+from modelcenter.training.tasks.base import Task, TokenExamples
+from modelcenter.training.tasks.related_examples import RelatedExamples, text_ids
 from modelcenter.training.tasks.splits import read_splits
-
-_ELEMENTS = 1 << 24  # similarities that an evaluation holds at a time
-
-
-@dataclass(frozen=True)
-class RelatedExamples(TokenExamples):
-    """Rows of an anchor, its positives and its negatives. `tokens` has all anchors, then all positives, then all
-    negatives.
-
-    first_positive, first_negative: int64 (rows + 1,), the number of the first of each row. text_ids: int64, of each
-    text; equal texts have equal ones. scores: fp64 (rows,), or None. max_negatives: of a row in a batch.
-    """
-
-    first_positive: np.ndarray
-    first_negative: np.ndarray
-    text_ids: np.ndarray
-    scores: np.ndarray | None = None
-    max_negatives: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.first_positive) - 1
-
-    @property
-    def negatives_taken(self) -> np.ndarray:
-        """Negatives of each row in a batch."""
-        counts = np.diff(self.first_negative)
-        return counts if self.max_negatives is None else np.minimum(counts, self.max_negatives)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row, of epochs that take the longest of its texts."""
-        lengths, rows = self.tokens.lengths, len(self)
-        longest = np.maximum.reduceat(lengths, self.first_positive[:-1])
-        taken, first = self.negatives_taken, self.first_negative
-        ends = np.concatenate(([0], np.cumsum(lengths)))
-        negatives = ends[first[1:]] - ends[first[:-1]]
-        for row in np.flatnonzero(taken < np.diff(first)):
-            negatives[row] = np.sort(lengths[first[row] : first[row + 1]])[-taken[row] :].sum()
-        return lengths[:rows] + longest + negatives
-
-    def numbers(self, rows: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of the texts of these rows in an epoch, row by row; their roles)."""
-        numbers, roles = [], []
-        taken = self.negatives_taken
-        for row in np.asarray(rows).tolist():
-            positives = range(self.first_positive[row], self.first_positive[row + 1])
-            negatives = range(self.first_negative[row], self.first_negative[row + 1])
-            chosen = [negatives[(epoch * taken[row] + i) % len(negatives)] for i in range(taken[row])]
-            numbers += [row, positives[epoch % len(positives)], *chosen]
-            roles += [ANCHOR, POSITIVE, *[NEGATIVE] * len(chosen)]
-        return np.array(numbers, np.int64), np.array(roles, np.int64)
-
-    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        numbers, roles = self.numbers(rows, epoch)
-        batch: dict[str, Any] = pack(self.tokens, numbers)
-        batch |= {"roles": torch.from_numpy(roles), "text_ids": torch.from_numpy(self.text_ids[numbers])}
-        if self.scores is not None:
-            batch["scores"] = torch.from_numpy(np.repeat(self.scores[rows], 2))
-        return batch
-
-    def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        return self.numbers(rows)[0]
-
-    def show(self, row: int, tokenizer: Any) -> str:
-        numbers, _ = self.numbers(np.array([row]))
-        texts = [shortened(tokenizer.decode(self.tokens.row(number)), 80) for number in numbers[:3].tolist()]
-        told = "" if self.scores is None else f"[{self.scores[row]:g}] "
-        return f"{told}{' | '.join(texts)}{f' | {len(numbers) - 3} more' if len(numbers) > 3 else ''}"
+from modelcenter.training.tasks.text_search import all_embeddings, find_documents, own_part, similarities
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -153,9 +77,7 @@ class Embedding(Task):
         width = model.embedding_width
         for dim in self.loss_fn.widths:
             if dim > width:
-                raise ValueError(
-                    f"matryoshka_dims: got {dim}, but the embeddings of {model.base_name} have {width} elements"
-                )
+                raise ValueError(f"matryoshka_dims: got {dim}, but the embeddings have {width} elements")
 
     def _use(self, model: Model) -> None:
         """Take prompts and the similarity from a model."""
@@ -270,61 +192,3 @@ class Embedding(Task):
         if self.settings.similarity == "cosine":
             embeddings = F.normalize(embeddings, dim=-1)
         return ({"similarity": round(value, 6)} for value in similarities(embeddings, examples).tolist())
-
-
-def all_embeddings(model: Model, examples: TokenExamples, batch_size: int) -> Tensor:
-    """(texts, width) fp32 on the host: the embeddings of all texts of the examples, on every rank. Collective."""
-    texts = TokenExamples(examples.table, examples.tokens)
-    parts = rank_batches(texts, batch_size)
-    places = [torch.from_numpy(part) for part in parts]
-    return embeddings_of(model, Batches(texts, parts), places, len(texts), model.embedding_width)
-
-
-def similarities(embeddings: Tensor, examples: RelatedExamples) -> Tensor:
-    """(rows,) of the anchor and the first positive of each row."""
-    positives = torch.from_numpy(examples.first_positive[:-1]).to(embeddings.device)
-    return (embeddings[: len(examples)] * embeddings[positives]).sum(-1)
-
-
-def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retrieval) -> None:
-    """Look for the positives of each anchor among all positives and negatives, and add this rank's share of the anchors
-    to the metrics. Equal texts count once; the anchor itself is no other text.
-
-    Args:
-        embeddings: (texts, width), of which the product says how alike two are.
-    """
-    rows, ids = len(examples), examples.text_ids
-    queries, query_places, query_of_row = np.unique(ids[:rows], return_index=True, return_inverse=True)
-    documents, places = np.unique(ids[rows:], return_index=True)
-    first = examples.first_positive
-    row_of = np.repeat(np.arange(rows), np.diff(first))
-    belonging = np.searchsorted(documents, ids[first[0] : first[-1]])
-    pairs = np.unique(query_of_row[row_of] * len(documents) + belonging)  # a number for each (query, document)
-    relevant = np.bincount(pairs // len(documents), minlength=len(queries))
-    itself = np.minimum(np.searchsorted(documents, queries), len(documents) - 1)
-    stranger = ~np.isin(np.arange(len(queries)) * len(documents) + itself, pairs) & (documents[itself] == queries)
-    held = embeddings[torch.from_numpy(rows + places)]
-    start, stop = own_part(len(queries))
-    step = max(1, _ELEMENTS // len(documents))
-    for low in range(start, stop, step):
-        mine = np.arange(low, min(low + step, stop))
-        scores = embeddings[torch.from_numpy(query_places[mine])] @ held.T
-        hidden = np.flatnonzero(stranger[mine])
-        scores[torch.from_numpy(hidden), torch.from_numpy(itself[mine][hidden])] = -torch.inf
-        best = scores.topk(min(metrics.depth, len(documents))).indices.cpu().numpy()
-        found = np.isin(mine[:, None] * len(documents) + best, pairs)
-        metrics.update(torch.from_numpy(found), relevant[mine].tolist())
-
-
-def own_part(count: int) -> tuple[int, int]:
-    """(first, end) of this rank's share of so many things, that each rank has."""
-    rank, ranks = engine.rank(), engine.world_size()
-    return count * rank // ranks, count * (rank + 1) // ranks
-
-
-def text_ids(texts: Sequence[str]) -> np.ndarray:
-    """int64, a number below 2^48 for each text; equal texts have equal ones."""
-    digests = b"".join(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).digest() for text in texts)
-    numbers = np.zeros((len(texts), 8), np.uint8)
-    numbers[:, :6] = np.frombuffer(digests, np.uint8).reshape(-1, 6)
-    return numbers.view("<i8").ravel().astype(np.int64)

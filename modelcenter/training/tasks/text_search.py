@@ -1,0 +1,64 @@
+"""The embeddings of all texts of an evaluation, and the search for those that belong together."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import engine
+from modelcenter.models.base import Model
+from modelcenter.training.evaluation import embeddings_of
+from modelcenter.training.metrics import Retrieval
+from modelcenter.training.tasks.base import Batches, TokenExamples, rank_batches
+from modelcenter.training.tasks.related_examples import RelatedExamples
+
+_ELEMENTS = 1 << 24  # similarities that are held at a time
+
+
+def all_embeddings(model: Model, examples: TokenExamples, batch_size: int) -> Tensor:
+    """(texts, width) fp32 on the host: the embeddings of all texts of the examples, on every rank. Collective."""
+    texts = TokenExamples(examples.table, examples.tokens)
+    parts = rank_batches(texts, batch_size)
+    places = [torch.from_numpy(part) for part in parts]
+    return embeddings_of(model, Batches(texts, parts), places, len(texts), model.embedding_width)
+
+
+def similarities(embeddings: Tensor, examples: RelatedExamples) -> Tensor:
+    """(rows,) of the anchor and the first positive of each row."""
+    positives = torch.from_numpy(examples.first_positive[:-1]).to(embeddings.device)
+    return (embeddings[: len(examples)] * embeddings[positives]).sum(-1)
+
+
+def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retrieval) -> None:
+    """Look for the positives of each anchor among all positives and negatives, and add this rank's share of the anchors
+    to the metrics. Equal texts count once; the anchor itself is no other text.
+
+    Args:
+        embeddings: (texts, width), of which the product says how alike two are.
+    """
+    rows, ids = len(examples), examples.text_ids
+    queries, query_places, query_of_row = np.unique(ids[:rows], return_index=True, return_inverse=True)
+    documents, places = np.unique(ids[rows:], return_index=True)
+    first = examples.first_positive
+    row_of = np.repeat(np.arange(rows), np.diff(first))
+    belonging = np.searchsorted(documents, ids[first[0] : first[-1]])
+    pairs = np.unique(query_of_row[row_of] * len(documents) + belonging)  # a number for each (query, document)
+    relevant = np.bincount(pairs // len(documents), minlength=len(queries))
+    itself = np.minimum(np.searchsorted(documents, queries), len(documents) - 1)
+    stranger = ~np.isin(np.arange(len(queries)) * len(documents) + itself, pairs) & (documents[itself] == queries)
+    held = embeddings[torch.from_numpy(rows + places)]
+    start, stop = own_part(len(queries))
+    step = max(1, _ELEMENTS // len(documents))
+    for low in range(start, stop, step):
+        mine = np.arange(low, min(low + step, stop))
+        scores = embeddings[torch.from_numpy(query_places[mine])] @ held.T
+        hidden = np.flatnonzero(stranger[mine])
+        scores[torch.from_numpy(hidden), torch.from_numpy(itself[mine][hidden])] = -torch.inf
+        best = scores.topk(min(metrics.depth, len(documents))).indices.cpu().numpy()
+        found = np.isin(mine[:, None] * len(documents) + best, pairs)
+        metrics.update(torch.from_numpy(found), relevant[mine].tolist())
+
+
+def own_part(count: int) -> tuple[int, int]:
+    """(first, end) of this rank's share of so many things, that each rank has."""
+    rank, ranks = engine.rank(), engine.world_size()
+    return count * rank // ranks, count * (rank + 1) // ranks

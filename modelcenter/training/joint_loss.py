@@ -1,9 +1,9 @@
 """Losses over all items of a global batch together, such as contrastive ones, with gradients that do not depend on how
 the batch is cut.
 
-The gradient by the outputs for one item needs the outputs for all. Where a rank has several microbatches they run twice
-(Gao et al. 2021, arXiv:2101.06983): first without gradients, for the outputs; then forward and backward, with the
-gradient by the outputs known. Dropouts draw the same masks both times, by step, row and place.
+The gradient by the outputs for one item needs the outputs for all. Where a rank has several microbatches, all but one
+run twice (Gao et al. 2021, arXiv:2101.06983): first without gradients, for the outputs; then forward and backward, with
+the gradient by the outputs known. Dropouts draw the same masks both times, by step, row and place.
 """
 
 import functools
@@ -81,24 +81,32 @@ def accumulate_jointly(
 ) -> Tensor:
     """As `accumulate`, for a loss of all items together. Collective."""
     batches = [dict(batch) for batch in microbatches]
-    twice = model.pipeline is not None or _most(len(batches)) > 1
+    most = _most(len(batches))
+    # The first microbatch need not run twice: it goes through backward when the outputs for the others are there.
+    first = 0 if model.pipeline is not None else 1
     found: _Found | None = None
+    held: list[Tensor] = []
+
+    def join(outputs: Sequence[Tensor]) -> _Found:
+        facts = [loss.facts(batch) for batch in batches]
+        value, gradient = _joint(loss, _joined(outputs), _joined(facts))
+        return _Found(value, gradient.split([len(part) for part in outputs]) if outputs else ())
 
     def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:
-        number = microbatch.get(_MICROBATCH)
+        nonlocal found
+        number = microbatch.get(_MICROBATCH)  # None: an empty one, as this rank has fewer than others
         out = _run(model, loss, {name: value for name, value in microbatch.items() if name != _MICROBATCH})
         outputs, own = loss.outputs(out), loss.counts(microbatch)["loss"]
         if found is None:
-            value, gradient = _joint(loss, outputs.detach(), loss.facts(microbatch))
-        else:
-            value = found.value
-            gradient = torch.zeros_like(outputs) if number is None else found.gradients[number]
-        return _WithGradient.apply(outputs, value * (own / totals["loss"]), gradient)
+            found = join([outputs.detach(), *held] if number is not None else [])
+        gradient = torch.zeros_like(outputs) if number is None else found.gradients[number]
+        return _WithGradient.apply(outputs, found.value * (own / totals["loss"]), gradient)
 
-    with _same_masks(model, batches) if twice else nullcontext():
-        if twice:
-            found = _first_pass(model, batches, loss)
-            batches = [{**batch, _MICROBATCH: number} for number, batch in enumerate(batches)]
+    with _same_masks(model, batches) if most > first else nullcontext():
+        held = _outputs(model, batches[first:], most - first, loss)
+        if model.pipeline is not None:
+            found = join(held)
+        batches = [{**batch, _MICROBATCH: number} for number, batch in enumerate(batches)]
         return engine.accumulate(model, batches, forward, loss.counts, model.empty_batch, backward)
 
 
@@ -110,10 +118,14 @@ def _run(model: Model, loss: JointLoss, batch: Batch, call: Callable[[Any], Any]
 
 
 @torch.no_grad()
-def _first_pass(model: Model, batches: Sequence[Batch], loss: JointLoss) -> _Found:
-    """What the loss is, and its gradients. Collective."""
+def _outputs(model: Model, batches: Sequence[Batch], rounds: int, loss: JointLoss) -> list[Tensor]:
+    """What the loss reads of the outputs for these batches of this rank; on the last stage. Collective.
+
+    Args:
+        rounds: batches of the rank with the most.
+    """
     pipeline, outputs = model.pipeline, []
-    padded = [*batches, *(model.empty_batch() for _ in range(len(batches), _most(len(batches))))]
+    padded = [*batches, *(model.empty_batch() for _ in range(len(batches), rounds))]
     if pipeline is not None:
         pipeline.check_same(padded)
     for batch in padded:
@@ -123,10 +135,7 @@ def _first_pass(model: Model, batches: Sequence[Batch], loss: JointLoss) -> _Fou
         del out
     if pipeline is not None:
         pipeline.flush()
-    outputs = outputs[: len(batches)]
-    facts = [loss.facts(batch) for batch in batches]
-    value, gradient = _joint(loss, _joined(outputs), _joined(facts))
-    return _Found(value, gradient.split([len(part) for part in outputs]) if outputs else ())
+    return outputs[: len(batches)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

@@ -195,9 +195,8 @@ def test_both_runs_of_a_microbatch_have_the_same_masks(monkeypatch):
     torch.manual_seed(1)
     batches = [microbatch([0, 1], rows=False), microbatch([0, 1], rows=False)]
     first, *_ = gradients(batches, 0.3)
-    assert len(seen) == 4
+    assert len(seen) == 3  # the first microbatch runs once
     torch.testing.assert_close(seen[0], seen[2])
-    torch.testing.assert_close(seen[1], seen[3])
     assert not torch.equal(seen[0], seen[1])  # other rows of the data, although their texts are the same
     assert "row_ids" not in batches[0]  # the caller's own
     torch.manual_seed(2)

@@ -73,6 +73,40 @@ def test_families_have_the_gradients_of_the_cpu(name: str, task: str):
         torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("scored", [False, True], ids=["negatives", "scores"])
+def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
+    """A step of two microbatches, whose texts are told apart together; with a device and a host that know the rows."""
+    import torch
+
+    import modelcenter as mc
+    from modelcenter.testing import randomize_
+    from modelcenter.training.contrastive import InBatchNegatives, RankedPairs
+
+    batches = []
+    for first in (0, 6):
+        lengths = [2 + (first + i) % 4 for i in range(6)]
+        batch = {
+            "input_ids": torch.arange(5, 5 + sum(lengths))[None] + first,
+            "cu_seqlens": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+            "max_seqlen": max(lengths),
+            "roles": torch.tensor([0, 1] * 3),
+            "text_ids": torch.arange(first, first + 6) % 7,
+        }
+        batches.append(batch | ({"scores": torch.arange(3).repeat_interleave(2) + first / 9} if scored else {}))
+    found = []
+    for device in ("cpu", DEVICE):
+        options = {"embedding": {"pooling": pooling}, **NO_DROPOUT}
+        model = randomize_(mc.from_config("tiny/bert", "embedding", policy=False, **options)).to(device).train()
+        loss = mc.training.accumulate(model, batches, RankedPairs() if scored else InBatchNegatives(symmetric=True))
+        grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.cpu(), **grads})
+    assert found[0].keys() == found[1].keys() and found[0]["loss"] > 0
+    for part, wanted in found[0].items():
+        atol = 2e-5 * max(1.0, wanted.abs().max().item())
+        torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize(("name", "task"), FAMILIES[:3])
 def test_generation_has_the_tokens_of_the_cpu(name: str, task: str, settings: dict):

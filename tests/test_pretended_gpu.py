@@ -63,6 +63,11 @@ def test_families(name, task):
     test_gpu.test_families_have_the_gradients_of_the_cpu(name, task)
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_embeddings(scored):
+    test_gpu.test_embeddings_have_the_gradients_of_the_cpu(scored, "last" if scored else "mean")
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_attention_with_a_bias(shared):
     test_gpu.test_attention_with_a_bias_in_16_bits(False, shared)

@@ -22,7 +22,7 @@ ROWS = [
     ("d", "a", ["p"]),
     ("e", "s", []),
 ]
-WIDTH = 6
+WIDTH, WARM = 6, 0.8  # a temperature at which every text counts
 
 
 def batch_of(rows, scores=None):
@@ -77,7 +77,7 @@ def written_out(vectors, rows, symmetric):
 
 
 def entropy(unit, query, right, wrong):
-    scores = torch.stack([unit[query] @ unit[place] for place in (right, *wrong)]) * 20
+    scores = torch.stack([unit[query] @ unit[place] for place in (right, *wrong)]) / WARM
     return scores.logsumexp(0) - scores[0]
 
 
@@ -95,7 +95,7 @@ def ranked(vectors, scores):
 def test_texts_that_belong_together_are_no_negatives(monkeypatch, symmetric, elements):
     monkeypatch.setattr("modelcenter.training.contrastive._ELEMENTS", elements)
     vectors = vectors_of(ROWS).requires_grad_()
-    loss_fn, facts = InBatchNegatives(symmetric=symmetric), InBatchNegatives().facts(batch_of(ROWS))
+    loss_fn, facts = InBatchNegatives(symmetric=symmetric, temperature=WARM), InBatchNegatives().facts(batch_of(ROWS))
     value, gradient = loss_fn.share(vectors.detach().float(), facts, slice(0, len(vectors)))
     expected = written_out(vectors, ROWS, symmetric)
     (expected_gradient,) = torch.autograd.grad(expected, vectors)

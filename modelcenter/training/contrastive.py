@@ -93,8 +93,8 @@ class InBatchNegatives(EmbeddingLoss):
     global batch (InfoNCE, van den Oord et al. 2018; Henderson et al. 2017, arXiv:1705.00652), after
     MultipleNegativesRankingLoss of sentence-transformers.
 
-    Texts that are known to belong to an anchor are none of the others: the anchor itself, its positive where other rows
-    have it too, and the positives of other rows with the same anchor.
+    A text that is known to belong to an anchor, as its positive in any row, or that is the anchor itself, is none of
+    the others.
 
     Attributes:
         symmetric: also find the anchor of each positive among all anchors, and take the mean of both.
@@ -103,24 +103,30 @@ class InBatchNegatives(EmbeddingLoss):
     symmetric: bool = False
 
     def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Parts:
-        roles, texts = facts[:, 0], facts[:, 1]
+        roles = facts[:, 0]
+        _, texts = facts[:, 1].unique(return_inverse=True)
         anchors, positives = ((roles == role).nonzero().flatten() for role in (ANCHOR, POSITIVE))
         documents = (roles != ANCHOR).nonzero().flatten()
         place = torch.searchsorted(documents, positives)  # of each row's positive among the documents
-        # The anchor of each document, by its text; only a positive belongs to it.
-        row_of = torch.searchsorted(anchors, documents, right=True) - 1
-        belongs_to = torch.where(roles[documents] == POSITIVE, texts[anchors[row_of]], -1.0)
+        count = len(texts)  # a number for each (anchor, positive)
+        pairs = (texts[anchors] * count + texts[positives]).sort().values
+
+        def belong(first: Tensor, second: Tensor) -> Tensor:
+            """Whether texts are an anchor and a positive of it, or the same."""
+            pair = first * count + second
+            known = pairs[torch.searchsorted(pairs, pair).clamp(max=len(pairs) - 1)] == pair
+            return known | (first == second)
+
         first, last = torch.searchsorted(anchors, torch.tensor([own.start, own.stop], device=anchors.device)).tolist()
         weight = 1 / (max(len(anchors), 1) * (2 if self.symmetric else 1))
         step = max(1, _ELEMENTS // max(len(documents), 1))
         for start in range(first, last, step):
             rows = torch.arange(start, min(start + step, last), device=anchors.device)
-            mine, found = texts[anchors[rows], None], texts[positives[rows], None]
             with torch.set_grad_enabled(gradient):
-                same = (texts[documents] == mine) | (texts[documents] == found) | (belongs_to == mine)
+                same = belong(texts[anchors[rows], None], texts[documents])
                 yield weight * self._entropy(vectors, anchors[rows], documents, place[rows], same)
                 if self.symmetric:
-                    same = (texts[anchors] == mine) | (texts[anchors] == found) | (texts[positives] == found)
+                    same = belong(texts[anchors], texts[positives[rows], None])
                     yield weight * self._entropy(vectors, positives[rows], anchors, rows, same)
 
     def _entropy(self, vectors: Tensor, queries: Tensor, candidates: Tensor, right: Tensor, same: Tensor) -> Tensor:

@@ -59,17 +59,14 @@ def written_out(vectors, rows, symmetric):
         own = {other for a, other, _ in rows if a == anchor}  # what is a positive of this anchor
         wrong = []
         for (_, p, negatives), (_, p_place, n_places) in zip(rows, places(rows), strict=True):
-            if p not in {anchor, positive, *own}:
-                wrong.append(p_place)
-            # A negative is one unless it is the anchor or its positive itself.
-            wrong += [place for text, place in zip(negatives, n_places, strict=True) if text not in (anchor, positive)]
-        # Where another row has the same anchor, its own positive is told apart from that row's negatives all the same.
+            texts, found = (p, *negatives), (p_place, *n_places)
+            wrong += [place for text, place in zip(texts, found, strict=True) if text not in {anchor, *own}]
         loss = entropy(unit, mine[0], mine[1], wrong)
         if symmetric:
             wrong = [
                 place
-                for j, ((a, p, _), (place, _, _)) in enumerate(zip(rows, places(rows), strict=True))
-                if j != i and a not in (anchor, positive) and p != positive
+                for (a, _, _), (place, _, _) in zip(rows, places(rows), strict=True)
+                if a != positive and positive not in {other for known, other, _ in rows if known == a}
             ]
             loss = (loss + entropy(unit, mine[1], mine[0], wrong)) / 2
         losses.append(loss)

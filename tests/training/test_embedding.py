@@ -66,14 +66,12 @@ class Written:
         """How well each positive is found among all texts that do not belong to its anchor."""
         losses = []
         for i, (row, (anchor, (positive, *_))) in enumerate(zip(rows, held, strict=True)):
-            known = {row["query"], row["positive"]}
-            known |= {other["positive"] for other in rows if other["query"] == row["query"]}
+            known = {row["query"], *(other["positive"] for other in rows if other["query"] == row["query"])}
             wrong = [
                 vector
                 for other, (_, vectors) in zip(rows, held, strict=True)
                 for text, vector in zip([other["positive"], *other.get("negatives", ())], vectors, strict=True)
                 if text not in known
-                or (text != row["positive"] and text != row["query"] and not belongs(rows, row, other, text))
             ]
             losses.append(self.entropy(anchor, positive, wrong))
             if self.symmetric:
@@ -100,11 +98,6 @@ class Written:
             if mine["score"] < other["score"]
         ]
         return torch.stack([torch.zeros(()), *terms]).logsumexp(0)
-
-
-def belongs(rows, row, other, text):
-    """Whether a text of another row is a positive of this row's query."""
-    return other["query"] == row["query"] and text == other["positive"]
 
 
 CASES = {

@@ -44,9 +44,10 @@ class Background(threading.Thread):
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error and of its causes: those of a writer hold all that it had to write."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    """Clear the frames of an error and of all that led to it: those of a writer hold all that it had to write."""
+    errors, seen = [error], set()
+    while errors:
+        if (error := errors.pop()) is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            errors += [error.__cause__, error.__context__]

@@ -85,21 +85,18 @@ def clear_up(root: Path, step: int, best: int | None, keep: int | None) -> None:
 
 def _name(link: Path, target: Path) -> None:
     """Point ``link`` at its neighbour ``target``, at once: see ``named_checkpoint``."""
-    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
+    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")  # which _purge removes where this fails
     try:
-        try:
-            new.symlink_to(target.name)
-        except OSError:
-            new.write_text(target.name, encoding="utf-8")
-        os.replace(new, link)
-    finally:
-        new.unlink(missing_ok=True)
+        new.symlink_to(target.name)
+    except OSError:
+        new.write_text(target.name, encoding="utf-8")
+    os.replace(new, link)
 
 
 def _purge(root: Path, step: int, keep: int | None) -> None:
     for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
         remove_directory(left)
-    for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # see _name
+    for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # of a _name that failed or was killed
         left.unlink(missing_ok=True)
     if keep is None:
         return

@@ -44,11 +44,6 @@ class _Contents:
     generators: bytes
     ready: Sequence[torch.cuda.Event] = ()  # after which the copies are there
 
-    def release(self) -> None:
-        """Let go of the tensors, whoever still holds this."""
-        for tensors in self.tensors.values():
-            tensors.clear()
-
 
 @dataclass(frozen=True)
 class _Job:
@@ -84,8 +79,6 @@ def _write_later(job: _Job, group: dist.ProcessGroup | None, device: int | None)
                 "engine.wait_checkpoint() before destroy_process_group()"
             ) from error
         raise
-    finally:
-        job.contents.release()
 
 
 _writer: Background | None = None  # the asynchronous save under way: at most one, so that its collectives come in order
@@ -197,7 +190,7 @@ def load_checkpoint(
     if path is None:
         why = "; ".join(broken) or f"neither {MANIFEST} nor a step-... that has one"
         raise ValueError(f"{Path(directory).absolute()} holds no valid checkpoint: {why}")
-    load_model(path, model, strict=strict, verify=verify)
+    load_model(path, model, strict=strict)  # whose hashes, with `verify`, were just compared
     if not from_rank_0(runtime.rank() == 0 and (path / STATE).is_dir()):
         if optim_manager is not None:
             raise ValueError(f"checkpoint {path} holds a model only, no optimizer: load it without optim_manager")

@@ -26,6 +26,8 @@ def damage(path, what):
     data = next(p for p in sorted((path / "model").iterdir()) if p.suffix == ".distcp")
     if what == "truncated":
         data.write_bytes(data.read_bytes()[:-5])
+    elif what == "longer":
+        data.write_bytes(data.read_bytes() + b"more")
     elif what == "flipped":
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 1
@@ -57,6 +59,7 @@ def damage(path, what):
     ("what", "message"),
     [
         ("truncated", r"model/__0_0.distcp has \d+ bytes, its manifest says \d+"),
+        ("longer", r"model/__0_0.distcp has \d+ bytes, its manifest says \d+"),
         ("flipped", "model/__0_0.distcp has sha256"),
         ("gone", "incomplete: model/__0_0.distcp is missing"),
         ("no manifest", "not a complete checkpoint: it has no manifest.json"),

@@ -42,15 +42,20 @@ def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
 
 
 def test_a_sandbox_that_does_not_know_how_to_exchange_names(tmp_path, monkeypatch):
+    """An error of the disk is one all the same, and changes nothing."""
+    numbers = [errno.EIO, errno.EPERM]
+
     class Library:
         @staticmethod
         def renameat2(*_):
-            ctypes.set_errno(errno.EPERM)
+            ctypes.set_errno(numbers.pop())
             return -1
 
     put(tmp_path / "run", "first")
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library)
     put(tmp_path / "run", "second")
+    with pytest.raises(OSError, match="Input/output error: '.*/run'"):
+        put(tmp_path / "run", "third")
     assert (tmp_path / "run" / "a").read_text() == "second" and os.listdir(tmp_path) == ["run"]
 
 
@@ -79,6 +84,9 @@ def test_a_file_system_that_cannot_bring_directories_to_the_disk(tmp_path, monke
 
     monkeypatch.setattr(os, "fsync", refuse)
     put(tmp_path / "a", "text")
+    for number in (errno.ENOTSUP, errno.ENOSYS):
+        monkeypatch.setattr(os, "fsync", functools.partial(refuse, number=number))
+        put(tmp_path / "a", "text")
     assert (tmp_path / "a" / "a").read_text() == "text"
     monkeypatch.setattr(os, "fsync", functools.partial(refuse, number=errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
@@ -112,6 +120,9 @@ def test_what_a_killed_save_was_replacing_gets_its_name_back(tmp_path):
     with pytest.raises(RuntimeError), atomic_directory(path):
         raise RuntimeError
     assert (path / "a").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == [path.name]
+    shutil.copytree(path, old)  # whole, of a save that had replaced it
+    put(path, "second")
+    assert (path / "a").read_text() == "second" and [p.name for p in tmp_path.iterdir()] == [path.name]
     shutil.copytree(path, old)
     (old / "a").unlink()  # half of what was being removed
     path.rename(tmp_path / "elsewhere")

@@ -10,7 +10,7 @@ from checkpoint_toys import Run
 from directory_toys import names
 
 import engine
-from engine.checkpoint import check_manifest, finish_save
+from engine.checkpoint import check_manifest, finish_save, steps
 from engine.checkpoint import training as module
 from modelcenter.hub.run_folder import find_step
 
@@ -18,7 +18,8 @@ from modelcenter.hub.run_folder import find_step
 def test_keep_and_best_and_last(tmp_path):
     run = Run(3, 1)
     run.step(0)
-    (tmp_path / ".step-00000001.partial-dead").mkdir()
+    for left in ("partial", "old"):
+        (tmp_path / f".step-00000009.{left}-dead").mkdir()
     for step in range(1, 6):
         done = engine.save_checkpoint(tmp_path, run.model, run.manager, step=step, keep=2, best=step == 2)
         assert done == tmp_path / f"step-{step:08d}"
@@ -71,6 +72,10 @@ def test_a_save_that_was_killed_before_it_named_its_checkpoint_is_finished(tmp_p
     finish_save(tmp_path, 3, best=2, keep=1)
     assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000003"]
     assert (tmp_path / "best").resolve().name == "step-00000002"
+    with monkeypatch.context() as patch:  # killed as it begins to remove one
+        patch.setattr(steps, "remove_directory", lambda path: None)
+        finish_save(tmp_path, 3, best=3, keep=1)
+    assert not (tmp_path / "step-00000002").exists()
 
 
 def test_the_newest_valid_one_is_found_with_a_word_about_the_broken(tmp_path):
@@ -107,7 +112,11 @@ def test_a_file_system_without_links_has_names_in_files(tmp_path, monkeypatch):
     assert (tmp_path / "last").is_file() and not (tmp_path / "last").is_symlink()
     assert engine.load_checkpoint(tmp_path / "best", run.model) == {"n": 2}
     assert engine.latest_checkpoint(tmp_path / "best") == tmp_path / "step-00000002"
+    (tmp_path / "last").write_text("step-00000004\n")  # by hand
     assert engine.latest_checkpoint(tmp_path / "last") == tmp_path / "step-00000004"
+    (tmp_path / "notes").write_text("and/or")
+    assert engine.latest_checkpoint(tmp_path / "notes") is None
+    (tmp_path / "notes").unlink()
     assert find_step(tmp_path / "best", None) == find_step(tmp_path, "best") == tmp_path / "step-00000002"
     assert find_step(tmp_path / "last", None) == find_step(tmp_path, "last") == tmp_path / "step-00000004"
     with monkeypatch.context() as patch:

@@ -53,13 +53,21 @@ def test_nothing_of_the_staged_copy_stays_when_it_cannot_be_written(tmp_path, mo
     """The error that is kept has frames, which hold it, and so have its causes'."""
     known = []
 
+    def look_up():
+        held = [torch.ones(3)]
+        known.append(weakref.ref(held[0]))
+        raise KeyError(len(held))
+
     def fail(path, tensors, group):
-        held = {name: torch.ones(3) for name in tensors}
-        known.extend(weakref.ref(tensor) for tensor in held.values())
+        known.extend(weakref.ref(tensor) for tensor in tensors.values())
         try:
-            raise KeyError(len(held))
+            look_up()
         except KeyError as error:
-            raise OSError("no space") from error
+            told = error
+        try:
+            look_up()
+        except KeyError:  # it has a cause beside this one
+            raise OSError("no space") from told
 
     monkeypatch.setattr(module, "write_tensors", fail)
     run = Run(3, 1)

@@ -1,5 +1,7 @@
 """Training goes on from a checkpoint: bit for bit on the same mesh, within rounding on another."""
 
+import time
+
 import engine_toys as toys
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from checkpoint_toys import Run, on
 from directory_toys import names
 
 import engine
-from engine.checkpoint import check_manifest
+from engine.checkpoint import check_manifest, files, training
 
 LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 3, 2)}
 
@@ -180,6 +182,32 @@ def test_a_checkpoint_of_other_parts_of_the_run_is_refused(tmp_path):
     run.manager.optimizers.clear()
     with pytest.raises(ValueError, match="holds 1 optimizers, but 0 were given"):
         engine.load_checkpoint(tmp_path / "c", run.model, run.manager)
+
+
+def test_what_a_load_is_told_to_leave_out_or_to_look_at(tmp_path, monkeypatch):
+    """Names that do not match, random generators, and hashes, which take as long as reading: once."""
+    run = Run(3, 1)
+    engine.save_checkpoint(tmp_path / "c", run.model)
+    wanted = torch.rand(3)
+    run.model.register_buffer("extra", torch.ones(2))
+    with pytest.raises(ValueError, match="extra"):
+        engine.load_checkpoint(tmp_path / "c", run.model)
+    torch.manual_seed(5)
+    elsewhere = torch.rand(3)
+    torch.manual_seed(5)
+    hashed, sha256 = [], files._sha256
+    monkeypatch.setattr(files, "_sha256", lambda path: hashed.append(path) or sha256(path))
+    engine.load_checkpoint(tmp_path / "c", run.model, strict=False, generators=False, verify=True)
+    assert torch.equal(torch.rand(3), elsewhere) and hashed and len(hashed) == len(set(hashed))
+    engine.load_checkpoint(tmp_path / "c", run.model, strict=False)
+    assert torch.equal(torch.rand(3), wanted) and len(hashed) == len(set(hashed))
+
+
+def test_a_load_waits_for_the_save_under_way(tmp_path, monkeypatch):
+    run, write = Run(3, 1), training._write
+    monkeypatch.setattr(training, "_write", lambda *args: time.sleep(0.3) or write(*args))
+    engine.save_checkpoint(tmp_path / "c", run.model, state={"n": 1}, asynchronous=True)
+    assert engine.load_checkpoint(tmp_path / "c", run.model) == {"n": 1}
 
 
 def test_stages_with_other_numbers_of_groups_are_an_error(tmp_path, monkeypatch):

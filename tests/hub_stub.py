@@ -58,6 +58,7 @@ class HubStub:
         self.large: dict[str, bytes] = {}
         self.ranges: list[int] = []  # where downloads went on
         self.cut: int | None = None  # the next large download breaks off after so many bytes
+        self.messages: list[str] = []  # of commits
         self.refused: int | None = None  # so many large uploads work, then each fails; None: all work
         stub = self
 
@@ -230,6 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
         for line in body.decode().splitlines():
             entry = json.loads(line)
             value = entry["value"]
+            if entry["key"] == "header":
+                self.hub.messages.append(value["summary"])
             if entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":

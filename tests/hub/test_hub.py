@@ -166,6 +166,23 @@ out["pickled"] = digest(mc.from_pretrained("me/pickled"))
     assert of_tiny == {"config.json", "model.safetensors"} | set(os.listdir(two)), "one format, nothing else"
 
 
+def test_a_name_of_ours_means_the_commit_that_its_preset_pins(hub, saved, home):
+    """None does now, but for main; --revision names another."""
+    repo = "google-bert/bert-base-uncased"
+    pinned, moved = hub.add(repo, saved("base", "one", seed=1)), hub.add(repo, saved("base", "two", seed=2))
+    code = """
+from modelcenter.hub import resolve
+from modelcenter.hub.remote.download import HubOptions
+from modelcenter.hub.remote.snapshot import download_snapshot
+known = resolve.preset
+resolve.preset = lambda name: {**known(name), "revision": ARGS[0]}
+name = "bert-base-uncased"
+out = [[mc.from_pretrained(name, revision=asked).load_report.source.split("@")[1],
+    download_snapshot(name, HubOptions(asked)).revision] for asked in (None, "main")]
+"""
+    assert run(hub, home, code, pinned) == [[pinned] * 2, [moved] * 2]
+
+
 def test_each_thing_that_can_be_wrong_with_a_repository_has_its_error(hub, saved, home, tmp_path):
     """One clear error for each thing that can be wrong with a name, a token or a repository."""
     path = saved("base")

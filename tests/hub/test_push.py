@@ -12,6 +12,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 import warm
 from hub_stub import READ, WRITE, HubStub
 from huggingface_hub import ModelCard
@@ -20,12 +21,14 @@ from toydata import command, flags, write_folder
 
 import modelcenter as mc
 from modelcenter.hub.card import check_card, complete_card, make_card, without_tokens
+from modelcenter.hub.remote.download import HubOptions, UnreachableError, list_files
 from modelcenter.hub.remote.push import (
     check_directory,
     model_directory,
     push_directory,
     upload,
 )
+from modelcenter.hub.remote.snapshot import download_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,16 +66,24 @@ def test_there_and_back(hub, home, tmp_path):
     path = small(tmp_path / "m", max_shard_size="60KB")
     (path / "tokenizer.json").write_text("{}")
     (path / "notes.txt").write_text("notes")
-    (path / ".secret").write_text("secret")
+    for name in (
+        ".secret",
+        ".cache/secret",
+        "additional_chat_templates/.secret",
+        "additional_chat_templates/a[1].jinja",
+    ):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("secret")
     out, told = verb(hub, home, "push", path, "me/tiny", "--private", "--message", "first", token=WRITE)
     commit = hub.repos["me/tiny"].branches["main"]
     assert out.strip() == f"{hub.url}/me/tiny/commit/{commit}" and "uploading" in told
-    assert hub.repos["me/tiny"].private and ".secret" not in hub.files("me/tiny")
-    sent = {str(p.relative_to(path)): p.read_bytes() for p in path.iterdir() if p.name[0] != "."}
+    assert hub.repos["me/tiny"].private and hub.messages == ["first"]
+    sent = {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file() and "secret" not in p.name}
     assert {k: v for k, v in hub.files("me/tiny").items() if k != ".gitattributes"} == sent
     small(path)  # one file now: the shards go
     found = json.loads(verb(hub, home, "push", path, "me/tiny", "--revision", "next", "--json", token=WRITE)[0])
     assert found["commit"] == hub.repos["me/tiny"].branches["next"] and found["repo"] == "me/tiny"
+    assert found["files"].keys() == hub.files("me/tiny", "next").keys() - {".gitattributes"}
     assert [name for name in hub.files("me/tiny", "next") if "model" in name] == ["model.safetensors"]
     assert hub.repos["me/tiny"].branches["main"] == commit
     hub.requests.clear()
@@ -80,6 +91,7 @@ def test_there_and_back(hub, home, tmp_path):
     assert found["revision"] == commit and Path(found["path"]).is_dir()
     assert set(found["files"]) == set(sent) - {"README.md", "notes.txt"}
     assert sorted(hub.downloaded()) == sorted(found["files"])
+    assert check_directory(Path(found["path"])).keys() == found["files"].keys()  # links into the cache are no others
     absent = Path(found["path"]).parents[1] / ".no_exist" / commit
     # The cache says what the repository lacks, so that loading need not ask when there is no network.
     assert {"generation_config.json", "tokenizer_config.json", "model.safetensors"} <= set(os.listdir(absent))
@@ -105,14 +117,17 @@ def test_pull_requests(hub, home, tmp_path):
     hub.add("me/tiny", small(tmp_path / "m"))
     before = hub.files("me/tiny")
     path = small(tmp_path / "new", num_labels=5)
-    out, _ = verb(hub, home, "push", path, "me/tiny", "--create_pr", token=WRITE)
+    out, _ = verb(hub, home, "push", path, "me/tiny", "--create_pr", "--token", WRITE)
     assert out.strip() == f"{hub.url}/me/tiny/discussions/1" and hub.files("me/tiny") == before
     assert hub.files("me/tiny", "refs/pr/1")["config.json"] == (path / "config.json").read_bytes()
     small(path, num_labels=7)
+    (path / "generation_config.json").write_text("{}")
     verb(hub, home, "push", path, "me/tiny", "--revision", "refs/pr/1", token=WRITE)
     assert hub.files("me/tiny", "refs/pr/1")["config.json"] == (path / "config.json").read_bytes()
-    out, _ = verb(hub, home, "download", "me/tiny", "--revision", "refs/pr/1", "--json")
-    assert Path(json.loads(out)["path"], "config.json").read_bytes() == (path / "config.json").read_bytes()
+    words = ("--revision", "refs/pr/1", "--cache_dir", tmp_path / "cache", "--json")
+    there = Path(json.loads(verb(hub, home, "download", "me/tiny", *words)[0])["path"])
+    assert (there / "config.json").read_bytes() == (path / "config.json").read_bytes()
+    assert there.is_relative_to(tmp_path / "cache") and (there / "generation_config.json").is_file()
     assert hub.files("me/tiny") == before and not any("/branch/" in path for _, path in hub.requests)
 
 
@@ -161,6 +176,10 @@ def test_one_format_and_its_shards(hub, home, tmp_path):
     assert sorted(hub.downloaded()) == ["config.json", "model.safetensors"]
     (path / "model.safetensors").unlink()
     hub.add("me/pickled", path)
+    (other := tmp_path / "other").mkdir()
+    verb(hub, other, "info", "me/pickled")  # its config is in the cache then
+    told = verb(hub, other, "download", "me/pickled", HF_HUB_OFFLINE="1", ok=False)[1]
+    assert "me/pickled: no weights in the cache (offline)" in told
     hub.requests.clear()
     verb(hub, home, "download", "me/pickled")
     assert sorted(hub.downloaded()) == ["config.json", "pytorch_model.bin"]
@@ -265,6 +284,9 @@ print(json.dumps(out))
         (lambda d: (d / "manifest.json").write_text("{}"), "is a distributed checkpoint"),
         (lambda d: _without(d, "bert.encoder.layer.0.output.dense.bias"), "bert.encoder.layer.0.output.dense.bias"),
         (lambda d: _without(d, "classifier.bias"), "classifier.bias"),
+        (lambda d: _without(d, "classifier.bias", "classifier.weight"), "They belong to the head"),
+        (lambda d: _without(d, bert_more=torch.ones(2)), "bert_more"),
+        (lambda d: _config(d, id2label={str(i): str(i) for i in range(5)}), "wrong shape"),
         (lambda d: _config(d, hidden_act="nope"), "hidden_act"),
         (lambda d: _config(d, vocab_size=7), "wrong shape"),
         (lambda d: _config(d, architectures=None), "name no head"),
@@ -278,10 +300,11 @@ def test_only_whole_directories_without_pickles(tmp_path, spoil, says):
         check_directory(path)
 
 
-def _without(path: Path, name: str) -> None:
+def _without(path: Path, *names: str, **more: torch.Tensor) -> None:
     tensors = load_file(path / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    for name in names:
+        del tensors[name]
+    save_file({**tensors, **more}, path / "model.safetensors", {"format": "pt"})
 
 
 def _config(path: Path, **changes) -> None:
@@ -315,14 +338,15 @@ def test_code_that_is_not_there_is_said(tmp_path):
     assert len(said) == 1
 
 
-def test_the_model_of_a_run_is_pushed_once_it_has_finished(tmp_path):
+def test_the_model_of_a_run_is_pushed_once_it_has_finished(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("{}")
     with pytest.raises(ValueError, match="it has not finished"):
         model_directory(run)
     small(run / "model")
-    assert model_directory(run) == run / "model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_directory(run) == model_directory("~/run") == run / "model"
 
 
 @pytest.mark.full
@@ -459,7 +483,7 @@ class FakeApi:
     error: Exception | None = None
 
     def __init__(self, token=None):
-        type(self).deleted = None
+        type(self).deleted, type(self).asked = None, []
 
     def create_repo(self, repo_id, private, exist_ok):
         return types.SimpleNamespace(repo_id=repo_id)
@@ -467,7 +491,12 @@ class FakeApi:
     def repo_info(self, repo_id):
         return types.SimpleNamespace(private=self.private)
 
+    def create_branch(self, repo_id, branch, exist_ok):
+        assert exist_ok
+        self.asked.append(branch)
+
     def list_repo_files(self, repo_id, revision):
+        self.asked.append(revision)
         return self.there
 
     def upload_folder(self, delete_patterns, **_):
@@ -489,7 +518,7 @@ def api(monkeypatch):
 def test_what_a_push_replaces(api, tmp_path):
     """All of an earlier model and tokenizer, as where one is saved; nothing in other folders."""
     model = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5"]
-    model += ["generation_config.json", "adapter_config.json", "adapter_model.safetensors"]
+    model += ["generation_config.json", "adapter_config.json", "adapter_model.safetensors", "model-[1].safetensors"]
     tokenizer = ["vocab.txt", "chat_template.jinja", "additional_chat_templates/tool.jinja"]
     others = ["README.md", "model_v1/model.safetensors", "models/ema.safetensors", "model[1].txt", "notes/vocab.txt"]
     api.there = [*model, *tokenizer, *others]
@@ -501,6 +530,18 @@ def test_what_a_push_replaces(api, tmp_path):
     assert api.deleted == [*model, *tokenizer]
     upload(tmp_path / "m", "me/x", keep=(("tokenizer.json", "vocab.txt"),))  # the repository's own stays
     assert api.deleted == model
+
+
+def test_a_branch_is_made_and_the_files_looked_at_are_its_own(api, tmp_path):
+    small(tmp_path / "m")
+    for given, asked in [
+        ({"revision": "next"}, ["next", "next"]),
+        ({"revision": "next", "create_pr": True}, ["next"]),  # against it, so it must be there
+        ({"revision": "refs/pr/1"}, ["refs/pr/1"]),
+        ({}, [None]),
+    ]:
+        upload(tmp_path / "m", "me/x", **given)
+        assert api.asked == asked
 
 
 def test_a_public_repository_is_not_pushed_to_as_a_private_one(api, tmp_path):
@@ -518,6 +559,24 @@ def test_an_upload_that_breaks_in_hf_xet_is_explained(api, tmp_path):
     small(tmp_path / "m")
     with pytest.raises(ValueError, match="me/x failed: Data processing error: CAS.* goes on from there; HF_HUB_DISABL"):
         upload(tmp_path / "m", "me/x")
+
+
+@pytest.mark.parametrize("ask", [list_files, download_snapshot])
+def test_a_hub_that_does_not_answer_about_files_is_not_waited_for(ask, monkeypatch, tmp_path):
+    """Where a network drops what is sent, there is no end to waiting without a limit."""
+    given = {}
+
+    def model_info(self, repo, **how):
+        given.update(how)
+        raise huggingface_hub.errors.HTTPError("timed out")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    options = HubOptions("next", "hf_secret", tmp_path)
+    with pytest.raises(UnreachableError, match="timed out"):
+        ask("me/x", options) if ask is list_files else ask("me/x", options, local_dir=tmp_path / "own")
+    assert given["timeout"] == huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT > 0
+    assert (given["revision"], given["token"]) == ("next", "hf_secret")
 
 
 def test_a_hub_that_does_not_answer_about_a_card_is_not_waited_for(monkeypatch):

@@ -86,5 +86,7 @@ def test_unknown_arguments(saved):
     path = saved("base")
     with pytest.raises(ValueError, match="dtype: got 'int8', expected one of"):
         mc.from_pretrained(path, dtype="int8")
+    with pytest.raises(ValueError, match="has the model_type 'bert', expected 'gpt2'"):
+        mc.from_pretrained(path, model_type="gpt2")
     with pytest.raises(ValueError, match="task: got 'mask-lm', bert has.*Did you mean 'masked-lm'"):
         mc.from_pretrained(path, "mask-lm")

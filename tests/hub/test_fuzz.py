@@ -481,14 +481,17 @@ def convert_until(monkeypatch, owner, name, source, target, to="hf", **how):
 
 
 def test_what_was_written_is_looked_at_again(good, tmp_path, monkeypatch):
-    """After a stop, a tensor that is not as it was written, as after a power cut, is written anew."""
+    """After a stop, a tensor that is not as it was written, as after a power cut, is written anew; and one whose note
+    was not finished."""
     convert_until(monkeypatch, conversion_run._Run, "_finish", good / "hub", tmp_path / "out")
     (left,) = [p for p in tmp_path.iterdir() if p.is_dir()]
     data = bytearray((left / "model.safetensors").read_bytes())
-    data[-3] ^= 1
+    data[10 + int.from_bytes(data[:8], "little")] ^= 1  # of the first tensor
     (left / "model.safetensors").write_bytes(bytes(data))
+    (notes,) = (left / ".journal").iterdir()
+    notes.write_text(notes.read_text()[:-9])
     done = convert(good / "hub", tmp_path / "out", "hf", workers=1)
-    assert done.continued == done.tensors - 1
+    assert done.continued == done.tensors - 2
     assert verify(good / "hub", tmp_path / "out").same
 
 
@@ -524,14 +527,36 @@ def test_stopped_at_its_very_end(to, good, tmp_path, monkeypatch):
 
 
 def test_another_source_starts_again(good, tmp_path, monkeypatch):
-    """What is left of a conversion of other files is not taken for this one's."""
+    """What is left of a conversion of other files is not taken for this one's; these differ in one bit."""
     shutil.copytree(good / "hub", tmp_path / "source")
     convert_until(monkeypatch, conversion_run._Run, "_finish", tmp_path / "source", tmp_path / "out")
-    held = {name: t + 1 for name, t in load_file(good / "hub" / "model.safetensors").items()}
-    save_file(held, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    file = tmp_path / "source" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
     assert convert(tmp_path / "source", tmp_path / "out", "hf", workers=1).continued == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
     assert verify(tmp_path / "source", tmp_path / "out").same
+
+
+def test_another_distributed_source_starts_again(good, tmp_path, monkeypatch):
+    convert(good / "hub", source := tmp_path / "source", "distributed", workers=1)
+    convert_until(monkeypatch, conversion_run._Run, "_finish", source, tmp_path / "out")
+    os.utime(source / "model" / "__0_0.distcp")
+    assert convert(source, tmp_path / "out", "hf", workers=1).continued == 0
+
+
+@pytest.mark.parametrize("other", ["config", "version"])
+def test_what_decides_how_tensors_are_cut_starts_again(other, good, tmp_path, monkeypatch):
+    """The number of heads for one, or the rules of a later version; files and shapes are the same."""
+    source = shutil.copytree(good / "hub", tmp_path / "source")
+    convert_until(monkeypatch, conversion_run._Run, "_finish", source, tmp_path / "out")
+    if other == "version":
+        monkeypatch.setattr(conversion_run, "__version__", "9")
+    else:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "n_head": 1}))
+    assert convert(source, tmp_path / "out", "hf", workers=1).continued == 0
 
 
 def test_another_prefix_starts_again(good, tmp_path, monkeypatch):
@@ -549,10 +574,12 @@ def test_another_prefix_starts_again(good, tmp_path, monkeypatch):
 
 def test_another_dtype_starts_again(good, tmp_path, monkeypatch):
     """Of the same size, so that the files look like those to write."""
-    convert_until(monkeypatch, conversion_run._Run, "_finish", good / "hub", tmp_path / "out", dtype="bf16")
-    assert convert(good / "hub", tmp_path / "out", "hf", dtype="fp16", workers=1).continued == 0
+    place = tmp_path / "out [1]"
+    convert_until(monkeypatch, conversion_run._Run, "_finish", good / "hub", place, dtype="bf16")
+    assert convert(good / "hub", place, "hf", dtype="fp16", workers=1).continued == 0
+    assert [p.name for p in tmp_path.iterdir()] == [place.name]
     for name, tensor in load_file(good / "hub" / "model.safetensors").items():
-        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[name], tensor.half())
+        assert torch.equal(load_file(place / "model.safetensors")[name], tensor.half())
 
 
 def test_a_worker_that_is_killed(good, tmp_path, monkeypatch):

@@ -204,7 +204,7 @@ class _Run:
         stats = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [_stat(location.directory, f)] if s is not None]
         # One file may hold a model twice, under two prefixes.
         read = [self.checkpoint.names, location.prefix]
-        content = [__version__, self.side, stats, [asdict(job) for job in self.plan.jobs], location.config, read]
+        content = [__version__, stats, [asdict(job) for job in self.plan.jobs], location.config, read]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def _fill(self, scratch: Path) -> None:

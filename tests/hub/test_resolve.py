@@ -4,6 +4,7 @@ import math
 import pickle
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -225,6 +226,51 @@ def test_a_dead_network_is_not_a_missing_file(monkeypatch):
         download.download_file("me/tiny", "model.safetensors", download.HubOptions())
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *a, **k: huggingface_hub._CACHED_NO_EXIST)
     assert download.download_file("me/tiny", "model.safetensors", download.HubOptions()) is None
+
+
+def test_what_a_repository_lacked_is_asked_for_again_where_it_may_have_come_since(monkeypatch, tmp_path):
+    """On a branch, which moves; a commit does not. A Hub that is busy is asked by what tries again."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    from modelcenter.hub.remote import download
+
+    asked, cached, statuses = [], [], [403, 403, 503, 200, 503]
+
+    def metadata(url, token):
+        asked.append((url.split("/")[-2], token))
+        if (status := statuses.pop()) != 200:
+            error = HfHubHTTPError.__new__(HfHubHTTPError)
+            error.response = types.SimpleNamespace(status_code=status)
+            raise error
+
+    def look_up(repo, name, **where):
+        cached.append(where)
+        return huggingface_hub._CACHED_NO_EXIST
+
+    def fetch(repo, name, **where):
+        assert where == {"revision": "main", "token": "t", "cache_dir": tmp_path, "local_files_only": False}
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", look_up)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
+    options = download.HubOptions("0" * 40, "t", tmp_path)
+    assert download.download_file("me/tiny", "config.json", options) is None and not asked
+    assert cached == [{"cache_dir": tmp_path, "revision": "0" * 40}]
+    for _ in range(2):
+        found = download.download_file("me/tiny", "config.json", download.HubOptions("main", "t", tmp_path))
+        assert found == tmp_path / "config.json" and asked.pop() == ("main", "t")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(download.UnreachableError):  # which then gives up
+        patch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args, **where: None)
+        patch.setattr(huggingface_hub, "hf_hub_download", mock.Mock(side_effect=LocalEntryNotFoundError("no network")))
+        download.download_file("me/tiny", "config.json", download.HubOptions("main", "t", tmp_path))
+    with pytest.raises(ValueError, match="downloading config.json of .*me/tiny failed"):
+        download.download_file("me/tiny", "config.json", download.HubOptions("main", "t", tmp_path))
+    assert download.is_reachable("me/tiny", "config.json", download.HubOptions("main"))  # it said no, and so something
+    offline = download.HubOptions(local_files_only=True)
+    assert not statuses and not download.is_reachable("me/tiny", "config.json", offline)
 
 
 def test_a_connection_that_breaks_off_is_no_hub_that_cannot_be_reached():

@@ -539,6 +539,9 @@ def test_distributed_without_a_config(saved, tmp_path):
     bare = engine.save_checkpoint(tmp_path / "bare", model, extra=lambda path: None)
     with pytest.raises(ValueError, match="distributed checkpoint without config.json; pass config="):
         mc.from_pretrained(bare)
+    for names in ({"prefix": "model."}, {"ignore": "head*"}):  # of weight files: the names here are ours
+        with pytest.raises(ValueError, match="is a distributed checkpoint: prefix and ignore are for weight files"):
+            mc.from_pretrained(bare, config=tmp_path / "theirs/config.json", **names)
     again = mc.from_pretrained(bare, config=tmp_path / "theirs/config.json")
     assert type(again) is type(model) and not again.load_report.initialised
     for (name, x), (_, y) in zip(again.named_parameters(), model.named_parameters(), strict=True):

@@ -56,7 +56,8 @@ def test_pretraining_heads_are_shared(saved):
     assert back.load_report.initialised == ["pooler.weight", "pooler.bias", "head.nsp.weight", "head.nsp.bias"]
 
 
-def test_a_head_that_nobody_named_must_be_there(saved):
+def test_a_head_that_nobody_named_must_be_there(saved, caplog):
+    """One that somebody did is drawn at random, with a warning."""
     path = saved("sequence-classification")
     tensors = load_file(path / "model.safetensors")
     del tensors["classifier.weight"], tensors["classifier.bias"]
@@ -66,6 +67,8 @@ def test_a_head_that_nobody_named_must_be_there(saved):
         mc.from_pretrained(path)
     assert "(3, 48)" in str(error.value)
     assert "head.weight" in mc.from_pretrained(path, "sequence-classification").load_report.initialised
+    (said,) = [record for record in caplog.records if "initialised: head.weight, head.bias" in record.getMessage()]
+    assert said.levelname == "WARNING"
 
 
 def test_a_base_model_without_its_pooler(saved, config_of):

@@ -151,6 +151,9 @@ def test_directories(tmp_path, capsys):
     assert describe_files(tmp_path / "pickled", {})["format"] == "pickle"
     (tmp_path / "pickled/pytorch_model.bin").unlink()
     assert "no weights" in render(model_info(str(tmp_path / "pickled")))
+    mc.from_config("tiny/bert", "embedding").save_pretrained(tmp_path / "vectors")
+    about = model_info(str(tmp_path / "vectors"))
+    assert (about["task"], about["architectures"]) == ("embedding", ["BertModel"])
 
 
 def test_an_architecture_of_somebody_else(tmp_path):

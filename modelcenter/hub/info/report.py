@@ -8,6 +8,7 @@ from typing import Any
 
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
+from modelcenter.hub.files.embedding_files import MODULES_FILE
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.info.config_fields import config_fields, our_names
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
@@ -39,7 +40,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
     if (folder / "config.yaml").is_file() and (folder / "model" / CONFIG_FILE).is_file():
         name = str(folder / "model")  # a run
     location, config, weights = _locate(name, options)
-    described = _describe_config(config)
+    described = _describe_config(config, weights)
     stored = None if weights is None else describe_files(weights, config)
     # A preset whose sizes nobody published has a file's own config.json to say them.
     known = location.get("confirmed") is not False or "hidden_size" in described["sizes"]
@@ -84,7 +85,7 @@ def _preset(name: str) -> dict[str, Any] | None:
         return None
 
 
-def _describe_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[str, Any]:
     kind = config.get("model_type")
     described: dict[str, Any] = {
         "model_type": kind,
@@ -96,6 +97,8 @@ def _describe_config(config: Mapping[str, Any]) -> dict[str, Any]:
         ours = our_names(config, arch)
         described["task"] = arch.declared_task(config.get("architectures"))
         described["tasks"] = list(arch.tasks)
+        if "embedding" in arch.tasks and directory is not None and (directory / MODULES_FILE).is_file():
+            described["task"] = "embedding"
         described["sizes"] = {key: ours[key] for key in _SHOWN if key in ours}
     else:
         described |= {"task": None, "tasks": [], "sizes": {}}

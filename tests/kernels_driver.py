@@ -52,6 +52,7 @@ def sections(printed: bytes) -> dict[str, np.ndarray]:
         "cross_entropy",
         "product",
         "attention",
+        "attention by distances",
         "transpose",
         "crc32",
     )

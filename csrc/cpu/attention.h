@@ -3,24 +3,16 @@
 //
 // 32 queries are worked on at a time, a lane each, or 16 where no more are left, as in short sequences: scores lie as
 // (keys, lanes), so that a softmax needs no sums across a vector, what a query may not see is not worked out, and scores
-// never leave the caches. As in FlashAttention (Dao et al. 2022, arXiv:2205.14135) backward works out the weights again,
+// never leave the caches. Distances may add to them (distances.h). As in FlashAttention (Dao et al. 2022, arXiv:2205.14135) backward works out the weights again,
 // from the largest score and the sum of each query. A query's bits do not depend on the number of lanes.
 #pragma once
 
+#include "attention_blocks.h"
+#include "distances.h"
 #include "dropout.h"
-#include "kernels.h"
-#include "lanes.h"
-#include "products.h"
 
 namespace modelcenter {
 namespace {
-
-constexpr int64_t kQueries = 32, kFew = kQueries / 2;  // lanes of a block
-constexpr int64_t kNumbers = 64;  // exponentials that are added up in one go
-constexpr float kHidden = -__builtin_inff();  // no score is less, so a row of none but these has no softmax
-static_assert(kQueries == kWide, "queries are the columns of a tile");
-
-MC_INLINE int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
 // Scratch memory for a sequence of so many keys with heads of so many channels: arrays, one after the other.
 struct Scratch {
@@ -47,68 +39,6 @@ struct Scratch {
 int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool backward) {
   return Scratch(nullptr, queries, keys, channels, backward).numbers;
 }
-
-// A head's numbers of one token. They are few: a call of memcpy costs as much as what it does.
-MC_INLINE void move(const float* __restrict from, int64_t n, float* __restrict to) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) *(Sixteen*)(to + i) = *(const Sixteen*)unknown(from + i);
-  for (; i < n; i++) to[i] = *unknown(from + i);
-}
-
-// Rows of one head as rows of `width` numbers, and zeros up to row `height`.
-MC_INLINE void copy_head(const float* x, int64_t stride, int64_t channels, int64_t rows, int64_t width, int64_t height,
-                         float* __restrict to) {
-  for (int64_t i = 0; i < rows; i++, x += stride, to += width) {
-    move(x, channels, to);
-    for (int64_t c = channels; c < width; c++) *unknown(to + c) = 0.0f;
-  }
-  clear(to, (height - rows) * width);
-}
-
-// Rows of one head whose number is a multiple of a tile's width: where they are, or copied.
-struct Rows {
-  const float* at;
-  int64_t stride;
-};
-MC_INLINE Rows rows_of(const float* x, int64_t stride, int64_t channels, int64_t rows, int64_t width, float* scratch) {
-  if (channels == width) return {x, stride};
-  copy_head(x, stride, channels, rows, width, rows, scratch);
-  return {scratch, width};
-}
-
-// Queries [first, first + count) of a sequence, in kOf lanes, and the keys [begin, end) that any of them sees.
-template <int64_t kOf>
-struct Block {
-  int64_t first, count, begin, end, top, bottom;  // top, bottom: the same keys in whole tiles
-  int64_t ahead;  // how far behind itself a query sees
-
-  Block(const Attention& a, int64_t first_, int64_t queries, int64_t keys) : first(first_) {
-    count = queries - first < kOf ? queries - first : kOf;
-    ahead = a.causal ? 0 : a.window > 0 ? a.window - 1 : keys;
-    end = first + count + ahead < keys ? first + count + ahead : keys;
-    begin = a.window > 0 && first - a.window + 1 > 0 ? first - a.window + 1 : 0;
-    top = begin / kTall * kTall;
-    bottom = whole(end, kTall);
-  }
-  // The lanes [from, to) that see a key.
-  MC_INLINE int64_t from(int64_t key) const { return key > first + ahead ? key - first - ahead : 0; }
-  MC_INLINE int64_t to(const Attention& a, int64_t key) const {
-    const int64_t most = a.window + key - first;
-    return a.window > 0 && most < kOf ? (most > 0 ? most : 0) : kOf;
-  }
-};
-
-// One head of a sequence's queries, which begin at `query`, over so many keys.
-struct Part {
-  int64_t query, queries, keys, head;
-
-  MC_INLINE int64_t stride(const Attention& a) const { return a.heads * a.channels; }  // from query to query
-  // Where the first channel of a block's first query is, and its largest score and sum.
-  MC_INLINE int64_t at(const Attention& a, int64_t first) const {
-    return (query + first) * stride(a) + head * a.channels;
-  }
-  MC_INLINE float* sums(const Attention& a, int64_t i) const { return a.sums + ((query + i) * a.heads + head) * 2; }
-};
 
 // By segments: what the queries of a block see of a key's kind, and what is added to their scores. Keys of one kind
 // mostly follow one another, so that this is seldom worked out anew.
@@ -301,6 +231,7 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
   const int64_t at = p.at(a, first), stride = p.stride(a);
   transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
+  if (a.tables) add_distances(a, tables_of(a, false), b, r.queries, r.k, r.scores);
   score(a, b, seen, bias, p.keys, r.scores);
   alignas(64) float most[kOf], sum[kOf], total[kOf];
   clear(total, kOf);
@@ -356,6 +287,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
     delta[l] = row_sum(a.channels, [&](int64_t c) { return g[c] * o[c]; });
   }
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
+  if (a.tables) add_distances(a, tables_of(a, true), b, r.queries, r.k, r.scores);
   products_with(r.v, r, a.channels, r.grads, b, r.slopes);
   score(a, b, seen, bias, p.keys, r.scores);
   uint64_t numbers[kOf];
@@ -388,8 +320,10 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
   clear_edges(b, r.scores);
   clear_edges(b, r.slopes);
   add_mix(r.scores, rows_of(a.grad + at, stride, a.channels, b.count, r.width, r.rows), r, b, r.dv);
-  add_mix(r.slopes, rows_of(a.q + at, stride, a.channels, b.count, r.width, r.rows), r, b, r.dk);
+  const Rows rows = rows_of(a.q + at, stride, a.channels, b.count, r.width, r.rows);
+  add_mix(r.slopes, rows, r, b, r.dk);
   mix_of(r.slopes, r.k, r, b, r.out);
+  if (a.tables) add_gradients_of_distances(a, tables_of(a, true), b, r.slopes, rows, r.k, r.dk, r.out);
   for (int64_t l = 0; l < b.count; l++) move(r.out + l * r.width, a.channels, a.dq + at + l * stride);
 }
 

@@ -6,6 +6,7 @@
 #include "arrays.h"
 #include "bind_attention.h"
 #include "bind_bytes.h"
+#include "bind_distances.h"
 #include "bind_products.h"
 #include "kernels.h"
 
@@ -292,6 +293,15 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       "int heads, int kv_heads, float scale, bool causal, int window, int key, int site, int first_head, "
       "int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, Tensor? segment_bias=None, "
       "Tensor(e!)? dsegment_bias=None) -> ()");
+  m.def(
+      "attention_by_distances_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
+      "Tensor? of_keys, Tensor? of_queries, Tensor? tokens, int heads, float scale, bool causal, int window, int key, "
+      "int site, int first_head, int threshold) -> ()");
+  m.def(
+      "attention_by_distances_backward_(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dkeys, "
+      "Tensor(e!)? dqueries, Tensor grad, Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
+      "Tensor? of_keys, Tensor? of_queries, Tensor? tokens, int heads, float scale, bool causal, int window, int key, "
+      "int site, int first_head, int threshold) -> ()");
   m.def("transpose_(Tensor(a!) out, Tensor input, bool past_caches) -> ()");
   m.def("clear_pages_(Tensor(a!) x) -> ()");
   m.def("copy_pages_(Tensor(a!) out, Tensor x) -> ()");
@@ -331,6 +341,8 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("linear", TORCH_BOX(&modelcenter::linear));
   m.impl("attention_", TORCH_BOX(&modelcenter::attention));
   m.impl("attention_backward_", TORCH_BOX(&modelcenter::attention_backward));
+  m.impl("attention_by_distances_", TORCH_BOX(&modelcenter::attention_by_distances));
+  m.impl("attention_by_distances_backward_", TORCH_BOX(&modelcenter::attention_by_distances_backward));
   m.impl("transpose_", TORCH_BOX(&modelcenter::transpose));
   m.impl("clear_pages_", TORCH_BOX(&modelcenter::clear_pages));
   m.impl("copy_pages_", TORCH_BOX(&modelcenter::copy_pages));

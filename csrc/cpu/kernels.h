@@ -29,13 +29,18 @@ constexpr int64_t kProductScratch = 224 * 1024;  // numbers that a thread packs 
 // rules: of the sequence at hand, (kinds, kinds), what a query of one kind makes of a key of another: -1: it does not
 // see it; else twice a number, and one more where it only sees what is not after itself. The number is 0 where the bias
 // is added, else 1 more than the place of what is added instead in segment_bias, (heads, segment_width).
+// With distances, if tables is not null: scale (q k^T + what distances add) is in place of scale q k^T, and there are as
+// many key heads as heads. of_keys, of_queries: (table_rows, heads times channels), the vectors that a query, or a key, is
+// multiplied with, the middle row for a key at the place of its query; null: none. tables: what distances_begin makes of
+// them in the memory of a thread, for sequences of up to `reach` tokens.
 struct Attention {
   const float *q, *k, *v, *bias, *grad;
   float *out, *sums, *dq, *dk, *dv;
   const int64_t* tokens;
   const int32_t *kinds, *rules;
-  const float* segment_bias;
-  int64_t heads, kv_heads, channels, bias_width, window, first_head, num_kinds, segment_width;
+  const float *segment_bias, *of_keys, *of_queries;
+  float* tables;
+  int64_t heads, kv_heads, channels, bias_width, window, first_head, num_kinds, segment_width, table_rows, reach;
   float scale;
   bool causal;
   Draw draw;
@@ -80,6 +85,11 @@ struct CpuKernels {
                     float* scratch);
   void (*attention_backward)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                              float* dbias, float* dsegment_bias, float* scratch);
+  // A head's tables of distances, before sequences of it are attended, and the gradients of these after all of them, each
+  // (2 * reach - 1, channels) or null; and how much memory they take: see distances.h.
+  int64_t (*distances_scratch)(int64_t reach, int64_t channels, bool backward);
+  void (*distances_begin)(const Attention&, int64_t head, bool backward);
+  void (*distances_end)(const Attention&, float* dkeys, float* dqueries);
   // out (columns, rows) = the transpose of in (rows, columns), of numbers of 2, 4 or 8 bytes; strides are of rows.
   // `past_caches` is for an out that is not read soon.
   void (*transpose)(void* out, const void* in, int size, int64_t rows, int64_t columns, int64_t out_stride,

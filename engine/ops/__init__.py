@@ -4,7 +4,7 @@
 
     library, build, __main__          finding and loading the compiled operators of csrc/; compiling them
     fused, reference, rounding_bits   steps of optimizers on lists of tensors, and the same in torch
-    gemm, activation, attention, norm, rotary, embeddings, cross_entropy
+    gemm, activation, attention, distance_attention, norm, rotary, embeddings, cross_entropy
                                       what the layers of a model compute
     dropout_masks, philox, triton_dropout
                                       dropout and its random bits

@@ -29,6 +29,11 @@ class Distances(NamedTuple):
         """The same for some of the heads."""
         return Distances(*(None if x is None else x.narrow(0, first, heads) for x in self))
 
+    def rows(self) -> tuple[Tensor | None, Tensor | None]:
+        """Both as (2 * m - 1, heads * head_dim). Nothing is copied where their heads lie side by side."""
+        keys, queries = (None if x is None else x.transpose(0, 1).flatten(1) for x in self)
+        return keys, queries
+
     def zeros(self) -> "Distances":
         """Of their shapes, in fp32: what gradients are added up in."""
         return Distances(*(None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in self))

@@ -1,8 +1,9 @@
 """Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
 
-On a CPU that the compiled operator is made for (engine.ops.attention) it takes each sequence by itself. On CUDA in 16
-bits without a bias it is torch's variable-length flash attention, or where all sequences are equally long the fastest
-kernel that torch has for these. Elsewhere it runs by rectangles (layers.bucketed_attention).
+On a CPU that the compiled operators are made for (engine.ops.attention, engine.ops.distance_attention) they take each
+sequence by itself. On CUDA in 16 bits without a bias it is torch's variable-length flash attention, or where all
+sequences are equally long the fastest kernel that torch has for these. Elsewhere it runs by rectangles
+(layers.bucketed_attention).
 """
 
 import math
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.ops import attention, eager
+from engine.ops.distance_attention import attention_by_distances
 from modelcenter.layers.attention_options import AttentionOptions
 from modelcenter.layers.bucketed_attention import bucketed_attention
 from modelcenter.layers.bucketed_sdpa import sdpa, with_scores
@@ -143,9 +145,9 @@ def _by_sequence_or_bucket(
 def _by_segments_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
-    """What torch.compile leaves out of its graphs: the compiled operator for segments where it serves, else buckets of
-    sequences of similar length."""
-    mask = options.mask
+    """What torch.compile leaves out of its graphs: the compiled operators for segments and for distances where they
+    serve, else buckets of sequences of similar length."""
+    mask, distances = options.mask, options.distances
     if mask.segments is not None and attention.serves(q, k, v, mask.bias, mask.segment_bias):
         kinds = None if mask.segment_bias is None else mask.segment_bias.shape[1]
         if (rules := _rules(sequences, mask.segments, kinds)) is not None:
@@ -154,6 +156,11 @@ def _by_segments_or_bucket(
             return attention.attention_by_segments(
                 q, k, v, sequences.cu_seqlens, heads, rules, mask.bias, mask.segment_bias, drawn
             )
+    plain = memory is None and mask.bias is None and mask.segments is None and options.heads == options.kv_heads
+    if distances is not None and plain and options.drop.p < 1 and attention.serves(q, k, v, *distances):
+        heads = attention.Heads(options.heads, options.kv_heads, options.scale, mask.causal, mask.window)
+        tables, drawn = distances.rows(), options.drop.rule()
+        return attention_by_distances(q, k, v, sequences.cu_seqlens, heads, *tables, drawn)
     pairs = sequences.bucket_pairs(memory)
     if q.device.type == "cpu" or not pairs:
         return bucketed_attention(q, k, v, pairs, options)

@@ -246,6 +246,7 @@ int main() {
   products();
   products_of_few();
   attention();
+  distances();
   bytes();
   counters();
   return 0;

@@ -122,6 +122,67 @@ static void attention() {
   }
 }
 
+// Each head's sequences one after the other, with what distances add to their scores; tables are of more distances than
+// there are.
+static void distances() {
+  struct Case {
+    const char* name;
+    std::vector<int64_t> lengths;
+    int64_t heads, channels, window;
+    bool causal, of_keys, of_queries;
+    uint32_t threshold;
+  };
+  const Case all[] = {
+      {"both", {1, 31, 33, 150}, 2, 8, 0, false, true, true, 0},
+      {"dropped", {40, 7}, 3, 33, 0, false, true, true, 9000},
+      {"of keys", {17, 64, 48}, 2, 32, 0, false, true, false, 0},
+      {"of queries", {17, 64, 48}, 2, 3, 11, true, false, true, 0},
+      {"none", {5}, 2, 4, 0, false, false, false, 0},
+  };
+  for (const Case& s : all) {
+    const std::vector<int64_t> first = offsets(s.lengths);
+    const int64_t stride = s.heads * s.channels, rows = first.back(), n = rows * stride;
+    Attention a{};
+    a.reach = *std::max_element(s.lengths.begin(), s.lengths.end());
+    a.table_rows = 2 * a.reach + 3;
+    const std::vector<float> q = floats(n), key = floats(n), v = floats(n), grad = floats(n);
+    const std::vector<float> of_keys = floats(a.table_rows * stride), of_queries = floats(a.table_rows * stride);
+    std::vector<float> out = unwritten(n), sums = unwritten(rows * s.heads * 2);
+    std::vector<float> dq = unwritten(n), dk = unwritten(n), dv = unwritten(n);
+    const int64_t of_table = (2 * a.reach - 1) * s.channels;
+    std::vector<float> dkeys = unwritten(s.heads * of_table), dqueries = unwritten(s.heads * of_table);
+    a.q = q.data(), a.k = key.data(), a.v = v.data(), a.grad = grad.data();
+    a.out = out.data(), a.sums = sums.data(), a.dq = dq.data(), a.dk = dk.data(), a.dv = dv.data();
+    a.of_keys = s.of_keys ? of_keys.data() : nullptr, a.of_queries = s.of_queries ? of_queries.data() : nullptr;
+    a.heads = a.kv_heads = s.heads, a.channels = s.channels, a.window = s.window, a.causal = s.causal, a.scale = 0.3f;
+    a.draw = {nullptr, 0, 0, 0x12345678u, 0x9ABCDEF0u, 3, s.threshold, 65536.0f / (float)(65536 - s.threshold)};
+    for (bool backward : {false, true})
+      on_threads(s.heads, [&](int64_t head) {
+        const Scratch tables(k.distances_scratch(a.reach, s.channels, backward));
+        Attention own = a;
+        own.tables = tables.at;
+        k.distances_begin(own, head, backward);
+        for (size_t i = 0; i < s.lengths.size(); i++) {
+          const int64_t m = s.lengths[i];
+          const Scratch scratch(k.attention_scratch(m, m, s.channels, backward));
+          if (backward) k.attention_backward(own, first[i], m, first[i], m, head, nullptr, nullptr, scratch.at);
+          else k.attention(own, first[i], m, first[i], m, head, scratch.at);
+        }
+        if (backward)
+          k.distances_end(own, s.of_keys ? dkeys.data() + head * of_table : nullptr,
+                          s.of_queries ? dqueries.data() + head * of_table : nullptr);
+      });
+    const std::string name = std::string("attention by distances ") + s.name;
+    show(name, out);
+    show(name + ": sums", sums);
+    show(name + ": dq", dq);
+    show(name + ": dk", dk);
+    show(name + ": dv", dv);
+    if (s.of_keys) show(name + ": dkeys", dkeys);
+    if (s.of_queries) show(name + ": dqueries", dqueries);
+  }
+}
+
 static void bytes() {
   for (int size : {2, 4, 8})
     for (int64_t rows : {1, 33, 65})

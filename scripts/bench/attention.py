@@ -5,8 +5,9 @@
 Rows are ragged. Here they are packed; torch's scaled_dot_product_attention gets them padded, with the mask that
 transformers would make of them: of the padding, of later tokens, of those far away on both sides (ModernBERT), with a
 bias for each distance (T5), or by segments (CPM). Its masks are made beforehand, as they are shared by layers, and
-their gradients end there. In each round one process times all contenders in turn and keeps the best of several runs of
-each; the results are the medians.
+their gradients end there. No operator of torch has scores with products for each distance (DeBERTa): its products are
+those with the vectors of all distances, from which each pair's are gathered. In each round one process times all
+contenders in turn and keeps the best of several runs of each; the results are the medians.
 """
 
 import argparse
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.lib import against, child, finish, machine, median, parse, parser, steps, take_turns, workloads
 
 HEADS, CHANNELS = 8, 64
-KINDS = ("of an encoder", "of a decoder", "in a window", "with a bias", "by segments")
+KINDS = ("of an encoder", "of a decoder", "in a window", "with a bias", "by segments", "with distances")
 ROTARY = ("rotary positions", "rotary positions of one token")
 
 
@@ -52,6 +53,7 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
 
     from engine.ops import rotate
     from engine.ops.rotary import composed
+    from modelcenter.layers.distances import Distances
     from modelcenter.layers.mask import Mask
     from modelcenter.layers.packed_attention import packed_attention
     from modelcenter.layers.packing import Packed
@@ -108,6 +110,28 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
         ready = ready.detach().requires_grad_(ready.is_floating_point())
         calls[kind] = partial(ours, mask)
         calls[f"torch, {kind}"] = partial(theirs, ready)
+
+    tables = [x.requires_grad_() for x in torch.randn(2, 2 * longest - 1, HEADS * CHANNELS).unbind()]
+
+    def with_distances() -> None:
+        distances = Distances(*(x.unflatten(1, (HEADS, -1)).transpose(0, 1) for x in tables))
+        queries, keys, values = leaves
+        out = packed_attention(queries, keys, values, packed, HEADS, distances=distances)
+        torch.autograd.grad(out, [*leaves, *tables], slope)
+
+    # The row of a table for each query and key.
+    row = (place - place[:, None] + longest - 1).expand(rows, HEADS, -1, -1)
+    hidden = ~inside[:, None, None, :]
+
+    def with_distances_by_torch() -> None:
+        queries, keys, values = padded_leaves
+        of_keys, of_queries = (x.unflatten(1, (HEADS, -1)).permute(1, 2, 0) for x in tables)
+        scores = queries @ keys.transpose(2, 3) + (queries @ of_keys).gather(3, row)
+        scores = scores + (keys @ of_queries).gather(3, row.transpose(2, 3)).transpose(2, 3)
+        weights = (scores / CHANNELS**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        torch.autograd.grad(weights @ values, [*padded_leaves, *tables], padded_slope)
+
+    calls["with distances"], calls["torch, with distances"] = with_distances, with_distances_by_torch
 
     def by_torch(cos: Tensor, sin: Tensor, *both: Tensor) -> tuple[Tensor, ...]:
         return tuple(composed(x, cos, sin, CHANNELS, False) for x in both)

@@ -66,8 +66,8 @@ void each_part(const DistancesCall& call, bool backward, const Body& body, const
   };
   torch::stable::parallel_for(0, heads * whole, kLeast, [&](int64_t begin, int64_t end) {
     FlushDenormals flush;
-    std::vector<float> memory;
-    int64_t unit = 0;
+    std::unique_ptr<float[]> memory;
+    int64_t size = 0, unit = 0;
     while (unit < heads * call.parts() && before(unit) < begin) unit++;
     for (; unit < heads * call.parts() && before(unit) < end; unit++) {
       const int64_t head = unit / call.parts(), p = unit % call.parts();
@@ -75,10 +75,10 @@ void each_part(const DistancesCall& call, bool backward, const Body& body, const
       own.reach = call.reach[(size_t)p];
       if (!own.reach) continue;
       const int64_t scratch = kernels().attention_scratch(own.reach, own.reach, own.channels, backward);
-      const int64_t tables = kernels().distances_scratch(own.reach, own.channels, backward);
-      if ((int64_t)memory.size() < scratch + tables + 32) memory.resize((size_t)(scratch + tables + 32));
-      float* const aligned = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
-      own.tables = aligned + (scratch + 15) / 16 * 16;
+      const int64_t needed = scratch + kernels().distances_scratch(own.reach, own.channels, backward);
+      if (needed > size) memory.reset(new float[(size_t)needed + 16]), size = needed;
+      float* const aligned = (float*)(((uintptr_t)memory.get() + 63) / 64 * 64);
+      own.tables = aligned + scratch;  // whole lines both
       kernels().distances_begin(own, head, backward);
       for (int64_t i = call.part[(size_t)p]; i < call.part[(size_t)p + 1]; i++)
         if (const int64_t n = call.length(call.queries, i)) body(own, call.queries[(size_t)i], n, head, aligned);

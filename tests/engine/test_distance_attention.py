@@ -116,6 +116,23 @@ def test_the_reference_is_torchs_rectangles(monkeypatch, kind):
     near(ours, [x.double() for x in found([q, k, v, *tables], offsets, heads, dropped, by_rectangles)])
 
 
+def test_a_layer_takes_it_and_keeps_no_square(monkeypatch):
+    (q, k, v, *tables), offsets, heads, _ = problem([90, 5, 100], 8)
+    packed, sizes = Packed.from_cu_seqlens(offsets, None, q.shape[0]), []
+    monkeypatch.setattr(packed_attention, "bucketed_attention", None)
+    monkeypatch.setattr(packed_attention.attention, "serves", lambda *_: True)
+    distances = Distances(*(x.unflatten(1, (HEADS, -1)).transpose(0, 1) for x in tables))
+    assert all(
+        x is not None and x.data_ptr() == table.data_ptr() for x, table in zip(distances.rows(), tables, strict=True)
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()), lambda x: x):
+        ours = packed_attention.packed_attention(
+            q.requires_grad_(), k, v, packed, HEADS, scale=heads.scale, distances=distances
+        )
+    assert torch.equal(ours, attention_by_distances(q, k, v, offsets, heads, *tables))
+    assert sizes and max(sizes) <= max(q.numel(), tables[0].numel())
+
+
 @pytest.mark.parametrize("kind", ["both", "of queries"])
 def test_gradients_of_some_inputs_that_are_not_contiguous(kind):
     inputs, *rest = problem(**KINDS[kind])

@@ -319,6 +319,21 @@ def test_updates_of_low_rank_are_exported_with_what_makes_embeddings(folder):
     assert changed and not any("pooler" in name for name in changed)
 
 
+def test_single_texts_are_told_apart_by_dropout(folder):
+    """The same text twice, with masks of its own each time; a model without dropout has nothing to learn."""
+    write_related(folder)
+    same = {"anchor_column": "query", "positive_column": "query", "max_steps": 3}
+    with pytest.raises(ValueError, match="positive_column: got 'query', the anchor's, .* but this model has none"):
+        main(command(flags(folder, **same)))
+    noisy = SIZES | {"dropout": 0.1, "attention_dropout": 0.0, "initializer_range": 0.5}
+    main(command(flags(folder, **same, model_config=noisy)))
+    rows = read_jsonl(folder / "run" / "metrics.jsonl")
+    assert all(row["loss"] > 1e-3 for row in rows if "loss" in row)
+    assert rows[-1]["eval_accuracy@1"] == 1  # each finds itself
+    with pytest.raises(ValueError, match="beside score_column"):
+        main(command(flags(folder, **same, score_column="positive", output_dir=str(folder / "other"))))
+
+
 MISTAKES = {
     "no such pair": ({"anchor_column": "questoin"}, None, "no column 'questoin'"),
     "which column": ({}, {"a": "x y", "b": "z"}, "anchor_column: which column"),

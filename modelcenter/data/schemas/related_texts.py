@@ -48,6 +48,11 @@ class RelatedColumns:
         negative = ",".join(self.negatives) or None
         return {"anchor": self.anchor, "positive": self.positive, "negative": negative, "score": self.score}
 
+    @property
+    def alone(self) -> bool:
+        """Whether each text belongs to itself."""
+        return self.anchor is not None and self.anchor == self.positive
+
     def shown(self) -> str:
         """In words: "anchor 'query', positive 'answer'"."""
         return ", ".join(f"{role} {name!r}" for role, name in self.roles().items() if name is not None)
@@ -63,6 +68,7 @@ def find_related_columns(
     """Check the columns given and find the others by their usual names.
 
     Args:
+        positive: may be the anchor's: each text then belongs to itself, seen through another dropout.
         negative: a column, or several with commas between them.
 
     Raises:
@@ -70,8 +76,15 @@ def find_related_columns(
             beside scores.
     """
     negatives = _named_columns(table, negative)
-    named = {"anchor": anchor, "positive": positive, "score": score}
+    alone = anchor is not None and anchor == positive
+    named = {"anchor": anchor, "positive": None if alone else positive, "score": score}
     check_columns(table, named)
+    if alone:
+        if score is not None:
+            raise ValueError(
+                f"positive_column: got {positive!r}, the anchor's, beside score_column; give another text's"
+            )
+        return RelatedColumns(anchor, positive, negatives)
     for name in negatives:
         check_columns(table, {**named, "negative": name})
     if anchor is None or positive is None:
@@ -129,7 +142,7 @@ def _find_pair(table: Table, anchor: str | None, positive: str | None, used: set
     role = "anchor" if anchor is None else "positive"
     raise ValueError(
         f"{role}_column: which column of {table.name} is the {role}? It has {quoted_names(table)}, and none of the "
-        "usual names. Give anchor_column and positive_column"
+        "usual names. Give anchor_column and positive_column; the same for both trains on single texts"
     )
 
 

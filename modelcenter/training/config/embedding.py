@@ -29,7 +29,8 @@ class EmbeddingConfig(TrainConfig):
     anchor_column: str | None = _data(None, "column with the text that others are found by, such as a question, or "
         "with the first of two texts that have a score; detected by its usual names if not given", "query_column")
     positive_column: str | None = _data(None, "column with the text that belongs to it, or a list of such, of which "
-        "each epoch takes one; detected by its usual names if not given", "document_column")
+        "each epoch takes one, or the anchor's column, to train on single texts by dropout (SimCSE); detected by its "
+        "usual names if not given", "document_column")
     negative_column: str | None = _data(None, "column with a text that does not belong to it, or a list of such, or "
         "several comma-separated columns; if not given, detected, if there is one", "negative_columns")
     score_column: str | None = _data(None, "column with a number that says how alike the two texts are; if not given, "

@@ -74,6 +74,12 @@ class Embedding(Task):
 
     def on_model_built(self, model: Model) -> None:
         self._use(model)
+        config = model.config
+        if self.columns.alone and not any(getattr(config, n) for n in config.field_names() if "dropout" in n):
+            raise ValueError(
+                f"positive_column: got {self.columns.positive!r}, the anchor's, so that texts are told apart by "
+                "dropout, but this model has none; give the column of another text, or --model_config dropout=0.1"
+            )
         width = model.embedding_width
         for dim in self.loss_fn.widths:
             if dim > width:

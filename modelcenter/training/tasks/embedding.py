@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import engine
 from modelcenter.data.schemas.related_texts import (
@@ -194,7 +193,8 @@ class Embedding(Task):
         if engine.rank() != 0:
             return iter(())
         if not isinstance(examples, RelatedExamples):
-            return ({"embedding": row} for row in map(Tensor.tolist, embeddings))
+            # Digits that fp32 has: as a Python number it would be written with twice as many.
+            return ({"embedding": row.double().round(decimals=8).tolist()} for row in embeddings)
         if self.settings.similarity == "cosine":
             embeddings = F.normalize(embeddings, dim=-1)
         return ({"similarity": round(value, 6)} for value in similarities(embeddings, examples).tolist())

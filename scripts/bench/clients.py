@@ -101,6 +101,8 @@ def transformers_auto(folder: Path) -> dict[str, Any]:
     found = {}
     for case in cases(folder):
         name, task, directory = case
+        if task == "embedding":  # sentence-transformers loads these
+            continue
         tokenizer = load_tokenizer(directory)
         batch, key = inputs_of(name, task, tokenizer), AUTO[task][1]
         theirs = load_theirs(case)
@@ -242,9 +244,21 @@ def peft_adapters(folder: Path) -> dict[str, Any]:
     return found
 
 
-def sentence_transformers_encoders(folder: Path) -> dict[str, Any]:
-    """Embeddings by mean pooling, against the mean of the exported hidden states."""
+# What an export of task "embedding" may say of how its embeddings are made; {}: what the model usually does.
+EMBEDDING_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"pooling": "cls"},
+    {"pooling": "last", "similarity": "dot"},
+    {"pooling": "mean", "similarity": "dot", "query_prompt": "the great plot ", "document_prompt": "a movie "},
+    {"pooling": "mean", "normalize": False, "max_length": 8},
+)
+
+
+def sentence_transformers_models(folder: Path) -> dict[str, Any]:
+    """Embeddings by mean pooling of bare encoders, against the mean of the exported hidden states; embeddings of every
+    export that makes such, against those of the exported model, and here again of what sentence-transformers saves."""
     import sentence_transformers
+
+    import modelcenter as mc
 
     found = {}
     for name in ("bert", "roberta", "xlm-roberta"):
@@ -254,7 +268,57 @@ def sentence_transformers_encoders(folder: Path) -> dict[str, Any]:
         hidden = ours(folder, name, "base")["last_hidden_state"]
         expected = (hidden * mask).sum(1) / mask.sum(1)
         found[name] = difference(model.encode(TEXTS), expected)
+    for name, task, directory in cases(folder):
+        if task == "embedding":
+            found[f"{name} {task}"] = both_ways(directory, ours(folder, name, task)["embeddings"])
+    start = folder / "bert" / "embedding"
+    tokenizer = load_tokenizer(start)
+    for number, settings in enumerate(EMBEDDING_SETTINGS):
+        model = mc.from_pretrained(str(start), embedding=settings)
+        directory = folder.parent / f"embedding settings {number}"
+        model.save_pretrained(directory, tokenizer=tokenizer)
+        shown = ", ".join(f"{name} {value}" for name, value in settings.items())
+        prompts = {role: settings.get(f"{role}_prompt", "") for role in ("query", "document")}
+        found[f"bert, {shown}"] = max(
+            both_ways(directory, own_embeddings(model, tokenizer, prompt), role, settings.get("similarity", "cosine"))
+            for role, prompt in prompts.items()
+        )
     return found
+
+
+def both_ways(directory: Path, expected: Any, role: str = "document", similarity: str = "cosine") -> float:
+    """How far sentence-transformers' embeddings of an export are from those of the exported model, and those here of
+    what it saves of that."""
+    import sentence_transformers
+
+    import modelcenter as mc
+
+    model = sentence_transformers.SentenceTransformer(str(directory), device="cpu")
+    tokenizer = load_tokenizer(directory)
+    if type(model.tokenizer) is not type(tokenizer):  # see load_tokenizer
+        model[0].processor = tokenizer
+    encode = {"query": model.encode_query, "document": model.encode_document}[role]
+    worst = difference(encode(TEXTS), expected)
+    with tempfile.TemporaryDirectory() as again:
+        model.save_pretrained(again)
+        read, tokenizer = mc.from_pretrained(again), load_tokenizer(Path(again))
+    assert read.task == "embedding", f"read as {read.task}"
+    settings = read.config.embedding
+    said = (model.similarity_fn_name, settings.similarity)
+    assert said == (similarity, similarity), f"{similarity} is there and here {said}"
+    prompt = settings.query_prompt if role == "query" else settings.document_prompt
+    return max(worst, difference(own_embeddings(read, tokenizer, prompt), expected))
+
+
+def own_embeddings(model: Any, tokenizer: Any, prompt: str) -> Any:
+    """Of the texts, by a model of this project."""
+    import torch
+
+    most = min(model.config.embedding.max_length or sys.maxsize, tokenizer.model_max_length)
+    texts = [prompt + text for text in TEXTS]
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt")
+    with torch.no_grad():
+        return model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).embeddings
 
 
 def onnx_export(folder: Path) -> dict[str, Any]:
@@ -308,7 +372,7 @@ CLIENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "transformers pipeline": transformers_pipeline,
     "safetensors": safetensors_files,
     "peft": peft_adapters,
-    "sentence-transformers": sentence_transformers_encoders,
+    "sentence-transformers": sentence_transformers_models,
     "onnx": onnx_export,
     LLAMA_CPP: llama_cpp.check,
 }

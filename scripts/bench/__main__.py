@@ -53,6 +53,14 @@ BENCHES: dict[str, Bench] = {
     "finetune_dpo": Bench(
         "finetune", 15, tuple("--tasks dpo --hidden 256 --batch_size 16 --steps 12 --rounds 2".split()), data=True
     ),
+    "finetune_embedding": Bench("finetune", 7, tuple("--tasks embedding --steps 24".split()), data=True),
+    # Global batches that are run in parts, with a loss of all their rows together.
+    "finetune_embedding_microbatches": Bench(
+        "finetune",
+        9,
+        tuple("--tasks embedding --batch_size 256 --microbatch 32 --steps 6 --rounds 2".split()),
+        data=True,
+    ),
     # A vocabulary of 100 languages, of which the texts are in one.
     "finetune_multilingual": Bench(
         "finetune",
@@ -84,7 +92,7 @@ BENCHES: dict[str, Bench] = {
     "data": Bench("data", 4, data=True),
     "clients": Bench("clients", 4),
 }
-NEED_PEERS = ("decoder_step", "finetune_dpo", "clients")
+NEED_PEERS = ("decoder_step", "finetune_dpo", "finetune_embedding", "finetune_embedding_microbatches", "clients")
 
 
 def command(name: str, args: argparse.Namespace) -> list[str]:

@@ -3,14 +3,17 @@
 The tasks are BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, and T5 on
 E2E. More are made of E2E's texts: BERT tags the words that say what is known of a restaurant, finds them as answers in
 several texts, and chooses which of four texts is about it; GPT-2 learns to prefer that one (DPO, one pass over its
-pairs, without dropout). Both sides train the same model from the same weights on the same rows, with the same
-tokenizer, batch size, steps, learning rates, dropout, clipping, fused AdamW and threads, in fp32. Trainer runs with its
-defaults; with rows of similar length grouped; for decoders, with the rows of a batch packed end to end; and with
---compiled by torch.compile. The peer of DPO is TRL, with the reference model beside the other or with its
-log-probabilities computed before the first step. Tokens are those that are not padding (in an encoder-decoder, on both
-sides). To show that nobody wins by doing less, the loss curves and the numbers of tokens are recorded, and transformers
-evaluates each export on held-out rows. (With answers in a text, transformers' loss is higher at first: padding is among
-the places where an answer may be.)
+pairs, without dropout); BERT makes embeddings by which the text is found. Both sides train the same model from the same
+weights on the same rows, with the same tokenizer, batch size, steps, learning rates, dropout, clipping, fused AdamW and
+threads, in fp32. Trainer runs with its defaults; with rows of similar length grouped; for decoders, with the rows of a
+batch packed end to end; and with --compiled by torch.compile. The peer of DPO is TRL, with the reference model beside
+the other or with its log-probabilities computed before the first step. That of embeddings is sentence-transformers,
+which has no flag for groups of similar length, but takes a sampler that makes them; the rows are 512 without a text in
+common, of which both compute the same loss. With --microbatch a step is cut, and both run its texts twice: for their
+embeddings, and for their gradients. Tokens are those that are not padding (in an encoder-decoder, on both sides). To
+show that nobody wins by doing less, the loss curves and the numbers of tokens are recorded, and transformers evaluates
+each export on held-out rows. (With answers in a text, transformers' loss is higher at first: padding is among the
+places where an answer may be.)
 
     python scripts/bench/finetune.py --data path/to/data --output result.json
     python scripts/bench/finetune.py --ranks 2 --tasks classification   # sharded here, Trainer under DDP
@@ -62,6 +65,7 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
     best = max(peers, key=lambda name: speed[name])
     data_name = TASKS[task].data_name if args.data else "samples"
     what = f"{task}, {data_name}, {data['parameters'] / 1e6:.3g}M parameters"
+    what += f", microbatches of {args.microbatch}" if args.microbatch else ""
     rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
     why = f"at the rate the machine multiplies at best, the model FLOPs take {rate:.0%} of the time here"
     rows = []

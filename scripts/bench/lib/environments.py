@@ -26,6 +26,7 @@ PEERS: dict[str, tuple[tuple[str, ...], bool, str]] = {
         "CPUAdamBuilder().load(), ShareMemCommBuilder().load()",
     ),
     "trl": (("trl>=1.16",), True, ""),
+    "sentence-transformers": (("sentence-transformers>=6.1",), True, ""),
 }
 HF_PACKAGES = ("transformers", "tokenizers", "safetensors", "huggingface_hub")
 

@@ -7,6 +7,7 @@ from typing import Any
 from scripts.bench.lib.flops import Row
 
 AUTO_CLASSES = {
+    "embedding": "AutoModel",
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",

@@ -27,6 +27,7 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
                    f"BERT, T5 and GPT-2), or as XLM-R's, of 100 languages ({MULTILINGUAL:,}), or only the "
                    "words of the data (default: %(default)s)"
     )  # fmt: skip
+    p.add_argument("--microbatch", type=int, help="rows that are run at a time, of those of a step (default: all)")
     for name, value, what in (
         ("steps", 60, "optimizer steps"),
         ("batch_size", 32, "rows per step"),
@@ -52,6 +53,11 @@ def peers_of(task: str, compiled: bool = False) -> dict[str, str]:
     return {**peers, "trainer, compiled": "compiled"} if compiled and "grouped" in peers.values() else peers
 
 
+def microbatch(args: argparse.Namespace) -> int:
+    """Rows that all ranks together run at a time."""
+    return args.microbatch or args.batch_size
+
+
 def launched(
     words: list[str], ranks: int, threads: int, env: Mapping[str, str] | None = None, python: str = sys.executable
 ) -> dict[str, Any]:
@@ -72,7 +78,8 @@ def our_flags(
         "train_data": folder / f"train{about.suffix}",
         **about.flags,
         "output_dir": folder / "ours",
-        "batch_size": args.batch_size // ranks,
+        "batch_size": microbatch(args) // ranks,
+        "gradient_accumulation_steps": args.batch_size // microbatch(args),
         "max_steps": args.steps,
         "lr": args.lr or about.lr,
         "warmup": 0.1,
@@ -116,7 +123,8 @@ def peer(
         shutil.rmtree(out, ignore_errors=True)
         settings = {
             "task": task, "folder": str(folder), "kind": kind, "output_dir": str(out), "steps": args.steps,
-            "batch_size": args.batch_size // ranks, "lr": args.lr or about.lr, "seed": seed,
+            "batch_size": args.batch_size // ranks, "microbatch": microbatch(args) // ranks,
+            "lr": args.lr or about.lr, "seed": seed,
         }  # fmt: skip
         python = sys.executable if about.environment is None else environments.python_of(about.environment)
         took = launched(["-m", f"{HERE}.{about.peer}", json.dumps(settings)], ranks, args.threads, python=python)

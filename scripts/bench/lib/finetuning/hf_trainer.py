@@ -73,7 +73,8 @@ def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """TrainingArguments that every peer has."""
     return {
         "output_dir": settings["output_dir"],
-        "per_device_train_batch_size": settings["batch_size"],
+        "per_device_train_batch_size": settings["microbatch"],
+        "gradient_accumulation_steps": settings["batch_size"] // settings["microbatch"],
         "max_steps": settings["steps"],
         "learning_rate": settings["lr"],
         "warmup_steps": 0.1,

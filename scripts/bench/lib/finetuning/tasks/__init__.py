@@ -3,6 +3,7 @@
 from scripts.bench.lib.finetuning.tasks.base import Task
 from scripts.bench.lib.finetuning.tasks.classification import Classification
 from scripts.bench.lib.finetuning.tasks.dpo import DPO
+from scripts.bench.lib.finetuning.tasks.embedding import Embedding
 from scripts.bench.lib.finetuning.tasks.lm import LanguageModelling
 from scripts.bench.lib.finetuning.tasks.mlm import MaskedLM
 from scripts.bench.lib.finetuning.tasks.multiple_choice import MultipleChoice
@@ -19,4 +20,5 @@ TASKS: dict[str, Task] = {
     "qa": QuestionAnswering(),
     "multiple_choice": MultipleChoice(),
     "dpo": DPO(),
+    "embedding": Embedding(),
 }

@@ -74,7 +74,8 @@ class EmbeddingLoss(ABC):
                     part.backward()
                 total = total + part.detach()
             if held.grad is not None:
-                vectors.backward(held.grad)
+                with torch.enable_grad():  # of a number: torch imports sympy for a backward that is given a gradient
+                    (vectors * held.grad).sum().backward()
                 assert leaf.grad is not None
                 gradients[:, :width] += leaf.grad
         return total, gradients

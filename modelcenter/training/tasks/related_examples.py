@@ -34,34 +34,38 @@ class RelatedExamples(TokenExamples):
         return len(self.first_positive) - 1
 
     @cached_property
-    def negatives_taken(self) -> np.ndarray:
-        """Negatives of each row in a batch."""
-        counts = np.diff(self.first_negative)
-        return counts if self.max_negatives is None else np.minimum(counts, self.max_negatives)
-
-    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each row, of epochs that take the longest of its texts."""
-        lengths, rows = self.tokens.lengths, len(self)
-        longest = np.maximum.reduceat(lengths, self.first_positive[:-1])
-        taken, first = self.negatives_taken, self.first_negative
-        ends = np.concatenate(([0], np.cumsum(lengths)))
-        negatives = ends[first[1:]] - ends[first[:-1]]
-        for row in np.flatnonzero(taken < np.diff(first)):
-            negatives[row] = np.sort(lengths[first[row] : first[row + 1]])[-taken[row] :].sum()
-        return lengths[:rows] + longest + negatives
+        lengths, rows = self.tokens.lengths, np.arange(len(self))
+        longest = np.maximum.reduceat(lengths[: self.first_positive[-1]], self.first_positive[:-1])
+        first, counts, taken = self._negatives(rows)
+        row_of, negatives = np.repeat(rows, counts), lengths[self.first_negative[0] :]
+        if self.max_negatives is not None:
+            negatives = negatives[np.lexsort((-negatives, row_of))]  # row by row, the longest first
+            place = np.arange(len(negatives)) - (first - self.first_negative[0])[row_of]
+            negatives = negatives * (place < taken[row_of])
+        return lengths[rows] + longest + np.bincount(row_of, negatives, len(rows)).astype(np.int64)
+
+    def _negatives(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(number of the first negative, how many there are, how many a batch takes), each of these rows."""
+        first = self.first_negative[rows]
+        counts = self.first_negative[rows + 1] - first
+        return first, counts, counts if self.max_negatives is None else np.minimum(counts, self.max_negatives)
 
     def numbers(self, rows: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """(numbers of the texts of these rows in an epoch, row by row; their roles)."""
-        numbers, roles = [], []
-        taken = self.negatives_taken
-        for row in np.asarray(rows).tolist():
-            positives = range(self.first_positive[row], self.first_positive[row + 1])
-            negatives = range(self.first_negative[row], self.first_negative[row + 1])
-            chosen = [negatives[(epoch * taken[row] + i) % len(negatives)] for i in range(taken[row])]
-            numbers += [row, positives[epoch % len(positives)], *chosen]
-            roles += [ANCHOR, POSITIVE, *[NEGATIVE] * len(chosen)]
-        return np.array(numbers, np.int64), np.array(roles, np.int64)
+        rows = np.asarray(rows, np.int64)
+        positives = self.first_positive[rows]
+        positives = positives + epoch % (self.first_positive[rows + 1] - positives)
+        first, counts, taken = self._negatives(rows)
+        starts = np.concatenate(([0], np.cumsum(taken + 2)))  # of each row, among what is returned
+        numbers, roles = np.empty(starts[-1], np.int64), np.full(starts[-1], NEGATIVE)
+        for place, (role, texts) in enumerate(((ANCHOR, rows), (POSITIVE, positives))):
+            numbers[starts[:-1] + place], roles[starts[:-1] + place] = texts, role
+        row_of = np.repeat(np.arange(len(rows)), taken)
+        turn = epoch * taken[row_of] + np.arange(len(row_of)) - (np.cumsum(taken) - taken)[row_of]
+        numbers[roles == NEGATIVE] = first[row_of] + turn % counts[row_of]
+        return numbers, roles
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         numbers, roles = self.numbers(rows, epoch)

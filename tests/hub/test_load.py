@@ -22,7 +22,7 @@ from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.load import build_model
 from modelcenter.hub.resolve import ModelFiles
 
-TASKS = list(ARCH.tasks)
+TASKS = [task for task in ARCH.tasks if task != "embedding"]  # which no class declares
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

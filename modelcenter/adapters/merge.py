@@ -76,7 +76,9 @@ def merge_adapter(
     embedding = read_embedding_files(beside.file)
     task = task or ("embedding" if embedding else _TASKS.get(str(file.config.get("task_type"))))
     # `files` does not keep what in_hf_form opens: a file that can only be read whole would be in memory twice.
-    blueprint = blueprint_of(in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore))), task)
+    renamed = in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore)))
+    blueprint = blueprint_of(renamed, task, find=SidecarFiles(files.directory, files.repo, options).file)
+    del renamed
     sizes = _sizes(file, blueprint)
     model = _with_adapter(
         base,

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap
-from modelcenter.hub.files.embedding_files import MODULES_FILE
+from modelcenter.hub.files.embedding_files import MODULES_FILE, FindFile
 from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 
@@ -75,10 +74,13 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 
 
 def choose_task(
-    arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, directory: Path | None = None
+    arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, find: FindFile | None = None
 ) -> str:
-    """The task asked for; else "embedding", where the files in `directory` say how embeddings are made; else the one
+    """The task asked for; else "embedding", where files beside the config say how embeddings are made; else the one
     that the `architectures` of a config.json name.
+
+    Args:
+        find: name of a file -> where it lies, None where there is none; None: there are none.
 
     Raises:
         ValueError: there is none of that name, or they name none.
@@ -89,7 +91,7 @@ def choose_task(
             raise ValueError(f"task: got {task!r}, {arch.model_type} has {', '.join(arch.tasks)}.{close}")
         return task
     # Of such models config.json often names a head that their files do not hold.
-    if "embedding" in arch.tasks and directory is not None and (directory / MODULES_FILE).is_file():
+    if "embedding" in arch.tasks and find is not None and find(MODULES_FILE) is not None:
         return "embedding"
     declared = arch.declared_task(config.get("architectures"))
     if declared is None:

@@ -83,10 +83,12 @@ def blueprint_of(
     """
     spec = find_spec(files.config, architecture, files.origin)
     arch: ArchMap = spec.arch_map()
-    chosen = choose_task(arch, task, files.config, files.origin, files.directory)
+    if find is None:
+        assert files.directory is not None
+        find = beside(files.directory)
+    chosen = choose_task(arch, task, files.config, files.origin, find)
     overrides = dict(overrides or {})
     if chosen == "embedding":
-        find = find or (beside(files.directory) if files.directory is not None else lambda name: None)
         overrides["embedding"] = EmbeddingSettings.over(read_embedding_files(find), overrides.get("embedding"))
     if arch.infer_config is not None and files.weights is not None:
         with open_hf_source(files) as source:

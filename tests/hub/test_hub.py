@@ -365,9 +365,9 @@ def verb(*words):
     with contextlib.suppress(SystemExit):
         run([*words])
 pathlib.Path("texts.txt").write_text("a film\\n")
-out = {"base": told("me/vectors", "base"), "asked": told("me/vectors", "embedding"),
+out = {"found": told("me/vectors"), "base": told("me/vectors", "base"), "asked": told("me/vectors", "embedding"),
     "changed": told("me/vectors", "embedding", embedding={"pooling": "last", "normalize": False}),
-    "cached": told("me/vectors")}
+    "cached": told("me/vectors", local_files_only=True)}
 verb("predict", "me/vectors", "texts.txt", "--output", "out.jsonl")
 verb("download", "me/vectors", "--local_dir", "here")
 convert_main(["me/vectors", "shards", "--to", "distributed"])
@@ -379,7 +379,7 @@ out["width"] = len(json.loads(pathlib.Path("out.jsonl").read_text())["embedding"
     expected = model.config.embedding.to_dict() | {"normalize": True, "document_prompt": ""}
     assert out["base"] == ["base", EmbeddingSettings().to_dict()]
     assert out["changed"] == ["embedding", expected | {"pooling": "last", "normalize": False}]
-    for name in ("asked", "cached", "here", "shards", "again"):
+    for name in ("found", "asked", "cached", "here", "shards", "again"):
         assert out[name] == ["embedding", expected], name
     assert out["width"] == model.embedding_width
 

@@ -94,7 +94,7 @@ def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
     cfg = kind(**{name: value for name, value in run["flags"].items() if name in known})
     values = read_json(path / CONFIG_FILE)
     arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
-    task = choose_task(arch, None, values, str(path), path)  # of the heads that the task may train
+    task = choose_task(arch, None, values, str(path), beside(path))  # of the heads that the task may train
     model = modelcenter.from_config(
         values,
         task,

@@ -224,12 +224,13 @@ def read_lists(table: Table, columns: Sequence[str], needed: bool) -> Lists:
 
 def _texts(table: Table, row: int, column: str, value: Any) -> list[str]:
     """The texts of a cell. Raises ValueError: something else is in it."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_list(value) or value
-    values = value if isinstance(value, (list, tuple)) else [] if is_missing(value) else [value]
+    if isinstance(value, str) and (spelled := parse_list(value)) is not None:  # in a cell of a CSV
+        value = spelled
+    values = value if isinstance(value, (list, tuple)) else [value]
+    values = [text for text in values if not is_missing(text)]
     if not all(isinstance(text, (str, int, float)) for text in values):
         raise ValueError(f"{table.where(row)}: the row has {value!r:.60}, expected texts, in column {column!r}")
-    return [str(text) for text in values if not is_missing(text)]
+    return [str(text) for text in values]
 
 
 def _read_scores(table: Table, column: str) -> np.ndarray:

@@ -70,6 +70,8 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
     if (settings := find(SETTINGS_FILE)) is not None:
         values = read_json(settings)
         prompts = values.get("prompts") or {}
+        if not isinstance(prompts, dict):
+            raise ValueError(f"{settings}: prompts is {prompts!r:.60}, expected an object of texts by their names")
         for role, names in (("query_prompt", _QUERY_PROMPTS), ("document_prompt", _DOCUMENT_PROMPTS)):
             found[role] = next((prompts[name] for name in names if prompts.get(name)), "")
         if (similarity := values.get("similarity_fn_name")) is not None:
@@ -86,9 +88,11 @@ def _pooling_of(path: Path) -> str:
     modes = values.get("pooling_mode")
     if modes is None:
         modes = [mode for name, mode in _SWITCHES.items() if values.get(name)] or ["mean"]
-    modes = [modes] if isinstance(modes, str) else list(modes)
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ValueError(f"{path}: the pooling is {' and '.join(modes)}; supported is one of {', '.join(_POOLINGS)}")
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
+        raise ValueError(
+            f"{path}: the pooling is {' and '.join(map(str, modes))}; supported is one of {', '.join(_POOLINGS)}"
+        )
     if not values.get("include_prompt", True):
         raise ValueError(f"{path}: include_prompt is false, but prompts are always part of the pooled text here")
     return _POOLINGS[modes[0]]

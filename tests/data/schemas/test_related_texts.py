@@ -27,6 +27,8 @@ def columns(names, **more):
         ("id query positive negative", {}, ("query", "positive", "negative", None)),
         ("Anchor Positive Neg_1 neg2 HARD_NEGATIVES", {}, ("Anchor", "Positive", "Neg_1,neg2,HARD_NEGATIVES", None)),
         ("positive query anchor", {}, ("anchor", "positive", None, None)),
+        ("Query query positive", {}, ("Query", "positive", None, None)),
+        ("document query", {"anchor": "document"}, ("document", "query", None, None)),
         ("question answer label", {}, ("question", "answer", None, "label")),
         ("sentence1 sentence2 score similarity", {}, ("sentence1", "sentence2", None, "score")),
         ("sentence1 sentence2 score", {"score": "score"}, ("sentence1", "sentence2", None, "score")),

@@ -56,6 +56,30 @@ def test_the_forms_of_all_versions_are_read(tmp_path):
     assert read_embedding_files(beside(tmp_path / "none")) == {}
 
 
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ({"s2p_query": "q: ", "passage": "p: "}, ("q: ", "p: ")),
+        ({"query": "", "s2p_query": "q: ", "corpus": "c: "}, ("q: ", "c: ")),
+        (None, ("", "")),
+    ],
+)
+def test_prompts_by_the_names_that_models_give_them(tmp_path, prompts, expected):
+    found = read_embedding_files(
+        write(tmp_path / "last", **{**LAST, "config_sentence_transformers": {"prompts": prompts}})
+    )
+    assert (found["query_prompt"], found["document_prompt"]) == expected
+
+
+def test_a_step_says_its_folder(tmp_path):
+    steps = modules("Transformer", "Pooling")
+    steps[1]["path"] = "7_Own"
+    files = {**LAST, "modules": steps, "7_Own__config": {"pooling_mode_lasttoken": False}}  # none is on: the mean
+    assert read_embedding_files(write(tmp_path / "last", **files))["pooling"] == "mean"
+    del steps[1]["path"]
+    assert read_embedding_files(write(tmp_path / "last", **files))["pooling"] == "last"
+
+
 @pytest.fixture(autouse=True)
 def _folders(tmp_path):
     for name in ("first", "last", "none"):
@@ -74,6 +98,8 @@ MISTAKES = {
         "the pooling is max; supported is one of mean, cls, last",
     ),
     "poolings": ({"1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "the pooling is cls and mean"),
+    "number": ({"1_Pooling__config": {"pooling_mode": 3}}, "the pooling is 3; supported"),
+    "prompts": ({"config_sentence_transformers": {"prompts": ["q"]}}, r"prompts is \['q'\], expected an object"),
     "switches": (
         {"1_Pooling__config": {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}},
         "the pooling is cls and max",
@@ -100,6 +126,7 @@ def test_what_is_written_is_read(tmp_path, pooling, similarity):
     found = EmbeddingSettings.of(read_embedding_files(beside(tmp_path / "none")))
     assert found == EmbeddingSettings(**{**settings.to_dict(), "normalize": similarity == "cosine"})
     written = json.loads((tmp_path / "none" / "1_Pooling" / "config.json").read_text())
+    assert written["word_embedding_dimension"] == 24
     # Read by versions before 6, which know one switch for each pooling.
     assert [name for name, on in written.items() if on is True and name.startswith("pooling")] == [
         {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "last": "pooling_mode_lasttoken"}[pooling]
@@ -115,6 +142,14 @@ def test_names_of_the_files():
     assert not any(map(is_embedding_file, ("config.json", "onnx/config.json", "1_Pooling/model.safetensors")))
 
 
+def test_what_a_caller_gives_goes_before_what_is_stored():
+    stored = {"pooling": "cls", "normalize": True, "query_prompt": "q: "}
+    found = EmbeddingSettings.over(stored, {"normalize": False})
+    assert (found.pooling, found.normalizes, found.query_prompt) == ("cls", False, "q: ")
+    whole = EmbeddingSettings(similarity="dot", normalize=True)  # which says all, what it leaves alone too
+    assert EmbeddingSettings.over(stored, whole) == whole and whole.normalizes
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -124,6 +159,7 @@ def test_names_of_the_files():
         ({"normalize": 1.5}, "normalize is 1.5, expected true or false"),
         ({"query_prompt": 3}, "query_prompt is 3, expected a text"),
         ({"max_length": 0}, "max_length is 0, expected a number of tokens"),
+        ({"max_length": True}, "max_length is True, expected a number of tokens"),
         ("mean", "embedding: got 'mean', expected fields"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from modelcenter.hub.files.embedding_files import is_embedding_file
+from modelcenter.hub.files.embedding_files import USUAL_FILES, is_embedding_file
 from modelcenter.hub.files.names import TEMPLATES_FOLDER, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, UnreachableError, download_file, is_offline, list_files
 
@@ -66,7 +66,7 @@ class SidecarFiles:
             except UnreachableError as error:
                 self._do_without(error)
             except ValueError:  # a mirror that lists nothing is asked for each
-                self._listed = set(TOKENIZER_FILES)
+                self._listed = {*TOKENIZER_FILES, *USUAL_FILES}
         if self._listed is not None:
             return self._listed
         if self._directory is None:

@@ -443,6 +443,9 @@ def train(
     merge_lora(model)
     same(logits(model, task, ""), before, 8e-2 if precision == "bf16" else 4e-5)
     model.save_pretrained(f"{folder}-merged")
+    if model.adapter is not None:  # of shards it stays where it was
+        with pytest.raises(ValueError, match="format: a sharded model whose adapter was merged saves with format='hf'"):
+            model.save_pretrained(f"{folder}-shards", format="distributed")
     return losses, held, before.float().numpy()
 
 

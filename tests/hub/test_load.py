@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import typing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from modelcenter.convert.stream import run_in_threads
 from modelcenter.hub.conversion import convert, export
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.load import build_model
-from modelcenter.hub.resolve import ModelFiles
+from modelcenter.hub.resolve import ModelFiles, resolve
 
 TASKS = [task for task in ARCH.tasks if task != "embedding"]  # which no class declares
 
@@ -211,6 +212,18 @@ def test_ranks_that_found_other_commits_do_not_load_a_mixture(monkeypatch):
     monkeypatch.setattr(load, "gather_objects", None)  # a rank that loads a plain model for itself waits for nobody
     with pytest.raises(ValueError, match="me/m@aaa.*: config.json names no model_type"):
         mc.from_pretrained("me/m", policy=False)
+
+
+def test_what_lies_beside_the_weights_is_of_their_commit(saved, tmp_path, monkeypatch):
+    """The branch may move between loading a model and saving it with its tokenizer."""
+    from modelcenter.hub import load, sidecar
+
+    asked = set()
+    files = replace(resolve(saved("base")), repo="me/m", revision="a" * 40)
+    monkeypatch.setattr(load, "resolve", lambda *_, **__: files)
+    monkeypatch.setattr(sidecar, "download_file", lambda repo, _, options, **__: asked.add((repo, options.revision)))
+    mc.from_pretrained("me/m", revision="main").save_pretrained(tmp_path / "out")
+    assert asked == {("me/m", "a" * 40)}
 
 
 class Place:

@@ -94,7 +94,9 @@ def test_there_and_back(hub, home, tmp_path):
     assert check_directory(Path(found["path"])).keys() == found["files"].keys()  # links into the cache are no others
     absent = Path(found["path"]).parents[1] / ".no_exist" / commit
     # The cache says what the repository lacks, so that loading need not ask when there is no network.
-    assert {"generation_config.json", "tokenizer_config.json", "model.safetensors"} <= set(os.listdir(absent))
+    assert {"generation_config.json", "modules.json", "tokenizer_config.json", "model.safetensors"} <= set(
+        os.listdir(absent)
+    )
     hub.requests.clear()
     out, told = verb(hub, home, "download", "me/tiny", token=READ)
     assert out.strip() == found["path"] and hub.downloaded() == []

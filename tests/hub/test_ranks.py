@@ -1,5 +1,6 @@
 """Two ranks against one process: same values, half of the reading each, one complete directory, errors on both."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -52,6 +53,24 @@ def test_initialised_head_is_the_same_on_any_number_of_ranks(saved, pool):
         assert initialised == alone.load_report.initialised
         for name, tensor in full_state(alone).items():
             assert torch.equal(torch.from_numpy(state[name]), tensor), name
+
+
+def lines_of_log(path):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("modelcenter")
+    log.addHandler(handler)
+    try:
+        mc.from_pretrained(path, "token-classification")
+    finally:
+        log.removeHandler(handler)
+    return lines
+
+
+def test_one_rank_says_what_was_loaded(saved, pool):
+    first, second = pool.run(lines_of_log, saved("masked-lm"))
+    assert len(first) == 1 and "2 initialised" in first[0] and second == []
 
 
 def test_plain_on_every_rank_if_asked(saved, pool):

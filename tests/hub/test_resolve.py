@@ -12,6 +12,7 @@ import transformers
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter.hub.files.embedding_files import beside
 from modelcenter.hub.info import model_info
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import resolve
@@ -455,6 +456,29 @@ def test_what_the_hub_has_listed_is_not_asked_for_before_it_is_downloaded(monkey
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, **_: str(tmp_path / name))
     found = sidecar.SidecarFiles(None, "me/tiny", download.HubOptions("0" * 40, cache_dir=tmp_path)).tokenizer()
     assert found == {name: tmp_path / name for name in ("vocab.txt", f"{folder}/rag.jinja")}
+
+
+def test_a_mirror_that_lists_nothing_is_asked_for_each_file(monkeypatch, tmp_path):
+    from modelcenter.hub import sidecar
+
+    def refuse(*args):
+        raise ValueError("no list here")
+
+    held = {"1_Pooling/config.json", "modules.json", "tokenizer.json", "vocab.txt"}
+    for name in held:
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_text(name)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(sidecar, "is_offline", lambda _: False)
+    monkeypatch.setattr(sidecar, "list_files", refuse)
+    find = beside(tmp_path / "hub")
+    monkeypatch.setattr(sidecar, "download_file", lambda repo, name, *_, **__: find(name))
+    files = sidecar.SidecarFiles(None, "me/tiny")
+    files.copy_embedding_files(tmp_path / "out")
+    files.copy_tokenizer(tmp_path / "out")
+    found = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {path.relative_to(tmp_path / "out").as_posix() for path in found} == held
+    assert all(path.read_text() == path.relative_to(tmp_path / "out").as_posix() for path in found)
 
 
 def test_a_pickled_model_holds_no_token():

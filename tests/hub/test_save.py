@@ -139,7 +139,9 @@ def test_an_earlier_checkpoint_is_replaced_and_other_files_stay(model, tmp_path)
     assert target.stat().st_mode & 0o777 == 0o750
     assert os.listdir(tmp_path) == ["out"]
     model.save_pretrained(target, format="distributed")
-    assert not (target / "model.safetensors").exists() and (target / "notes.txt").read_text() == "mine"
+    held = [path.name for path in target.iterdir() if path.is_dir()]
+    assert sorted(held) == ["model", "runs"] and not (target / "model.safetensors").exists()
+    assert (target / "notes.txt").read_text() == "mine"
     assert mc.from_pretrained(target).task == "sequence-classification"
     model.save_pretrained(target)
     assert not (target / "model").exists() and not (target / "manifest.json").exists()

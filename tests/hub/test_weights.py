@@ -48,10 +48,20 @@ def test_a_head_of_another_kind_is_not_taken(saved):
     assert not torch.equal(model.head.weight, load_file(path / "model.safetensors")["classifier.weight"])
 
 
-def test_pretraining_heads_are_shared(saved):
+def test_pretraining_heads_are_shared(saved, tmp_path):
     path = saved("pretraining")
     lm = mc.from_pretrained(path, "masked-lm")
     assert lm.load_report.initialised == [] and "cls.seq_relationship.weight" in lm.load_report.skipped
+    mc.from_pretrained(path).save_pretrained(tmp_path / "shards", format="distributed")  # names there are ours
+    again = mc.from_pretrained(tmp_path / "shards", "masked-lm")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), lm.parameters(), strict=True))
+    assert again.load_report.initialised == []
+    assert sorted(again.load_report.skipped) == ["head.nsp.bias", "head.nsp.weight", "pooler.bias", "pooler.weight"]
+    config = {"model_type": "bert", **lm.config.to_dict(), "architectures": ["GPT2Model"]}
+    with pytest.raises(ValueError, match="shards: its architectures name no head of bert that exists here"):
+        mc.from_pretrained(tmp_path / "shards", "masked-lm", config=config)
+    new = mc.from_pretrained(tmp_path / "shards", "token-classification")
+    assert new.load_report.initialised == ["head.weight", "head.bias"]
     back = mc.from_pretrained(saved("masked-lm", "lm"), "pretraining")
     assert back.load_report.initialised == ["pooler.weight", "pooler.bias", "head.nsp.weight", "head.nsp.bias"]
 
@@ -69,6 +79,22 @@ def test_a_head_that_nobody_named_must_be_there(saved, caplog):
     assert "head.weight" in mc.from_pretrained(path, "sequence-classification").load_report.initialised
     (said,) = [record for record in caplog.records if "initialised: head.weight, head.bias" in record.getMessage()]
     assert said.levelname == "WARNING"
+
+
+def test_what_shards_may_lack(tmp_path):
+    """As files: a head that the caller names, but no part of one, and nothing of the body."""
+    mc.from_config("tiny/bert", "masked-lm").save_pretrained(tmp_path / "lm", format="distributed")
+    mc.from_config("tiny/bert", "base").save_pretrained(tmp_path / "base", format="distributed")
+    for task, options, says in (
+        ("masked-lm", {"tie_embeddings": False}, "lm: 1 missing: head.weight$"),
+        ("masked-lm", {"num_layers": 4}, "lm: 16 missing: layers.3.[^?]*, layers.3.mlp_norm.bias$"),
+        (None, {"num_layers": 4}, "lm: 16 missing: layers.3.[^?]*, layers.3.mlp_norm.bias$"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            mc.from_pretrained(tmp_path / "lm", task, **options)
+    config = {"model_type": "bert", **mc.from_pretrained(tmp_path / "base").config.to_dict()}
+    with pytest.raises(ValueError, match="missing: head(?s:.*)pass task='masked-lm' to initialise .* or task='base'"):
+        mc.from_pretrained(tmp_path / "base", strict=False, config={**config, "architectures": ["BertForMaskedLM"]})
 
 
 def test_a_base_model_without_its_pooler(saved, config_of):
@@ -104,7 +130,7 @@ def test_a_head_without_its_body_is_an_error(saved):
             mc.from_pretrained(path, task)
 
 
-def test_resized_head(saved):
+def test_resized_head(saved, tmp_path):
     path = saved("sequence-classification")
     with pytest.raises(
         ValueError, match="'classifier.weight' in model.safetensors has shape .3, 48., expected .5, 48."
@@ -115,10 +141,16 @@ def test_resized_head(saved):
     assert model.load_report.initialised == ["head.weight", "head.bias"] and model.head.weight.shape == (5, 48)
     assert sorted(model.load_report.skipped) == ["classifier.bias", "classifier.weight"]
     assert model.head.weight.isfinite().all() and model.head.weight.std() < 1
-    for options in ({"ignore_mismatched_sizes": True}, {"num_labels": 5}):  # the body's is not for the head's advice
-        with pytest.raises(ValueError, match="word_embeddings.weight.*has shape .131, 48., expected .140, 48.") as e:
-            mc.from_pretrained(path, vocab_size=140, **options)
-        assert "ignore_mismatched_sizes" not in str(e.value)
+    mc.from_pretrained(path).save_pretrained(tmp_path / "shards", format="distributed")
+    again = mc.from_pretrained(tmp_path / "shards", num_labels=5, ignore_mismatched_sizes=True)
+    assert again.load_report.initialised == ["head.weight", "head.bias"]
+    with pytest.raises(ValueError, match="'head.weight' has shape .3, 48., expected .5, 48.(?s:.*)ignore_mismatched_s"):
+        mc.from_pretrained(tmp_path / "shards", num_labels=5)
+    for place in (path, tmp_path / "shards"):
+        for options in ({"ignore_mismatched_sizes": True}, {"num_labels": 5}):  # which is for heads alone
+            with pytest.raises(ValueError, match="embed.*weight.*has shape .131, 48., expected .140, 48.") as e:
+                mc.from_pretrained(place, vocab_size=140, **options)
+            assert "ignore_mismatched_sizes" not in str(e.value)
 
 
 # -- tensors that do not fit -----------------------------------------------------------------------------------------

@@ -155,6 +155,7 @@ def test_old_files(tmp_path):
     save_file(tensors, tmp_path / "whole/model.safetensors")
     convert(tmp_path / "whole", tmp_path / "shards", "distributed", workers=1)
     convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    assert mc.from_pretrained(tmp_path / "shards").load_report.initialised == []
     assert_same("loss without it", mc.from_pretrained(tmp_path / "back")(ids, mask, labels=ids).loss, wanted, 1e-5)
     tensors["model.decoder.embed_tokens.weight"] += 1
     save_file(tensors, tmp_path / "whole/model.safetensors")

@@ -106,7 +106,7 @@ CASES = {
     "scores": ({"scored": True}, {}, {}),
     "dot": (
         {},
-        {"similarity": "dot", "temperature": 0.25, "matryoshka_dims": ["8", "4"], "pooling": "last"},
+        {"similarity": "dot", "temperature": 0.25, "matryoshka_dims": ["8", "16", "4"], "pooling": "last"},
         {"cosine": False, "scale": 4.0, "widths": (16, 8, 4), "pooling": "last"},
     ),
     "prompts": (
@@ -365,6 +365,15 @@ def test_single_texts_are_found_by_their_column(folder):
     table = read_file(write_jsonl(folder / "corpus.jsonl", [{"id": 1, "text": "a film"}]))
     task = Embedding.for_inference(PredictConfig(), None, table, labelled=False)
     assert (task.columns.anchor, task.columns.positive) == (None, "text")
+    # Columns of the run, where the data has them and the caller names no others.
+    run = EmbeddingConfig(**flags(folder, anchor_column="asked", positive_column="text"))
+    task = Embedding.for_inference(PredictConfig(), run, table, labelled=False)
+    assert (task.columns.anchor, task.columns.positive, task.cfg) == (None, "text", run)
+    rows = [{"asked": "a", "also": "b", "text": "c", "query": "d"}]
+    table = read_file(write_jsonl(folder / "rows.jsonl", rows))
+    for given, anchor in (({}, "asked"), ({"columns": {"anchor": "also"}}, "also")):
+        task = Embedding.for_inference(PredictConfig(**given), run, table, labelled=True)
+        assert (task.columns.anchor, task.columns.positive) == (anchor, "text")
     table = read_file(write_jsonl(folder / "other.jsonl", [{"x": "1", "y": "a film"}]))
     with pytest.raises(ValueError, match="positive_column: which column of .* has the texts"):
         Embedding.for_inference(PredictConfig(), None, table, labelled=False)

@@ -30,6 +30,7 @@ _SWITCHES = {
 _QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query", "s2p_query"), ("document", "passage", "corpus")
 
 POOLING_FOLDER, NORMALIZE_FOLDER = "1_Pooling", "2_Normalize"
+USUAL_FILES = (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE, f"{POOLING_FOLDER}/config.json")
 
 FindFile = Callable[[str], Path | None]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
-from modelcenter.hub.files.embedding_files import is_embedding_file
+from modelcenter.hub.files.embedding_files import MODULES_FILE, is_embedding_file
 from modelcenter.hub.files.names import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -124,7 +124,7 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
 
 def _note_absent(repo: str, names: Container[str], options: HubOptions) -> None:
     """Note in the cache which of the files that loading looks for are not in the commit, for use without a network."""
-    looked_for = [GENERATION_FILE, TOKENIZER_CONFIG_FILE]
+    looked_for = [GENERATION_FILE, MODULES_FILE, TOKENIZER_CONFIG_FILE]
     for weights in WEIGHT_FILES:
         if weights in names:
             break

@@ -343,6 +343,11 @@ MISTAKES = {
     "width": ({"matryoshka_dims": ["99"]}, None, "matryoshka_dims: got 99, but the embeddings have 16 elements"),
     "widths": ({"matryoshka_dims": ["x"]}, None, "matryoshka_dims: got 'x'"),
     "idle": ({"max_negatives": 2}, None, "max_negatives: changes nothing without negatives"),
+    "idle with scores": (
+        {"symmetric": True},
+        {"query": "a", "positive": "b", "score": 1},
+        "symmetric: changes nothing as two texts with a score are alike either way",
+    ),
     "smoothing": ({"label_smoothing": 0.1}, None, "label_smoothing: changes nothing with embeddings"),
     "temperature": ({"temperature": 0}, None, "temperature: got 0"),
     "pooling": ({"pooling": "max"}, None, "pooling"),
@@ -359,6 +364,16 @@ def test_mistakes_are_named(folder, mistake):
     with pytest.raises(ValueError, match=said):
         main(command(flags(folder, **changes)))
     assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+def test_rows_for_evaluations_have_the_same_columns(folder):
+    write_related(folder)
+    cfg = EmbeddingConfig(**flags(folder))
+    Embedding.from_flags(cfg)
+    assert (cfg.anchor_column, cfg.positive_column) == ("query", "positive")  # those of later uses, too
+    write_jsonl(folder / "data" / "dev.jsonl", [{"question": "a film", "positive": "good"}])
+    with pytest.raises(ValueError, match=r"anchor_column: .*dev.jsonl has no column 'query', it has 'question'"):
+        Embedding.from_flags(EmbeddingConfig(**flags(folder)))
 
 
 def test_single_texts_are_found_by_their_column(folder):

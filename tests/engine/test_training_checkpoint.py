@@ -11,6 +11,7 @@ from directory_toys import names
 
 import engine
 from engine.checkpoint import check_manifest, files, training
+from engine.checkpoint.optimizer import merge_stages
 
 LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 3, 2)}
 
@@ -208,6 +209,18 @@ def test_a_load_waits_for_the_save_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_write", lambda *args: time.sleep(0.3) or write(*args))
     engine.save_checkpoint(tmp_path / "c", run.model, state={"n": 1}, asynchronous=True)
     assert engine.load_checkpoint(tmp_path / "c", run.model) == {"n": 1}
+
+
+def test_what_the_stages_hold_is_merged(monkeypatch):
+    """A parameter on two stages comes once; numbers that an optimizer keeps for one come from its own stage."""
+    stages = [
+        [{"param_groups": [{"lr": 1, "params": params}], "values": {params[-1]: {"step": 2}}}]
+        for params in (["tied", "a"], ["tied", "b"])
+    ]
+    monkeypatch.setattr("engine.checkpoint.optimizer.gather_from_stages", lambda model, rest: stages)
+    (merged,) = merge_stages(toys.build(), stages[0])
+    assert merged["param_groups"] == [{"lr": 1, "params": ["tied", "a", "b"]}]
+    assert merged["values"] == {"a": {"step": 2}, "b": {"step": 2}}
 
 
 def test_stages_with_other_numbers_of_groups_are_an_error(tmp_path, monkeypatch):

@@ -298,10 +298,10 @@ def test_training_goes_on_as_the_checkpoint_has_it(folder):
 @pytest.mark.full
 def test_updates_of_low_rank_are_exported_with_what_makes_embeddings(folder):
     write_related(folder)
-    modelcenter.from_config(
-        "tiny/bert", "embedding", **SIZES, vocab_size=len(make_tokenizer()), embedding={"pooling": "cls"}
-    ).save_pretrained(folder / "start", tokenizer=make_tokenizer())
-    values = flags(folder, model=str(folder / "start"), lora_rank=2, max_steps=3, save_every=2)
+    modelcenter.from_config("tiny/bert", "base", **SIZES, vocab_size=len(make_tokenizer())).save_pretrained(
+        folder / "start", tokenizer=make_tokenizer()
+    )
+    values = flags(folder, model=str(folder / "start"), lora_rank=2, max_steps=3, save_every=2, pooling="cls")
     for name in ("from_scratch", "model_config", "tokenizer"):
         del values[name]
     main(command(values))

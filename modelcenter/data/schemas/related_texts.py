@@ -79,14 +79,14 @@ def find_related_columns(
     alone = anchor is not None and anchor == positive
     named = {"anchor": anchor, "positive": None if alone else positive, "score": score}
     check_columns(table, named)
+    for name in negatives:
+        check_columns(table, {**named, "negative": name})
     if alone:
         if score is not None:
             raise ValueError(
                 f"positive_column: got {positive!r}, the anchor's, beside score_column; give another text's"
             )
         return RelatedColumns(anchor, positive, negatives)
-    for name in negatives:
-        check_columns(table, {**named, "negative": name})
     if anchor is None or positive is None:
         anchor, positive = _find_pair(table, anchor, positive, {*negatives, score})
     used = {anchor, positive, score, *negatives}

@@ -330,8 +330,8 @@ def test_single_texts_are_told_apart_by_dropout(folder):
     rows = read_jsonl(folder / "run" / "metrics.jsonl")
     assert all(row["loss"] > 1e-3 for row in rows if "loss" in row)
     assert rows[-1]["eval_accuracy@1"] == 1  # each finds itself
-    with pytest.raises(ValueError, match="negative_column: .* has no column 'none'"):
-        main(command(flags(folder, **same, negative_column="none", output_dir=str(folder / "other"))))
+    with pytest.raises(ValueError, match="negative_column: .* has no column 'nothing'"):
+        main(command(flags(folder, **same, negative_column="nothing", output_dir=str(folder / "other"))))
     with pytest.raises(ValueError, match="beside score_column"):
         main(command(flags(folder, **same, score_column="positive", output_dir=str(folder / "other"))))
 

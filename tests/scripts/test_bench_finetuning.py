@@ -23,7 +23,10 @@ def test_samples_stand_in_for_data_sets(name: str, tmp_path: Path):
     task = TASKS[name]
     rows = task.read(None, "train")
     task.write(rows, tmp_path / "train")
-    assert task.read_back(tmp_path / "train") == rows and len(rows) == 4000
+    assert task.read_back(tmp_path / "train") == rows
+    # Of rows for embeddings no text is in two of them.
+    texts = {text for row in rows for text in row.values()} if name == "embedding" else ()
+    assert len(rows) == (len(texts) / 2 if texts else 4000) > 200
     with pytest.raises(ValueError, match=r"(train.(tsv|csv)|input.txt) is not there; it is to hold sst2"):
         task.read(str(tmp_path), "train")
 
@@ -43,7 +46,7 @@ def test_both_sides_train_on_the_same_tokens(name: str, tmp_path: Path, monkeypa
     batch = task.collator("default", tokenizer, model)(task.encode(tokenizer, rows))
     loss, count, right = task.judge(model, batch, start)
     assert loss > 0 and 0 <= right <= count > 0
-    args = argparse.Namespace(batch_size=ROWS, steps=1, lr=None)
+    args = argparse.Namespace(batch_size=ROWS, steps=1, lr=None, microbatch=None)
     verb, _, rest = task.script.removesuffix(".py").partition("_")
     cli.main([verb, rest.replace("_", "-"), *contenders.our_flags(tmp_path, name, args)])
     trained = read_jsonl(tmp_path / "ours" / "metrics.jsonl")[-1]["tokens"]

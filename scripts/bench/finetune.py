@@ -10,10 +10,10 @@ batch packed end to end; and with --compiled by torch.compile. The peer of DPO i
 the other or with its log-probabilities computed before the first step. That of embeddings is sentence-transformers,
 which has no flag for groups of similar length, but takes a sampler that makes them; the rows are 512 without a text in
 common, of which both compute the same loss. With --microbatch a step is cut, and its texts run twice, for embeddings
-and for gradients; here those of the first microbatch run once. Tokens are those that are not padding (in an encoder-decoder, on both sides). To
-show that nobody wins by doing less, the loss curves and the numbers of tokens are recorded, and transformers evaluates
-each export on held-out rows. (With answers in a text, transformers' loss is higher at first: padding is among the
-places where an answer may be.)
+and for gradients; here those of the first microbatch run once. Tokens are those that are not padding (in an
+encoder-decoder, on both sides). To show that nobody wins by doing less, the loss curves and the numbers of tokens are
+recorded, and transformers evaluates each export on held-out rows. (With answers in a text, transformers' loss is higher
+at first: padding is among the places where an answer may be.)
 
     python scripts/bench/finetune.py --data path/to/data --output result.json
     python scripts/bench/finetune.py --ranks 2 --tasks classification   # sharded here, Trainer under DDP

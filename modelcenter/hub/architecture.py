@@ -13,7 +13,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap
-from modelcenter.hub.files.embedding_files import MODULES_FILE, FindFile
+from modelcenter.hub.files.embedding_files import FindFile, makes_embeddings
 from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 
@@ -90,8 +90,7 @@ def choose_task(
             close = nearest(task, arch.tasks)
             raise ValueError(f"task: got {task!r}, {arch.model_type} has {', '.join(arch.tasks)}.{close}")
         return task
-    # Of such models config.json often names a head that their files do not hold.
-    if "embedding" in arch.tasks and find is not None and find(MODULES_FILE) is not None:
+    if find is not None and makes_embeddings(arch, find):
         return "embedding"
     declared = arch.declared_task(config.get("architectures"))
     if declared is None:

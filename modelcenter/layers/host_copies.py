@@ -1,5 +1,6 @@
 """Tensors on a device that remember their copy on the host, so that reading them need not wait for the device."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ def to_device(value: Any, device: torch.device) -> Any:
     if value.device.type == "cpu":
         setattr(moved, _NAME, value)
     return moved
+
+
+def batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A batch with its tensors on the device, as `to_device` copies them."""
+    return {name: to_device(value, device) for name, value in batch.items()}
 
 
 def host_copy(value: Any) -> Any:

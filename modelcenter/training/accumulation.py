@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 import engine
 from engine.ops import dropout_rows
-from modelcenter.layers import host_copies
+from modelcenter.layers.host_copies import batch_to_device
 from modelcenter.models.base import Model
 from modelcenter.training.joint_loss import JointLoss, accumulate_jointly
 
@@ -110,15 +109,10 @@ def accumulate(
     loss = training_loss(model, loss_fn)
 
     def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:
-        batch = to_device(microbatch, model.device)
+        batch = batch_to_device(microbatch, model.device)
         with dropout_rows(batch.pop("row_ids", None)):
             out = model(**loss.inputs(batch), loss_counts=totals)
         return loss(out, batch, totals)
 
     batches: Sequence[Batch] = list(microbatches)
     return engine.accumulate(model, batches, forward, loss.counts, model.empty_batch, backward)
-
-
-def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on the device, copied without waiting where it is a GPU."""
-    return {name: host_copies.to_device(value, device) for name, value in batch.items()}

@@ -5,7 +5,7 @@ its positive, and perhaps negatives.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +81,8 @@ class EmbeddingLoss(ABC):
         return total, gradients
 
     @abstractmethod
-    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> "Parts":
+    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
         """The parts of which a share is the sum, each with a graph of its own back to the vectors (N, width)."""
-
-
-Parts = Any  # an iterator of 0-d tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +100,10 @@ class InBatchNegatives(EmbeddingLoss):
 
     symmetric: bool = False
 
-    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Parts:
-        roles = facts[:, 0]
+    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
         _, texts = facts[:, 1].unique(return_inverse=True)
-        anchors, positives = ((roles == role).nonzero().flatten() for role in (ANCHOR, POSITIVE))
-        documents = (roles != ANCHOR).nonzero().flatten()
+        anchors, positives = _pairs(facts)
+        documents = (facts[:, 0] != ANCHOR).nonzero().flatten()
         place = torch.searchsorted(documents, positives)  # of each row's positive among the documents
         count = len(texts)  # a number for each (anchor, positive)
         pairs = (texts[anchors] * count + texts[positives]).sort().values
@@ -144,15 +140,20 @@ class RankedPairs(EmbeddingLoss):
     after CoSENTLoss of sentence-transformers (Su 2022). It reads the order of the scores alone.
     """
 
-    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Parts:
+    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
         if own.start != 0 or own.stop == 0:  # nothing to divide: there are few numbers
             return
-        roles = facts[:, 0]
-        anchors, positives = ((roles == role).nonzero().flatten() for role in (ANCHOR, POSITIVE))
+        anchors, positives = _pairs(facts)
         scores, order = facts[anchors, 2].sort()
         with torch.set_grad_enabled(gradient):
             alike = self.scale * (vectors[anchors[order]] * vectors[positives[order]]).sum(-1)
             below = torch.searchsorted(scores, scores)  # pairs with a lower score than each
-            # exp(lower - mine) summed over the pairs below mine... of which the higher ones must be the more alike.
+            # Of each pair the sum of exp(alike of one below it - its own) over those below it, as a logarithm.
             sums = alike.logcumsumexp(0)[(below - 1).clamp(min=0)] - alike
             yield torch.cat([alike.new_zeros(1), sums[below > 0]]).logsumexp(0)
+
+
+def _pairs(facts: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows,) int64 both: the numbers of the anchors, and of their positives."""
+    anchors, positives = ((facts[:, 0] == role).nonzero().flatten() for role in (ANCHOR, POSITIVE))
+    return anchors, positives

@@ -7,15 +7,13 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-import engine
+from modelcenter.layers.host_copies import batch_to_device
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
-from modelcenter.training.accumulation import Batch, LossFn, TrainingLoss, to_device, training_loss
-from modelcenter.training.joint_loss import is_counted
-from modelcenter.training.metrics import Score, sum_over_ranks, sums
+from modelcenter.training.accumulation import Batch, LossFn, TrainingLoss, training_loss
+from modelcenter.training.metrics import Score, greatest, is_counted, sum_over_ranks, sums
 
 MetricUpdate = Callable[[Any, ModelOutput, Any], None]
 
@@ -156,17 +154,15 @@ def _outputs(
     pipeline = model.pipeline
     if pipeline is not None:
         pipeline.check_same(batches)
-    rounds = torch.tensor(len(batches), device=engine.device())
-    if engine.world_size() > 1:
-        dist.all_reduce(rounds, op=dist.ReduceOp.MAX)
+    rounds = greatest(len(batches))
     was_training = model.training
     model.eval()
     try:
-        for turn in range(int(rounds)):
+        for turn in range(rounds):
             if pipeline is None or turn % _PIPELINE_BATCHES == 0:
                 check_stop()
             mine = turn < len(batches)
-            batch = to_device(batches[turn] if mine else model.empty_batch(), model.device)
+            batch = batch_to_device(batches[turn] if mine else model.empty_batch(), model.device)
             given = inputs(batch)
             forward = functools.partial(model, **given, loss_counts=totals)
             with torch.no_grad():

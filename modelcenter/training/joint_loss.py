@@ -22,8 +22,9 @@ from engine.collectives import from_rank_0
 from engine.ops import dropout_key, dropout_rows
 from engine.ops.dropout_masks import has_dropout_key
 from engine.torch_compat import all_gather_flat
-from modelcenter.layers import host_copies
+from modelcenter.layers.host_copies import batch_to_device
 from modelcenter.models.base import Model
+from modelcenter.training.metrics import greatest, is_counted
 
 Batch = Mapping[str, Any]
 _MICROBATCH = "microbatch"  # in a batch of the second pass: its number
@@ -62,12 +63,6 @@ class JointLoss(Protocol):
         ...
 
 
-def is_counted() -> bool:
-    """Whether this rank's results are those of a batch: of ranks that compute it together, the first one's of the last
-    stage."""
-    return runtime.stage() == runtime.stages() - 1 and runtime.rank() % runtime.model_ranks() == 0
-
-
 @dataclass(frozen=True)
 class _Found:
     """The loss (0-d), and its gradients by the outputs for this rank's microbatches."""
@@ -81,7 +76,7 @@ def accumulate_jointly(
 ) -> Tensor:
     """As `accumulate`, for a loss of all items together. Collective."""
     batches = [dict(batch) for batch in microbatches]
-    most = _most(len(batches))
+    most = greatest(len(batches))
     # The first microbatch need not run twice: it goes through backward when the outputs for the others are there.
     first = 0 if model.pipeline is not None else 1
     found: _Found | None = None
@@ -112,7 +107,7 @@ def accumulate_jointly(
 
 def _run(model: Model, loss: JointLoss, batch: Batch, call: Callable[[Any], Any] = lambda forward: forward()) -> Any:
     """The model's output for a batch."""
-    given = {name: host_copies.to_device(value, model.device) for name, value in loss.inputs(batch).items()}
+    given = batch_to_device(loss.inputs(batch), model.device)
     with dropout_rows(given.pop("row_ids", None)):
         return call(functools.partial(model, **given))
 
@@ -188,15 +183,6 @@ def _gather(items: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
         gathered.append(torch.cat([every[rank, :n] for rank, (n, _, _) in enumerate(shapes)]).to(device))
     starts = [sum(n for n, _, _ in shapes[:rank]) for rank in range(world + 1)]
     return gathered[0], gathered[1], starts
-
-
-def _most(number: int) -> int:
-    """The greatest of the ranks' numbers. Collective."""
-    if runtime.world_size() == 1:
-        return number
-    most = torch.tensor(number, device=runtime.message_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
 
 
 def _same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from modelcenter import registry
 from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.command_line.yaml_file import read_mapping
 from modelcenter.convert.config_map import names_of_numbers
-from modelcenter.hub.files.embedding_files import MODULES_FILE
+from modelcenter.hub.files.embedding_files import makes_embeddings
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, read_config, resolve, resolve_file
@@ -61,9 +61,9 @@ class TrainedModel:
             return TASKS[self.task]
         files = self._files(HubOptions(revision))
         config, named = files.config, files.config.get("architectures")
-        head = registry.get(model_type_of(config), named).arch_map().declared_task(named)
-        if SidecarFiles(files.directory, files.repo, HubOptions(files.revision)).file(MODULES_FILE) is not None:
-            head = "embedding"
+        arch = registry.get(model_type_of(config), named).arch_map()
+        sidecar = SidecarFiles(files.directory, files.repo, HubOptions(files.revision))
+        head = "embedding" if makes_embeddings(arch, sidecar.file) else arch.declared_task(named)
         task = task_of_head(head or "base")
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))

@@ -31,7 +31,7 @@ from modelcenter.convert.stream import CHUNK_BYTES, Source, chunks
 from modelcenter.hub.architecture import Blueprint, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import open_model
-from modelcenter.hub.files.embedding_files import MODULES_FILE
+from modelcenter.hub.files.embedding_files import makes_embeddings
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.files.weight_files import open_weight_files
@@ -253,8 +253,7 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"))
     # Of ModelCenter's files no config names a class.
     heads = {} if files.legacy is not None else whole.absent_heads
-    if heads and "embedding" in arch.tasks and _sidecar(files, request.options).file(MODULES_FILE) is not None:
-        # Configs of models of embeddings often name a head that the files do not hold.
+    if heads and makes_embeddings(arch, _sidecar(files, request.options).file):
         bare = {**files.config, "architectures": [arch.tasks["embedding"].hf_class]}
         return _match_source(source, side, replace(files, config=bare), request)
     heads = {part: [request.prefix + name for name in names] for part, names in heads.items()}

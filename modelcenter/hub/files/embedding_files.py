@@ -40,6 +40,16 @@ def is_embedding_file(name: str) -> bool:
     return name in (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE) or _STEP_FILE.fullmatch(name) is not None
 
 
+def makes_embeddings(arch: Any, find: FindFile) -> bool:
+    """Whether the files say that a checkpoint makes embeddings, which its architecture (an ArchMap) can. Of such
+    checkpoints config.json often names a head that their files do not hold.
+
+    Args:
+        find: as of read_embedding_files.
+    """
+    return "embedding" in arch.tasks and find(MODULES_FILE) is not None
+
+
 def beside(directory: Path) -> FindFile:
     """Finds the files of a model's directory."""
     return lambda name: found if (found := directory / name).is_file() else None

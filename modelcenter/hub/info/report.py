@@ -8,7 +8,7 @@ from typing import Any
 
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
-from modelcenter.hub.files.embedding_files import MODULES_FILE
+from modelcenter.hub.files.embedding_files import beside, makes_embeddings
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.info.config_fields import config_fields, our_names
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
@@ -97,7 +97,7 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
         ours = our_names(config, arch)
         described["task"] = arch.declared_task(config.get("architectures"))
         described["tasks"] = list(arch.tasks)
-        if "embedding" in arch.tasks and directory is not None and (directory / MODULES_FILE).is_file():
+        if directory is not None and makes_embeddings(arch, beside(directory)):
             described["task"] = "embedding"
         described["sizes"] = {key: ours[key] for key in _SHOWN if key in ours}
     else:

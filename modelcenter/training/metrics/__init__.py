@@ -10,7 +10,7 @@ from modelcenter.training.metrics.generation import Generation, rouge
 from modelcenter.training.metrics.lm import LanguageModel, perplexity
 from modelcenter.training.metrics.preference import Preference
 from modelcenter.training.metrics.qa import ExtractiveAnswers
-from modelcenter.training.metrics.reduce import gather_lists, sum_over_ranks, sums
+from modelcenter.training.metrics.reduce import gather_lists, greatest, is_counted, sum_over_ranks, sums
 from modelcenter.training.metrics.retrieval import Likeness, Retrieval
 from modelcenter.training.metrics.tagging import TokenLabels, entities
 
@@ -32,6 +32,8 @@ __all__ = [
     "TokenLabels",
     "entities",
     "gather_lists",
+    "greatest",
+    "is_counted",
     "perplexity",
     "rouge",
     "sum_over_ranks",

@@ -12,7 +12,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 import engine
+from engine import runtime
 from engine.collectives import gather_objects
+
+
+def is_counted() -> bool:
+    """Whether this rank's results are those of a batch: of ranks that compute it together, the first one's of the last
+    stage."""
+    return runtime.stage() == runtime.stages() - 1 and engine.rank() % runtime.model_ranks() == 0
+
+
+def greatest(number: int) -> int:
+    """The greatest of the ranks' numbers. Collective."""
+    most = torch.tensor(number, device=engine.device())
+    if engine.world_size() > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:

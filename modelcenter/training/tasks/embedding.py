@@ -139,12 +139,9 @@ class Embedding(Task):
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """The loss of all rows together, whatever the size of batches, and the metrics."""
         embeddings = all_embeddings(model, examples, batch_size).to(model.device)
-        rows = np.arange(len(examples))
-        numbers, roles = examples.numbers(rows)
-        scores = {} if examples.scores is None else {"scores": torch.from_numpy(examples.scores[rows].repeat(2))}
-        batch = {"roles": torch.from_numpy(roles), "text_ids": torch.from_numpy(examples.text_ids[numbers]), **scores}
-        first, last = own_part(len(rows))
-        starts = [*np.flatnonzero(roles == ANCHOR).tolist(), len(roles)]
+        numbers, batch = examples.facts(np.arange(len(examples)))
+        first, last = own_part(len(examples))
+        starts = [*np.flatnonzero(batch["roles"] == ANCHOR).tolist(), len(numbers)]
         facts = self.loss_fn.facts(batch).to(model.device)
         own = slice(starts[first], starts[last])
         value, _ = self.loss_fn.share(embeddings[torch.from_numpy(numbers)], facts, own, gradient=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from modelcenter.data.batching.collate import pack
 from modelcenter.training.contrastive import ANCHOR, NEGATIVE, POSITIVE
@@ -67,13 +68,17 @@ class RelatedExamples(TokenExamples):
         numbers[roles == NEGATIVE] = first[row_of] + turn % counts[row_of]
         return numbers, roles
 
-    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+    def facts(self, rows: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, dict[str, Tensor]]:
+        """(numbers of the texts of these rows in an epoch, what a batch says of them: contrastive.TEXT_FACTS)."""
         numbers, roles = self.numbers(rows, epoch)
-        batch: dict[str, Any] = pack(self.tokens, numbers)
-        batch |= {"roles": torch.from_numpy(roles), "text_ids": torch.from_numpy(self.text_ids[numbers])}
+        facts = {"roles": torch.from_numpy(roles), "text_ids": torch.from_numpy(self.text_ids[numbers])}
         if self.scores is not None:
-            batch["scores"] = torch.from_numpy(np.repeat(self.scores[rows], 2))
-        return batch
+            facts["scores"] = torch.from_numpy(np.repeat(self.scores[rows], 2))
+        return numbers, facts
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        numbers, facts = self.facts(rows, epoch)
+        return {**pack(self.tokens, numbers), **facts}
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         return self.numbers(rows)[0]

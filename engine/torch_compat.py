@@ -130,6 +130,12 @@ def compile_often(function: Callable[..., Any], most: int, **options: Any) -> Ca
     return compiled
 
 
+def may_round_products() -> bool:
+    """Whether products of fp32 matrices on a CPU may round their operands to bf16, as
+    ``torch.set_float32_matmul_precision("medium")`` allows."""
+    return torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"
+
+
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of ``group`` that begin from now on raise after so many seconds."""
     for device in group._device_types:

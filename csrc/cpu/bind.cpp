@@ -241,6 +241,9 @@ void cross_entropy(Tensor logits, Tensor loss, Tensor targets, std::optional<Ten
 
 // The name of the instruction set in use; plain C, for Python's ctypes.
 extern "C" __attribute__((visibility("default"))) const char* modelcenter_isa() { return modelcenter::kernels().name; }
+extern "C" __attribute__((visibility("default"))) int modelcenter_rounds() {
+  return modelcenter::rounded_product() != nullptr;
+}
 
 STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
@@ -279,9 +282,9 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "cross_entropy_(Tensor(a!) logits, Tensor(b!) loss, Tensor targets, Tensor? count, float scale, float smoothing, "
       "bool train, int stream) -> ()");
-  m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add) -> ()");
-  m.def("linear_(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("product_(Tensor(a!) out, Tensor a, Tensor b, Tensor(b!)? sums, bool add, bool may_round=False) -> ()");
+  m.def("linear_(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, bool may_round=False) -> ()");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool may_round=False) -> Tensor");
   m.def(
       "attention_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, "
       "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, int key, int site, "

@@ -74,13 +74,15 @@ void multiply_few(const Product& p, int64_t rows) {
 }
 
 void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::optional<Tensor>& sums,
-              const std::optional<Tensor>& bias, bool add) {
+              const std::optional<Tensor>& bias, bool add, bool may_round) {
   Product p = check_product(out, a, b, sums, bias, add);
   const int64_t rows = out.size(0);
   if (!add && p.depth == 0)
     for (int64_t i = 0; i < rows; i++) memset(p.out + i * p.out_stride, 0, sizeof(float) * (size_t)p.columns);
   if (p.depth == 0 && p.sums) memset(p.sums, 0, sizeof(float) * (size_t)rows);
   if (!rows || p.depth == 0 || (!p.columns && !p.sums)) return;
+  const ProductKernel rounded = may_round ? rounded_product() : nullptr;
+  const ProductKernel kernel = rounded ? rounded : kernels().product;
   const bool taken = p.b_transposed && !p.a_transposed && !p.add && !p.sums;
   if (taken && rows <= kernels().few_rows) return multiply_few(p, rows);
   // Cut into parts of whole tiles, one for each thread. A large product has work for all, and the bits are the same.
@@ -96,24 +98,25 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::op
     for (int64_t i = begin; i < end; i++) {
       const int64_t r = i / across, c = i % across;
       const int64_t top = edge(r, down, rows), left = edge(c, across, p.columns);
-      kernels().product(p, top, edge(r + 1, down, rows), left, edge(c + 1, across, p.columns), scratch.get());
+      kernel(p, top, edge(r + 1, down, rows), left, edge(c + 1, across, p.columns), scratch.get());
     }
   });
 }
 
-void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool add) {
-  multiply(out, a, b, sums, std::nullopt, add);
+// may_round: numbers may be rounded to bf16 before they are multiplied, where that is faster.
+void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool add, bool may_round) {
+  multiply(out, a, b, sums, std::nullopt, add, may_round);
 }
 
 // out (m, n) = x (m, k) @ weight (n, k).T + bias (n,).
-void linear_into(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias) {
+void linear_into(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias, bool may_round) {
   STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) > 0, "x and weight must be matrices with columns");
-  multiply(out, x, torch::stable::transpose(weight, 0, 1), std::nullopt, bias, false);
+  multiply(out, x, torch::stable::transpose(weight, 0, 1), std::nullopt, bias, false, may_round);
 }
 
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias) {
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool may_round) {
   const Tensor out = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
-  linear_into(out, x, weight, bias);
+  linear_into(out, x, weight, bias, may_round);
   return out;
 }
 

@@ -18,6 +18,7 @@ struct Product {
   int64_t columns, depth, out_stride, a_stride, b_stride;
   bool a_transposed, b_transposed, add;
 };
+using ProductKernel = void (*)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch);
 constexpr int64_t kProductScratch = 224 * 1024;  // numbers that a thread packs operands into
 
 // Attention of packed sequences: out = dropout(softmax(scale q k^T + bias)) v. q, out: rows of `heads` times `channels`
@@ -74,7 +75,7 @@ struct CpuKernels {
   void (*cross_entropy)(float* x, int64_t stride, const int64_t* target, float* loss, int64_t rows, int64_t n,
                         float scale, float smoothing, bool train);
   // Rows [top, bottom) of columns [left, right) of a product. The sums are of whoever begins at column 0.
-  void (*product)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch);
+  ProductKernel product;
   // Columns [left, right) of a product of few rows, whose b is transposed and a is not, and of which no sums are asked
   // for; and up to how many rows it is the faster one.
   void (*product_of_few)(const Product&, int64_t rows, int64_t left, int64_t right);
@@ -101,6 +102,9 @@ struct CpuKernels {
   // Two states of SHA-256 after n bytes of x and m of y, multiples of 64; false where the processor lacks instructions.
   bool (*sha256)(uint32_t* first, const uint8_t* x, int64_t n, uint32_t* second, const uint8_t* y, int64_t m);
 };
+
+// As `product`, of numbers rounded to bf16; null where this CPU has no instructions for it, or the compiler knows none.
+ProductKernel rounded_product();
 
 const CpuKernels& kernels_plain();
 const CpuKernels& kernels_avx2();

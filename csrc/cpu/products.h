@@ -1,8 +1,10 @@
-// Products of fp32 matrices whose operands lie as they are: a part of cpu/kernels.cpp, compiled for each instruction set.
+// Products of fp32 matrices whose operands lie as they are: a part of cpu/kernels.cpp, compiled for each instruction set,
+// and of cpu/rounded_products.cpp.
 //
 // Panels of both operands are packed into scratch memory, in the order in which the innermost loop takes them, so that an
 // operand may be transposed at no cost. Each element of the result is summed over t in the same order, however the
-// result is cut among threads.
+// result is cut among threads. What is packed are words of 4 bytes: numbers as they are (Exact), or two of them, rounded
+// (Rounded).
 #pragma once
 
 #include "convert.h"
@@ -13,7 +15,7 @@ namespace modelcenter {
 namespace {
 
 constexpr int64_t kTall = 8, kWide = 32;                          // of a tile, whose sums are in registers
-constexpr int64_t kDepth = 192, kHeight = 1024, kWidth = 128;     // of what is packed: of a kHeight x kDepth, in the L2
+constexpr int64_t kDepth = 192, kHeight = 1024, kWidth = 128;     // in words: of a kHeight x kDepth are packed, in the L2
 constexpr int64_t kTallPanel = kTall * kDepth + 16, kWidePanel = kWide * kDepth + 16;  // not a power of two apart
 static_assert(kProductScratch >= kHeight / kTall * kTallPanel + kWidth / kWide * kWidePanel, "it is too small");
 
@@ -32,20 +34,31 @@ typedef float Vector __attribute__((vector_size(kBytes), aligned(4), may_alias))
 
 MC_INLINE void fetch(const float* p) { __builtin_prefetch(p, 0, 3); }
 
-// Rounded once where there are instructions for it: AVX2 and AVX-512 give the same bits, and others bits of their own.
-MC_INLINE Vector plus_product(Vector sum, float x, Vector y) {
+// What is packed: numbers as they are, one in a word.
+struct Exact {
+  static constexpr int64_t kSteps = 1;
+  static MC_INLINE Vector plus_product(Vector sum, float x, Vector y) {
+    // Rounded once where there are instructions for it: AVX2 and AVX-512 give the same bits, and others bits of their own.
 #if defined(__AVX512F__)
-  return (Vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sum);
+    return (Vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sum);
 #elif defined(__AVX2__)
-  return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)y, (__m256)sum);
+    return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)y, (__m256)sum);
 #else
-  return sum + x * y;
+    return sum + x * y;
 #endif
-}
+  }
+  // Panels of kOf columns of rows [0, depth) of x, whose rows are contiguous; the last panel is filled up with zeros.
+  // The sums of the columns are added to `sums`, unless it is null.
+  template <int64_t kOf>
+  static void pack(const float* x, int64_t stride, int64_t depth, int64_t columns, float* to, float* sums);
+  // The same of the transpose of x: panels of kOf rows, of columns [0, depth).
+  template <int64_t kOf>
+  static void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums);
+};
 
 // A tile, of kOf columns, of out = the sum over t of a[i * a_row + t * a_step] b[t * b_step + j], added to what `out`
-// holds or not, or to its columns' bias, which may be null.
-template <int64_t kOf = kWide>
+// holds or not, or to its columns' bias, which may be null. depth and steps are in words.
+template <int64_t kOf = kWide, class Words = Exact>
 MC_INLINE void tile(int64_t depth, const float* __restrict a, int64_t a_row, int64_t a_step, const float* __restrict b,
                     int64_t b_step, float* out, int64_t stride, bool add, const float* bias = nullptr) {
   constexpr int kEach = kOf < kColumns ? (int)kOf / kNumbersEach : kVectors;  // vectors of a row of an inner tile
@@ -67,7 +80,7 @@ MC_INLINE void tile(int64_t depth, const float* __restrict a, int64_t a_row, int
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 2
-          for (int v = 0; v < kEach; v++) sum[r][v] = plus_product(sum[r][v], left[r * a_row], y[v]);
+          for (int v = 0; v < kEach; v++) sum[r][v] = Words::plus_product(sum[r][v], left[r * a_row], y[v]);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++)
@@ -89,25 +102,10 @@ MC_INLINE void fetch_tile(const float* out, int64_t stride) {
   }
 }
 
-// Panels of `wide` columns of rows [0, depth) of x, whose rows are contiguous; the last panel is filled up with zeros.
-template <int64_t kOf>
-MC_INLINE void pack(const float* x, int64_t stride, int64_t depth, int64_t columns, float* __restrict to) {
-  constexpr int64_t kPanel = kOf * kDepth + 16, kAhead = 4;
-  const int64_t whole = columns / kOf, rest = columns % kOf;
-  for (int64_t t = 0; t < depth; t++, x += stride, to += kOf) {
-    if (t + kAhead < depth)  // rows are far apart: what the hardware fetches by itself ends with a row
-      for (int64_t j = 0; j < columns; j += 16) fetch(x + kAhead * stride + j);
-    for (int64_t p = 0; p < whole; p++) memcpy(to + p * kPanel, x + p * kOf, sizeof(float) * kOf);
-    if (!rest) continue;
-    for (int64_t j = 0; j < kOf; j++) to[whole * kPanel + j] = j < rest ? x[whole * kOf + j] : 0.0f;
-  }
-}
-
 #if defined(__AVX2__)
-// The transpose of 8 x 8 numbers, of which the first rows are there and the others are zeros.
-MC_INLINE void transpose_8x8(const float* x, int64_t stride, int64_t rows, float* to, int64_t to_stride) {
-  __m256 r[8], s[8];
-  for (int k = 0; k < 8; k++) r[k] = k < rows ? _mm256_loadu_ps(x + k * stride) : _mm256_setzero_ps();
+// The transpose of the 8 x 8 words in r.
+MC_INLINE void store_transposed(__m256* r, float* to, int64_t to_stride) {
+  __m256 s[8];
   for (int k = 0; k < 8; k += 2) {
     s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]);
     s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
@@ -122,6 +120,13 @@ MC_INLINE void transpose_8x8(const float* x, int64_t stride, int64_t rows, float
     _mm256_storeu_ps(to + k * to_stride, _mm256_permute2f128_ps(r[k], r[k + 4], 0x20));
     _mm256_storeu_ps(to + (k + 4) * to_stride, _mm256_permute2f128_ps(r[k], r[k + 4], 0x31));
   }
+}
+
+// The transpose of 8 x 8 numbers, of which the first rows are there and the others are zeros.
+MC_INLINE void transpose_8x8(const float* x, int64_t stride, int64_t rows, float* to, int64_t to_stride) {
+  __m256 r[8];
+  for (int k = 0; k < 8; k++) r[k] = k < rows ? _mm256_loadu_ps(x + k * stride) : _mm256_setzero_ps();
+  store_transposed(r, to, to_stride);
 }
 #endif
 
@@ -148,14 +153,7 @@ MC_INLINE void transpose_panel(const float* x, int64_t stride, int64_t depth, in
 #endif
 }
 
-// What `pack` gives of the transpose of x: panels of kOf rows, of columns [0, depth).
-template <int64_t kOf>
-MC_INLINE void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
-  for (int64_t i = 0; i < rows; i += kOf, x += kOf * stride, to += kOf * kDepth + 16)
-    transpose_panel<kOf>(x, stride, depth, rows - i < kOf ? rows - i : kOf, to);
-}
-
-// sums += the sums over the depth of each row of packed panels.
+// sums += the sums over the depth of each row of packed panels of kTall rows.
 MC_INLINE void add_sums(const float* a, int64_t depth, int64_t rows, float* sums) {
   for (int64_t i = 0; i < rows; i += kTall, a += kTallPanel) {
     Sixteen even{}, odd{};  // two rows of the panel each: an addition waits for the one before
@@ -172,23 +170,50 @@ MC_INLINE void add_sums(const float* a, int64_t depth, int64_t rows, float* sums
   }
 }
 
+template <int64_t kOf>
+void Exact::pack(const float* x, int64_t stride, int64_t depth, int64_t columns, float* __restrict to, float* sums) {
+  constexpr int64_t kPanel = kOf * kDepth + 16, kAhead = 4;
+  const int64_t whole = columns / kOf, rest = columns % kOf;
+  float* panel = to;
+  for (int64_t t = 0; t < depth; t++, x += stride, panel += kOf) {
+    if (t + kAhead < depth)  // rows are far apart: what the hardware fetches by itself ends with a row
+      for (int64_t j = 0; j < columns; j += 16) fetch(x + kAhead * stride + j);
+    for (int64_t p = 0; p < whole; p++) memcpy(panel + p * kPanel, x + p * kOf, sizeof(float) * kOf);
+    if (!rest) continue;
+    for (int64_t j = 0; j < kOf; j++) panel[whole * kPanel + j] = j < rest ? x[whole * kOf + j] : 0.0f;
+  }
+  if (sums) add_sums(to, depth, columns, sums);
+}
+
+template <int64_t kOf>
+void Exact::pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to, float* sums) {
+  float* panel = to;
+  for (int64_t i = 0; i < rows; i += kOf, x += kOf * stride, panel += kOf * kDepth + 16)
+    transpose_panel<kOf>(x, stride, depth, rows - i < kOf ? rows - i : kOf, panel);
+  if (sums) add_sums(to, depth, rows, sums);
+}
+
+template <class Words>
 void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch) {
+  constexpr int64_t kPacked = kDepth * Words::kSteps;  // steps of the depth that are packed together
   float* const tall = scratch;
   float* const wide = scratch + kHeight / kTall * kTallPanel;
   const bool sums = p.sums && left == 0;
   if (sums) memset(p.sums + top, 0, sizeof(float) * (size_t)(bottom - top));
   for (int64_t i = top; i < bottom; i += kHeight) {
     const int64_t height = bottom - i < kHeight ? bottom - i : kHeight;
-    for (int64_t t = 0; t < p.depth; t += kDepth) {
-      const int64_t depth = p.depth - t < kDepth ? p.depth - t : kDepth;
+    for (int64_t t = 0; t < p.depth; t += kPacked) {
+      const int64_t depth = p.depth - t < kPacked ? p.depth - t : kPacked;
+      const int64_t words = (depth + Words::kSteps - 1) / Words::kSteps;
       const bool add = p.add || t;
-      if (p.a_transposed) pack<kTall>(p.a + t * p.a_stride + i, p.a_stride, depth, height, tall);
-      else pack_rows<kTall>(p.a + i * p.a_stride + t, p.a_stride, depth, height, tall);
-      if (sums) add_sums(tall, depth, height, p.sums + i);
+      float* const to = sums ? p.sums + i : nullptr;
+      if (p.a_transposed) Words::template pack<kTall>(p.a + t * p.a_stride + i, p.a_stride, depth, height, tall, to);
+      else Words::template pack_rows<kTall>(p.a + i * p.a_stride + t, p.a_stride, depth, height, tall, to);
       for (int64_t j = left; j < right; j += kWidth) {
         const int64_t width = right - j < kWidth ? right - j : kWidth;
-        if (p.b_transposed) pack_rows<kWide>(p.b + j * p.b_stride + t, p.b_stride, depth, width, wide);
-        else pack<kWide>(p.b + t * p.b_stride + j, p.b_stride, depth, width, wide);
+        const float* const from = p.b_transposed ? p.b + j * p.b_stride + t : p.b + t * p.b_stride + j;
+        if (p.b_transposed) Words::template pack_rows<kWide>(from, p.b_stride, depth, width, wide, nullptr);
+        else Words::template pack<kWide>(from, p.b_stride, depth, width, wide, nullptr);
         for (int64_t x = 0; x < width; x += kWide) {
           const float* b = wide + x / kWide * kWidePanel;
           const float* bias = p.bias && !t ? p.bias + j + x : nullptr;
@@ -197,11 +222,11 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
             float* out = p.out + (i + y) * p.out_stride + j + x;
             if (y + kTall <= height && x + kWide <= width) {
               fetch_tile(out, p.out_stride);
-              tile(depth, a, 1, kTall, b, kWide, out, p.out_stride, add, bias);
+              tile<kWide, Words>(words, a, 1, kTall, b, kWide, out, p.out_stride, add, bias);
               continue;
             }
             float edge[kTall * kWide];
-            tile(depth, a, 1, kTall, b, kWide, edge, kWide, false);
+            tile<kWide, Words>(words, a, 1, kTall, b, kWide, edge, kWide, false);
             for (int64_t r = 0; r < kTall && y + r < height; r++)
               for (int64_t c = 0; c < kWide && x + c < width; c++) {
                 float* to = out + r * p.out_stride + c;

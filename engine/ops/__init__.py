@@ -32,7 +32,7 @@ from engine.ops.dropout_masks import (
     fresh_key,
 )
 from engine.ops.embeddings import Embedding, embedding
-from engine.ops.gemm import linear, linear_activated, linears, matmul, matmul_nt, onednn_linear
+from engine.ops.gemm import linear, linear_activated, linears, matmul, matmul_nt, multiplies_in_bf16, onednn_linear
 from engine.ops.norm import Added, layer_norm, norm_after, norm_before, rms_norm
 from engine.ops.rotary import rotate
 from engine.torch_compat import is_just
@@ -41,5 +41,6 @@ __all__ = [
     "Activation", "Added", "Draws", "Embedding", "cross_entropy_", "drawn_key", "draws_of", "dropout", "dropout_add",
     "dropout_key", "dropout_rows", "eager", "embedding", "fresh_key", "gated", "gelu", "gelu_tanh", "host_number",
     "is_just", "layer_norm", "leave_to_eager", "linear", "linear_activated", "linears", "matmul", "matmul_nt",
+    "multiplies_in_bf16",
     "norm_after", "norm_before", "onednn_linear", "rms_norm", "rotate", "silu",
 ]  # fmt: skip

@@ -66,6 +66,8 @@ def _report() -> int:
     else:
         name = "torch, fused for a few rows" if gemm.few_compiled() else "torch"
     lines.append(f"linear on the CPU: {name}: {why}")
+    if gemm.multiplies_in_bf16():
+        lines.append('with torch.set_float32_matmul_precision("medium"): in bf16, with sums in fp32')
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:  # who reads it has seen enough; else Python would complain at its end

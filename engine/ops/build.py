@@ -35,6 +35,7 @@ _ISAS = {
         "-mprefer-vector-width=512",
     ],
 }
+_ROUNDED = ["-mavx512bf16"]  # beside those of avx512: for products of numbers rounded to bf16
 _ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 
 
@@ -51,7 +52,7 @@ def sources() -> Path:
 @functools.cache
 def key() -> str:
     """A hash of the sources and flags: part of a library's file name, so that no outdated library is ever loaded."""
-    digest = hashlib.sha256(repr((_CPU, _CUDA, _TORCH, _ISAS)).encode())
+    digest = hashlib.sha256(repr((_CPU, _CUDA, _TORCH, _ISAS, _ROUNDED)).encode())
     for path in sorted(sources().rglob("*")):
         if path.suffix in (".h", ".cpp", ".cu"):
             digest.update(path.name.encode() + path.read_bytes())
@@ -150,10 +151,24 @@ def _include() -> list[str]:
 
 def _cpu_parts() -> list[list[str]]:
     cxx, cpu = compiler(), sources() / "cpu"
-    isas = list(_ISAS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
-    kernels = [[cxx, *_CPU, *_ISAS[isa], f"-DMC_ISA={isa}", "-c", str(cpu / "kernels.cpp")] for isa in isas]
+    kernels = [[cxx, *_CPU, *flags, "-c", str(cpu / name)] for name, flags in cpu_kernels(cxx)]
     bind = [cxx, *_CPU, *_include(), "-c", str(cpu / "bind.cpp")]
-    return [bind, *reversed(kernels), [cxx, *_CPU, "-c", str(cpu / "dispatch.cpp")]]  # the slowest first
+    return [bind, *kernels, [cxx, *_CPU, "-c", str(cpu / "dispatch.cpp")]]  # the slowest first
+
+
+def cpu_kernels(cxx: str) -> list[tuple[str, list[str]]]:
+    """The files of kernels for this machine's CPUs, and with which flags this compiler makes each of them."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return [("kernels.cpp", ["-DMC_ISA=plain"]), ("rounded_products.cpp", [])]
+    kernels = [("kernels.cpp", [*flags, f"-DMC_ISA={isa}"]) for isa, flags in reversed(_ISAS.items())]
+    rounded = [*_ISAS["avx512"], *_ROUNDED] if knows(cxx, _ROUNDED) else []
+    return [*kernels, ("rounded_products.cpp", rounded)]
+
+
+def knows(cxx: str, flags: Sequence[str]) -> bool:
+    """Whether a compiler takes these flags: older ones lack the latest instructions."""
+    probe = [cxx, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    return subprocess.run(probe, capture_output=True).returncode == 0
 
 
 def _cuda_parts() -> list[list[str]]:

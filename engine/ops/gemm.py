@@ -6,8 +6,11 @@ another number of tokens in almost every step; and what torch lets it see is con
 operands are transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) is as fast
 as oneDNN without either, but for a few rows, as generation has them; without it oneDNN does all. On AMD's CPUs with
 AVX2 alone MKL is as fast as either, but again for a few rows, with which it takes up to six times as long as the
-compiled operator for few (csrc/cpu/few_rows.h). All are exact fp32. The choice depends on the CPU, on what is built and
-on the shape, never on a timing, and no sum on the number of threads: a run repeats bit for bit.
+compiled operator for few (csrc/cpu/few_rows.h). All are exact fp32, unless torch.set_float32_matmul_precision("medium")
+allows to round what is multiplied to bf16: CPUs with instructions for that multiply twice as fast (by the compiled
+operator, csrc/cpu/rounded_products.cpp, or Intel's by torch), and sums are in fp32 as before. The choice depends on the
+CPU, on what is built and on the shape, never on a timing, and no sum on the number of threads: a run repeats bit for
+bit.
 
 On a GPU the products are torch's. The gradient of a bias, which is the sum over all rows, takes torch twice the time of
 reading them; the compiled operator (csrc/cuda/columns.cu) adds them up in one pass, in an order that does not change.
@@ -27,6 +30,7 @@ from torch import Tensor
 from engine.ops import activation as activations
 from engine.ops import library, remade
 from engine.ops.autograd import Function, once_differentiable
+from engine.torch_compat import may_round_products
 
 _CPU = torch.device("cpu")
 _FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there
@@ -66,6 +70,13 @@ def compiled() -> bool:
     return library.serves(_CPU) and library.cpu().isa == "avx512"
 
 
+def multiplies_in_bf16() -> bool:
+    """Whether this CPU multiplies fp32 matrices in bf16 where torch's setting, "medium", allows it."""
+    if onednn_linear()[0] and compiled():
+        return library.cpu().rounds
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def few_compiled() -> bool:
     """Whether that for few rows is there, on a CPU on which it was measured to be faster than MKL."""
     return library.serves(_CPU) and library.cpu().isa == "avx2" and not _is_intel()
@@ -90,8 +101,8 @@ def _compiled_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor 
     """The same product, by the compiled operator."""
     bias = None if bias is None else bias.contiguous()
     if room is None:  # selective recomputation keeps what an operator returns, not what it writes
-        return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias)
-    torch.ops.modelcenter.linear_(room, _as_it_lies(a), _as_it_lies(b), bias)
+        return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias, may_round_products())
+    torch.ops.modelcenter.linear_(room, _as_it_lies(a), _as_it_lies(b), bias, may_round_products())
     return room
 
 
@@ -146,7 +157,8 @@ def _product(
         if compiled():
             out = add_to if add_to is not None else a.new_empty((a.shape[0], b.shape[1])) if room is None else room
             total = a.new_empty(a.shape[0]) if sums else None
-            torch.ops.modelcenter.product_(out, _as_it_lies(a), _as_it_lies(b), total, add_to is not None)
+            a, b, add = _as_it_lies(a), _as_it_lies(b), add_to is not None
+            torch.ops.modelcenter.product_(out, a, b, total, add, may_round_products())
             return out, total
         out = _onednn(a, b.t())
     elif add_to is not None and add_to.dtype == a.dtype == b.dtype:  # under autocast they may differ

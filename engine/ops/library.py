@@ -27,11 +27,13 @@ _NO_CODE, _OLD_DRIVER = (98, 209), (35, 222)
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a library is loaded, and its file and instruction set, or why not; of the CPU's also that set alone."""
+    """Whether a library is loaded, and its file and instruction set, or why not; of the CPU's also that set alone, and
+    whether it multiplies numbers rounded to bf16 here."""
 
     loaded: bool
     what: str
     isa: str = ""
+    rounds: bool = False
 
 
 #: Instruction set of the CPU library, and the kinds of devices on which operators are in use, once that is known: for
@@ -51,12 +53,13 @@ def cpu() -> Status:
         return Status(False, _why_not_found("cpu"))
     try:
         torch.ops.load_library(str(path))
-        isa = ctypes.CDLL(str(path)).modelcenter_isa
+        here = ctypes.CDLL(str(path))
+        isa, rounds = here.modelcenter_isa, here.modelcenter_rounds
     except (OSError, RuntimeError, AttributeError) as error:
         return Status(False, f"{path} does not load on torch {torch.__version__}: {str(error).splitlines()[0]}")
     isa.restype = ctypes.c_char_p
     loaded_isa = isa().decode()
-    return Status(True, f"{path} ({loaded_isa})", loaded_isa)
+    return Status(True, f"{path} ({loaded_isa})", loaded_isa, bool(rounds()))
 
 
 @functools.cache

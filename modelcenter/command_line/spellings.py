@@ -19,6 +19,7 @@ _STRATEGIES = {"epoch": "epoch", "no": "never", "steps": None}
 # Flags of other programs whose values differ from ours.
 TRANSLATED = {
     "bf16": Translation("precision", {True: "bf16", False: "fp32"}, "precision takes more"),
+    "tf32": Translation("matmul_precision", {True: "high", False: "highest"}, "matmul_precision takes more"),
     "gradient_checkpointing": Translation("recompute", {True: "full", False: "none"}, "recompute takes more"),
     "eval_strategy": Translation("eval_every", _STRATEGIES, "eval_every takes more"),
     "evaluation_strategy": Translation("eval_every", _STRATEGIES, "eval_every takes more"),

@@ -48,6 +48,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
     gathered = f", {readable(state.gathered)} for what a step gathers" if state.gathered else ""
     trained = model.num_parameters(only_trainable=True)
     share = "" if trained == parameters else f", {trained:,} of them trained"
+    products = "" if cfg.matmul_precision == "highest" else f" (products of fp32: {cfg.matmul_precision})"
     parts = cfg.gradient_accumulation_steps
     labels = _labels(model)
     epoch = "" if source.steps_per_epoch is None else f" ({source.steps_per_epoch:,} per epoch)"
@@ -64,7 +65,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
          + "".join(f", {name} {size}" for name, size in split.items() if size > 1)),
         ("steps", f"{source.steps:,}{epoch}, warmup {run.lr_schedule.warmup_iter}, "
          f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
-        ("precision", f"{cfg.precision} on {engine.device()}, ZeRO level {cfg.zero}"),
+        ("precision", f"{cfg.precision}{products} on {engine.device()}, ZeRO level {cfg.zero}"),
         ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{on_host}{gathered}, "
          "activations apart"),
     ]  # fmt: skip

@@ -68,6 +68,15 @@ BENCHES: dict[str, Bench] = {
         tuple("--tasks classification --vocabulary multilingual --hidden 768 --steps 30 --rounds 2".split()),
         data=True,
     ),
+    # In the sizes of BERT-base and GPT-2, with products that round to bf16.
+    "finetune_bf16_products": Bench(
+        "finetune",
+        15,
+        tuple(
+            "--tasks classification lm --hidden 768 --layers 12 --steps 20 --rounds 2 --matmul_precision medium".split()
+        ),
+        data=True,
+    ),
     "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),
     # From random weights, sentiment takes some epochs to learn; fewer steps would compare guesses.
     "quality_classification": Bench(

@@ -10,10 +10,11 @@ batch packed end to end; and with --compiled by torch.compile. The peer of DPO i
 the other or with its log-probabilities computed before the first step. That of embeddings is sentence-transformers,
 which has no flag for groups of similar length, but takes a sampler that makes them; the rows are 512 without a text in
 common, of which both compute the same loss. With --microbatch a step is cut, and its texts run twice, for embeddings
-and for gradients; here those of the first microbatch run once. Tokens are those that are not padding (in an
-encoder-decoder, on both sides). To show that nobody wins by doing less, the loss curves and the numbers of tokens are
-recorded, and transformers evaluates each export on held-out rows. (With answers in a text, transformers' loss is higher
-at first: padding is among the places where an answer may be.)
+and for gradients; here those of the first microbatch run once. With --matmul_precision medium both sides multiply
+numbers that are rounded to bf16, with sums in fp32, and Trainer has a turn with autocast to bf16. Tokens are those that
+are not padding (in an encoder-decoder, on both sides). To show that nobody wins by doing less, the loss curves and the
+numbers of tokens are recorded, and transformers evaluates each export on held-out rows. (With answers in a text,
+transformers' loss is higher at first: padding is among the places where an answer may be.)
 
     python scripts/bench/finetune.py --data path/to/data --output result.json
     python scripts/bench/finetune.py --ranks 2 --tasks classification   # sharded here, Trainer under DDP
@@ -56,17 +57,20 @@ def main() -> None:
 
 def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     data = contenders.prepare(folder, task, args)
-    peers = contenders.peers_of(task, args.compiled)
+    peers = contenders.peers_of(task, args)
     runs = {"modelcenter": contenders.ours(folder, task, args, args.ranks, zero=args.zero)} | {
         name: contenders.peer(folder, task, kind, args, args.ranks) for name, kind in peers.items()
     }
     results = take_turns(runs, args.rounds, args.threads)
     speed, whole, peak = (medians(results, key) for key in ("tokens_per_second", "process_seconds", "peak_mb"))
     best = max(peers, key=lambda name: speed[name])
+    rounds = args.matmul_precision == "medium"
     data_name = TASKS[task].data_name if args.data else "samples"
     what = f"{task}, {data_name}, {data['parameters'] / 1e6:.3g}M parameters"
+    what += ", bf16 products" if rounds else ""
     what += f", microbatches of {args.microbatch}" if args.microbatch else ""
-    rate = speed["modelcenter"] * data["gflop_per_token"] / machine.limits()["gemm_gflops"]
+    limit = machine.limits()["rounded_gemm_gflops" if rounds else "gemm_gflops"]
+    rate = speed["modelcenter"] * data["gflop_per_token"] / limit
     why = f"at the rate the machine multiplies at best, the model FLOPs take {rate:.0%} of the time here"
     rows = []
     for name in peers:
@@ -79,7 +83,13 @@ def measure(folder: Path, task: str, args: Any) -> tuple[dict[str, Any], list[di
                 END_TO_END if args.ranks == 1 else None, why)
     )  # fmt: skip
     rows.append(against(f"{what}: peak memory of a process", least, peak["modelcenter"], peak[least], "MB"))
-    rows.append(fraction(f"{what}: arithmetic of training, with everything around it", rate, "fp32 products"))
+    rows.append(
+        fraction(
+            f"{what}: arithmetic of training, with everything around it",
+            rate,
+            f"{'bf16' if rounds else 'fp32'} products",
+        )
+    )
     judged = {
         n: contenders.evaluate_export(folder, task, found[-1]["model"], args.threads) for n, found in results.items()
     }

@@ -136,6 +136,8 @@ def section(name: str, record: Mapping[str, Any], described: bool = False) -> st
         rate = f"{record['numbers']['device']}: bf16 products {limit['bf16_gemm_tflops']} TFLOP/s"
     else:
         rate = f"fp32 products {limit['gemm_gflops']} GFLOP/s"
+        if record["settings"].get("matmul_precision") == "medium":
+            rate += f", of numbers rounded to bf16 {limit['rounded_gemm_gflops']}"
     lines.append(
         f"{record['date']}, commit {record['commit'][:12]}; {cpu}, {machine['cores']} cores,"
         f" {machine['memory_gib']} GiB; {rate}, copy {limit['copy_gb_per_s']}"

@@ -58,6 +58,8 @@ def test_defaults_and_types():
         ("--resume_from_checkpoint false", "resume", "never"),
         ("--bf16", "precision", "bf16"),
         ("--bf16 false", "precision", "fp32"),
+        ("--tf32", "matmul_precision", "high"),
+        ("--tf32 False", "matmul_precision", "highest"),
         ("--gradient_checkpointing", "recompute", "full"),
         ("--do_train", "epochs", 3.0),
         ("--optim adamw_torch_fused", "optimizer", "adamw"),

@@ -243,11 +243,13 @@ int main() {
   norms();
   rows_of_numbers();
   rotations();
-  products();
+  products(k.product, "product ");
   products_of_few();
   attention();
   distances();
   bytes();
   counters();
+  // Last, since not all instruction sets have it: what others are given stays the same.
+  if (rounded_product()) products(rounded_product(), "rounded product ");
   return 0;
 }

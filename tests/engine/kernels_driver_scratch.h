@@ -2,9 +2,10 @@
 #pragma once
 #include "kernels_driver.h"
 
-static void products() {
+// kernel: of numbers as they are, or rounded ones.
+static void products(const ProductKernel kernel, const char* kind) {
   for (int64_t rows : {1, 21, 70})
-    for (int64_t depth : {3, 200})
+    for (int64_t depth : {3, 200, 400})
       for (int64_t columns : {5, 161})
         for (bool transposed : {false, true}) {
           const bool add = rows == 70, turned = rows == 21;  // of b
@@ -18,9 +19,9 @@ static void products() {
           on_threads(down * across, [&](int64_t part) {
             const Scratch scratch(kProductScratch);
             const int64_t top = part / across * 32, left = part % across * 64;
-            k.product(p, top, std::min(rows, top + 32), left, std::min(columns, left + 64), scratch.at);
+            kernel(p, top, std::min(rows, top + 32), left, std::min(columns, left + 64), scratch.at);
           });
-          const std::string name = "product " + std::to_string(rows) + " " + std::to_string(depth) + " " +
+          const std::string name = kind + std::to_string(rows) + " " + std::to_string(depth) + " " +
                                    std::to_string(columns) + (transposed ? ", transposed" : "");
           show(name, out);
           show(name + ": sums", sums);

@@ -211,6 +211,90 @@ def check_product(m, k, n, transposed):
             torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def may_round():
+    """What torch calls "medium": products of fp32 matrices in bf16."""
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def rounded(x):
+    return x.bfloat16().double()
+
+
+# Of odd depth, and as many steps as are packed together, or one more.
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (8, 384, 32), (9, 385, 33), (70, 3, 300), (1030, 800, 7), (17, 50, 129)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_product_of_rounded_numbers(compiled, may_round, sizes, transposed):
+    check_rounded(*sizes, transposed)
+
+
+def check_rounded(m, k, n, transposed):
+    """Against float64 of what is rounded to bf16; sums are of the numbers themselves. A CPU that cannot multiply them
+    does as without."""
+    assert library.serves(torch.device("cpu"))
+    wide = torch.randn(k, m + 3)[:, 1:-2] if transposed else torch.randn(m, k + 3)[:, 1:-2]
+    a, weight, bias = wide.t() if transposed else wide, torch.randn(n, k + 1)[:, :-1], torch.randn(n)
+    wanted, near = rounded(a) @ rounded(weight).t(), dict(rtol=1e-5, atol=3e-7 * k + 1e-5)
+    exact = {}
+    for may in (False, True):
+        out, sums, added = torch.empty(m, n), torch.empty(m), torch.ones(m, n)
+        torch.ops.modelcenter.product_(out, a, weight.t(), sums, False, may)
+        torch.ops.modelcenter.product_(added, a, weight.t().contiguous(), None, True, may)
+        biased = torch.ops.modelcenter.linear(a.contiguous(), weight, bias, may)
+        exact[may] = [out, sums, added, biased]
+    out, sums, added, biased = exact[True]
+    if not library.cpu().rounds:
+        assert all(torch.equal(x, y) for x, y in zip(exact[True], exact[False], strict=True))
+        return
+    torch.testing.assert_close(out.double(), wanted, **near)
+    torch.testing.assert_close(added.double(), wanted + 1, **near)
+    torch.testing.assert_close(biased.double(), wanted + bias.double(), **near)
+    torch.testing.assert_close(sums.double(), a.double().sum(1), **near)
+    assert m * n == 1 or not torch.allclose(out, exact[False][0], rtol=1e-4, atol=1e-4)
+    threads = torch.get_num_threads()
+    try:
+        for other in (1, 2, 3, 6):
+            torch.set_num_threads(other)
+            again, total = torch.empty(m, n), torch.empty(m)
+            torch.ops.modelcenter.product_(again, a, weight.t(), total, False, True)
+            assert torch.equal(again, out) and torch.equal(total, sums)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("onednn", ["compiled"], indirect=True)
+@pytest.mark.parametrize("precision", ["medium", "high", "highest"])
+def test_which_products_are_rounded(onednn, precision):
+    """Those of layers, in both directions, where torch's setting allows it, and only there."""
+    rounds = gemm.multiplies_in_bf16()
+    assert rounds == library.cpu().rounds
+    kept = rounded if rounds and precision == "medium" else torch.Tensor.double
+    x, w, b = (torch.randn(shape, requires_grad=True) for shape in ((64, 48), (40, 48), (40,)))
+    grad = torch.randn(64, 40)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        out = ops.linear(x, w, b)
+        out.backward(grad)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    wanted = kept(x) @ kept(w).t() + b.double(), kept(grad) @ kept(w), kept(grad).t() @ kept(x), grad.double().sum(0)
+    for ours, theirs in zip((out, x.grad, w.grad, b.grad), wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_no_number_is_none_when_rounded(compiled, may_round):
+    assert library.serves(torch.device("cpu"))
+    a, b = torch.randn(9, 5), torch.randn(5, 33)
+    a[3, 2], b[1, 32], a[8, 4] = float("nan"), float("inf"), 3.4e38  # which rounds to infinity
+    out = torch.empty(9, 33)
+    torch.ops.modelcenter.product_(out, a, b, None, False, True)
+    rounds = library.cpu().rounds
+    wanted = (rounded(a) @ rounded(b)) if rounds else a @ b
+    assert torch.equal(out.isfinite(), wanted.isfinite())
+
+
 # Rows that go together or are left over, a depth that ends within a vector or is cut, columns that are left over.
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 48])
 @pytest.mark.parametrize("depth, columns", [(5, 3), (64, 8), (1037, 261)])

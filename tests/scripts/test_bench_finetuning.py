@@ -46,7 +46,7 @@ def test_both_sides_train_on_the_same_tokens(name: str, tmp_path: Path, monkeypa
     batch = task.collator("default", tokenizer, model)(task.encode(tokenizer, rows))
     loss, count, right = task.judge(model, batch, start)
     assert loss > 0 and 0 <= right <= count > 0
-    args = argparse.Namespace(batch_size=ROWS, steps=1, lr=None, microbatch=None)
+    args = argparse.Namespace(batch_size=ROWS, steps=1, lr=None, microbatch=None, matmul_precision="highest")
     verb, _, rest = task.script.removesuffix(".py").partition("_")
     cli.main([verb, rest.replace("_", "-"), *contenders.our_flags(tmp_path, name, args)])
     trained = read_jsonl(tmp_path / "ours" / "metrics.jsonl")[-1]["tokens"]

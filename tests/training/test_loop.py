@@ -15,6 +15,7 @@ from toyruns import in_transformers, read_summary, train_classifier
 
 import engine
 import modelcenter
+from engine.ops import multiplies_in_bf16
 from engine.optim import OptimManager
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
@@ -354,6 +355,18 @@ def test_bf16_runs(folder):
     losses = [[row["loss"] for row in r if "loss" in row] for r in (rows, whole)]
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[0] != losses[1]
     assert engine.world_size() == 1
+
+
+def test_products_of_fp32_may_be_in_bf16(folder):
+    """Each run says how precise they are, whatever an earlier one in the process has said."""
+    rows = train_classifier(folder, matmul_precision="medium", max_steps=3)
+    assert torch.get_float32_matmul_precision() == "medium"
+    whole = train_classifier(folder, max_steps=3, output_dir=str(folder / "fp32"))
+    assert torch.get_float32_matmul_precision() == "highest"
+    losses = [[row["loss"] for row in r if "loss" in row] for r in (rows, whole)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert (losses[0] == losses[1]) != multiplies_in_bf16()
+    assert ClassificationConfig.from_yaml(folder / "run" / "config.yaml").matmul_precision == "medium"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,12 @@ from modelcenter.training.config.checks import check_fraction, check_not_negativ
 
 RECOMPUTES = ("none", "cheap", "selective", "full")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
+# torch's words, and what they mean.
+MATMUL_PRECISIONS = ("highest", "high", "medium")
+MATMUL_PRECISION = (
+    "precision in which fp32 matrices are multiplied (sums are in fp32): highest: fp32; high: TF32 on a GPU; medium: "
+    "also bf16 on a CPU with instructions for it, which is up to twice as fast"
+)
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
 # Flags of how a run is distributed, evaluated, logged or saved, not of what it computes: a run may go on with others.
@@ -202,6 +208,8 @@ class TrainConfig(Flags):
         "Trained weights are stored in fp32, except with bf16-params (bf16 weights, fp32 masters in the optimizer) "
         "and bf16-sr (bf16 weights, no masters, stochastic rounding)", "mixed_precision", choices=PRECISIONS,
         means={"no": "fp32"})
+    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
+        choices=MATMUL_PRECISIONS)
     zero: int = _engine(3, "what to shard over the ranks (ZeRO level): 0 nothing, 1 optimizer state, 2 also gradients, "
         "3 also parameters", "zero_level", "zero_stage", choices=(0, 1, 2, 3))
     dp_replicate: int = _engine(1, "number of groups of ranks that each hold a complete (sharded) copy of the model")

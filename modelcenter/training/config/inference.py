@@ -9,7 +9,13 @@ from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.checks import check_positive
-from modelcenter.training.config.common import PRECISIONS, TrainConfig, is_local
+from modelcenter.training.config.common import (
+    MATMUL_PRECISION,
+    MATMUL_PRECISIONS,
+    PRECISIONS,
+    TrainConfig,
+    is_local,
+)
 from modelcenter.training.config.seq2seq import LANGUAGES, ONE_BEAM, check_metrics
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
@@ -147,6 +153,8 @@ class PredictConfig(ColumnFlags, SearchFlags):
     batch_size: int = _batches(64, "rows per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
         choices=PRECISIONS)
+    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
+        choices=MATMUL_PRECISIONS)
     zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
         choices=(0, 1, 2, 3))
     # fmt: on
@@ -231,6 +239,8 @@ class GenerateConfig(SearchFlags):
     batch_size: int = _batches(8, "number of prompts per rank and batch", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
         choices=PRECISIONS)
+    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
+        choices=MATMUL_PRECISIONS)
     zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
         choices=(0, 1, 2, 3))
     # fmt: on

@@ -18,6 +18,7 @@ from modelcenter.training.output.folder import prepare_output, remove_if_empty
 from modelcenter.training.output.lock import lock_folder
 from modelcenter.training.output.trackers import selected_trackers
 from modelcenter.training.setup.rank_checks import check_flags
+from modelcenter.training.setup.resolve import set_matmul_precision
 
 
 @contextmanager
@@ -58,6 +59,7 @@ def start_ranks(cfg: TrainConfig) -> None:
     check_flags(cfg)
     if cfg.output_dir is not None and not cfg.dry_run:
         check_shared(Path(cfg.output_dir).absolute())
+    set_matmul_precision(cfg.matmul_precision)
     engine.memory.keep_freed_memory()  # each step asks for the buffers that the last one freed
     # FSDP2 warns at every step about units whose outputs are views. Only adding to them in place would go wrong, and no
     # block does.

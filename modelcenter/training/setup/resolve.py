@@ -5,18 +5,22 @@ Beside these, the task sets its own flags, and trained.resolve_model_names those
 results. The functions called here return values and change no flags.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import engine
+from engine.ops import multiplies_in_bf16
 from modelcenter.models.base import Model
 from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.setup.automatic_batch_size import largest_batch_sizes
 from modelcenter.training.setup.batch_sizes import continued_batch_sizes, step_sizes
 from modelcenter.training.tasks.base import Examples
+
+log = logging.getLogger(__name__)
 
 
 def resolve_for_ranks(cfg: TrainConfig, continuation: Continuation | None) -> None:
@@ -72,6 +76,13 @@ def resolve_precision(precision: str) -> str:
         return precision
     native = engine.device().type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if native else "fp32"
+
+
+def set_matmul_precision(precision: str) -> None:
+    """How fp32 matrices are multiplied from now on, in this process. Warns where "medium" changes nothing on a CPU."""
+    torch.set_float32_matmul_precision(precision)
+    if precision == "medium" and engine.device().type == "cpu" and engine.rank() == 0 and not multiplies_in_bf16():
+        log.warning("matmul_precision: medium changes nothing here: this CPU has no instructions for bf16")
 
 
 def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> int:

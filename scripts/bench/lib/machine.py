@@ -13,9 +13,10 @@ SEEN: list[dict[str, float]] = []  # limits measured in this run, one entry per 
 
 
 def measure(child: Callable[..., dict[str, Any]], threads: int) -> dict[str, float]:
-    """GFLOP/s of fp32 matrix products, and GB/s of a copy, counting bytes read and written."""
+    """GFLOP/s of fp32 matrix products and of those that may round to bf16, and GB/s of a copy, counting bytes read and
+    written."""
     found = child(["-m", "scripts.bench.lib.rates"], threads)
-    SEEN.append({key: found[key] for key in ("gemm_gflops", "copy_gb_per_s")})
+    SEEN.append({key: found[key] for key in ("gemm_gflops", "rounded_gemm_gflops", "copy_gb_per_s")})
     return SEEN[-1]
 
 

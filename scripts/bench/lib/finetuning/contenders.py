@@ -27,6 +27,10 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
                    f"BERT, T5 and GPT-2), or as XLM-R's, of 100 languages ({MULTILINGUAL:,}), or only the "
                    "words of the data (default: %(default)s)"
     )  # fmt: skip
+    p.add_argument("--matmul_precision", choices=("highest", "medium"), default="highest",
+                   help="medium: fp32 matrices may be rounded to bf16 where they are multiplied; peers also compute in "
+                   "bf16 (autocast) then (default: %(default)s)"
+    )  # fmt: skip
     p.add_argument("--microbatch", type=int, help="rows that are run at a time, of those of a step (default: all)")
     for name, value, what in (
         ("steps", 60, "optimizer steps"),
@@ -47,10 +51,14 @@ def prepare(folder: Path, task: str, args: argparse.Namespace, seed: int = 0) ->
     return child(["-m", f"{HERE}.prepare", str(folder), json.dumps(settings)], args.threads)
 
 
-def peers_of(task: str, compiled: bool = False) -> dict[str, str]:
+def peers_of(task: str, args: argparse.Namespace) -> dict[str, str]:
     """{name of a peer in the tables: the `kind` that its script takes}."""
     peers = dict(TASKS[task].peers)
-    return {**peers, "trainer, compiled": "compiled"} if compiled and "grouped" in peers.values() else peers
+    if getattr(args, "compiled", False) and "grouped" in peers.values():
+        peers["trainer, compiled"] = "compiled"
+    if args.matmul_precision == "medium" and "grouped" in peers.values():
+        peers["trainer, grouped by length, bf16"] = "bf16"
+    return peers
 
 
 def microbatch(args: argparse.Namespace) -> int:
@@ -88,6 +96,7 @@ def our_flags(
         "eval_every": "never",
         "save_every": "never",
         "precision": "fp32",
+        "matmul_precision": args.matmul_precision,
         "trackers": "no",
         "seed": seed,
         "zero": zero,
@@ -124,7 +133,7 @@ def peer(
         settings = {
             "task": task, "folder": str(folder), "kind": kind, "output_dir": str(out), "steps": args.steps,
             "batch_size": args.batch_size // ranks, "microbatch": microbatch(args) // ranks,
-            "lr": args.lr or about.lr, "seed": seed,
+            "lr": args.lr or about.lr, "seed": seed, "matmul_precision": args.matmul_precision,
         }  # fmt: skip
         python = sys.executable if about.environment is None else environments.python_of(about.environment)
         took = launched(["-m", f"{HERE}.{about.peer}", json.dumps(settings)], ranks, args.threads, python=python)

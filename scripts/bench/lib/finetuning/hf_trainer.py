@@ -2,8 +2,8 @@
 
 Usage: python -m scripts.bench.lib.finetuning.hf_trainer SETTINGS, with SETTINGS as JSON. Prints JSON: the real tokens
 that were trained on, seconds and losses. The setting `kind` is "default"; "grouped" (batches of rows of similar
-length); "packed" (the rows of a batch end to end, which Trainer supports for decoders only); or "compiled" ("grouped"
-with torch.compile).
+length); "packed" (the rows of a batch end to end, which Trainer supports for decoders only); "compiled" ("grouped"
+with torch.compile); or "bf16" ("grouped" with autocast to bf16).
 """
 
 import json
@@ -17,15 +17,17 @@ from scripts.bench.lib.finetuning.tasks import TASKS, Task
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
     import datasets
+    import torch
     import transformers
     from transformers import Trainer, TrainingArguments
 
+    torch.set_float32_matmul_precision(settings["matmul_precision"])
     transformers.utils.logging.set_verbosity_error()
     task, folder, kind = TASKS[settings["task"]], Path(settings["folder"]), settings["kind"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start")
     rows = task.read_back(folder / "train")
     data: Any = task.encode(tokenizer, rows)
-    grouped = kind in ("grouped", "compiled")
+    grouped = kind in ("grouped", "compiled", "bf16")
     if grouped and isinstance(data[0]["input_ids"][0], list):  # Trainer would take the number of choices for a length
         lengths = [max(map(len, row["input_ids"])) for row in data]
         data = datasets.Dataset.from_list(data).add_column("length", lengths)
@@ -33,6 +35,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     args = TrainingArguments(
         **arguments(settings),
         torch_compile=kind == "compiled",
+        bf16=kind == "bf16",
         **({"train_sampling_strategy": "group_by_length"} if grouped else {}),
     )
     collator = task.collator(kind, tokenizer, model)

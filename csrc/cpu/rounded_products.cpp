@@ -1,0 +1,91 @@
+// Products of fp32 matrices whose numbers are rounded to bf16 as they are packed, with sums in fp32: what
+// torch.set_float32_matmul_precision("medium") allows. For CPUs with AVX512_BF16, which multiply twice as many of them.
+#include "kernels.h"
+#if defined(__AVX512BF16__)
+#include "products.h"
+#endif
+
+namespace modelcenter {
+
+#if defined(__AVX512BF16__)
+namespace {
+
+// Two numbers in a word, of one step and of the next: the instruction adds the products of both to a sum.
+struct Rounded {
+  static constexpr int64_t kSteps = 2;
+
+  static MC_INLINE Vector plus_product(Vector sum, float x, Vector y) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(x), (__m512bh)y);
+  }
+
+  // Words of sixteen numbers each of two steps.
+  static MC_INLINE __m512i words(__m512 first, __m512 second) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+
+  static MC_INLINE __mmask16 up_to(int64_t n) { return n >= 16 ? 0xFFFF : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
+
+  // The sums are of the numbers as they were before they are rounded.
+  template <int64_t kOf>
+  static void pack(const float* x, int64_t stride, int64_t depth, int64_t columns, float* __restrict to, float* sums) {
+    constexpr int64_t kPanel = kOf * kDepth + 16, kAhead = 4;
+    static_assert(kOf == 8 || kOf % 16 == 0, "sixteen columns are parts of one panel, or two panels");
+    alignas(64) float block[kHeight];  // sums of these steps: long sums in fp32 lose less this way
+    const int64_t up = (columns + 15) / 16 * 16, end = kOf == 8 ? up : (columns + kOf - 1) / kOf * kOf;
+    if (sums) memset(block, 0, sizeof(float) * (size_t)up);
+    for (int64_t t = 0; t < depth; t += 2, x += 2 * stride, to += kOf) {
+      const bool both = t + 1 < depth;
+      for (int64_t row = kAhead; row < kAhead + 2 && t + row < depth; row++)
+        for (int64_t j = 0; j < columns; j += 16) fetch(x + row * stride + j);
+      for (int64_t j = 0; j < end; j += 16) {
+        const __mmask16 there = up_to(columns - j);
+        const __m512 first = _mm512_maskz_loadu_ps(there, x + j);
+        const __m512 second = both ? _mm512_maskz_loadu_ps(there, x + stride + j) : _mm512_setzero_ps();
+        const __m512i made = words(first, second);
+        if (kOf == 8) {
+          _mm256_storeu_si256((__m256i*)(to + j / 8 * kPanel), _mm512_castsi512_si256(made));
+          if (j + 8 < columns)
+            _mm256_storeu_si256((__m256i*)(to + (j / 8 + 1) * kPanel), _mm512_extracti64x4_epi64(made, 1));
+        } else {
+          _mm512_storeu_si512(to + j / kOf * kPanel + j % kOf, made);
+        }
+        if (sums && kOf == 8)
+          _mm512_store_ps(block + j, _mm512_add_ps(_mm512_load_ps(block + j), _mm512_add_ps(first, second)));
+      }
+    }
+    if (sums)
+      for (int64_t j = 0; j < columns; j++) sums[j] += block[j];
+  }
+
+  template <int64_t kOf>
+  static void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to, float* sums) {
+    for (int64_t i = 0; i < rows; i += kOf, to += kOf * kDepth + 16)
+      for (int64_t k = 0; k < kOf; k += 8)
+        for (int64_t t = 0; t < depth; t += 16) {
+          const __mmask16 there = up_to(depth - t);
+          __m256 r[8];
+          for (int64_t q = 0; q < 8; q++) {
+            const int64_t row = i + k + q;
+            r[q] = row < rows ? (__m256)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(there, x + row * stride + t))
+                              : _mm256_setzero_ps();
+          }
+          store_transposed(r, to + t / 2 * kOf + k, kOf);
+        }
+    if (sums)
+      for (int64_t i = 0; i < rows; i++) sums[i] += row_sum(depth, [&](int64_t t) { return x[i * stride + t]; });
+  }
+};
+
+}  // namespace
+
+ProductKernel rounded_product() {
+  static const bool there = __builtin_cpu_supports("avx512bf16") && kernels().product == kernels_avx512().product;
+  return there ? product<Rounded> : nullptr;
+}
+#else
+ProductKernel rounded_product() { return nullptr; }
+#endif
+
+}  // namespace modelcenter

@@ -1,0 +1,22 @@
+"""What a run makes of flags that depend on the machine."""
+
+import pytest
+import torch
+
+from modelcenter.training.setup import resolve
+
+
+@pytest.fixture(autouse=True)
+def _exact():
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    "precision, able, says", [("medium", False, True), ("medium", True, False), ("high", False, False)]
+)
+def test_products_that_stay_as_they_are_are_said(precision, able, says, caplog, monkeypatch):
+    monkeypatch.setattr(resolve, "multiplies_in_bf16", lambda: able)
+    resolve.set_matmul_precision(precision)
+    assert torch.get_float32_matmul_precision() == precision
+    assert ("medium changes nothing here: this CPU has no instructions for bf16" in caplog.text) == says

@@ -71,10 +71,18 @@ BENCHES: dict[str, Bench] = {
     # In the sizes of BERT-base and GPT-2, with products that round to bf16.
     "finetune_bf16_products": Bench(
         "finetune",
-        15,
-        tuple(
-            "--tasks classification lm --hidden 768 --layers 12 --steps 20 --rounds 2 --matmul_precision medium".split()
+        8,
+        (
+            "--matmul_precision",
+            "medium",
+            *"--tasks classification --hidden 768 --layers 12 --steps 30 --rounds 2".split(),
         ),
+        data=True,
+    ),
+    "finetune_gpt2_bf16_products": Bench(
+        "finetune",
+        12,
+        ("--matmul_precision", "medium", *"--tasks lm --hidden 768 --layers 12 --steps 12 --rounds 1".split()),
         data=True,
     ),
     "finetune_2_ranks": Bench("finetune", 4, ("--ranks", "2", "--tasks", "classification", "--rounds", "2"), data=True),

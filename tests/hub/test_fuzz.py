@@ -437,7 +437,8 @@ def convert_slowly(source, target, to, workers):
     [("hf", 1, 5)]
     + [pytest.param(*c, marks=pytest.mark.full) for c in (("hf", 2, 12), ("distributed", 1, 7), ("distributed", 2, 1))],
 )
-def test_killed_and_started_again(to, workers, after, good, tmp_path):
+def test_killed_and_started_again(to, workers, after, good, tmp_path, monkeypatch):
+    """What is found whole is not written again."""
     process, written = convert_slowly(good / "hub", tmp_path / "out", to, workers)
     try:
         for _ in range(after):
@@ -451,7 +452,11 @@ def test_killed_and_started_again(to, workers, after, good, tmp_path):
     assert left.name.startswith(".out.converting-")
     with pytest.raises(ValueError, match="is a directory without config.json, so not a checkpoint"):
         mc.from_pretrained(left)  # it does not look whole
-    done = None
+    done, written = None, []
+    write = fill.Filler._write
+    monkeypatch.setattr(
+        fill.Filler, "_write", lambda self, job, *how: written.append(job.name) or write(self, job, *how)
+    )
     ends = time.monotonic() + 60
     while done is None:  # its workers end when they find that it is gone
         try:
@@ -459,7 +464,7 @@ def test_killed_and_started_again(to, workers, after, good, tmp_path):
         except ValueError as error:
             assert "is running" in str(error) and time.monotonic() < ends
             time.sleep(0.05)
-    assert after - 1 <= done.continued < done.tensors == done.verified
+    assert after - 1 <= done.continued < done.tensors == done.verified == done.continued + len(written)
     assert verify(good / "hub", tmp_path / "out").same
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     if to == "distributed":

@@ -67,7 +67,8 @@ class ArchSpec:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that can be loaded by name. `parameters` counts the bare model; `confirmed`: as was published."""
+    """A model that can be loaded by name. `parameters` counts the bare model, of an encoder's files the encoder;
+    `confirmed`: as was published."""
 
     name: str
     family: str

@@ -32,9 +32,13 @@ from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
 from modelcenter.convert.rules import ArchMap
+from modelcenter.hub.files.dense_files import add_dense_weights
+from modelcenter.hub.files.embedding_files import dense_steps
+from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.remote.download import HubOptions, download_file, from_hub_or_cache, is_offline
 from modelcenter.hub.resolve import is_hub_id
+from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.models.base import Model
 
 # Parts of peft's config whose effect we do not reproduce; a file that uses one is refused.
@@ -325,11 +329,26 @@ def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubO
     if weights is None:
         raise ValueError(f"adapter {directory}: {WEIGHTS_FILE} is missing")
     with open_weight_files(weights) as source:
-        tensors = {name: source.read(name) for name in source.tensors}
-    for name, tensor in tensors.items():
+        tensors = {key: source.read(key) for key in source.tensors}
+    prefix = PREFIX if kind == "LORA" else PROMPT_PREFIX
+    tensors |= {prefix + key: tensor for key, tensor in _read_dense(directory, name, options or HubOptions()).items()}
+    for key, tensor in tensors.items():
         if not tensor.float().isfinite().all():
-            raise ValueError(f"{weights}: tensor {name!r} has values that are not finite, which would spoil the model")
+            raise ValueError(f"{weights}: tensor {key!r} has values that are not finite, which would spoil the model")
     return AdapterFile(directory, config, tensors)
+
+
+def _read_dense(directory: Path, name: str, options: HubOptions) -> dict[str, torch.Tensor]:
+    """The dense layers of embeddings that lie beside an adapter, by their names in hub.files.dense_files; perhaps none.
+
+    Args:
+        directory: where its files lie. name: what the user calls it. options: of the Hub.
+    """
+    repo = name if is_hub_id(name) else None
+    find = SidecarFiles(directory, repo, replace(options, revision=directory.name)).file
+    with FileSource({}) as source:
+        add_dense_weights(source, dense_steps(find), find)
+        return {key: source.read(key) for key in source.tensors}
 
 
 def _is_number(value: Any) -> bool:

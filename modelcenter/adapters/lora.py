@@ -50,7 +50,7 @@ class Lora:
         targets: layers, by our names ("q", "attn.out", "layers.*.mlp.up") or Hugging Face's ("q_proj"); None or
             "all-linear": every linear layer outside heads.
         modules_to_save: modules that are trained whole and saved with the adapter, by our names or Hugging Face's;
-            None: the head of a classification task and whatever the checkpoint lacked.
+            None: the head of a classification task, dense layers of embeddings and whatever the checkpoint lacked.
         use_dora: DoRA (Liu et al. 2024, arXiv:2402.09353). use_rslora: alpha / sqrt(rank) (arXiv:2312.03732).
         quantize: keep the weights of the adapted layers in 4 bits, "nf4" or "fp4" (adapters.quantize); one process.
     """

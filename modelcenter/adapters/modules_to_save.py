@@ -9,7 +9,7 @@ from engine.checkpoint import whole_tensor
 from modelcenter.adapters.peft_format import PREFIX
 from modelcenter.adapters.state import layout_of
 from modelcenter.convert.layout import Layout
-from modelcenter.convert.rules import CROSS_ATTENTION
+from modelcenter.convert.rules import CROSS_ATTENTION, DENSE
 from modelcenter.convert.stream import export_tensor
 from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.registry import nearest
@@ -103,13 +103,15 @@ def gather_modules(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The modules trained whole: ({name in the file: tensor}, names of the modules of transformers' model).
 
-    Collective.
+    Also dense layers of embeddings, trained or not, as no other file would hold them. Collective.
 
     Args:
         held: engine.checkpoint.named_tensors of the model. prefix: of the names in the file.
     """
-    modules = saved_modules(layout, model.adapter.trained)
-    check_modules(layout, model.adapter.trained)  # a file that was loaded may hold what no file of ours can
+    dense = [name for name, part in layout.native_parts.items() if part == DENSE]
+    saved = [*model.adapter.trained, *dense]
+    modules = saved_modules(layout, saved)
+    check_modules(layout, saved)  # a file that was loaded may hold what no file of ours can
     tensors = {}
     for key in modules:
         natives = {}

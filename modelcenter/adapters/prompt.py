@@ -111,6 +111,8 @@ def _refused(model: Model) -> str | None:
         return "has a prompt of its own"
     if getattr(model, "embedding_scale", 1.0) != 1.0 or getattr(model, "structured", False):
         return "scales its embeddings, which peft does not"
+    if model.task == "embedding" and not model.config.embedding.include_prompt:
+        return "leaves prompts out of its pooling, where a learnt one would be counted"
     if model.task in ("multiple-choice", "double-heads"):
         return f"reads several texts of an example for {model.task}, before which peft puts no prompt"
     if model.is_encoder_decoder and model.task in ("sequence-classification", "question-answering"):

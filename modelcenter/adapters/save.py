@@ -28,7 +28,7 @@ from modelcenter.adapters.peft_format import (
 from modelcenter.adapters.state import layout_of
 from modelcenter.convert.layout import Layout
 from modelcenter.hub.files.atomic_directory import new_directory
-from modelcenter.hub.files.embedding_files import write_embedding_files
+from modelcenter.hub.files.embedding_files import DENSE_WEIGHTS, write_embedding_files
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter
 from modelcenter.hub.tokenizer import save_tokenizer
@@ -38,8 +38,9 @@ from modelcenter.models.base import Model
 def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
     """Save the adapter of a model, and the modules that were trained beside it; every rank calls it.
 
-    Writes adapter_config.json and adapter_model.safetensors under Hugging Face's names. The base model is neither
-    gathered nor written. Other files in the directory stay.
+    Writes adapter_config.json and adapter_model.safetensors under Hugging Face's names, and of a model of embeddings
+    the files and dense layers of sentence-transformers. The base model is neither gathered nor written. Other files in
+    the directory stay.
 
     Args:
         tokenizer: a transformers tokenizer to save beside it; None: none.
@@ -63,15 +64,26 @@ def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = No
         config, tensors = _lora_file(model) if state.kind == "lora" else _prompt_file(model)
         with together(doing):
             if first:
-                entries: list[Entry] = [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-                with SafetensorsWriter(directory / WEIGHTS_FILE, entries) as writer:
-                    for tensor in tensors.values():
-                        writer.write(tensor)
                 write_json(directory / CONFIG_FILE, config)
                 if model.task == "embedding":
-                    write_embedding_files(directory, model.config.embedding, model.pooling, model.embedding_width)
+                    write_embedding_files(directory, model.config.embedding, model.pooling, model.state_width)
+                for file, held in _by_file(tensors).items():
+                    entries: list[Entry] = [(name, t.dtype, tuple(t.shape)) for name, t in held.items()]
+                    with SafetensorsWriter(directory / file, entries) as writer:
+                        for tensor in held.values():
+                            writer.write(tensor)
                 if tokenizer is not None:
                     save_tokenizer(tokenizer, directory)
+
+
+def _by_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """{file: the tensors in it}: dense layers of embeddings lie in folders of their own, as in a whole model of
+    sentence-transformers, and peft, whose model has none of them, does not see them."""
+    files: dict[str, dict[str, torch.Tensor]] = {WEIGHTS_FILE: {}}
+    for name, tensor in tensors.items():
+        folder = name.removeprefix(PREFIX).removeprefix(PROMPT_PREFIX).rpartition("/")[0]
+        files.setdefault(f"{folder}/{DENSE_WEIGHTS[0]}" if folder else WEIGHTS_FILE, {})[name] = tensor
+    return files
 
 
 def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -106,7 +118,7 @@ def _lora_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         target_modules=sorted(short_names(list(ranks), everything)),
         rank_pattern=patterns({n: v for n, v in ranks.items() if v != rank}, everything),
         alpha_pattern=patterns({n: v for n, v in alphas.items() if v != alpha}, everything),
-        modules_to_save=saved_names or None,
+        modules_to_save=[name for name in saved_names if "/" not in name] or None,
         use_dora=state.dora,
         use_rslora=state.rslora,
         bias="none",

@@ -50,17 +50,22 @@ def native_prefix(arch: ArchMap, task: str, part: str) -> str:
 
 
 def contents_of_hub(
-    arch: ArchMap, compile_task: CompileTask, shapes: Mapping[str, Shape], architectures: Sequence[str] | None
+    arch: ArchMap,
+    compile_task: CompileTask,
+    shapes: Mapping[str, Shape],
+    architectures: Sequence[str] | None,
+    named_task: str | None = None,
 ) -> CheckpointContents:
     """The contents of a file with Hugging Face's names.
 
     Args:
         shapes: of all tensors in the file. architectures: as its config.json declares.
+        named_task: what other files say in place of these.
 
     Raises:
         ValueError: the file holds a part of a head only, or tensors mean the same one.
     """
-    declared = arch.declared_task(architectures)
+    declared = named_task or arch.declared_task(architectures)
     task = declared or _closest_task(arch, compile_task, shapes, architectures)
     layout = compile_task(task)
     match = match_names(arch, layout, shapes, architectures)
@@ -98,14 +103,18 @@ def contents_of_hub(
 
 
 def contents_of_native(
-    arch: ArchMap, compile_task: CompileTask, names: Collection[str], architectures: Sequence[str] | None
+    arch: ArchMap,
+    compile_task: CompileTask,
+    names: Collection[str],
+    architectures: Sequence[str] | None,
+    named_task: str | None = None,
 ) -> CheckpointContents:
-    """The contents of a checkpoint with our names.
+    """The contents of a checkpoint with our names; arguments as of contents_of_hub.
 
     Raises:
         ValueError: its config names no task of the architecture.
     """
-    task = arch.declared_task(architectures)
+    task = named_task or arch.declared_task(architectures)
     if task is None:
         raise ValueError(
             f"its architectures, {architectures}, name no head that {arch.model_type} has here; expected one of "

@@ -327,6 +327,16 @@ class Task:
 
 
 CROSS_ATTENTION = "attention to an encoder"  # the part of a body that a checkpoint without it can be given
+DENSE = "dense"  # the part behind the pooling of embeddings; each of its layers has a folder of its own
+
+# After sentence-transformers: the hub name is the folder, with the number of the layer among the steps, and the name in
+# its file. Files are written by the same names (hub.files.safetensors.plan_files).
+_DENSE_LAYERS = Part(
+    (
+        Rename("{i}_Dense/linear.*", "{i}.linear.*"),
+        Rename("{i}_Dense/residual.*", "{i}.residual.*"),
+    )
+)
 
 
 def with_cross_attention(tasks: Mapping[str, Task]) -> dict[str, Task]:
@@ -335,9 +345,13 @@ def with_cross_attention(tasks: Mapping[str, Task]) -> dict[str, Task]:
 
 
 def with_embedding(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """The tasks, with that of embeddings, for which a checkpoint has what the bare model has. It comes behind "base",
-    which their class declares."""
-    return {**tasks, "embedding": tasks["base"]}
+    """The tasks, with that of embeddings. It comes behind "base", which their class declares."""
+    return {**tasks, "embedding": embedding_task(tasks["base"])}
+
+
+def embedding_task(bare: Task) -> Task:
+    """The task of embeddings, whose checkpoints have what those of the task `bare` have, and dense layers beside it."""
+    return replace(bare, parts={**bare.parts, DENSE: "head."})
 
 
 @dataclass(frozen=True)
@@ -366,6 +380,10 @@ class ArchMap:
     old_spellings: tuple[tuple[str, str], ...] = ()
     infer_config: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
     files: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "embedding" in self.tasks:  # of which every architecture has the same part
+            object.__setattr__(self, "parts", {**self.parts, DENSE: _DENSE_LAYERS})
 
     def ignores(self, key: str) -> bool:
         """Whether a hub tensor that no rule names holds nothing to learn."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from modelcenter.config import ModelConfig
 from modelcenter.convert.config_map import ConfigMap
-from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied
+from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, embedding_task, tied, untied
 
 
 def _attention(hub: str, native: str) -> list[Rule]:
@@ -75,9 +75,11 @@ PARTS = {
 
 
 def _tasks(family: str, aliases: tuple[str, ...] = ()) -> dict[str, Task]:
+    encoder = Task(f"{family}EncoderModel", prefix="", without=r"decoder\..*")
     return {
         "base": Task(f"{family}Model", prefix=""),
-        "text-encoding": Task(f"{family}EncoderModel", prefix="", without=r"decoder\..*"),
+        "text-encoding": encoder,
+        "embedding": embedding_task(encoder),
         "seq2seq-lm": Task(f"{family}ForConditionalGeneration", {"lm": "head."}, prefix="", class_aliases=aliases),
         "sequence-classification": Task(f"{family}ForSequenceClassification", {"classifier": "head."}),
         "token-classification": Task(

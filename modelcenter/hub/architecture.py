@@ -13,7 +13,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap
-from modelcenter.hub.files.embedding_files import FindFile, makes_embeddings
+from modelcenter.hub.files.embedding_files import FindFile, dense_steps, makes_embeddings
 from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 
@@ -99,6 +99,18 @@ def choose_task(
             f"here; pass task=, one of {', '.join(arch.tasks)}, or name its class in the architectures of config.json"
         )
     return declared
+
+
+def stored_task(arch: ArchMap, config: Mapping[str, Any], find: FindFile) -> str | None:
+    """The task by whose names the parameters of a distributed checkpoint go: that of the class in its config, or where
+    there are dense layers of embeddings, which no class has, that of embeddings. None: neither.
+
+    Args:
+        find: as of choose_task.
+    """
+    if "embedding" in arch.tasks and dense_steps(find):
+        return "embedding"
+    return arch.declared_task(config.get("architectures"))
 
 
 def parse_config(

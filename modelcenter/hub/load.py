@@ -109,7 +109,7 @@ def load_model(
         model.generation_config = read_json(files.directory / GENERATION_FILE) | tokens  # generate looks there first
     model.set_generation_defaults(generation)
     model.base_name, model.base_revision = files.repo or str(files.directory or files.origin), files.revision
-    with open_weights(files, blueprint) as weights:
+    with open_weights(files, blueprint, sidecar.file) as weights:
         weights.check(strict, ignore_mismatched_sizes, head_requested=task is not None)
         parameter_dtype = parse_dtype(dtype) or common_dtype(weights.dtypes(), files.config)
         _place(model, parameter_dtype, policy, adapters, weights.fresh)

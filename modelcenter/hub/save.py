@@ -200,7 +200,7 @@ class _Export:
                     raise ValueError(f"{activity} failed: {why}; nothing was changed there") from error
             assert sum(gather_objects(done)) == writer.numel, "some element is written by no rank or by two"
         with together(activity):
-            if first and len(self.files) > 1:
+            if first:
                 write_index(directory, self.files)
 
     @torch.no_grad()
@@ -246,7 +246,7 @@ def write_texts(
     if model.generation_config:
         write_json(directory / GENERATION_FILE, model.generation_config)
     if model.task == "embedding":
-        write_embedding_files(directory, model.config.embedding, model.pooling, model.embedding_width)
+        write_embedding_files(directory, model.config.embedding, model.pooling, model.state_width)
     text = without_tokens(card) if isinstance(card, str) else make_card(model, hf_class, card)
     (directory / CARD_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
     if tokenizer is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from modelcenter.hub.files.embedding_files import USUAL_FILES, is_embedding_file
+from modelcenter.hub.files.embedding_files import USUAL_FILES, dense_steps, is_embedding_file, use_own_folders
 from modelcenter.hub.files.names import TEMPLATES_FOLDER, TOKENIZER_FILES
 from modelcenter.hub.remote.download import HubOptions, UnreachableError, download_file, is_offline, list_files
 
@@ -53,10 +53,18 @@ class SidecarFiles:
         """Copy the files of the tokenizer, if there is one, to a model's directory."""
         _copy(self.tokenizer(), target)
 
-    def copy_embedding_files(self, target: Path) -> None:
-        """Copy the files that say how embeddings are made, if there are some, to a model's directory."""
-        found = {name: self.file(name) for name in self._names() if is_embedding_file(name)}
+    def copy_embedding_files(self, target: Path, dense: bool = False) -> None:
+        """Copy the files that say how embeddings are made, if there are some, to a model's directory; not weights.
+
+        dense: dense layers are among them, and get the folders into which their weights are written.
+        """
+        names = {name for name in self._names() if is_embedding_file(name)}
+        if dense:
+            names.update(f"{step.folder}/config.json" for step in dense_steps(self.file))
+        found = {name: self.file(name) for name in names}
         _copy({name: path for name, path in found.items() if path is not None}, target)
+        if dense:
+            use_own_folders(target)
 
     def _names(self) -> set[str]:
         """Names of the files that may be there."""

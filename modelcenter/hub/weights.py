@@ -14,10 +14,17 @@ from modelcenter.convert.match import UNKNOWN_ADVICE, match_names, shape_errors,
 from modelcenter.convert.rules import ArchMap, template_regex
 from modelcenter.convert.stream import ReadBuffer, Target, fill_targets, read_into, run_in_threads
 from modelcenter.embedding_settings import EmbeddingSettings
-from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
+from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint, stored_task
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import DCPSource, open_model
-from modelcenter.hub.files.embedding_files import FindFile, beside, read_embedding_files
+from modelcenter.hub.files.dense_files import add_dense_weights
+from modelcenter.hub.files.embedding_files import (
+    FindFile,
+    beside,
+    check_dense_inputs,
+    dense_steps,
+    read_embedding_files,
+)
 from modelcenter.hub.files.reader import FileSource, reading_threads
 from modelcenter.hub.legacy import open_hf_source
 from modelcenter.hub.resolve import ModelFiles
@@ -93,12 +100,18 @@ def blueprint_of(
     if arch.infer_config is not None and files.weights is not None:
         with open_hf_source(files) as source:
             overrides = {**arch.infer_config(files.config, source.tensors), **overrides}
-    return make_blueprint(spec, chosen, files.config, overrides, files.origin)
+    blueprint = make_blueprint(spec, chosen, files.config, overrides, files.origin)
+    if chosen == "embedding":
+        check_dense_inputs(dense_steps(find), blueprint.model)
+    return blueprint
 
 
 @contextmanager
-def open_weights(files: ModelFiles, blueprint: Blueprint) -> Iterator[Weights]:
+def open_weights(files: ModelFiles, blueprint: Blueprint, find: FindFile) -> Iterator[Weights]:
     """Open the weights of a checkpoint for the model of a blueprint; they are closed when the block ends.
+
+    Args:
+        find: as of blueprint_of.
 
     Raises:
         ValueError: a file is missing, damaged or incomplete; two tensors of a file mean the same one; a distributed
@@ -110,6 +123,8 @@ def open_weights(files: ModelFiles, blueprint: Blueprint) -> Iterator[Weights]:
             yield DistributedWeights(stored, blueprint, files)
     else:
         with open_hf_source(files) as source:
+            if blueprint.task == "embedding":
+                add_dense_weights(source, dense_steps(find), find)
             yield FileWeights(source, blueprint, files)
 
 
@@ -235,7 +250,8 @@ class DistributedWeights:
         arch = blueprint.arch
         self._source, self._blueprint, self._layout = source, blueprint, blueprint.layout
         self._origin = files.directory
-        saved_as = arch.declared_task(files.config.get("architectures"))
+        assert files.directory is not None
+        saved_as = stored_task(arch, files.config, beside(files.directory))
         if saved_as is None:
             raise ValueError(f"{files.directory}: its architectures name no head of {arch.model_type} that exists here")
         self._stored_name = _stored_names(arch, self._layout, blueprint.task, saved_as)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelcenter.config import ModelConfig
 from modelcenter.layers.packing import Packed
 from modelcenter.models import vocabulary
+from modelcenter.models.embedding import EmbeddingMixin
 from modelcenter.models.inputs import Batch, GivenCounts, ModelInputs
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.models.trainer_protocol import TrainerProtocol
@@ -32,7 +32,7 @@ VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "doub
 _MOST_READ = 0.8
 
 
-class Model(TrainerProtocol, ModelInputs):
+class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
     """Base of all architectures: `Bert(config, task="sequence-classification")`, on CPU or under torch.device("meta").
 
     A subclass sets `config_class`, `tasks`, `head_prefixes`; builds its modules; implements begin, end, `units`,
@@ -43,8 +43,6 @@ class Model(TrainerProtocol, ModelInputs):
     # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
     is_encoder_decoder: ClassVar[bool] = False
-    # Of task "embedding", where the config says none.
-    usual_pooling: ClassVar[str] = "mean"
     # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
     bounded: ClassVar[bool] = False
     embed: nn.Embedding
@@ -191,7 +189,7 @@ class Model(TrainerProtocol, ModelInputs):
     def loss_counts(self, batch: Batch) -> dict[str, int]:
         """{term of the loss: supervised items of this batch}, from labels alone."""
         head: Any = getattr(self, "head", None)
-        if head is None:
+        if not hasattr(head, "counts"):
             raise ValueError(f"task {self.task!r} has no head, so no loss; load the model with a task")
         return head.counts(batch)
 
@@ -233,26 +231,6 @@ class Model(TrainerProtocol, ModelInputs):
             case "multiple-choice":
                 return {"labels": none[0]}
         return {}
-
-    @property
-    def pooling(self) -> str:
-        """Which hidden states make the embedding of a text (embedding_settings.EmbeddingSettings)."""
-        return self.config.embedding.pooling or self.usual_pooling
-
-    @property
-    def embedding_width(self) -> int:
-        """Elements of an embedding."""
-        return self.config.hidden_size
-
-    def pooled_tokens(self, ctx: Packed) -> Tensor | None:
-        """(n,) index of the token of each sequence that is its embedding; None: all tokens make it."""
-        return {"cls": ctx.first_tokens, "last": ctx.last_tokens}[self.pooling]() if self.pooling != "mean" else None
-
-    def embeddings(self, x: Tensor, ctx: Packed) -> Tensor:
-        """(n, embedding_width) one vector of each sequence, from the final hidden states x (T, embedding_width)."""
-        tokens = self.pooled_tokens(ctx)
-        pooled = ctx.mean_by_sequence(x) if tokens is None else ctx.select(x, tokens)
-        return F.normalize(pooled, dim=-1) if self.config.embedding.normalizes else pooled
 
     def ordered(self, out: Mapping[str, Any]) -> ModelOutput:
         """What a head gives, in the order of transformers' outputs of the task."""

@@ -63,6 +63,8 @@ class Decoder(Model):
                 return TokenClassifier(width, c.num_labels, dropout)
             case "question-answering":
                 return ExtractiveQA(width)
+            case "embedding":
+                return self.make_embedding_head()
         return None
 
     @property
@@ -103,7 +105,7 @@ class Decoder(Model):
             case "sequence-classification":
                 return self.classified_tokens(ctx, batch)
             case "embedding":
-                return self.pooled_tokens(ctx)
+                return self.pooled_tokens(ctx, batch)
         return None
 
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
@@ -120,7 +122,7 @@ class Decoder(Model):
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x))
         if self.task == "embedding":
-            return ModelOutput(embeddings=self.embeddings(x, ctx))
+            return ModelOutput(embeddings=self.embeddings(x, ctx, batch))
         counts, head = self.counts(batch), self.head
         match self.task:
             case "causal-lm":
@@ -152,6 +154,7 @@ class Decoder(Model):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        prompt_lengths: Tensor | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
@@ -171,6 +174,7 @@ class Decoder(Model):
             past_key_values: what an earlier forward with use_cache=True returned; input_ids are then the new tokens,
                 as many for each row. cache: its name in transformers from 5.24 on.
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
+            prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
                 from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
             output_logits: None leaves vocabulary logits out in training with labels.
@@ -186,9 +190,9 @@ class Decoder(Model):
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             labels=labels, start_positions=start_positions, end_positions=end_positions,
             past_key_values=past_key_values, cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
-            output_logits=output_logits, logits_to_keep=logits_to_keep, output_log_probs=output_log_probs,
-            output_hidden_states=output_hidden_states,
+            max_seqlen=max_seqlen, prompt_lengths=prompt_lengths, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
         )  # fmt: skip
         return self.run_checked(batch)
 

@@ -194,6 +194,8 @@ class Encoder(CrossAttentionMixin):
                 return ExtractiveQA(c.hidden_size)
             case "multiple-choice":
                 return MultipleChoice(c.hidden_size, c.head_dropout)
+            case "embedding":
+                return self.make_embedding_head()
         return None
 
     @property
@@ -233,12 +235,12 @@ class Encoder(CrossAttentionMixin):
             case "sequence-classification" | "multiple-choice":
                 return ctx.first_tokens()
             case "embedding":
-                return self.pooled_tokens(ctx)
+                return self.pooled_tokens(ctx, batch)
         return None
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "embedding":
-            return ModelOutput(embeddings=self.embeddings(x, ctx))
+            return ModelOutput(embeddings=self.embeddings(x, ctx, batch))
         pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.select(x, ctx.first_tokens())))
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
@@ -332,6 +334,7 @@ class Encoder(CrossAttentionMixin):
         encoder_cu_seqlens: Tensor | None = None,
         encoder_max_seqlen: int | None = None,
         num_choices: Tensor | int | None = None,
+        prompt_lengths: Tensor | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | str | None = None,
@@ -355,6 +358,7 @@ class Encoder(CrossAttentionMixin):
             cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
             num_choices: of packed multiple choice, consecutive sequences of an example, or (batch,) of each example;
                 else found from the labels.
+            prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
                 from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
             output_logits: None leaves vocabulary logits out in training with labels.
@@ -370,9 +374,9 @@ class Encoder(CrossAttentionMixin):
             sentence_order_label=sentence_order_label, start_positions=start_positions, end_positions=end_positions,
             past_key_values=past_key_values, cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens, encoder_max_seqlen=encoder_max_seqlen,
-            num_choices=num_choices, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
-            output_logits=output_logits, logits_to_keep=logits_to_keep, output_log_probs=output_log_probs,
-            output_hidden_states=output_hidden_states,
+            num_choices=num_choices, prompt_lengths=prompt_lengths, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
         )  # fmt: skip
         self._check_inputs(batch)
         if self.task == "multiple-choice" and cu_seqlens is None:

@@ -37,7 +37,7 @@ CACHE_INPUTS = ("past_key_values", "use_cache")
 DECODER_INPUTS = tuple(
     f"decoder_{x}" for x in ("input_ids", "inputs_embeds", "attention_mask", "cu_seqlens", "max_seqlen")
 )
-ENCODER_TASKS = ("token-classification", "text-encoding")  # which have no decoder
+ENCODER_TASKS = ("token-classification", "text-encoding", "embedding")  # which have no decoder
 
 
 class Side(nn.Module):
@@ -74,9 +74,9 @@ class EncoderDecoder(DecoderInputs):
     """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
     overrides what precedes (`before_units`) and follows (`after_units`) the units of a side.
 
-    Token classification and text encoding have no decoder. For sequence classification and question answering the
-    decoder reads the input moved one place to the right; a sequence is classified by the decoder's state at its last
-    end-of-sequence token.
+    Token classification, text encoding and embeddings have no decoder. For sequence classification and question
+    answering the decoder reads the input moved one place to the right; a sequence is classified by the decoder's state
+    at its last end-of-sequence token.
     """
 
     is_encoder_decoder = True
@@ -107,6 +107,8 @@ class EncoderDecoder(DecoderInputs):
                 return TokenClassifier(c.hidden_size, c.num_labels, dropout)
             case "question-answering":
                 return ExtractiveQA(c.hidden_size)
+            case "embedding":
+                return self.make_embedding_head()
         return None
 
     # -- the protocol -------------------------------------------------------------------------------------------------
@@ -276,6 +278,8 @@ class EncoderDecoder(DecoderInputs):
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task in ("base", "text-encoding"):
             return ModelOutput(last_hidden_state=ctx.repad(x))
+        if self.task == "embedding":
+            return ModelOutput(embeddings=self.embeddings(x, ctx, batch))
         counts, head = self.counts(batch), self.head
         match self.task:
             case "seq2seq-lm":
@@ -369,6 +373,7 @@ class EncoderDecoder(DecoderInputs):
         max_seqlen: int | None = None,
         decoder_cu_seqlens: Tensor | None = None,
         decoder_max_seqlen: int | None = None,
+        prompt_lengths: Tensor | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
@@ -391,6 +396,7 @@ class EncoderDecoder(DecoderInputs):
                 then, as many new ones for each row: the keys of the encoder's states are remembered.
             cu_seqlens, decoder_cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen,
                 decoder_max_seqlen: the longest (else read from them). One side may be packed, the other padded.
+            prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
                 from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
             output_logits: None leaves vocabulary logits out in training with labels.
@@ -405,7 +411,8 @@ class EncoderDecoder(DecoderInputs):
             decoder_inputs_embeds=decoder_inputs_embeds, encoder_outputs=encoder_outputs, labels=labels,
             start_positions=start_positions, end_positions=end_positions, past_key_values=past_key_values, cache=cache,
             use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, decoder_cu_seqlens=decoder_cu_seqlens,
-            decoder_max_seqlen=decoder_max_seqlen, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
-            output_logits=output_logits, logits_to_keep=logits_to_keep, output_hidden_states=output_hidden_states,
+            decoder_max_seqlen=decoder_max_seqlen, prompt_lengths=prompt_lengths, loss_counts=loss_counts,
+            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
+            output_hidden_states=output_hidden_states,
         )  # fmt: skip
         return self.run_checked(batch)

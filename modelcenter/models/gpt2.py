@@ -170,6 +170,7 @@ class GPT2(CrossAttentionMixin, Decoder):
         max_seqlen: int | None = None,
         encoder_cu_seqlens: Tensor | None = None,
         encoder_max_seqlen: int | None = None,
+        prompt_lengths: Tensor | None = None,
         loss_counts: Mapping[str, Any] | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
@@ -203,8 +204,8 @@ class GPT2(CrossAttentionMixin, Decoder):
             mc_labels=mc_labels, start_positions=start_positions, end_positions=end_positions,
             past_key_values=past_key_values, cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens, encoder_max_seqlen=encoder_max_seqlen,
-            loss_counts=loss_counts, num_items_in_batch=num_items_in_batch, output_logits=output_logits,
-            logits_to_keep=logits_to_keep,
+            prompt_lengths=prompt_lengths, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
+            output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
         )  # fmt: skip
         if self.task != "double-heads":

@@ -18,7 +18,7 @@ from modelcenter.layers.packing import Packed
 Batch = Mapping[str, Any]
 _TENSORS = {
     "input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "cu_seqlens", "labels",
-    "start_positions", "end_positions", "decoder_input_ids", "decoder_attention_mask",
+    "start_positions", "end_positions", "decoder_input_ids", "decoder_attention_mask", "prompt_lengths",
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def given_inputs(**inputs: Any) -> dict[str, Any]:
 # {task: what its head reads, and those of other tasks have no use for}.
 HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
     "base": (),
-    "embedding": (),
+    "embedding": ("prompt_lengths",),
     "text-encoding": (),
     "masked-lm": ("labels", "logits_to_keep"),
     "causal-lm": ("labels", "logits_to_keep", "output_log_probs"),

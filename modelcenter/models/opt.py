@@ -96,7 +96,7 @@ class OPT(Decoder):
         return x + self.look_up(self.position, at + OFFSET, at, "position_ids", "max_positions"), ctx
 
     @property
-    def embedding_width(self) -> int:
+    def state_width(self) -> int:
         return self.config.embedding_size or self.config.hidden_size
 
     def finish(self, x: Tensor) -> Tensor:

@@ -113,6 +113,7 @@ class T5(EncoderDecoder):
     """T5 with the head of `task`. Body names do not depend on the task, which may have no decoder."""
 
     config_class = T5Config
+    tasks = (*EncoderDecoder.tasks, "embedding")
     # The published models were trained in bfloat16 and have hidden states beyond 65,504, the largest number of float16.
     # There they are carried, from the embeddings to the final norm, times this: a power of two, which rounds nothing.
     fp16_scale: ClassVar[float] = 2.0**-8

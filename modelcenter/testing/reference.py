@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from modelcenter import compare, registry
 from modelcenter.compare import Row, pad_rows, parameters_by_file_name, rows_for
 from modelcenter.compare.gradients import gradients_of
+from modelcenter.embedding_settings import POOLINGS, EmbeddingSettings
 from modelcenter.models.base import Model
 from modelcenter.testing.parity import assert_same, randomize_, run_backward
 
@@ -171,29 +172,46 @@ class ReferenceModels:
             batch["position_ids"] = batch["position_ids"].flatten(0, 1)
         return theirs(**batch)
 
-    def check_embeddings(self, theirs: Any, folder: Path, pooling: str, batch: dict[str, Any]) -> None:
-        """The embeddings of rows that are padded on the right, and a gradient, are those of transformers' states."""
-        settings = {"pooling": pooling, "normalize": pooling == "cls"}
-        ours = self.ours(folder, "embedding", embedding=settings).train()
-        states, mask = theirs(**batch).last_hidden_state, batch["attention_mask"][..., None]
-        rows = torch.arange(len(states))
-        pooled = {
-            "mean": (states * mask).sum(1) / mask.sum(1),
-            "cls": states[:, 0],
-            "last": states[rows, mask.sum(1)[:, 0] - 1],
-        }[pooling]
-        expected = pooled / pooled.norm(dim=1, keepdim=True) if pooling == "cls" else pooled
-        found = ours(**batch).embeddings
-        assert_same(f"embeddings by {pooling}", found, expected, self.tolerance)
-        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
+    def check_embeddings(self, theirs: Any, folder: Path, batch: dict[str, Any]) -> None:
+        """The embeddings of rows that are padded on the right, and a gradient, are those of transformers' states, with
+        each pooling."""
+        ours = self.ours(folder, "embedding").train()
+        batch = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
+        reader = theirs.get_encoder() if ours.is_encoder_decoder else theirs
         tables = [ours.embed.weight, theirs.get_input_embeddings().weight]
-        losses = [(vectors * weights).sum() for vectors in (found, expected)]
-        grads = [torch.autograd.grad(loss, table)[0] for loss, table in zip(losses, tables, strict=True)]
-        pad = ours.embed.padding_idx
-        for grad in grads:  # transformers pads inside rows, where a padding token's row takes part
-            if pad is not None:
-                grad[pad] = 0
-        assert_same(f"gradient by {pooling}", grads[0][: len(grads[1])], grads[1], self.tolerance)
+        for pooling in POOLINGS:
+            ours.config.embedding = EmbeddingSettings(pooling=pooling, normalize=pooling == "cls")
+            states, mask = reader(**batch).last_hidden_state, batch["attention_mask"][..., None]
+            pooled = self._pooled(states, mask, pooling)
+            expected = pooled / pooled.norm(dim=1, keepdim=True) if pooling == "cls" else pooled
+            found = ours(**batch).embeddings
+            assert_same(f"embeddings by {pooling}", found, expected, self.tolerance)
+            weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
+            losses = [(vectors * weights).sum() for vectors in (found, expected)]
+            grads = [torch.autograd.grad(loss, table)[0] for loss, table in zip(losses, tables, strict=True)]
+            pad = ours.embed.padding_idx
+            for grad in grads:  # transformers pads inside rows, where a padding token's row takes part
+                if pad is not None:
+                    grad[pad] = 0
+            assert_same(f"gradient by {pooling}", grads[0][: len(grads[1])], grads[1], self.tolerance)
+
+    def _pooled(self, states: Tensor, mask: Tensor, pooling: str) -> Tensor:
+        """(batch, width) of states (batch, seq, width) of rows that are padded on the right; mask (batch, seq, 1)."""
+        count, weights = mask.sum(1), mask.cumsum(1) * mask
+        match pooling:
+            case "mean":
+                return (states * mask).sum(1) / count
+            case "cls":
+                return states[:, 0]
+            case "last":
+                return states[torch.arange(len(states)), count[:, 0] - 1]
+            case "max":
+                return states.masked_fill(mask == 0, -torch.inf).max(1).values
+            case "mean_sqrt_len":
+                return (states * mask).sum(1) / count.sqrt()
+            case "weighted_mean":
+                return (states * weights).sum(1) / weights.sum(1)
+        raise AssertionError(f"{pooling} is not written out here")
 
 
 def _pretraining_loss(out: Any, row: Row, rows: Sequence[Row]) -> Tensor:

@@ -250,6 +250,9 @@ EMBEDDING_SETTINGS: tuple[dict[str, Any], ...] = (
     {"pooling": "last", "similarity": "dot"},
     {"pooling": "mean", "similarity": "dot", "query_prompt": "the great plot ", "document_prompt": "a movie "},
     {"pooling": "mean", "normalize": False, "max_length": 8},
+    {"pooling": "max", "dense": ["24:gelu", "40:identity"]},
+    {"pooling": "cls+mean_sqrt_len", "dense": [{"width": 20, "bias": False, "residual": True}], "similarity": "dot"},
+    {"pooling": "weighted_mean+mean", "include_prompt": False, "query_prompt": "the great plot "},
 )
 
 
@@ -274,7 +277,7 @@ def sentence_transformers_models(folder: Path) -> dict[str, Any]:
     start = folder / "bert" / "embedding"
     tokenizer = load_tokenizer(start)
     for number, settings in enumerate(EMBEDDING_SETTINGS):
-        model = mc.from_pretrained(str(start), embedding=settings)
+        model = mc.from_pretrained(str(start), "embedding", embedding=settings)
         directory = folder.parent / f"embedding settings {number}"
         model.save_pretrained(directory, tokenizer=tokenizer)
         shown = ", ".join(f"{name} {value}" for name, value in settings.items())
@@ -317,8 +320,12 @@ def own_embeddings(model: Any, tokenizer: Any, prompt: str) -> Any:
     most = min(model.config.embedding.max_length or sys.maxsize, tokenizer.model_max_length)
     texts = [prompt + text for text in TEXTS]
     batch = tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if prompt and not model.config.embedding.include_prompt:
+        length = len(tokenizer(prompt)["input_ids"]) - 1  # less the token that ends it
+        inputs["prompt_lengths"] = torch.full((len(texts),), length)
     with torch.no_grad():
-        return model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).embeddings
+        return model.eval()(**inputs).embeddings
 
 
 def onnx_export(folder: Path) -> dict[str, Any]:

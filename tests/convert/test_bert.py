@@ -22,6 +22,8 @@ SIZES = {
     "max_position_embeddings": 64,
     "num_labels": 3,
 }
+# What sentence-transformers has beside the bare model.
+DENSE = {"2_Dense/linear.weight": (12, 48), "2_Dense/linear.bias": (12,)}
 
 
 def hub_shapes(task: str, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -34,13 +36,13 @@ def hub_shapes(task: str, tied: bool) -> dict[str, tuple[int, ...]]:
     if tied:
         shapes.pop("cls.predictions.decoder.weight", None)
         shapes.pop("cls.predictions.decoder.bias", None)
-    return shapes
+    return shapes | (DENSE if task == "embedding" else {})
 
 
 def layout_of(task: str, tied: bool = True, arch=ARCH):
     labels = {"num_labels": 2 if task == "question-answering" else 3}
     values = {k: v for k, v in SIZES.items() if k != "num_labels"} | labels | {"tie_word_embeddings": tied}
-    config = ARCH.config.read(values, BertConfig)
+    config = ARCH.config.read(values, BertConfig).replace(embedding={"dense": ["12"] if task == "embedding" else []})
     with torch.device("meta"):
         model = Bert(config, task)
     return compile_layout(arch, task, config, {name: tuple(p.shape) for name, p in model.named_parameters()})

@@ -347,7 +347,7 @@ out = {
 
 def test_a_model_of_embeddings_by_name(hub, home, tmp_path):
     """What says how embeddings are made comes with the model: loaded for them, downloaded, converted, used."""
-    settings = {"pooling": "cls", "query_prompt": "q: ", "max_length": 12}
+    settings = {"pooling": "cls", "query_prompt": "q: ", "max_length": 12, "dense": ["10:gelu"]}
     model = mc.from_config("tiny/bert", "embedding", seed=1, embedding=settings)
     model.save_pretrained(tmp_path / "start", tokenizer=make_tokenizer())
     # As many of the Hub: of a head that the files do not hold.

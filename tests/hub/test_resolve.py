@@ -143,11 +143,13 @@ def test_presets(name):
     if name == "minicpm4.1-8b":  # whose factors its published file alone says
         config = config.replace(rope_scaling=None)
     with torch.device("meta"):
-        ours = spec.model_class()(config, spec.model_class().tasks[0])
+        named = spec.arch_map().declared_task(config.architectures)
+        assert named is not None
+        ours = spec.model_class()(config, named if named == "text-encoding" else spec.model_class().tasks[0])
     assert sum(p.numel() for p in ours.parameters()) == entry["parameters"]
-    assert spec.arch_map().declared_task(config.architectures) is not None
     if kind in transformers.CONFIG_MAPPING:
         auto = transformers.AutoModelForSeq2SeqLM if kind == "encoder-decoder" else transformers.AutoModel
+        auto = transformers.AutoModelForTextEncoding if named == "text-encoding" else auto
         # The MiniCPM3 of transformers 5.17 takes no longrope as it was published, without a `factor`.
         sizes = {field: value for field, value in entry["config"].items() if field != "rope_scaling"}
         with torch.device("meta"):
@@ -207,6 +209,7 @@ def test_names_of_presets(name, hub):
 
 def test_names_of_the_bert_family():
     hubs = {info.name: info.hub for info in list_models() if info.family == "bert"}
+    assert hubs.pop("labse") == "sentence-transformers/LaBSE"
     assert hubs == {name: f"google-bert/{name}" for name in hubs}
     assert {"bert-base-uncased", "bert-large-cased", "bert-base-chinese", "bert-base-multilingual-cased"} <= set(hubs)
 

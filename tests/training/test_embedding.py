@@ -15,8 +15,9 @@ from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.readers import read_file
 from modelcenter.data.sampling import EpochBatches
+from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.training.config import EmbeddingConfig, PredictConfig
-from modelcenter.training.tasks.embedding import Embedding
+from modelcenter.training.tasks.embedding import Embedding, prompt_length
 from scripts.finetune_embedding import main
 
 PLAIN = {"lr_scheduler": "constant", "warmup": 0, "weight_decay": 0, "max_grad_norm": 0.5}
@@ -28,30 +29,57 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def embed(model, texts, pooling="mean", normalize=False):
-    """(texts, width) by transformers' model, padded."""
+def embed(model, texts, pooling="mean", prompts=None, dense=None):
+    """(texts, width) by transformers' model, padded.
+
+    prompts: of each text what it begins with and is not pooled. dense: layers that the pooled vectors go through.
+    """
     batch = make_tokenizer()(texts, padding=True, return_tensors="pt")
     states, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
-    if pooling == "mean":
-        pooled = (states * mask).sum(1) / mask.sum(1)
-    else:
-        place = 0 if pooling == "cls" else mask.sum(1, keepdim=True) - 1
-        pooled = states.gather(1, torch.as_tensor(place).expand(len(texts), 1, states.shape[2]))[:, 0]
-    return pooled / pooled.norm(dim=-1, keepdim=True) if normalize else pooled
+    last = mask.sum(1)[:, 0] - 1
+    weights = mask.cumsum(1)
+    if prompts is not None:
+        # The tokens of a prompt alone, less the one that ends a text.
+        lengths = [len(make_tokenizer()(prompt)["input_ids"]) - 1 if prompt else 0 for prompt in prompts]
+        mask = mask * (weights > torch.tensor(lengths)[:, None, None])
+    weights, count = weights * mask, mask.sum(1)
+    poolings = {
+        "mean": lambda: (states * mask).sum(1) / count,
+        "mean_sqrt_len": lambda: (states * mask).sum(1) / count.sqrt(),
+        "weighted_mean": lambda: (states * weights).sum(1) / weights.sum(1),
+        "max": lambda: states.masked_fill(mask == 0, -torch.inf).max(1).values,
+        "cls": lambda: states[torch.arange(len(texts)), mask.argmax(1)[:, 0]],
+        "last": lambda: states[torch.arange(len(texts)), last],
+    }
+    pooled = torch.cat([poolings[name]() for name in pooling.split("+")], 1)
+    return pooled if dense is None else dense(pooled)
 
 
 class Written:
     """The losses as the papers write them, one anchor at a time."""
 
-    def __init__(self, model, scale=20.0, cosine=True, pooling="mean", symmetric=False, widths=(), prompts=("", "")):
+    def __init__(
+        self,
+        model,
+        scale=20.0,
+        cosine=True,
+        pooling="mean",
+        symmetric=False,
+        widths=(),
+        prompts=("", ""),
+        pools_prompts=True,
+        dense=None,
+    ):
         self.model, self.scale, self.cosine, self.pooling = model, scale, cosine, pooling
         self.symmetric, self.widths, self.prompts = symmetric, widths, prompts
+        self.pools_prompts, self.dense = pools_prompts, dense
 
     def loss(self, rows):
         """rows: of anchor, positive, negatives and score."""
         texts = [(self.prompts[0] + row["query"], [row["positive"], *row.get("negatives", ())]) for row in rows]
         flat = [text for query, others in texts for text in (query, *(self.prompts[1] + other for other in others))]
-        every = embed(self.model, flat, self.pooling)
+        prompts = [role for _, others in texts for role in (self.prompts[0], *[self.prompts[1]] * len(others))]
+        every = embed(self.model, flat, self.pooling, None if self.pools_prompts else prompts, self.dense)
         total = 0
         for width in self.widths or (every.shape[1],):
             vectors = every[:, :width]
@@ -114,6 +142,16 @@ CASES = {
         {"query_prompt": "the film ", "document_prompt": "a plot "},
         {"prompts": ("the film ", "a plot ")},
     ),
+    "dense": (
+        {"negatives": 1},
+        {"dense": ["12:gelu", "6"], "pooling": "max", "matryoshka_dims": ["6", "3"]},
+        {"pooling": "max", "widths": (6, 3)},
+    ),
+    "texts without prompts": (
+        {},
+        {"query_prompt": "the film ", "include_prompt": False, "pooling": "cls+weighted_mean+mean_sqrt_len"},
+        {"prompts": ("the film ", ""), "pools_prompts": False, "pooling": "cls+weighted_mean+mean_sqrt_len"},
+    ),
 }
 
 
@@ -126,9 +164,13 @@ def test_same_losses_as_written_out(folder, case):
     main(command(flags(folder, **PLAIN, epochs=2, **changes)))
     ours = [row for row in read_jsonl(folder / "run" / "metrics.jsonl") if "loss" in row]
     sizes = SIZES | STILL | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0}
-    modelcenter.from_config("tiny/bert", "embedding", seed=42, **sizes).save_pretrained(folder / "start")
+    embedding = {name: changes[name] for name in ("dense", "pooling") if name in changes}
+    modelcenter.from_config("tiny/bert", "embedding", seed=42, embedding=embedding, **sizes).save_pretrained(
+        folder / "start"
+    )
     model = BertModel.from_pretrained(str(folder / "start")).train()
-    written = Written(model, **options)
+    model.dense = dense_layers(folder / "start")
+    written = Written(model, **options, dense=model.dense)
     examples = examples_of(folder, kinds, changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     batches = [b.tolist() for epoch in range(2) for b in EpochBatches(examples.lengths, 8, 42).epoch(epoch)]
@@ -140,6 +182,17 @@ def test_same_losses_as_written_out(folder, case):
         expected = {"loss": loss.item(), "grad_norm": norm.item()}
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=2e-3, abs=1e-4), row["step"]
         optimizer.step()
+
+
+def dense_layers(directory):
+    """The dense layers in the files of a model, as torch's."""
+    layers = torch.nn.Sequential()
+    for folder in sorted(directory.glob("*_Dense")):
+        said, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        linear = torch.nn.Linear(said["in_features"], said["out_features"], bias=said["bias"])
+        linear.load_state_dict({name.removeprefix("linear."): tensor for name, tensor in tensors.items()})
+        layers.extend([linear, getattr(torch.nn, said["activation_function"].rpartition(".")[2])()])
+    return layers
 
 
 def examples_of(folder, kinds, changes):
@@ -290,8 +343,8 @@ def test_training_goes_on_as_the_checkpoint_has_it(folder):
     main(command(start))
     settings = modelcenter.from_pretrained(folder / "on" / "model").config.embedding
     assert settings.to_dict() == {
-        "pooling": "cls", "normalize": False, "similarity": "dot", "query_prompt": "the ", "document_prompt": "a ",
-        "max_length": 20,
+        "pooling": "cls", "include_prompt": True, "dense": [], "normalize": False, "similarity": "dot",
+        "query_prompt": "the ", "document_prompt": "a ", "max_length": 20,
     }  # fmt: skip
 
 
@@ -352,7 +405,15 @@ MISTAKES = {
     ),
     "smoothing": ({"label_smoothing": 0.1}, None, "label_smoothing: changes nothing with embeddings"),
     "temperature": ({"temperature": 0}, None, "temperature: got 0"),
-    "pooling": ({"pooling": "max"}, None, "pooling"),
+    "pooling": ({"pooling": "maximum"}, None, "pooling is 'maximum', expected one of"),
+    "poolings": ({"pooling": "cls+cls"}, None, r"pooling is 'cls\+cls', expected one of"),
+    "dense": ({"dense": ["x"]}, None, "dense: got 'x', expected WIDTH or WIDTH:ACTIVATION"),
+    "activation": ({"dense": ["8:softmax"]}, None, "dense: activation is 'softmax', expected one of tanh"),
+    "cut to more than there is": (
+        {"dense": ["8"], "matryoshka_dims": ["16"]},
+        None,
+        "matryoshka_dims: got 16, but the embeddings have 8 elements",
+    ),
 }
 
 
@@ -366,6 +427,27 @@ def test_mistakes_are_named(folder, mistake):
     with pytest.raises(ValueError, match=said):
         main(command(flags(folder, **changes)))
     assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+def test_nothing_is_left_behind_a_prompt(folder):
+    """Of a tokenizer that ends no text, and the number of a prompt's tokens with one that does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    write_related(folder)
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "film": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]")
+    assert prompt_length(plain, "the film was ", 9) == 2  # the last is one of its special tokens
+    assert prompt_length(plain, "was the film ", 9) == 3 and prompt_length(plain, "", 9) == 0
+    assert prompt_length(make_tokenizer(), "the film was ", 9) == 4
+    task = Embedding.from_flags(EmbeddingConfig(**flags(folder)))
+    task.settings = EmbeddingSettings(include_prompt=False, query_prompt="was the film ")
+    with pytest.raises(
+        ValueError, match="no token is left to be pooled behind the 3 of query_prompt with max_length 3"
+    ):
+        task.tokenize(plain, 3)
+    assert task.tokenize(plain, 4)[0].prompt_lengths.tolist() == [3] * 24 + [0] * 24
 
 
 def test_rows_for_evaluations_have_the_same_columns(folder):
@@ -394,3 +476,65 @@ def test_single_texts_are_found_by_their_column(folder):
     table = read_file(write_jsonl(folder / "other.jsonl", [{"x": "1", "y": "a film"}]))
     with pytest.raises(ValueError, match="positive_column: which column of .* has the texts"):
         Embedding.for_inference(PredictConfig(), None, table, labelled=False)
+
+
+def test_a_model_with_dense_layers_is_used_and_trained_on(folder):
+    """Its vectors are those of the exported layers over transformers' states; a run that starts from it has them, and
+    from_scratch is not the only way to get them."""
+    from transformers import BertModel
+
+    write_related(folder)
+    sizes = SIZES | STILL | {"initializer_range": 0.5}
+    changes = {
+        "dense": ["12:gelu", "5:identity"],
+        "pooling": "mean",
+        "include_prompt": False,
+        "query_prompt": "the film ",
+    }
+    main(command(flags(folder, model_config=sizes, lr=1e-3, max_steps=2, **changes)))
+    exported = folder / "run" / "model"
+    texts = ["the film lovely story", "the film dull"]
+    write_jsonl(folder / "texts.jsonl", [{"text": text.removeprefix("the film ")} for text in texts])
+    model = BertModel.from_pretrained(str(exported)).eval()
+    with torch.no_grad():
+        found = embed(model, texts, prompts=["the film "] * 2, dense=dense_layers(exported))
+    said = ["--columns", "anchor=text", "--output", str(folder / "out.jsonl")]
+    cli(["predict", str(folder / "run"), str(folder / "texts.jsonl"), *said])
+    vectors = torch.tensor([row["embedding"] for row in read_jsonl(folder / "out.jsonl")])
+    torch.testing.assert_close(vectors, torch.nn.functional.normalize(found, dim=-1), atol=1e-5, rtol=0)
+
+    on = flags(folder, model=str(folder / "run"), output_dir=str(folder / "on"), max_steps=1)
+    for name in ("from_scratch", "model_config", "tokenizer"):
+        del on[name]
+    main(command(on))
+    before, after = (
+        load_file(path / "model" / "3_Dense" / "model.safetensors") for path in (folder / "run", folder / "on")
+    )
+    assert not torch.equal(before["linear.weight"], after["linear.weight"])
+    settings = modelcenter.from_pretrained(folder / "on" / "model").config.embedding
+    assert [layer.width for layer in settings.dense] == [12, 5] and not settings.include_prompt
+    with pytest.raises(ValueError, match="dense: got 4:tanh, but the model has 12:gelu 5:identity, with weights"):
+        main(command(on | {"dense": ["4"], "output_dir": str(folder / "other")}))
+
+
+@pytest.mark.full
+def test_new_layers_beside_updates_of_low_rank(folder):
+    """Of a checkpoint of the run, of its adapter and at its end: the same model."""
+    write_related(folder)
+    modelcenter.from_config("tiny/bert", "base", **SIZES, vocab_size=len(make_tokenizer())).save_pretrained(
+        folder / "start", tokenizer=make_tokenizer()
+    )
+    values = flags(folder, model=str(folder / "start"), lora_rank=2, max_steps=2, save_every=2, dense=["7"])
+    for name in ("from_scratch", "model_config", "tokenizer"):
+        del values[name]
+    main(command(values))
+    checkpoint = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
+    adapter = ["--adapter", str(folder / "run" / "adapter"), "--output", str(folder / "again")]
+    for words in ([str(checkpoint), str(folder / "merged")], [str(folder / "start"), *adapter]):
+        with pytest.raises(SystemExit, match="0"):
+            cli(["export", *words])
+    ids = torch.tensor([[2, 9, 7, 3]])
+    expected = modelcenter.from_pretrained(folder / "run" / "model")(ids).embeddings
+    assert expected.shape == (1, 7)
+    for name in ("merged", "again"):
+        torch.testing.assert_close(modelcenter.from_pretrained(folder / name)(ids).embeddings, expected)

@@ -20,7 +20,11 @@ def drawn(request: pytest.FixtureRequest) -> tuple[RelatedExamples, list[range],
     negatives, last = ranges(int(first[-1]), draw.integers(0, 5, ROWS))
     tokens: Any = SimpleNamespace(lengths=draw.integers(1, 60, last[-1]))
     table: Any = None
-    return RelatedExamples(table, tokens, first, last, np.arange(last[-1]), None, request.param), positives, negatives
+    return (
+        RelatedExamples(table, tokens, None, first, last, np.arange(last[-1]), None, request.param),
+        positives,
+        negatives,
+    )
 
 
 def ranges(start: int, counts: np.ndarray) -> tuple[list[range], np.ndarray]:

@@ -31,9 +31,16 @@ from modelcenter.convert.stream import CHUNK_BYTES, Source, chunks
 from modelcenter.hub.architecture import Blueprint, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import open_model
-from modelcenter.hub.files.embedding_files import makes_embeddings
+from modelcenter.hub.files.dense_files import add_dense_weights
+from modelcenter.hub.files.embedding_files import (
+    check_dense_inputs,
+    dense_steps,
+    makes_embeddings,
+    read_embedding_files,
+)
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
+from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.remote.download import HubOptions
@@ -236,11 +243,19 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     """What the tensors of an opened checkpoint mean to its architecture. Raises ValueError: they do not make it up."""
     spec = find_spec(files.config, None, files.origin)
     arch: ArchMap = spec.arch_map()
+    find = _sidecar(files, request.options).file
+    # Layers that no class has, so that their task is not that of the class in the config.
+    dense = dense_steps(find) if "embedding" in arch.tasks and files.legacy is None else []
+    if dense and side == HUB:
+        assert isinstance(source, FileSource)
+        add_dense_weights(source, dense, find)
     absent: dict[str, str] = getattr(source, "absent", {})  # of files with an index
     ignored = ignored_names(request.ignore, [*source.tensors, *absent])
     kept = _without_prefix([name for name in source.tensors if name not in set(ignored)], request.prefix)
     shapes = {short: tuple(source.tensors[name].shape) for short, name in kept.items()}
     overrides = dict(arch.infer_config(files.config, shapes)) if arch.infer_config is not None and side == HUB else {}
+    if dense:
+        overrides["embedding"] = read_embedding_files(find)
 
     @functools.cache
     def blueprint(task: str) -> Blueprint:
@@ -250,12 +265,16 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
         return blueprint(task).layout
 
     compile_whole = contents_of_hub if side == HUB else contents_of_native
-    whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"))
+    named_task = "embedding" if dense else None
+    if named_task is not None:
+        check_dense_inputs(dense, blueprint(named_task).model)
+    whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"), named_task)
     # Of ModelCenter's files no config names a class.
     heads = {} if files.legacy is not None else whole.absent_heads
-    if heads and makes_embeddings(arch, _sidecar(files, request.options).file):
+    if heads and not dense and makes_embeddings(arch, find):
         bare = {**files.config, "architectures": [arch.tasks["embedding"].hf_class]}
-        return _match_source(source, side, replace(files, config=bare), request)
+        if bare != files.config:
+            return _match_source(source, side, replace(files, config=bare), request)
     heads = {part: [request.prefix + name for name in names] for part, names in heads.items()}
     check_patterns(request.ignore, [*source.tensors, *absent, *itertools.chain(*heads.values())])
     absent_heads = {p: names for p, names in heads.items() if not _is_ignored(arch, p, names, ignored, request)}

@@ -1,6 +1,6 @@
 """What a conversion writes: files in which every byte has its place before the first is written."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +12,7 @@ from modelcenter.convert.stream import chunks
 from modelcenter.hub.conversion.checkpoint import Checkpoint
 from modelcenter.hub.files.dcp import MODEL_FOLDER, DCPTensorInfo, write_metadata
 from modelcenter.hub.files.raw_io import allocate_file
-from modelcenter.hub.files.safetensors import Entry, FilePlan, file_head, plan_files, write_index
+from modelcenter.hub.files.safetensors import Entry, FilePlan, file_head, plan_files
 from modelcenter.hub.files.torch_archive import archive_frame
 
 _PART_BYTES = 256 * 2**20  # of a tensor in a distributed checkpoint; torch reads a part whole
@@ -112,11 +112,6 @@ def plan_hub(checkpoint: Checkpoint, dtype: torch.dtype | None, shard_bytes: int
         for (name, kind, shape), start in zip(file.entries, starts, strict=False):
             jobs.append(Job(name, keys[name], kind, shape, file.name, (Segment(full_box(shape), start),), False))
     return Plan(HUB, sizes, heads, jobs), files
-
-
-def write_hub_index(directory: Path, files: Sequence[FilePlan]) -> None:
-    if len(files) > 1:
-        write_index(directory, files)
 
 
 def plan_distributed(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Plan:

@@ -25,7 +25,7 @@ from modelcenter.convert.pieces import HUB, NATIVE
 from modelcenter.hub.conversion.checkpoint import SIDES, Checkpoint, Request, open_checkpoint
 from modelcenter.hub.conversion.fill import Filler, WorkUnit, hash_tensor, work_units
 from modelcenter.hub.conversion.metadata import write_conversion_record, write_manifest, write_model_files
-from modelcenter.hub.conversion.plan import Job, plan_distributed, plan_hub, write_hub_index
+from modelcenter.hub.conversion.plan import Job, plan_distributed, plan_hub
 from modelcenter.hub.conversion.progress import Progress, Report
 from modelcenter.hub.conversion.workers import can_fork, flushing, imap_unordered, make_lock
 from modelcenter.hub.dtypes import common_dtype, parse_dtype
@@ -34,8 +34,8 @@ from modelcenter.hub.files.dcp import DCPSource
 from modelcenter.hub.files.locks import locked
 from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE
 from modelcenter.hub.files.occupied import refuse_occupied
-from modelcenter.hub.files.safetensors import FilePlan, parse_size
-from modelcenter.hub.files.weight_files import open_weight_files
+from modelcenter.hub.files.safetensors import FilePlan, parse_size, write_index
+from modelcenter.hub.files.weight_files import add_folder, open_weight_files
 from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.run_folder import find_step
 
@@ -259,8 +259,12 @@ class _Run:
         """The written files, by the reader that users' programs have."""
         if self.side == NATIVE:
             return DCPSource(scratch)
-        write_hub_index(scratch, self.files)
-        return open_weight_files(find_weights(scratch))
+        write_index(scratch, self.files)
+        source = open_weight_files(find_weights(scratch))
+        for file in self.files:
+            if folder := file.name.rpartition("/")[0]:
+                add_folder(source, folder, scratch / file.name)
+        return source
 
     def _finish(self, scratch: Path, journal: "_Journal", hashes: dict[str, str]) -> None:
         if self.verify:
@@ -271,7 +275,7 @@ class _Run:
         write_model_files(self.checkpoint, scratch, self.loaded_dtype, keep_card)
         write_conversion_record(self.checkpoint, self.plan, scratch, self.dtype, hashes)
         if self.side == HUB:
-            write_hub_index(scratch, self.files)
+            write_index(scratch, self.files)
         else:
             write_manifest(self.plan, scratch, hashes)
         jobs = self.plan.jobs

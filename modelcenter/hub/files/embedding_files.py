@@ -1,43 +1,86 @@
 """The files of sentence-transformers that say how embeddings are made of a model's hidden states. Imports no torch.
 
-`modules.json` lists the steps: a transformer, a pooling, perhaps a normalisation, each with a folder of its own. They
-are read in the forms of all versions from 2 on, and written in the older one, which all of them read.
+`modules.json` lists the steps: a transformer, a pooling, perhaps dense layers and a normalisation, each with a folder
+of its own. They are read in the forms of all versions from 2 on, and written in the older one, which all of them read.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelcenter.embedding_settings import SIMILARITIES, EmbeddingSettings
+from modelcenter.embedding_settings import FIRST_DENSE, SIMILARITIES, DenseSettings, EmbeddingSettings, poolings_of
 from modelcenter.hub.files.json_files import read_json, read_json_objects, write_json
+from modelcenter.hub.files.names import WEIGHT_FILES
+from modelcenter.registry import nearest
 
 MODULES_FILE = "modules.json"
 SETTINGS_FILE = "config_sentence_transformers.json"
 TRANSFORMER_FILE = "sentence_bert_config.json"
-_STEP_FILE = re.compile(r"\d+_\w+/config\.json")  # of a step that has a folder
+_STEP_FOLDER = re.compile(r"\d+_\w+")
+_STEP_FILE = re.compile(rf"{_STEP_FOLDER.pattern}/config\.json")  # of a step that has a folder
 
-_POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # theirs -> ours
-# The same as switches, of which one is on.
+# theirs -> ours
+_POOLINGS = {
+    "mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max", "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+}  # fmt: skip
+# The same as switches. Those that are on are joined in this order.
 _SWITCHES = {
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# Classes of torch.nn, which files name with the module that they are in.
+_ACTIVATIONS = {
+    "Tanh": "tanh", "Identity": "identity", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu", "Sigmoid": "sigmoid",
+    "LeakyReLU": "leaky_relu", "ELU": "elu",
+}  # fmt: skip
 _QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query", "s2p_query"), ("document", "passage", "corpus")
+_VECTOR = "sentence_embedding"  # what steps behind the pooling read and write
 
-POOLING_FOLDER, NORMALIZE_FOLDER = "1_Pooling", "2_Normalize"
+DENSE_WEIGHTS = WEIGHT_FILES[:2]  # of which each layer has one
+POOLING_FOLDER = "1_Pooling"
 USUAL_FILES = (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE, f"{POOLING_FOLDER}/config.json")
 
 FindFile = Callable[[str], Path | None]
 
 
+@dataclass(frozen=True)
+class DenseStep:
+    """A dense layer as files describe it.
+
+    Attributes:
+        folder: that it has in the model's directory. config: its config.json. inputs: elements of the vectors it reads.
+        settings: what else the config says.
+    """
+
+    folder: str
+    config: Path
+    inputs: int
+    settings: DenseSettings
+
+
+def dense_folder(number: int | str) -> str:
+    """The folder of a dense layer in what we write, by its number among the steps."""
+    return f"{number}_Dense"
+
+
 def is_embedding_file(name: str) -> bool:
-    """Whether a file of a model's directory is one of these. name: within the directory."""
+    """Whether a file of a model's directory is one of these, weights apart. name: within the directory."""
     return name in (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE) or _STEP_FILE.fullmatch(name) is not None
+
+
+def dense_weight_files(names: Collection[str]) -> list[str]:
+    """Those of the files of a repository that hold the weights of steps behind the transformer, in one format each."""
+    folders = sorted({name.partition("/")[0] for name in names if _STEP_FILE.fullmatch(name) and name[0] != "0"})
+    choices = [[f"{folder}/{name}" for name in DENSE_WEIGHTS] for folder in folders]
+    found = [next((name for name in names_of_one if name in names), None) for names_of_one in choices]
+    return [name for name in found if name is not None]
 
 
 def makes_embeddings(arch: Any, find: FindFile) -> bool:
@@ -55,6 +98,9 @@ def beside(directory: Path) -> FindFile:
     return lambda name: found if (found := directory / name).is_file() else None
 
 
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
 def read_embedding_files(find: FindFile) -> dict[str, Any]:
     """The fields of EmbeddingSettings that the files of a model say.
 
@@ -67,15 +113,12 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
     modules = find(MODULES_FILE)
     if modules is None:
         return {}
-    steps = read_json_objects(modules)
-    kinds = [str(step.get("type", "")).rpartition(".")[2] for step in steps]
-    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-        raise ValueError(
-            f"{modules}: the steps are {', '.join(kinds)}; supported are Transformer, Pooling and after them Normalize"
-        )
-    found: dict[str, Any] = {"normalize": "Normalize" in kinds}
-    if (pooling := find(f"{steps[1].get('path') or POOLING_FOLDER}/config.json")) is not None:
-        found["pooling"] = _pooling_of(pooling)
+    steps = _steps(modules)
+    found: dict[str, Any] = {"normalize": steps[-1][0] == "Normalize"}
+    if (pooling := find(f"{steps[1][1]}/config.json")) is not None:
+        found |= _pooling_of(pooling)
+    if dense := dense_steps(find):
+        found["dense"] = [step.settings for step in dense]
     if (transformer := find(TRANSFORMER_FILE)) is not None:
         found["max_length"] = read_json(transformer).get("max_seq_length")
     if (settings := find(SETTINGS_FILE)) is not None:
@@ -93,38 +136,167 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _pooling_of(path: Path) -> str:
-    """The pooling that its config.json names, in our words. Raises ValueError: another one, or several."""
+def dense_steps(find: FindFile) -> list[DenseStep]:
+    """The dense layers that the files of a model describe, in their order. Raises ValueError: as read_embedding_files,
+    or two that do not fit together."""
+    modules = find(MODULES_FILE)
+    steps: list[DenseStep] = []
+    for kind, folder in [] if modules is None else _steps(modules):
+        if kind == "Dense":
+            steps.append(_dense_of(find, folder, modules))
+            if len(steps) > 1 and steps[-1].inputs != (width := steps[-2].settings.width):
+                raise ValueError(
+                    f"{steps[-1].config}: in_features is {steps[-1].inputs}, but {steps[-2].folder} before it gives "
+                    f"{width} elements"
+                )
+    return steps
+
+
+def check_dense_inputs(steps: Sequence[DenseStep], model: Any) -> None:
+    """Raise ValueError where the first dense layer reads vectors of another width than a model's pooling makes."""
+    if steps and steps[0].inputs != model.pooled_width:
+        raise ValueError(
+            f"{steps[0].config}: in_features is {steps[0].inputs}, but the pooling {model.pooling!r} of this model "
+            f"gives {model.pooled_width} elements"
+        )
+
+
+def _steps(modules: Path) -> list[tuple[str, str]]:
+    """(kind, folder) of each step. Raises ValueError: one that is not supported, or not in that place."""
+    listed = read_json_objects(modules)
+    kinds = [str(step.get("type", "")).rpartition(".")[2] for step in listed]
+    folders = [str(step.get("path") or f"{i}_{kind}") for i, (step, kind) in enumerate(zip(listed, kinds, strict=True))]
+    expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
+    if kinds != expected:
+        wrong = next((i for i, kind in enumerate(kinds) if expected[i : i + 1] != [kind]), None)
+        at = "" if wrong is None else f"; {kinds[wrong]} in {folders[wrong]} is none of them, or not in its place"
+        raise ValueError(
+            f"{modules}: the steps are {', '.join(kinds)}; supported are Transformer, Pooling, any number of Dense, "
+            f"and after them Normalize{at}"
+        )
+    for folder in folders[1:]:
+        if not _STEP_FOLDER.fullmatch(folder):
+            raise ValueError(f"{modules}: path is {folder!r}, expected a folder beside it such as {POOLING_FOLDER}")
+    return list(zip(kinds, folders, strict=True))
+
+
+def _pooling_of(path: Path) -> dict[str, Any]:
+    """What the config.json of a pooling says, in our words. Raises ValueError: of another kind."""
     values = read_json(path)
     modes = values.get("pooling_mode")
     if modes is None:
         modes = [mode for name, mode in _SWITCHES.items() if values.get(name)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
-    if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
+    if not modes or len({*map(str, modes)}) < len(modes) or not all(str(mode) in _POOLINGS for mode in modes):
         raise ValueError(
-            f"{path}: the pooling is {' and '.join(map(str, modes))}; supported is one of {', '.join(_POOLINGS)}"
+            f"{path}: the pooling is {' and '.join(map(str, modes))}; supported are {', '.join(_POOLINGS)}, each once"
         )
-    if not values.get("include_prompt", True):
-        raise ValueError(f"{path}: include_prompt is false, but prompts are always part of the pooled text here")
-    return _POOLINGS[modes[0]]
+    whole = values.get("include_prompt", True)
+    if not isinstance(whole, bool):
+        raise ValueError(f"{path}: include_prompt is {whole!r}, expected true or false")
+    return {"pooling": "+".join(_POOLINGS[mode] for mode in modes)} | ({} if whole else {"include_prompt": False})
+
+
+def _dense_of(find: FindFile, folder: str, modules: Path | None) -> DenseStep:
+    """The dense layer in a folder. Raises ValueError: its config.json is missing, or not understood."""
+    path = find(f"{folder}/config.json")
+    if path is None:
+        raise ValueError(f"{modules} lists the step {folder}, but {folder}/config.json is missing")
+    values = read_json(path)
+    sizes: dict[str, Any] = {}
+    for name in ("in_features", "out_features"):
+        size = sizes[name] = values.get(name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{path}: {name} is {size!r}, expected a whole number above 0")
+    switches: dict[str, bool] = {}
+    for name, usual in (("bias", True), ("use_residual", False)):
+        switches[name] = values.get(name, usual)
+        if not isinstance(switches[name], bool):
+            raise ValueError(f"{path}: {name} is {switches[name]!r}, expected true or false")
+    for name in ("module_input_name", "module_output_name"):
+        if (value := values.get(name)) not in (None, _VECTOR):
+            raise ValueError(f"{path}: {name} is {value!r}, supported is {_VECTOR!r}, the pooled vector")
+    named = str(values.get("activation_function", "torch.nn.Tanh"))
+    package, _, kind = named.rpartition(".")
+    if not package.startswith("torch.nn") or kind not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(
+            f"{path}: activation_function is {named!r}, supported are torch.nn's {known}.{nearest(kind, _ACTIVATIONS)}"
+        )
+    settings = DenseSettings(
+        width=sizes["out_features"],
+        activation=_ACTIVATIONS[kind],
+        bias=switches["bias"],
+        residual=switches["use_residual"],
+    )
+    return DenseStep(folder, path, sizes["in_features"], settings)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_embedding_files(directory: Path, config: EmbeddingSettings, pooling: str, width: int) -> None:
-    """Write the files for a model. pooling: the one it has. width: of its embeddings."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if config.normalizes else [])]
-    paths = ["", POOLING_FOLDER, NORMALIZE_FOLDER]
+    """Write the files for a model, weights apart.
+
+    Args:
+        pooling: the one it has. width: of its hidden states.
+    """
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(config.dense), *(["Normalize"] if config.normalizes else [])]
+    paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
     steps = [
-        {"idx": i, "name": str(i), "path": paths[i], "type": f"sentence_transformers.models.{kind}"}
-        for i, kind in enumerate(kinds)
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, paths, strict=True))
     ]
     write_json(directory / MODULES_FILE, steps)
-    theirs = next(name for name, ours in _POOLINGS.items() if ours == pooling)
-    switches = {name: mode == theirs for name, mode in _SWITCHES.items()}
-    for path in paths[1 : len(kinds)]:
+    for path in paths[1:]:
         (directory / path).mkdir(exist_ok=True)
-    pooling_fields = {"word_embedding_dimension": width, **switches, "include_prompt": True}
-    write_json(directory / POOLING_FOLDER / "config.json", pooling_fields)
+    modes = poolings_of(pooling)
+    fields = {"word_embedding_dimension": width, **_mode_fields(modes), "include_prompt": config.include_prompt}
+    write_json(directory / POOLING_FOLDER / "config.json", fields)
+    width *= len(modes)
+    for number, layer in enumerate(config.dense, FIRST_DENSE):
+        write_json(directory / dense_folder(number) / "config.json", _dense_fields(layer, width))
+        width = layer.width
     write_json(directory / TRANSFORMER_FILE, {"max_seq_length": config.max_length, "do_lower_case": False})
     prompts = {"query": config.query_prompt, "document": config.document_prompt}
     settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": config.similarity}
     write_json(directory / SETTINGS_FILE, {"model_type": "SentenceTransformer", **settings})
+
+
+def _mode_fields(poolings: Sequence[str]) -> dict[str, Any]:
+    """Poolings as the fields of a config.json: switches, or where these would join them in another order, names."""
+    theirs = [name for pooling in poolings for name, ours in _POOLINGS.items() if ours == pooling]
+    if theirs != [mode for mode in _SWITCHES.values() if mode in theirs]:
+        return {"pooling_mode": theirs}
+    return {name: mode in theirs for name, mode in _SWITCHES.items()}
+
+
+def _dense_fields(layer: DenseSettings, inputs: int) -> dict[str, Any]:
+    kind = next(name for name, ours in _ACTIVATIONS.items() if ours == layer.activation)
+    home = "linear" if kind == "Identity" else "activation"
+    return {
+        "in_features": inputs,
+        "out_features": layer.width,
+        "bias": layer.bias,
+        "activation_function": f"torch.nn.modules.{home}.{kind}",
+        **({"use_residual": True} if layer.residual else {}),  # which versions before 5.7 do not know
+    }
+
+
+def use_own_folders(directory: Path) -> None:
+    """Give dense layers, in the files of a directory, the folders into which their weights are written."""
+    steps = read_json_objects(directory / MODULES_FILE)
+    moved = {}
+    for number, step in enumerate(steps):
+        path, own = step.get("path"), dense_folder(number)
+        if str(step.get("type")).endswith(".Dense") and isinstance(path, str) and path != own:
+            moved[own] = read_json(directory / path / "config.json")
+            (directory / path / "config.json").unlink()
+            if not any((directory / path).iterdir()):
+                (directory / path).rmdir()
+            step["path"] = own
+    for folder, values in moved.items():
+        (directory / folder).mkdir(exist_ok=True)
+        write_json(directory / folder / "config.json", values)
+    if moved:
+        write_json(directory / MODULES_FILE, steps)

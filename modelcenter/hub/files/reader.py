@@ -75,6 +75,11 @@ class FileSource:
         """Whether tensors are in memory, since their file cannot be read in part."""
         return bool(self._loaded)
 
+    def add(self, tensors: Mapping[str, TensorInfo], loaded: Mapping[str, torch.Tensor]) -> None:
+        """Add tensors of further files; arguments as of the constructor."""
+        self.tensors = {**self.tensors, **tensors}
+        self._loaded = {**self._loaded, **loaded}
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Keep the tensors of these names only, under new ones: {name: new name}."""
         self.tensors = {new: self.tensors[old] for old, new in names.items() if old in self.tensors}

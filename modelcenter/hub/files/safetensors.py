@@ -37,7 +37,9 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Entry = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of a tensor to write
+# Name, dtype, shape of a tensor to write. A name with a folder before it, "2_Dense/linear.weight", is that of a tensor
+# in the file of that folder, which knows it without.
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -75,11 +77,15 @@ def file_head(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
     places = [0]
     for name, dtype, shape in entries:
         end = places[-1] + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [places[-1], end]}
+        entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [places[-1], end]}
+        header[name.rpartition("/")[2]] = entry
         places.append(end)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, [8 + len(text) + place for place in places]
+
+
+WEIGHTS_FILE = "model.safetensors"
 
 
 class SafetensorsWriter:
@@ -126,29 +132,39 @@ class FilePlan:
 
 
 def plan_files(entries: Sequence[Entry], max_bytes: int) -> list[FilePlan]:
-    """Deal tensors, in their order, to files of at most `max_bytes` each; a larger tensor has a file of its own.
+    """Deal tensors, in their order, to files of at most `max_bytes` each; a larger tensor has a file of its own. Those
+    of a folder are in one file there.
 
     Within a file wider dtypes come first, which keeps every tensor aligned to its element size.
     """
     groups: list[list[Entry]] = [[]]
+    folders: dict[str, list[Entry]] = {}
     filled = 0
     for entry in entries:
+        if folder := entry[0].rpartition("/")[0]:
+            folders.setdefault(folder, []).append(entry)
+            continue
         size = prod(entry[2]) * entry[1].itemsize
         if groups[-1] and filled + size > max_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(entry)
         filled += size
-    for group in groups:
+    for group in (*groups, *folders.values()):
         group.sort(key=lambda entry: -entry[1].itemsize)
+    beside = [FilePlan(f"{folder}/{WEIGHTS_FILE}", tuple(group)) for folder, group in folders.items()]
     if len(groups) == 1:
-        return [FilePlan("model.safetensors", tuple(groups[0]))]
+        return [FilePlan(WEIGHTS_FILE, tuple(groups[0])), *beside]
     count = len(groups)
-    return [FilePlan(f"model-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
+    shards = [FilePlan(f"model-{i:05d}-of-{count:05d}.safetensors", tuple(g)) for i, g in enumerate(groups, 1)]
+    return [*shards, *beside]
 
 
 def write_index(directory: Path, plans: Sequence[FilePlan]) -> None:
-    """Write the index of a checkpoint of several files."""
+    """Write the index of a checkpoint of several files, those in folders apart. With one there is none to write."""
+    plans = [plan for plan in plans if "/" not in plan.name]
+    if len(plans) < 2:
+        return
     entries = [entry for plan in plans for entry in plan.entries]
     total = {
         "total_parameters": sum(prod(shape) for _, _, shape in entries),

@@ -70,6 +70,25 @@ def _open_megatron_parts(files: Sequence[Path]) -> FileSource:
     return FileSource(tensors, loaded)
 
 
+def add_folder(source: FileSource, folder: str, weights: Path) -> dict[str, tuple[int, ...]]:
+    """Add the tensors of a weight file in a folder to those of a source, under "folder/name".
+
+    Returns:
+        {name in the file: shape}.
+
+    Raises:
+        ValueError: the file is truncated or malformed.
+    """
+    refuse_broken_link(weights)
+    found, loaded = _read_headers([weights])
+    tensors = found[weights]
+    source.add(
+        {f"{folder}/{name}": info for name, info in tensors.items()},
+        {f"{folder}/{name}": tensor for name, tensor in loaded.items()},
+    )
+    return {name: tuple(info.shape) for name, info in tensors.items()}
+
+
 def _read_headers(files: Iterable[Path]) -> tuple[dict[Path, dict[str, TensorInfo]], dict[str, torch.Tensor]]:
     found, loaded = {}, {}
     for path in files:

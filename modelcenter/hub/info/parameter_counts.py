@@ -32,13 +32,15 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
 def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | None:
     """Parameters of each component of the model with the head of a task; None where they are not counted here.
 
-    Counted are the heads whose size a config decides: base, embedding, masked-lm, pretraining, causal-lm and
-    seq2seq-lm.
+    Counted are the heads whose size a config decides: base, embedding (without dense layers, of which config.json says
+    nothing), text-encoding, masked-lm, pretraining, causal-lm and seq2seq-lm.
 
     Raises:
         ValueError: as body_sizes.
     """
     sizes, kind = body_sizes(config), str(config.get("model_type"))
+    if task in ("embedding", "text-encoding") and kind in _ENCODERS:  # which leave the decoder out
+        return _ordered(_counted(kind, _ENCODERS[kind], config_fields(config), kind))
     if kind == COMPOSED:
         return sizes if task == "seq2seq-lm" else None
     heads = HEADS.get(kind, {})
@@ -191,6 +193,16 @@ def _t5(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _t5_encoder(c: Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    return {
+        "embeddings": c.vocab_size * d + (layers if kind == "umt5" else 1) * c.num_buckets * c.num_heads,
+        "attention": layers * _attention(c, False),
+        "mlp": layers * _mlp(c, False, c.gated),
+        "norms": d * (1 + 2 * layers),
+    }
+
+
 def _bart(c: Fields, kind: str) -> dict[str, int]:
     """BART and mBART; M2M100 and Marian, whose positions are not stored."""
     # Norms of a side: of the embeddings, and behind the blocks.
@@ -242,3 +254,5 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }
+# Of encoder-decoders, the encoder alone.
+_ENCODERS: dict[str, Callable[[Fields, str], dict[str, int]]] = dict.fromkeys(("t5", "mt5", "umt5"), _t5_encoder)

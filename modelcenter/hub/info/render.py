@@ -24,6 +24,8 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("sizes", ", ".join(f"{key} {value:,}" for key, value in about["sizes"].items())))
     if about["tasks"]:
         facts.append(("head", f"{about['task'] or 'none that is known'}; loads as {', '.join(about['tasks'])}"))
+    if "embedding" in about:
+        facts.append(("embeddings", _embedding(about["embedding"])))
     if "labels" in about:
         labels = about["labels"]
         facts.append(("labels", ", ".join(map(str, labels[:8])) + (f", ... ({len(labels)})" if labels[8:] else "")))
@@ -49,6 +51,17 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     if about.get("cached") == []:
         facts.append(("cached", "nothing" + (", and HF_HUB_OFFLINE is set" if about.get("offline") else "")))
     return facts
+
+
+def _embedding(of: Mapping[str, Any]) -> str:
+    """How embeddings are made, in words."""
+    if "unsupported" in of:
+        return f"not supported: {of['unsupported']}"
+    text = f"pooling {of['pooling'] or 'as usual'}" + ("" if of["include_prompt"] else ", without prompts")
+    if of["dense"]:
+        layers = (f"{layer['width']}:{layer['activation']}" for layer in of["dense"])
+        text += f"; dense layers {' '.join(layers)}"
+    return f"{text}; compared by {of['similarity']}"
 
 
 def _source(about: Mapping[str, Any]) -> str:

@@ -8,9 +8,17 @@ from typing import Any
 
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
-from modelcenter.hub.files.embedding_files import beside, makes_embeddings
+from modelcenter.embedding_settings import EmbeddingSettings
+from modelcenter.hub.files.embedding_files import (
+    DenseStep,
+    beside,
+    dense_steps,
+    makes_embeddings,
+    read_embedding_files,
+)
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.info.config_fields import config_fields, our_names
+from modelcenter.hub.info.head_counts import linear_size
 from modelcenter.hub.info.memory import PRECISIONS, inference_bytes, training_bytes
 from modelcenter.hub.info.parameter_counts import body_sizes, task_sizes
 from modelcenter.hub.info.stored_files import cached_files, describe_files, newest_snapshot
@@ -44,7 +52,8 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
     stored = None if weights is None else describe_files(weights, config)
     # A preset whose sizes nobody published has a file's own config.json to say them.
     known = location.get("confirmed") is not False or "hidden_size" in described["sizes"]
-    counts = _count(config, described["task"], stored, known)
+    dense = described.get("embedding", {}).get("dense_parameters", 0)
+    counts = _count(config, described["task"], stored, known, dense)
     memory = _memory(counts["components"], _unit_count(config, described["sizes"]), gpus)
     return {"name": name, **location, **described, "stored": stored, **counts, "memory": memory}
 
@@ -98,7 +107,7 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
         described["task"] = arch.declared_task(config.get("architectures"))
         described["tasks"] = list(arch.tasks)
         if directory is not None and makes_embeddings(arch, beside(directory)):
-            described["task"] = "embedding"
+            described |= {"task": "embedding", "embedding": _describe_embedding(directory)}
         described["sizes"] = {key: ours[key] for key in _SHOWN if key in ours}
     else:
         described |= {"task": None, "tasks": [], "sizes": {}}
@@ -108,16 +117,39 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
     return described
 
 
+def _describe_embedding(directory: Path) -> dict[str, Any]:
+    """What the files beside a model say of its embeddings, and how many parameters its dense layers have; or why it is
+    not supported."""
+    find = beside(directory)
+    try:
+        steps = dense_steps(find)
+        return {
+            **EmbeddingSettings.of(read_embedding_files(find)).to_dict(),
+            "dense_parameters": sum(map(_size, steps)),
+        }
+    except ValueError as error:
+        return {"unsupported": str(error)}
+
+
+def _size(step: DenseStep) -> int:
+    """Parameters of a dense layer."""
+    of = step.settings
+    residual = of.residual and step.inputs != of.width
+    return linear_size(step.inputs, of.width, of.bias) + residual * linear_size(step.inputs, of.width, False)
+
+
 def _count(
-    config: Mapping[str, Any], task: str | None, stored: Mapping[str, Any] | None, known: bool
+    config: Mapping[str, Any], task: str | None, stored: Mapping[str, Any] | None, known: bool, dense: int
 ) -> dict[str, Any]:
     """Parameters by component: by the files where their headers can be read, else by arithmetic.
 
     Args:
-        known: whether the config says the sizes of the model.
+        known: whether the config says the sizes of the model. dense: parameters of dense layers, of which it says none.
     """
     bare = body_sizes(config) if known else None
     whole = task_sizes(config, task) if known else None
+    if whole is not None and dense:
+        whole["head"] = dense
     if stored is not None and stored["components"]:
         sizes, source = stored["components"], "files"
     elif whole is not None:

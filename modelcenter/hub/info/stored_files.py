@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter import registry
+from modelcenter.hub.files.embedding_files import dense_weight_files
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import MANIFEST_FILE, WEIGHT_FILES
 from modelcenter.hub.files.safetensors_header import read_header
@@ -38,12 +39,15 @@ def describe_files(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]
         shards = sorted(directory.glob(f"{stem}-*-of-*.{suffix}"))
         paths = [directory / name] if (directory / name).is_file() else shards
         if paths:
-            found = _summary("safetensors" if suffix == "safetensors" else "pickle", {p.name: _size(p) for p in paths})
+            dense = [directory / file for file in dense_weight_files(_files_of_folders(directory))]
+            held = {path.relative_to(directory).as_posix(): _size(path) for path in (*paths, *dense)}
+            found = _summary("safetensors" if suffix == "safetensors" else "pickle", held)
             expected = re.fullmatch(r".*-of-(\d+)\..*", paths[0].name)
             if expected and int(expected[1]) != len(paths):
                 found["missing"] = int(expected[1]) - len(paths)
             elif suffix == "safetensors":
-                found["dtypes"], found["components"] = _read_headers(paths, config)
+                readable = [path for path in dense if path.suffix == ".safetensors"]
+                found["dtypes"], found["components"] = _read_headers(paths, readable, config)
             return found
     return _summary(None, {})
 
@@ -56,11 +60,23 @@ def _summary(form: str | None, sizes: dict[str, int]) -> dict[str, Any]:
     return {"format": form, "files": sizes, "bytes": sum(sizes.values()), "missing": 0, "dtypes": {}, "components": {}}
 
 
-def _read_headers(paths: list[Path], config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Parameters by dtype and by component, from the headers of safetensors files."""
+def _files_of_folders(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.glob("*/*") if path.is_file()}
+
+
+def _read_headers(
+    paths: list[Path], dense: list[Path], config: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Parameters by dtype and by component, from the headers of safetensors files.
+
+    Args:
+        dense: those of dense layers behind a pooling.
+    """
     shapes: dict[str, tuple[str, int]] = {}
-    for path in paths:
-        shapes |= {name: (entry.dtype, prod(entry.shape)) for name, entry in read_header(path)[0].items()}
+    for path in (*paths, *dense):
+        folder = f"{path.parent.name}/" if path in dense else ""
+        entries = read_header(path)[0]
+        shapes |= {folder + name: (entry.dtype, prod(entry.shape)) for name, entry in entries.items()}
     kind = config.get("model_type")
     known = str(kind) in ARCHITECTURES
     arch = registry.get(str(kind), config.get("architectures")).arch_map() if known else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
-from modelcenter.hub.files.embedding_files import MODULES_FILE, is_embedding_file
+from modelcenter.hub.files.embedding_files import MODULES_FILE, dense_weight_files, is_embedding_file
 from modelcenter.hub.files.names import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -104,6 +104,7 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
         raise ValueError(f"{repo} has no {CONFIG_FILE}, so it is not a transformers model; --all downloads it anyway")
     texts = [file for file in (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES) if file in held]
     texts += sorted(file for file in held if file.startswith(f"{TEMPLATES_FOLDER}/") or is_embedding_file(file))
+    texts += dense_weight_files(held)
     for weights in WEIGHT_FILES:
         if weights in held:
             return [*texts, weights]

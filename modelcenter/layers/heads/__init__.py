@@ -12,6 +12,7 @@ from modelcenter.layers.heads.classification import (
     SequenceClassifier,
     TokenClassifier,
 )
+from modelcenter.layers.heads.embedding import DENSE_ACTIVATIONS, DenseLayers
 from modelcenter.layers.heads.labels import check_labels, count_labels, next_labels, token_labels
 from modelcenter.layers.heads.pairs import NextSentence, PairPretraining, SentenceOrder
 from modelcenter.layers.heads.question_answering import ExtractiveQA
@@ -26,7 +27,8 @@ from modelcenter.layers.heads.vocabulary import (
 )
 
 __all__ = [
-    "CausalLM", "DenseCausalLM", "DenseClassifier", "DenseMultipleChoice", "DenseSeq2SeqLM", "ExtractiveQA",
+    "CausalLM", "DENSE_ACTIVATIONS", "DenseCausalLM", "DenseClassifier", "DenseLayers", "DenseMultipleChoice",
+    "DenseSeq2SeqLM", "ExtractiveQA",
     "HeadTransform", "MaskedLM", "MultipleChoice", "NextSentence", "PairPretraining", "ReplacedTokens", "SentenceOrder",
     "Seq2SeqLM", "SequenceClassifier", "TokenClassifier", "VocabularyHead", "check_labels", "count_labels",
     "next_labels", "token_labels",

@@ -6,7 +6,7 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import Idle, flag
-from modelcenter.embedding_settings import POOLINGS, SIMILARITIES
+from modelcenter.embedding_settings import DENSE_ACTIVATIONS, SIMILARITIES, DenseSettings, EmbeddingSettings
 from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import TrainConfig
 
@@ -42,9 +42,15 @@ class EmbeddingConfig(TrainConfig):
     document_prompt: str | None = _data(None, "text put before each positive and negative, such as 'passage: '; if not "
         "given, as the model says")
 
-    pooling: str | None = _model(None, "which hidden states make the embedding: the mean of all tokens', the first "
-        "token's (cls), or the last token's; if not given, as the model says, else mean for encoders and last for "
-        "decoders", choices=POOLINGS)
+    pooling: str | None = _model(None, "what is made of the hidden states of a text: mean, cls (the first), last, max "
+        "(of each element the greatest), mean_sqrt_len (their sum over the root of their number), weighted_mean (with "
+        "weights that rise from 1); several, joined by + as in cls+max, lie side by side; if not given, as the model "
+        "says, else mean for encoders and last for decoders")
+    include_prompt: bool | None = _model(None, "whether the tokens of prompts take part in the pooling; if not given, "
+        "as the model says, else they do")
+    dense: list[str] | None = _model(None, "dense layers of these widths behind the pooling of a model that has none, "
+        "each perhaps with its activation (" + ", ".join(DENSE_ACTIVATIONS) + "; tanh if not given), such as 256:tanh "
+        "or 1024:gelu 256:identity", "dense_layers")
     similarity: str | None = _model(None, "how embeddings are compared; cosine: they are made to have length 1; if not "
         "given, as the model says, else cosine", choices=SIMILARITIES)
     temperature: float | None = _optimisation(None, "similarities are divided by it; lower: the hardest negatives "
@@ -57,6 +63,8 @@ class EmbeddingConfig(TrainConfig):
     def check(self) -> None:
         super().check()
         check_positive(self, "temperature", "max_negatives")
+        # Which raise for what there is not.
+        EmbeddingSettings(pooling=self.pooling, dense=tuple(map(DenseSettings.of, self.dense or ())))
         for width in self.matryoshka_dims or ():
             if not width.isdecimal() or not int(width):
                 raise ValueError(f"matryoshka_dims: got {width!r}, expected whole numbers above 0")

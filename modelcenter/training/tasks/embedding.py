@@ -1,6 +1,6 @@
 """Embeddings: texts that belong together are to be found by each other, or to be as alike as scores say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -23,8 +23,8 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import EmbeddingConfig, TrainConfig
 from modelcenter.training.contrastive import ANCHOR, InBatchNegatives, RankedPairs
 from modelcenter.training.metrics import Likeness, Retrieval, Score, sum_over_ranks
-from modelcenter.training.tasks.base import Task, TokenExamples
-from modelcenter.training.tasks.related_examples import RelatedExamples, text_ids
+from modelcenter.training.tasks.base import Task
+from modelcenter.training.tasks.related_examples import RelatedExamples, TextExamples, text_ids
 from modelcenter.training.tasks.splits import read_splits
 from modelcenter.training.tasks.text_search import all_embeddings, find_documents, own_part, similarities
 
@@ -67,7 +67,7 @@ class Embedding(Task):
 
     def model_options(self) -> dict[str, Any]:
         assert self.cfg is not None
-        names = ("pooling", "similarity", "query_prompt", "document_prompt", "max_length")
+        names = ("pooling", "include_prompt", "dense", "similarity", "query_prompt", "document_prompt", "max_length")
         given = {name: getattr(self.cfg, name) for name in names}
         return {"embedding": {name: value for name, value in given.items() if value is not None}}
 
@@ -113,25 +113,41 @@ class Embedding(Task):
         self, table: Table, texts: RelatedTexts, tokenizer: Any, max_length: int, max_negatives: int | None = None
     ) -> RelatedExamples:
         documents = [*texts.positives.texts, *texts.negatives.texts]
-        tokens = concatenate_tokens(
-            self._tokenize(tokenizer, table, texts.anchors, self.settings.query_prompt, max_length),
-            self._tokenize(tokenizer, table, documents, self.settings.document_prompt, max_length),
+        tokens, prompt_lengths = self._tokenize(
+            tokenizer, table, max_length, [("query_prompt", texts.anchors), ("document_prompt", documents)]
         )
         first = len(table) + texts.positives.first
         ids = text_ids([*texts.anchors, *documents])
-        return RelatedExamples(
-            table, tokens, first, first[-1] + texts.negatives.first, ids, texts.scores, max_negatives
-        )
+        first_negative = first[-1] + texts.negatives.first
+        return RelatedExamples(table, tokens, prompt_lengths, first, first_negative, ids, texts.scores, max_negatives)
 
-    def _tokenize(self, tokenizer: Any, table: Table, texts: list[str], prompt: str, max_length: int) -> Tokens:
-        tokens = tokenize(tokenizer, [prompt + text for text in texts] if prompt else texts, max_length=max_length)
-        if not tokens.lengths.all():
-            text = texts[int(np.argmin(tokens.lengths))]
-            raise ValueError(
-                f"{table.name}: {text!r:.60} has no token, and this tokenizer adds none of its own: there is nothing "
-                "to read; remove the row"
-            )
-        return tokens
+    def _tokenize(
+        self, tokenizer: Any, table: Table, max_length: int, kinds: Sequence[tuple[str, list[str]]]
+    ) -> tuple[Tokens, np.ndarray | None]:
+        """Texts with their prompts: their tokens, and TextExamples.prompt_lengths.
+
+        Args:
+            kinds: (which of the prompts the texts have, the texts), one after another.
+        """
+        parts, lengths = [], []
+        for name, texts in kinds:
+            prompt = getattr(self.settings, name)
+            tokens = tokenize(tokenizer, [prompt + text for text in texts] if prompt else texts, max_length=max_length)
+            length = 0 if self.settings.include_prompt else prompt_length(tokenizer, prompt, max_length)
+            if (short := tokens.lengths <= length).any():
+                text = texts[int(np.argmax(short))]
+                if length:
+                    raise ValueError(
+                        f"{table.name}: of {text!r:.60} no token is left to be pooled behind the {length} of {name} "
+                        f"with max_length {max_length}; raise it, or remove the row"
+                    )
+                raise ValueError(
+                    f"{table.name}: {text!r:.60} has no token, and this tokenizer adds none of its own: there is "
+                    "nothing to read; remove the row"
+                )
+            parts.append(tokens)
+            lengths.append(np.full(len(texts), length, np.int64))
+        return concatenate_tokens(*parts), np.concatenate(lengths) if any(map(np.any, lengths)) else None
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
         return Retrieval() if self.columns.score is None else Likeness()
@@ -175,14 +191,14 @@ class Embedding(Task):
         texts = read_related_texts(table, columns) if pairs else None
         return cls(cfg=run if isinstance(run, EmbeddingConfig) else None, table=table, columns=columns, texts=texts)
 
-    def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> TokenExamples:
+    def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> TextExamples:
         self._use(model)
         if self.texts is not None:
             return self._examples(self.table, self.texts, tokenizer, max_length)
         columns = self.columns
-        prompt = self.settings.document_prompt if columns.anchor is None else self.settings.query_prompt
+        prompt = "document_prompt" if columns.anchor is None else "query_prompt"
         texts = read_single_texts(self.table, columns.anchor or columns.positive or "")
-        return TokenExamples(self.table, self._tokenize(tokenizer, self.table, texts, prompt, max_length))
+        return TextExamples(self.table, *self._tokenize(tokenizer, self.table, max_length, [(prompt, texts)]))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """similarity of the two texts of each row; embedding of the text of a row with one."""
@@ -195,3 +211,12 @@ class Embedding(Task):
         if self.settings.similarity == "cosine":
             embeddings = F.normalize(embeddings, dim=-1)
         return ({"similarity": round(value, 6)} for value in similarities(embeddings, examples).tolist())
+
+
+def prompt_length(tokenizer: Any, prompt: str, max_length: int) -> int:
+    """Tokens of a text that begins with a prompt which are the prompt's, as sentence-transformers counts them: those of
+    the prompt alone, special ones before it included, without one behind it."""
+    if not prompt:
+        return 0
+    ids = tokenize(tokenizer, [prompt], max_length=max_length, cache=False).row(0).tolist()
+    return len(ids) - (ids[-1:] != [] and ids[-1] in tokenizer.all_special_ids)

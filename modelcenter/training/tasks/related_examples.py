@@ -17,7 +17,27 @@ from modelcenter.training.tasks.preview import shortened
 
 
 @dataclass(frozen=True)
-class RelatedExamples(TokenExamples):
+class TextExamples(TokenExamples):
+    """Texts, of which each may begin with a prompt.
+
+    prompt_lengths: int64, the tokens of each text that its prompt takes and that are not pooled; None: all are pooled.
+    """
+
+    prompt_lengths: np.ndarray | None
+
+    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
+        return self.packed(rows)
+
+    def packed(self, numbers: np.ndarray) -> dict[str, Any]:
+        """The inputs of a model for the texts of these numbers."""
+        batch: dict[str, Any] = pack(self.tokens, numbers)
+        if self.prompt_lengths is not None:
+            batch["prompt_lengths"] = torch.from_numpy(self.prompt_lengths[numbers])
+        return batch
+
+
+@dataclass(frozen=True)
+class RelatedExamples(TextExamples):
     """Rows of an anchor, its positives and its negatives. `tokens` has all anchors, then all positives, then all
     negatives.
 
@@ -78,7 +98,7 @@ class RelatedExamples(TokenExamples):
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         numbers, facts = self.facts(rows, epoch)
-        return {**pack(self.tokens, numbers), **facts}
+        return {**self.packed(numbers), **facts}
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
         return self.numbers(rows)[0]

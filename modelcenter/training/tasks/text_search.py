@@ -8,15 +8,15 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import embeddings_of
 from modelcenter.training.metrics import Retrieval
-from modelcenter.training.tasks.base import Batches, TokenExamples, rank_batches
-from modelcenter.training.tasks.related_examples import RelatedExamples
+from modelcenter.training.tasks.base import Batches, rank_batches
+from modelcenter.training.tasks.related_examples import RelatedExamples, TextExamples
 
 _ELEMENTS = 1 << 24  # similarities that are held at a time
 
 
-def all_embeddings(model: Model, examples: TokenExamples, batch_size: int) -> Tensor:
+def all_embeddings(model: Model, examples: TextExamples, batch_size: int) -> Tensor:
     """(texts, width) fp32 on the host: the embeddings of all texts of the examples, on every rank. Collective."""
-    texts = TokenExamples(examples.table, examples.tokens)
+    texts = TextExamples(examples.table, examples.tokens, examples.prompt_lengths)
     parts = rank_batches(texts, batch_size)
     places = [torch.from_numpy(part) for part in parts]
     return embeddings_of(model, Batches(texts, parts), places, len(texts), model.embedding_width)

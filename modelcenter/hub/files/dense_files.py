@@ -1,0 +1,42 @@
+"""The weights of the dense layers behind a pooling, which lie in folders of their own beside those of the model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelcenter.convert.pieces import Shape
+from modelcenter.embedding_settings import FIRST_DENSE
+from modelcenter.hub.files.embedding_files import DENSE_WEIGHTS, DenseStep, FindFile, dense_folder
+from modelcenter.hub.files.reader import FileSource
+from modelcenter.hub.files.weight_files import add_folder
+
+
+def add_dense_weights(source: FileSource, steps: Sequence[DenseStep], find: FindFile) -> None:
+    """Add the tensors of dense layers to those of a checkpoint, under names such as "2_Dense/linear.weight".
+
+    Args:
+        find: name of a file -> where it lies, None where there is none.
+
+    Raises:
+        ValueError: a file is missing, truncated or malformed, or holds other tensors than its config.json says.
+    """
+    for number, step in enumerate(steps, FIRST_DENSE):
+        weights = next((path for name in DENSE_WEIGHTS if (path := find(f"{step.folder}/{name}")) is not None), None)
+        if weights is None:
+            raise ValueError(
+                f"{step.config.parent}: no {' or '.join(DENSE_WEIGHTS)}, with the weights of the dense layer that "
+                "modules.json lists"
+            )
+        _check_shapes(weights, step, add_folder(source, dense_folder(number), weights))
+
+
+def _check_shapes(weights: Path, step: DenseStep, held: dict[str, Shape]) -> None:
+    """Raise ValueError unless a file holds the tensors that the config.json beside it describes."""
+    of, width = step.settings, step.settings.width
+    expected: dict[str, Shape] = {"linear.weight": (width, step.inputs)}
+    if of.bias:
+        expected["linear.bias"] = (width,)
+    if of.residual and width != step.inputs:
+        expected["residual.weight"] = (width, step.inputs)
+    if held != expected:
+        found, wanted = (", ".join(f"{name} {shape}" for name, shape in sorted(t.items())) for t in (held, expected))
+        raise ValueError(f"{weights} holds {found or 'nothing'}; by {step.config} it is to hold {wanted}")

@@ -73,10 +73,13 @@ def test_families_have_the_gradients_of_the_cpu(name: str, task: str):
         torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max+mean_sqrt_len+weighted_mean+cls"])
 @pytest.mark.parametrize("scored", [False, True], ids=["negatives", "scores"])
 def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
-    """A step of two microbatches, whose texts are told apart together; with a device and a host that know the rows."""
+    """A step of two microbatches, whose texts are told apart together; with a device and a host that know the rows.
+
+    Where poolings are joined, without prompts and with a dense layer behind them.
+    """
     import torch
 
     import modelcenter as mc
@@ -93,10 +96,12 @@ def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
             "roles": torch.tensor([0, 1] * 3),
             "text_ids": torch.arange(first, first + 6) % 7,
         }
-        batches.append(batch | ({"scores": torch.arange(3).repeat_interleave(2) + first / 9} if scored else {}))
+        batch |= {"scores": torch.arange(3).repeat_interleave(2) + first / 9} if scored else {}
+        batches.append(batch | ({"prompt_lengths": torch.tensor([1, 0] * 3)} if "+" in pooling else {}))
+    dense = ["24:gelu"] if "+" in pooling else []
     found = []
     for device in ("cpu", DEVICE):
-        options = {"embedding": {"pooling": pooling}, **NO_DROPOUT}
+        options = {"embedding": {"pooling": pooling, "dense": dense}, **NO_DROPOUT}
         model = randomize_(mc.from_config("tiny/bert", "embedding", policy=False, **options)).to(device).train()
         loss = mc.training.accumulate(model, batches, RankedPairs() if scored else InBatchNegatives(symmetric=True))
         grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}

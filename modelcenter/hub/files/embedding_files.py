@@ -85,11 +85,7 @@ def dense_weight_files(names: Collection[str]) -> list[str]:
 
 def makes_embeddings(arch: Any, find: FindFile) -> bool:
     """Whether the files say that a checkpoint makes embeddings, which its architecture (an ArchMap) can. Of such
-    checkpoints config.json often names a head that their files do not hold.
-
-    Args:
-        find: as of read_embedding_files.
-    """
+    checkpoints config.json often names a head that their files do not hold. find: as of read_embedding_files."""
     return "embedding" in arch.tasks and find(MODULES_FILE) is not None
 
 

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from toydata import make_tokenizer
 
+import engine
 import modelcenter as mc
+from engine.testing import run as on_ranks
 from modelcenter.adapters import Lora, load_lora, save_adapter
 from modelcenter.adapters.merge import merge_adapter
 from modelcenter.hub.conversion.run import convert
@@ -270,3 +272,26 @@ def test_adapters_of_a_model_that_has_them(saved, tmp_path):
     assert torch.equal(held["linear.weight"], model.head["2"].linear.weight)
     merge_adapter(directory, tmp_path / "adapter", tmp_path / "merged")
     assert_equal(mc.from_pretrained(tmp_path / "merged"), model)
+
+
+def on_two_ranks(source, target, sizes):
+    engine.init_distributed(**sizes)
+    model = mc.from_pretrained(source)
+    for form in ("hf", "distributed"):
+        model.save_pretrained(target / form, format=form)
+    ids = torch.tensor([[2, 15, 11, 3], [2, 12, 3, 5]])
+    return None if engine.runtime.stages() > 1 else model(ids).embeddings.detach()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, *(pytest.param({how: 2}, marks=pytest.mark.full) for how in ("pp_size", "tp_size"))]
+)
+def test_ranks_read_and_write_their_parts(saved, tmp_path, sizes):
+    """Sharded, split over layers or into stages: the files of one process, byte by byte."""
+    model, directory = saved
+    found = on_ranks(on_two_ranks, 2, directory, tmp_path / "out", sizes, timeout=60)
+    for file in ("model.safetensors", "2_Dense/model.safetensors", "3_Dense/model.safetensors", "modules.json"):
+        assert (tmp_path / "out" / "hf" / file).read_bytes() == (directory / file).read_bytes(), file
+    assert_equal(mc.from_pretrained(tmp_path / "out" / "distributed"), model)
+    for vectors in (vectors for vectors in found if vectors is not None):
+        torch.testing.assert_close(vectors, model(torch.tensor([[2, 15, 11, 3], [2, 12, 3, 5]])).embeddings)

@@ -491,8 +491,14 @@ def test_a_model_with_dense_layers_is_used_and_trained_on(folder):
         "include_prompt": False,
         "query_prompt": "the film ",
     }
-    main(command(flags(folder, model_config=sizes, lr=1e-3, max_steps=2, **changes)))
+    main(command(flags(folder, model_config=sizes, lr=1e-3, max_steps=2, save_every=2, **changes)))
     exported = folder / "run" / "model"
+    checkpoint = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
+    with pytest.raises(SystemExit, match="0"):
+        cli(["export", str(checkpoint), str(folder / "exported")])
+    for file in ("2_Dense", "3_Dense"):
+        one, two = ((place / file / "model.safetensors").read_bytes() for place in (exported, folder / "exported"))
+        assert one == two, file
     texts = ["the film lovely story", "the film dull"]
     write_jsonl(folder / "texts.jsonl", [{"text": text.removeprefix("the film ")} for text in texts])
     model = BertModel.from_pretrained(str(exported)).eval()

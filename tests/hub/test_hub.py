@@ -397,6 +397,10 @@ def test_an_adapter_by_name(hub, home, tmp_path):
     save_adapter(model, tmp_path / "adapter")
     hub.add("me/adapter", tmp_path / "adapter", branch="dev", private=True)
     hub.add("me/base", tmp_path / "base")
+    options = {"embedding": {"dense": ["6:gelu"]}, "adapter": Lora(rank=2)}
+    vectors = mc.from_pretrained(tmp_path / "base", "embedding", **options)
+    save_adapter(vectors, tmp_path / "vectors")  # with a dense layer beside it
+    hub.add("me/vectors", tmp_path / "vectors")
     code = """
 import pathlib
 from modelcenter.adapters import Lora, load_lora, save_adapter
@@ -411,9 +415,14 @@ out = {"local": values(load_lora(ARGS[1])), "hub": values(load_lora("me/adapter"
 save_adapter(mc.from_pretrained("me/base", adapter=Lora(2)), "made")
 config = json.loads(pathlib.Path("made/adapter_config.json").read_text())
 out["made"] = [config["base_model_name_or_path"], config["revision"]]
+def dense(**options):
+    options = {"embedding": {"dense": ["6:gelu"]}, "adapter": load_lora("me/vectors", **options)}
+    return digest(mc.from_pretrained("me/base", "embedding", seed=9, **options).head)
+out["dense"] = [dense(), dense(local_files_only=True)]
 """
     out = run(hub, home, code, str(tmp_path / "base"), str(tmp_path / "adapter"), READ)
     assert len(out["local"]) > 4 and any(out["local"]) and out["local"] == out["hub"] == out["cache"]
+    assert out["dense"] == [digest(vectors.head)] * 2
     assert out["made"] == ["me/base", hub.repos["me/base"].branches["main"]]  # what peft is to load under it
     assert "does not exist or is private" in out["private"]
     assert "no adapter_config.json in the repository, so it is no adapter of peft" in out["none"]

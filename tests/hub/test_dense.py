@@ -2,6 +2,7 @@
 adapters."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -295,3 +296,29 @@ def test_ranks_read_and_write_their_parts(saved, tmp_path, sizes):
     assert_equal(mc.from_pretrained(tmp_path / "out" / "distributed"), model)
     for vectors in (vectors for vectors in found if vectors is not None):
         torch.testing.assert_close(vectors, model(torch.tensor([[2, 15, 11, 3], [2, 12, 3, 5]])).embeddings)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "file", ["2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "2_Dense/config.json", "modules.json"]
+)
+def test_random_bytes(saved, file):
+    """Flipped and cut bytes anywhere: an error that names a file of the directory, or a model."""
+    _, directory = saved
+    if file.endswith(".bin"):
+        torch.save(load_file(directory / "2_Dense" / "model.safetensors"), directory / file)
+        (directory / "2_Dense" / "model.safetensors").unlink()
+    data, rng, refused = (directory / file).read_bytes(), random.Random(file), 0
+    for turn in range(60):
+        bad = bytearray(data)
+        if turn % 4 == 0:
+            bad = bad[: rng.randrange(len(bad))]
+        for _ in range(rng.randint(1, 3) if turn % 4 else 0):
+            bad[rng.randrange(min(len(bad), 1200))] = rng.randrange(256)
+        (directory / file).write_bytes(bytes(bad))
+        try:
+            assert mc.from_pretrained(directory).task == "embedding"
+        except ValueError as error:
+            refused += 1
+            assert str(directory) in str(error) and len(str(error)) < 2000, error
+    assert refused > 15

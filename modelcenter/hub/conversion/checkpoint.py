@@ -244,8 +244,8 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     spec = find_spec(files.config, None, files.origin)
     arch: ArchMap = spec.arch_map()
     find = _sidecar(files, request.options).file
-    # Layers that no class has, so that their task is not that of the class in the config.
     dense = dense_steps(find) if "embedding" in arch.tasks and files.legacy is None else []
+    named_task = "embedding" if dense else None  # whose layers the class in the config does not have
     if dense and side == HUB:
         assert isinstance(source, FileSource)
         add_dense_weights(source, dense, find)
@@ -265,7 +265,6 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
         return blueprint(task).layout
 
     compile_whole = contents_of_hub if side == HUB else contents_of_native
-    named_task = "embedding" if dense else None
     if named_task is not None:
         check_dense_inputs(dense, blueprint(named_task).model)
     whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"), named_task)

@@ -219,4 +219,5 @@ def prompt_length(tokenizer: Any, prompt: str, max_length: int) -> int:
     if not prompt:
         return 0
     ids = tokenize(tokenizer, [prompt], max_length=max_length, cache=False).row(0).tolist()
-    return len(ids) - (ids[-1:] != [] and ids[-1] in tokenizer.all_special_ids)
+    ends = bool(ids) and ids[-1] in tokenizer.all_special_ids
+    return len(ids) - ends

@@ -13,7 +13,7 @@ from toydata import make_tokenizer
 import engine
 import modelcenter as mc
 from engine.testing import run as on_ranks
-from modelcenter.adapters import Lora, load_lora, save_adapter
+from modelcenter.adapters import Lora, PromptTuning, load_lora, load_prompt, save_adapter
 from modelcenter.adapters.merge import merge_adapter
 from modelcenter.hub.conversion.run import convert
 from modelcenter.hub.info import model_info, render
@@ -260,6 +260,22 @@ def test_adapters_have_them_beside(tmp_path):
     assert merged.config.embedding.query_prompt == "q: "
     with pytest.raises(ValueError, match="2_Dense/linear.weight' is none of this model"):
         mc.from_pretrained(tmp_path / "base", "embedding", adapter=load_lora(tmp_path / "adapter"))
+
+
+@pytest.mark.full
+def test_learnt_prompts_have_them_beside(tmp_path):
+    """As low-rank updates have; not where prompts are left out of the pooling."""
+    mc.from_config("tiny/bert", "base").save_pretrained(tmp_path / "base")
+    options = {"task": "embedding", "embedding": SETTINGS}
+    model = mc.from_pretrained(tmp_path / "base", **options, adapter=PromptTuning(count=3))
+    assert model.adapter.trained == [f"head.{name}" for name in NAMES]
+    save_adapter(model, tmp_path / "adapter")
+    again = mc.from_pretrained(tmp_path / "base", **options, seed=5, adapter=load_prompt(tmp_path / "adapter"))
+    for (name, p), (other, q) in zip(again.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other and torch.equal(p, q), name
+    options["embedding"] = SETTINGS | {"include_prompt": False}
+    with pytest.raises(ValueError, match="prompt tuning: Bert leaves prompts out of its pooling"):
+        mc.from_pretrained(tmp_path / "base", **options, adapter=PromptTuning(count=3))
 
 
 @pytest.mark.full

@@ -132,6 +132,32 @@ def test_dense_layers_are_read(tmp_path):
     assert dense_steps(find)[0].settings == expected[0]
 
 
+# How models of the Hub are made, in the files of version 2 with which they came.
+PUBLISHED = {
+    "LaBSE": ("pooling_mode_cls_token", "cls", dense(768, 768), {"width": 768}),
+    "distiluse-base-multilingual-cased-v2": ("pooling_mode_mean_tokens", "mean", dense(768, 512), {"width": 512}),
+    "sentence-t5-base": (
+        "pooling_mode_mean_tokens",
+        "mean",
+        dense(768, 768, "torch.nn.modules.linear.Identity") | {"bias": False},
+        {"width": 768, "activation": "identity", "bias": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_the_hub(tmp_path, name):
+    switch, pooling, layer, expected = PUBLISHED[name]
+    files = {
+        "modules": modules("Transformer", "Pooling", "Dense", "Normalize"),
+        "1_Pooling__config": FIRST["1_Pooling__config"] | {"pooling_mode_mean_tokens": False, switch: True},
+        "2_Dense__config": layer,
+    }
+    settings = EmbeddingSettings.of(read_embedding_files(write(tmp_path / "first", **{**FIRST, **files})))
+    assert (settings.pooling, settings.normalizes, settings.max_length) == (pooling, True, 256)
+    assert settings.dense == (DenseSettings(**expected),)
+
+
 @pytest.fixture(autouse=True)
 def _folders(tmp_path):
     for name in ("first", "last", "none"):

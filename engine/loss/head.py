@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.loss.chunks import ChunkedHead, HeadGradients, widened
+from engine.loss.distillation import SoftTargets, TaughtLosses
 from engine.loss.logits import IGNORE_INDEX, at_least_one
 from engine.loss.vocabulary import ExtendedVocabulary, VocabularyShard, local_vocabulary
 from engine.ops import cross_entropy_, linear
@@ -50,7 +51,38 @@ def linear_cross_entropy(
     if shard is not None:
         shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, at_least_one(count), label_smoothing, shard)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, at_least_one(count), label_smoothing, shard, None)
+
+
+def linear_distillation(
+    hidden: Tensor,
+    weight: Tensor | ExtendedVocabulary,
+    bias: Tensor | None,
+    targets: Tensor,
+    count: Tensor | float,
+    soft: SoftTargets,
+    *,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """linear_cross_entropy, of which a teacher's predictions take a share, without ever holding all logits of either.
+
+    Args:
+        hidden, weight, bias, count: as for linear_cross_entropy. targets: (n,) int64, none of them -100.
+
+    Returns:
+        The loss, 0-d, and what it is made of, (2,) fp32 outside autograd: cross_entropy(logits, targets, count), and
+        T^2 KL(teacher || student) summed and divided by the same count.
+
+    Raises:
+        ValueError: the predictions are for another number of rows.
+    """
+    soft.check(hidden.shape[0])
+    weight, bias, shard = local_vocabulary(hidden, weight, bias)
+    if shard is not None:
+        shard.check(targets)
+    hidden, weight, bias = as_factors(hidden, weight, bias)
+    options = at_least_one(count), label_smoothing, shard, soft.detached()
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *options)
 
 
 def linear_log_probs(
@@ -99,42 +131,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count: Tensor | float,
         smoothing: float,
         shard: VocabularyShard | None,
-    ) -> Tensor:
+        soft: SoftTargets | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The loss; beside a teacher also the two means that it is made of."""
         wanted = ctx.needs_input_grad[:3]
         train = any(wanted)
         ctx.table = weight if wanted[1] and is_plain_table(weight) else None
         ctx.recompute = train and hidden.dtype == torch.float16
-        ctx.count, ctx.smoothing, ctx.shard = count, smoothing, shard
-        head = ChunkedHead(hidden, weight, bias, shard)
+        ctx.count, ctx.smoothing, ctx.shard, ctx.soft = count, smoothing, shard, None
+        head = ChunkedHead(hidden, weight, bias, shard, fused=soft is None)
         gradients = HeadGradients(head, wanted) if train and not ctx.recompute else None
-        total = _sum_of_losses(head, targets, count, smoothing, shard, gradients)
+        total = _sum_of_losses(head, targets, count, smoothing, shard, soft, gradients)
         if gradients is not None:
             ctx.save_for_backward(*gradients.finish())
         elif train:
             ctx.save_for_backward(hidden, weight, bias, targets)
-        return total / count
+            ctx.soft = soft
+        if soft is None:
+            return total / count
+        means = total / count
+        ctx.mark_non_differentiable(means)
+        return means[0] * (1 - soft.share) + means[1] * soft.share, means
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.table is not None:
             head_gives_gradient(ctx.table, ctx)
         if ctx.recompute:
             hidden, weight, bias, targets = ctx.saved_tensors
             scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
-            head = ChunkedHead(hidden, weight, bias, ctx.shard)
+            head = ChunkedHead(hidden, weight, bias, ctx.shard, fused=ctx.soft is None)
             gradients = HeadGradients(head, ctx.needs_input_grad[:3])
-            _sum_of_losses(head, targets, scaled, ctx.smoothing, ctx.shard, gradients)
+            _sum_of_losses(head, targets, scaled, ctx.smoothing, ctx.shard, ctx.soft, gradients)
             dhidden, dweight, dbias = gradients.finish()
             if ctx.shard is not None and dhidden is not None:
                 dhidden = ctx.shard.sum(dhidden)
-            return dhidden, dweight, dbias, None, None, None, None
+            return dhidden, dweight, dbias, None, None, None, None, None
         dhidden, dweight, dbias = ctx.saved_tensors
         if ctx.shard is not None and dhidden is not None:
             dhidden = ctx.shard.sum(dhidden.clone())
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
-        return dhidden, dweight, dbias, None, None, None, None
+        return dhidden, dweight, dbias, None, None, None, None, None
 
 
 def _sum_of_losses(
@@ -143,15 +182,20 @@ def _sum_of_losses(
     count: Tensor | float,
     smoothing: float,
     shard: VocabularyShard | None,
+    soft: SoftTargets | None,
     gradients: HeadGradients | None,
 ) -> Tensor:
-    """The sum of the losses in fp32. gradients: get those of the sum / count."""
+    """The sum of the losses in fp32, 0-d; beside a teacher (2,), also that of its losses. gradients: get those of the
+    sum / count, in which each has its share."""
     train = gradients is not None
-    total = head.hidden.new_zeros((), dtype=torch.float32)
+    taught = None if soft is None else TaughtLosses(soft, head, shard)
+    total = head.hidden.new_zeros(() if taught is None else 2, dtype=torch.float32)
     for chunk in head.chunks:
         whole = head.logits(chunk)  # later their gradient, zero in the classes of zeros
         logits = whole[:, : head.classes]
-        if shard is None:
+        if taught is not None:
+            total += taught.of_(logits, targets[chunk], chunk, count, smoothing, train)
+        elif shard is None:
             total += cross_entropy_(logits, targets[chunk], count, smoothing, train).sum()
         else:
             total += _losses_of_shard(logits, targets[chunk], count, smoothing, train, shard).sum()

@@ -68,6 +68,7 @@ INSTEAD = {
     "preprocessing_num_workers": "the tokenizer uses all cores; leave it out",
     "remove_unused_columns": "columns that the task does not read are passed over; leave it out",
     "run_name": "trackers name a run after the folder --output_dir",
+    "teacher": "it is for tasks with labels and for language models; embeddings and preferences have none",
     "test_file": "`modelcenter predict RUN DATA` and `modelcenter evaluate RUN DATA` read it after the run",
     "token": _TOKEN,
     "torch_dtype": _DTYPE,

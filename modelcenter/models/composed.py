@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
+from engine.loss import SoftTargets
 from modelcenter.config import ModelConfig
 from modelcenter.layers.block import unused
 from modelcenter.layers.cache import KVCache
@@ -240,6 +241,7 @@ class Composed(EncoderDecoder):
         output_logits: bool | None = None,
         logits_to_keep: int = 0,
         output_hidden_states: bool = False,
+        soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
         """Run the model; arguments that are not named here are those of EncoderDecoder.forward.
 
@@ -259,5 +261,6 @@ class Composed(EncoderDecoder):
             max_seqlen=max_seqlen, decoder_cu_seqlens=decoder_cu_seqlens, decoder_max_seqlen=decoder_max_seqlen,
             loss_counts=loss_counts, num_items_in_batch=num_items_in_batch, output_logits=output_logits,
             logits_to_keep=logits_to_keep, output_hidden_states=output_hidden_states,
+            soft_targets=soft_targets,
         )  # fmt: skip
         return self.run_checked(batch)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.loss import SoftTargets
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import SelfAttention
 from modelcenter.layers.block import PreNormBlock
@@ -189,6 +190,7 @@ class CPM(Decoder):
         logits_to_keep: int = 0,
         output_log_probs: bool = False,
         output_hidden_states: bool = False,
+        soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
         """Run the model; arguments that are not named here are Decoder's.
 
@@ -211,6 +213,7 @@ class CPM(Decoder):
             use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, loss_counts=loss_counts,
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+            soft_targets=soft_targets,
         )  # fmt: skip
         return self.run_checked(batch)
 

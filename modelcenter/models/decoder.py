@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.loss import IGNORE_INDEX
+from engine.loss import IGNORE_INDEX, SoftTargets
 from modelcenter.layers.cache import KVCache
 from modelcenter.layers.heads import CausalLM, ExtractiveQA, SequenceClassifier, TokenClassifier
 from modelcenter.layers.host_copies import host_copy
@@ -161,6 +161,7 @@ class Decoder(Model):
         logits_to_keep: int = 0,
         output_log_probs: bool = False,
         output_hidden_states: bool = False,
+        soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
         """Run the model.
 
@@ -177,6 +178,8 @@ class Decoder(Model):
             prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
                 from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
+            soft_targets: what a teacher predicts at the labels of a language model; it takes a share of the loss, and
+                the output has label_loss and teacher_loss too.
             output_logits: None leaves vocabulary logits out in training with labels.
             logits_to_keep: 1: logits of each sequence's last token only, (batch, 1, vocab_size). 0: of all.
             output_log_probs: a causal model gives log_probs (sequences,), the log-probability of each sequence's
@@ -193,6 +196,7 @@ class Decoder(Model):
             max_seqlen=max_seqlen, prompt_lengths=prompt_lengths, loss_counts=loss_counts,
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+            soft_targets=soft_targets,
         )  # fmt: skip
         return self.run_checked(batch)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.loss import SoftTargets
 from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
@@ -341,6 +342,7 @@ class Encoder(CrossAttentionMixin):
         logits_to_keep: int = 0,
         output_log_probs: bool = False,
         output_hidden_states: bool = False,
+        soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
         """Run the model.
 
@@ -361,6 +363,8 @@ class Encoder(CrossAttentionMixin):
             prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
                 from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
+            soft_targets: what a teacher predicts at the labels of a language model; it takes a share of the loss, and
+                the output has label_loss and teacher_loss too.
             output_logits: None leaves vocabulary logits out in training with labels.
                 "labelled": (labels, vocab_size), those of the tokens that have a label, in their order.
 
@@ -377,6 +381,7 @@ class Encoder(CrossAttentionMixin):
             num_choices=num_choices, prompt_lengths=prompt_lengths, loss_counts=loss_counts,
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+            soft_targets=soft_targets,
         )  # fmt: skip
         self._check_inputs(batch)
         if self.task == "multiple-choice" and cu_seqlens is None:

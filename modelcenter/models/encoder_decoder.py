@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from engine.loss import SoftTargets
 from modelcenter.layers.cache import KVCache, past_of
 from modelcenter.layers.heads import (
     DenseClassifier,
@@ -379,6 +380,7 @@ class EncoderDecoder(DecoderInputs):
         output_logits: bool | None = None,
         logits_to_keep: int = 0,
         output_hidden_states: bool = False,
+        soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
         """Run the model.
 
@@ -399,6 +401,8 @@ class EncoderDecoder(DecoderInputs):
             prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
                 from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
+            soft_targets: what a teacher predicts at the labels of a language model; it takes a share of the loss, and
+                the output has label_loss and teacher_loss too.
             output_logits: None leaves vocabulary logits out in training with labels.
             logits_to_keep: 1: logits of each decoder sequence's last token only. 0: of all.
 
@@ -414,5 +418,6 @@ class EncoderDecoder(DecoderInputs):
             decoder_max_seqlen=decoder_max_seqlen, prompt_lengths=prompt_lengths, loss_counts=loss_counts,
             num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_hidden_states=output_hidden_states,
+            soft_targets=soft_targets,
         )  # fmt: skip
         return self.run_checked(batch)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from engine.loss import SoftTargets
 from engine.ops import Embedding
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
@@ -177,6 +178,7 @@ class GPT2(CrossAttentionMixin, Decoder):
         logits_to_keep: int = 0,
         output_log_probs: bool = False,
         output_hidden_states: bool = False,
+        soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
         """Run the model; arguments that are not named here are those of Decoder.forward.
 
@@ -207,6 +209,7 @@ class GPT2(CrossAttentionMixin, Decoder):
             prompt_lengths=prompt_lengths, loss_counts=loss_counts, num_items_in_batch=num_items_in_batch,
             output_logits=output_logits, logits_to_keep=logits_to_keep,
             output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
+            soft_targets=soft_targets,
         )  # fmt: skip
         if self.task != "double-heads":
             return self.run_checked(batch)

@@ -9,9 +9,10 @@ import engine
 from engine.memory import readable
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.distillation.loss import Distillation
 from modelcenter.training.loop import Run
 from modelcenter.training.output.summary import peak_memory
-from modelcenter.training.setup.memory import state_bytes
+from modelcenter.training.setup.memory import StateBytes, state_bytes
 from modelcenter.training.tasks.base import Examples
 
 
@@ -43,7 +44,10 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
     model, examples, source, ranks = run.model, run.train_set, run.batch_source, engine.data_size()
     parameters = model.num_parameters()
     split = {"tensor": cfg.tp, "context": cfg.cp, "pipeline": cfg.pp}
-    state = state_bytes(cfg, model)
+    state, distillation = state_bytes(cfg, model), run.task.distillation
+    if distillation is not None:
+        beside = state_bytes(cfg, distillation.teacher.model)
+        state = StateBytes(*map(sum, zip(state, beside, strict=True)))
     on_host = f", and {readable(state.host)} of the host's for the optimizer's" if state.host else ""
     gathered = f", {readable(state.gathered)} for what a step gathers" if state.gathered else ""
     trained = model.num_parameters(only_trainable=True)
@@ -54,6 +58,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
     epoch = "" if source.steps_per_epoch is None else f" ({source.steps_per_epoch:,} per epoch)"
     return [
         ("model", f"{cfg.model}: {type(model).__name__}, {parameters:,} parameters{share}, {run.task.head}"),
+        *([] if distillation is None else [("teacher", _taught_by(distillation))]),
         *([("labels", labels)] if labels else []),
         ("train", _amount(examples)),
         ("rows", run.task.describe_columns()),
@@ -69,6 +74,12 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
         ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{on_host}{gathered}, "
          "activations apart"),
     ]  # fmt: skip
+
+
+def _taught_by(distillation: Distillation) -> str:
+    teacher = distillation.teacher
+    kind, parameters = type(teacher.model).__name__, teacher.model.num_parameters()
+    return f"{teacher.name}: {kind}, {parameters:,} parameters; {distillation.share:g} of the loss"
 
 
 def _is_stream(examples: Any) -> bool:

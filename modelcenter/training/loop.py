@@ -256,6 +256,8 @@ class Run:
         """One step on a global batch. Returns loss, gradient norm (both on the device) and the learning rate used."""
         lr = self.lr_schedule.current_lr
         self.manager.zero_grad()
+        if self.task.distillation is not None:
+            self.task.distillation.parts.clear()
         with dropout_key(self.cfg.seed, batch.step):
             loss = accumulate(self.model, batch.microbatches, self.task.loss_fn, backward=self.manager.backward)
         limit = self.cfg.max_grad_norm or float("inf")
@@ -388,6 +390,7 @@ class Run:
             "step": self.step,
             "epoch": self.epoch(),
             "loss": values[0],
+            **({} if self.task.distillation is None else self.task.distillation.parts.losses()),
             "lr": lr,
             "grad_norm": values[1],
             **self.throughput.row(seconds),

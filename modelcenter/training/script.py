@@ -71,6 +71,7 @@ def _prepare(cfg: Any, info: TaskInfo) -> _Prepared:
     from modelcenter.training.setup.launch import start_ranks
     from modelcenter.training.setup.model import build_model, load_tokenizer
     from modelcenter.training.setup.resolve import resolve_for_model, resolve_for_ranks
+    from modelcenter.training.setup.teacher import give_teacher, with_teachers_types
 
     task = info.load().from_flags(cfg)  # reads or opens the data, finds its columns and labels
     start_ranks(cfg)
@@ -82,7 +83,12 @@ def _prepare(cfg: Any, info: TaskInfo) -> _Prepared:
     tokenizer = load_tokenizer(cfg)
     task.on_tokenizer_loaded(tokenizer)
     model = build_model(cfg, task, tokenizer)
-    resolve_for_model(cfg, model, tokenizer)
-    with together("preparing the rows", patient=True):  # a row that is wrong on one node alone is an error on all
+    teacher = give_teacher(cfg, task, model, tokenizer)
+    resolve_for_model(cfg, model, tokenizer, teacher)
+    types = with_teachers_types(tokenizer, teacher)
+    with (
+        types,
+        together("preparing the rows", patient=True),
+    ):  # a row that is wrong on one node alone is an error on all
         train_set, eval_set = task.tokenize(tokenizer, cfg.max_length)
     return _Prepared(task, model, tokenizer, train_set, eval_set, continuation)

@@ -126,7 +126,7 @@ def resolve_model_names(cfg: Any) -> None:
     Raises:
         ValueError: the run left no model.
     """
-    for name in ("model", "tokenizer", "reference"):
+    for name in ("model", "tokenizer", "reference", "teacher"):
         given = getattr(cfg, name, None)
         if given is not None:
             source = TrainedModel.find(given).source

@@ -46,7 +46,7 @@ def test_inputs_of_another_head_are_refused(name):
     config = registry.preset(name)["config"]
     spec = registry.get(config["model_type"], config.get("architectures"))
     anything, flags = torch.ones(1, dtype=torch.long), {"logits_to_keep", "output_log_probs"}
-    ours_alone = {"num_choices", "prompt_lengths", "decoder_cu_seqlens", "decoder_max_seqlen", *flags}
+    ours_alone = {"num_choices", "prompt_lengths", "soft_targets", "decoder_cu_seqlens", "decoder_max_seqlen", *flags}
     for task, info in spec.arch_map().tasks.items():
         more = {"is_decoder": True} if task == "causal-lm" and name.endswith(("bert", "roberta", "electra")) else {}
         model = make_blueprint(spec, task, config, more, name).model

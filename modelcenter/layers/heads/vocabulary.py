@@ -7,6 +7,7 @@ from engine.loss import (
     IGNORE_INDEX,
     ExtendedVocabulary,
     linear_cross_entropy,
+    linear_distillation,
     linear_log_probs,
     vocabulary_logits,
 )
@@ -31,10 +32,15 @@ class VocabularyHead(Smoothing, nn.Module):
     """Hidden states -> the vocabulary, for labelled positions only in the loss, chunk by chunk.
 
     It owns no output matrix while embeddings are tied: it is called with the table.
+
+    Attributes:
+        gives_label_states: of a teacher: in place of loss and logits it gives label_states (labels, width), the hidden
+            states that the output matrix takes, of the tokens that have a label.
     """
 
     bias: Tensor | None
     weight: Tensor | None
+    gives_label_states: bool = False
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": 0 if batch.get("labels") is None else count_labels(self.targets(batch))}
@@ -79,10 +85,14 @@ class VocabularyHead(Smoothing, nn.Module):
     ) -> dict[str, Tensor]:
         """Loss where there are labels, logits where wanted, of last tokens only with `logits_to_keep`.
 
+        With `soft_targets` the loss is linear_distillation's, and what it is made of are label_loss and teacher_loss.
+
         want_logits: "labelled": (labels, vocabulary), of the tokens that have one, in their order.
         """
         weight, given = table if self.weight is None else self.weight, batch.get("labels") is not None
         out = {}
+        if self.gives_label_states:
+            return {"label_states": self.transform(x.index_select(0, self.labelled(ctx, batch)[1]))}
         if want_logits == "labelled" and given and ctx.split is not None:
             whole = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
             out["logits"], want_logits = whole[self.targets(batch) != IGNORE_INDEX], False
@@ -91,10 +101,16 @@ class VocabularyHead(Smoothing, nn.Module):
             check_labels(labels, weight.shape[0])
             hidden = self.transform(x.index_select(0, labelled))
             targets = labels.index_select(0, labelled)
-            smoothing = self.smoothing
-            loss = linear_cross_entropy(
-                hidden, weight, self.bias, targets, count, label_smoothing=smoothing, all_labelled=True
-            )
+            smoothing, soft = self.smoothing, batch.get("soft_targets")
+            if soft is None:
+                loss = linear_cross_entropy(
+                    hidden, weight, self.bias, targets, count, label_smoothing=smoothing, all_labelled=True
+                )
+            else:
+                loss, means = linear_distillation(
+                    hidden, weight, self.bias, targets, count, soft, label_smoothing=smoothing
+                )
+                out["label_loss"], out["teacher_loss"] = ctx.sum_over_ranks(means).unbind()
             out["loss"] = ctx.sum_over_ranks(loss)
             if want_logits == "labelled":
                 out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False

@@ -21,7 +21,8 @@ from modelcenter.training.output.folder import CHECKPOINTS
 # --resume names. Of the names of all tasks.
 _SCORE_FLAGS = (
     "language num_beams max_new_tokens length_penalty no_repeat_ngram_size prefix source_lang target_lang "
-    "max_target_length form eval_fraction max_length too_long template train_on reference beta loss_type "
+    "max_target_length form eval_fraction max_length too_long template train_on reference beta loss_type teacher "
+    "teacher_weight teacher_temperature "
     "label_all_tokens doc_stride max_question_length no_answer null_threshold max_answer_length n_best scoring "
     "document packing mask_fraction whole_word word_segmenter next_sentence sentence_order noise_density mean_span"
 ).split()
@@ -36,7 +37,7 @@ def check_best_metric(cfg: TrainConfig, task: Any, eval_set: Examples | None) ->
             raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
     if cfg.best_metric is None:
         return
-    known, name = task.metric_names(eval_set), cfg.best_metric.removeprefix("eval_")
+    known, name = [*task.metric_names(eval_set), *task.teacher_metric_names], cfg.best_metric.removeprefix("eval_")
     if name not in known:
         close = [n for n in known if n.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff=0.85)
         hint = f". Did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,7 @@
 """The flags of runs and verbs: a dataclass is the command line, the keys of a YAML file and the record in config.yaml.
 
-common.py has the flags of every task, inference.py those of the verbs that use a trained model; there is a
-file for each task. Imports no torch.
+common.py has the flags of every task, teacher.py those of a teacher, inference.py those of the verbs that use a
+trained model; there is a file for each task. Imports no torch.
 """
 
 from modelcenter.training.config.classification import ClassificationConfig
@@ -14,6 +14,7 @@ from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
 from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
+from modelcenter.training.config.teacher import TaughtConfig
 from modelcenter.training.config.token_classification import TokenClassificationConfig
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "QAConfig",
     "Seq2SeqConfig",
     "SpanCorruptionConfig",
+    "TaughtConfig",
     "TokenClassificationConfig",
     "TrainConfig",
 ]

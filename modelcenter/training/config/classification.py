@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
 from modelcenter.training.config.checks import check_positive
-from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.teacher import TaughtConfig
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 _data, _optimisation = partial(flag, "data"), partial(flag, "optimisation")
@@ -14,7 +14,7 @@ _data, _optimisation = partial(flag, "data"), partial(flag, "optimisation")
 
 # fmt: off
 @dataclass(kw_only=True)
-class ClassificationConfig(TrainConfig):
+class ClassificationConfig(TaughtConfig):
     """Flags of text classification and regression."""
 
     task: ClassVar[str] = "classification"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_not_negative, check_positive
-from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.teacher import TaughtConfig
 
 TOO_LONG = ("cut", "drop", "error")
 TRAIN_ON = ("all", "last")
@@ -16,15 +16,16 @@ _data, _output = partial(flag, "data"), partial(flag, "output")
 
 # fmt: off
 @dataclass(kw_only=True)
-class LMConfig(TrainConfig):
+class LMConfig(TaughtConfig):
     """Flags of fine-tuning on instructions, chats or plain text."""
 
     task: ClassVar[str] = "lm"
+    usual_temperature: ClassVar[float] = 1.0
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("messages", "prompt", "input", "response", "system", "text", "answers", "tools")
-    evaluation_flags: ClassVar[tuple[str, ...]] = (*TrainConfig.evaluation_flags, "eval_samples")
+    evaluation_flags: ClassVar[tuple[str, ...]] = (*TaughtConfig.evaluation_flags, "eval_samples")
     idle: ClassVar[Mapping[str, Idle]] = {
-        **TrainConfig.idle,
+        **TaughtConfig.idle,
         "eval_max_new_tokens": Idle(lambda c: not c.eval_samples, "without eval_samples; give that too"),
     }
 

@@ -5,14 +5,14 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
-from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.teacher import TaughtConfig
 
 _data = partial(flag, "data")
 
 
 # fmt: off
 @dataclass(kw_only=True)
-class MultipleChoiceConfig(TrainConfig):
+class MultipleChoiceConfig(TaughtConfig):
     """Flags of multiple choice. A row counts once in batch_size, with all its choices."""
 
     task: ClassVar[str] = "multiple-choice"

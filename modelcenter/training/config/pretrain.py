@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_fraction, check_positive
-from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.teacher import TaughtConfig
 
 Document = Literal["line", "paragraph", "file"]
 Packing = Literal["none", "concat"]
@@ -18,12 +18,13 @@ _data, _objective = partial(flag, "data"), partial(flag, "objective")
 
 # fmt: off
 @dataclass(kw_only=True)
-class PretrainConfig(TrainConfig):
+class PretrainConfig(TaughtConfig):
     """Flags of every kind of pretraining. An entry of train_data may be PATH@WEIGHT: its share of the rows."""
 
     roles: ClassVar[tuple[str, ...]] = ("text",)
+    usual_temperature: ClassVar[float] = 1.0
     idle: ClassVar[Mapping[str, Idle]] = {
-        **TrainConfig.idle,
+        **TaughtConfig.idle,
         "shuffle_window": Idle(lambda c: not c.streaming, "without streaming: all rows are shuffled together; leave it "
             "out"),
     }
@@ -85,6 +86,9 @@ class MLMConfig(PretrainConfig):
                 "next_sentence: it draws from all documents, so not with streaming; `modelcenter preprocess` makes "
                 "token files of text of any size"
             )
+        for name in ("next_sentence", "sentence_order"):
+            if self.teacher is not None and getattr(self, name):
+                raise ValueError(f"teacher: it teaches to predict hidden words alone; leave it or {name} out")
         if self.next_sentence and self.sentence_order:
             raise ValueError("sentence_order: not with next_sentence; a model has one of the two")
         if (self.next_sentence or self.sentence_order) and self.packing != "none":

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_not_negative, check_positive
-from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.teacher import TaughtConfig
 
 _data, _answers = partial(flag, "data"), partial(flag, "answers")
 SCORINGS = ("auto", "squad", "cmrc")
@@ -16,13 +16,13 @@ WRONG_ANSWERS = ("drop", "error")
 
 # fmt: off
 @dataclass(kw_only=True)
-class QAConfig(TrainConfig):
+class QAConfig(TaughtConfig):
     """Flags of extractive question answering."""
 
     task: ClassVar[str] = "qa"
     roles: ClassVar[tuple[str, ...]] = ("question", "context", "answers")
     idle: ClassVar[Mapping[str, Idle]] = {
-        **TrainConfig.idle,
+        **TaughtConfig.idle,
         "null_threshold": Idle(lambda c: c.no_answer is False, "with no_answer false, as all questions are answered; "
             "leave one out"),
     }

@@ -9,7 +9,7 @@ from modelcenter.command_line.flags import Idle, flag
 from modelcenter.data.schemas.forms import FORMS
 from modelcenter.registry import nearest
 from modelcenter.training.config.checks import check_not_negative, check_positive
-from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.teacher import TaughtConfig
 
 GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
 LANGUAGES = ("other", "zh")
@@ -20,15 +20,16 @@ _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partia
 
 # fmt: off
 @dataclass(kw_only=True)
-class Seq2SeqConfig(TrainConfig):
+class Seq2SeqConfig(TaughtConfig):
     """Flags of summarisation, translation and whatever else writes a text for a text."""
 
     task: ClassVar[str] = "seq2seq"
+    usual_temperature: ClassVar[float] = 1.0
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("source", "target", "group")
-    evaluation_flags: ClassVar[tuple[str, ...]] = (*TrainConfig.evaluation_flags, "eval_samples")
+    evaluation_flags: ClassVar[tuple[str, ...]] = (*TaughtConfig.evaluation_flags, "eval_samples")
     idle: ClassVar[Mapping[str, Idle]] = {
-        **TrainConfig.idle,
+        **TaughtConfig.idle,
         "eval_samples": NO_TEXTS,
         "metrics": NO_TEXTS,
         "length_penalty": ONE_BEAM,

@@ -5,14 +5,14 @@ from functools import partial
 from typing import ClassVar
 
 from modelcenter.command_line.flags import flag
-from modelcenter.training.config.common import TrainConfig
+from modelcenter.training.config.teacher import TaughtConfig
 
 _data, _optimisation = partial(flag, "data"), partial(flag, "optimisation")
 
 
 # fmt: off
 @dataclass(kw_only=True)
-class TokenClassificationConfig(TrainConfig):
+class TokenClassificationConfig(TaughtConfig):
     """Flags of token classification."""
 
     task: ClassVar[str] = "token-classification"

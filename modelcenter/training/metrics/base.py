@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-# Metrics of which less is better; of all others more is.
-SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "mse", "rejected"})  # rejected: mean reward of such answers
+# Metrics of which less is better; of all others more is. rejected: mean reward of such answers.
+SMALLER_IS_BETTER = frozenset({"loss", "teacher_loss", "total_loss", "perplexity", "mse", "rejected"})
 
 
 class Score(Protocol):
@@ -24,7 +24,7 @@ class Metrics(Score, Protocol):
 
 
 class LossOnly:
-    """No metrics beyond the loss and what follows from it. main: "loss" or "perplexity"."""
+    """No metrics beyond the loss and what follows from it. main: "loss", "teacher_loss" or "perplexity"."""
 
     def __init__(self, main: str = "loss"):
         self.main = main

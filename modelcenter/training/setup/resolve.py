@@ -16,6 +16,7 @@ from engine.ops import multiplies_in_bf16
 from modelcenter.models.base import Model
 from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import TrainConfig
+from modelcenter.training.distillation.teacher import Teacher
 from modelcenter.training.setup.automatic_batch_size import largest_batch_sizes
 from modelcenter.training.setup.batch_sizes import continued_batch_sizes, step_sizes
 from modelcenter.training.tasks.base import Examples
@@ -37,9 +38,19 @@ def resolve_for_ranks(cfg: TrainConfig, continuation: Continuation | None) -> No
         _set_flags(cfg, step_sizes(cfg, engine.data_size()))
 
 
-def resolve_for_model(cfg: TrainConfig, model: Model, tokenizer: Any) -> None:
-    """Resolve max_length. Raises ValueError: see resolve_max_length."""
-    cfg.max_length = resolve_max_length(model, tokenizer, cfg.max_length)
+def resolve_for_model(cfg: TrainConfig, model: Model, tokenizer: Any, teacher: Teacher | None = None) -> None:
+    """Resolve max_length, also by what a teacher takes.
+
+    Raises:
+        ValueError: see resolve_max_length; or the teacher has fewer positions than were requested.
+    """
+    requested = cfg.max_length
+    cfg.max_length = resolve_max_length(model, tokenizer, requested)
+    positions = None if teacher is None else teacher.model.config.max_tokens
+    if positions is not None and positions < cfg.max_length:
+        if requested is not None:
+            raise ValueError(f"max_length: got {requested}, the position table of the teacher has {positions}")
+        cfg.max_length = positions
 
 
 def resolve_eval_batch_size(cfg: TrainConfig, *examples: Any) -> None:

@@ -25,7 +25,9 @@ from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import TrainingLoss
 from modelcenter.training.config import LMConfig, PretrainConfig, TrainConfig
-from modelcenter.training.evaluation import evaluate
+from modelcenter.training.distillation.loss import Distillation
+from modelcenter.training.evaluation import Batches as EvaluationBatches
+from modelcenter.training.evaluation import MetricUpdate, evaluate
 from modelcenter.training.metrics import Score
 from modelcenter.training.tasks.column_roles import inference_form
 from modelcenter.training.tasks.preview import shortened
@@ -96,16 +98,18 @@ class Task(ABC):
     """One kind of training. Made by `from_flags` for a training run, by `for_inference` for a trained model.
 
     A training run calls the methods in this order: from_flags, adopt_label_order (if it starts from a checkpoint),
-    on_tokenizer_loaded, model_options and, for random weights, special_tokens, on_model_built, tokenize, metric_names,
-    precompute, on_train_begin, evaluate and samples. predict and evaluate call read_data, for_inference,
-    inference_examples, and predict or evaluate.
+    on_tokenizer_loaded, model_options and, for random weights, special_tokens, on_model_built, learn_from (if there is
+    a teacher), tokenize, metric_names, precompute, on_train_begin, evaluate and samples. predict and
+    evaluate call read_data, for_inference, inference_examples, and predict or evaluate.
 
     Attributes:
-        name: in TASKS. loss_fn: what is trained on; None: the loss of the model's own head.
+        name: in TASKS. loss_fn: what is trained on; None: the loss of the model's own head. distillation: the same
+            where the model has a teacher.
     """
 
     name: ClassVar[str]
     loss_fn: TrainingLoss | None = None
+    distillation: Distillation | None = None
 
     @property
     @abstractmethod
@@ -186,6 +190,10 @@ class Task(ABC):
     def describe_columns(self) -> str:
         """Which columns are used, in words."""
 
+    def learn_from(self, distillation: Distillation) -> None:
+        """Train the model with a teacher. After `on_model_built`, before the data are tokenised."""
+        self.loss_fn = self.distillation = distillation
+
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -197,6 +205,11 @@ class Task(ABC):
         metrics = self.metrics()
         return list(dict.fromkeys(["loss", metrics.main, *metrics.result()]))
 
+    @property
+    def teacher_metric_names(self) -> list[str]:
+        """Those of its metrics by which models can be compared that a teacher adds."""
+        return [] if self.distillation is None else self.distillation.metric_names
+
     def update_metrics(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
         """Add the model's output for a batch to the metrics."""
         metrics.update(out.logits, batch["labels"])
@@ -204,7 +217,19 @@ class Task(ABC):
     def evaluate(self, model: Model, examples: Examples, batch_size: int) -> dict[str, float | None]:
         """The loss of the head and the metrics over all examples. Collective."""
         batches = Batches(examples, rank_batches(examples, batch_size))
-        return evaluate(model, batches, self.metrics(model.device), self.update_metrics)
+        return self.run_evaluation(model, batches, self.metrics(model.device), self.update_metrics)
+
+    def run_evaluation(
+        self,
+        model: Model,
+        batches: EvaluationBatches,
+        metrics: Score | None = None,
+        feed: MetricUpdate | None = None,
+    ) -> dict[str, float | None]:
+        """evaluation.evaluate by the loss of the head, and beside the teacher, if there is one. Collective."""
+        if self.distillation is not None:
+            return self.distillation.evaluate(model, batches, metrics, feed)
+        return evaluate(model, batches, metrics, feed)
 
     def length_limit(self, max_length: int) -> str:
         """The flag that says where texts are cut, and its value, for people. max_length: of a row."""

@@ -1,7 +1,6 @@
 """Text classification: one label, several or scores; one text or a pair."""
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -11,39 +10,23 @@ import torch
 from torch import Tensor
 
 import engine
-from modelcenter.data.batching.collate import pack
 from modelcenter.data.batching.mixture import epoch_frequencies
 from modelcenter.data.schemas.class_names import renumbered, renumbering
-from modelcenter.data.schemas.columns import Columns, check_columns, find_columns, join_labels
+from modelcenter.data.schemas.column_names import LABEL_NAMES
+from modelcenter.data.schemas.columns import Columns, check_columns, find_columns, find_usual_name, join_labels
 from modelcenter.data.schemas.labels import Labels, find_labels, unsaid
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import ClassificationConfig, TrainConfig
-from modelcenter.training.evaluation import evaluate, logits_of
-from modelcenter.training.metrics import Metrics, MultiLabel, Regression, SingleLabel, sum_over_ranks
-from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches
+from modelcenter.training.distillation.classes import classes_of_teacher
+from modelcenter.training.distillation.loss import TEACHER_LOSS
+from modelcenter.training.evaluation import logits_of
+from modelcenter.training.metrics import LossOnly, MultiLabel, Regression, Score, SingleLabel, sum_over_ranks
+from modelcenter.training.tasks.base import Batches, Task, rank_batches
 from modelcenter.training.tasks.class_weights import ClassWeightedLoss, parse_class_weights
-from modelcenter.training.tasks.column_roles import group_column, groups_of, inference_columns, inference_form, strings
+from modelcenter.training.tasks.column_roles import group_column, groups_of, inference_columns, inference_form
+from modelcenter.training.tasks.labelled_texts import LabelledExamples, check_texts, tokenize_texts
 from modelcenter.training.tasks.splits import column_of_parts, read_splits
-
-log = logging.getLogger("modelcenter")
-
-
-@dataclass(frozen=True)
-class LabelledExamples(TokenExamples):
-    """Texts with their labels. targets None: they have none. groups: int64 (rows,), the group of each row, of which all
-    rows are judged as one; None: each row by itself."""
-
-    labels: Labels
-    targets: np.ndarray | None = None
-    groups: np.ndarray | None = None
-
-    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        return pack(self.tokens, rows, self.targets)
-
-    def show(self, row: int, tokenizer: Any) -> str:
-        return f"[{label_text(self.labels, self.targets, row)}] {super().show(row, tokenizer)}"
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -52,7 +35,8 @@ class Classification(Task):
 
     Attributes:
         table: rows to train on, or that a trained model is used on. group: column of the groups, see LabelledExamples.
-        labels: for inference those of the model, once it is loaded.
+        labels: for inference those of the model, once it is loaded. targets, eval_targets: of the rows; None: they have
+            no labels, as a teacher alone is learned from.
     """
 
     name: ClassVar[str] = "classification"
@@ -71,6 +55,8 @@ class Classification(Task):
     def from_flags(cls, cfg: ClassificationConfig) -> Self:
         """See Task; also data.sources, data.schemas.columns and data.schemas.labels for what is raised."""
         table, eval_table = read_splits(cfg)
+        if cfg.teacher is not None and cfg.teacher_weight == 1:
+            return cls._without_labels(cfg, cfg.teacher, table, eval_table)
         columns = find_columns(table, cfg.text_column, cfg.text_pair_column, cfg.label_column)
         group = group_column(table, cfg.group_column, cfg.form)
         cfg.set_role_columns({**dataclasses.asdict(columns), "group": group})
@@ -103,6 +89,35 @@ class Classification(Task):
             eval_targets=eval_targets,
             class_weights=cfg.class_weights,
             label_smoothing=cfg.label_smoothing,
+        )
+
+    @classmethod
+    def _without_labels(cls, cfg: ClassificationConfig, teacher: str, table: Table, eval_table: Table | None) -> Self:
+        """The task of a run that learns from its teacher alone: it has the teacher's classes, and reads no labels of
+        the rows to train on, but those of the rows to evaluate on, if there are some."""
+        join_labels(table, cfg.label_column)
+        label = cfg.label_column if cfg.label_column in table.columns else None
+        columns = find_columns(table, cfg.text_column, cfg.text_pair_column, label, labelled=False)
+        check_texts(table, columns)
+        kind, names = classes_of_teacher(teacher)
+        labels, eval_targets = Labels(kind, tuple(names)), None
+        for flag in ("class_weights", "num_labels", "problem_type"):
+            cfg.refuse_idle(flag, True, "beside teacher_weight 1, where the classes are the teacher's; leave it out")
+        if eval_table is not None:
+            find_columns(eval_table, columns.text, columns.text_pair, cfg.label_column, labelled=False)
+            label = cfg.label_column or find_usual_name(eval_table, LABEL_NAMES, {columns.text, columns.text_pair})
+            if label is not None:
+                labels, eval_targets = _read_labels(eval_table, label, kind, names, "the teacher")
+        columns = dataclasses.replace(columns, label=label)
+        group = None if eval_targets is None else group_column(table, cfg.group_column, cfg.form)
+        cfg.set_role_columns({**dataclasses.asdict(columns), "group": group})
+        return cls(
+            table=table,
+            columns=columns,
+            group=group,
+            labels=labels,
+            eval_table=eval_table,
+            eval_targets=eval_targets,
         )
 
     def adopt_label_order(self, names: Sequence[str]) -> None:
@@ -157,8 +172,10 @@ class Classification(Task):
         if config.pad_token_id is None:
             config.pad_token_id = tokenizer.pad_token_id
 
-    def metrics(self, device: torch.device | str = "cpu") -> Metrics:
+    def metrics(self, device: torch.device | str = "cpu") -> Score:
         """The metrics that suit the kind of label."""
+        if self.eval_table is not None and self.eval_targets is None:
+            return LossOnly(TEACHER_LOSS)
         if self.labels.problem_type == "regression":
             return Regression(len(self.labels.names))
         kind = MultiLabel if self.labels.problem_type == "multi_label_classification" else SingleLabel
@@ -169,9 +186,11 @@ class Classification(Task):
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """Also exact_match, where rows have groups: the share of groups whose rows are all right."""
+        batches = Batches(examples, rank_batches(examples, batch_size))
+        if examples.targets is None:
+            return self.run_evaluation(model, batches)
         if examples.groups is None:
             return super().evaluate(model, examples, batch_size)
-        batches = Batches(examples, rank_batches(examples, batch_size))
         rows_of_batches = iter(batches.rows)
         has_error = torch.zeros(int(examples.groups.max()) + 1, dtype=torch.int64)
 
@@ -180,14 +199,15 @@ class Classification(Task):
             wrong = (out.logits.argmax(-1) != batch["labels"]).cpu().numpy()
             has_error[torch.from_numpy(examples.groups[next(rows_of_batches)][wrong])] = 1
 
-        result = evaluate(model, batches, self.metrics(model.device), update)
+        result = self.run_evaluation(model, batches, self.metrics(model.device), update)
         return {**result, "exact_match": (sum_over_ranks(has_error) == 0).double().mean().item()}
 
     def describe_columns(self) -> str:
         pair = f" and {self.columns.text_pair!r}" if self.columns.text_pair is not None else ""
         names = ", ".join(self.labels.names[:4]) + (", ..." if len(self.labels.names) > 4 else "")
         count = "" if self.labels.problem_type == "regression" else f" with {len(self.labels.names)} classes: {names}"
-        return f"text {self.columns.text!r}{pair}, label {self.columns.label!r}{count}"
+        label = "the teacher's labels" if self.targets is None else f"label {self.columns.label!r}"
+        return f"text {self.columns.text!r}{pair}, {label}{count}"
 
     # -- inference with a trained model ------------------------------------------------------------------------------
 
@@ -210,13 +230,7 @@ class Classification(Task):
         if self.columns.label is None:
             self.labels, targets = Labels(kind or "single_label_classification", tuple(names)), None
         else:
-            values, where = self.table.columns[self.columns.label], self.table.where
-            classes = self.table.classes.get(self.columns.label)
-            self.labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
-            try:
-                targets = self.labels.encode(values, where, "the model", classes)
-            except ValueError as error:  # perhaps of a column that was found, where the rows lack that of the run
-                raise ValueError(f"{error}; read from column {self.columns.label!r} (--label_column)") from None
+            self.labels, targets = _read_labels(self.table, self.columns.label, kind, names, "the model")
         groups = None if targets is None else groups_of(self.table, self.group)
         return self._examples(self.table, targets, tokenizer, max_length, groups)
 
@@ -226,6 +240,18 @@ class Classification(Task):
         places = [torch.from_numpy(part) for part in rows]
         logits = logits_of(model, Batches(examples, rows), places, len(examples), model.config.num_labels)
         return predictions(logits, self.labels) if engine.rank() == 0 else iter(())
+
+
+def _read_labels(
+    table: Table, column: str, kind: str | None, names: Sequence[str], known_from: str
+) -> tuple[Labels, np.ndarray]:
+    """The labels of rows by the classes that a model has, and their targets. known_from: the model, in words."""
+    values, where, classes = table.columns[column], table.where, table.classes.get(column)
+    labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
+    try:
+        return labels, labels.encode(values, where, known_from, classes)
+    except ValueError as error:  # perhaps of a column that was found, where the rows lack that of the run
+        raise ValueError(f"{error}; read from column {column!r} (--label_column)") from None
 
 
 def _refuse_part_of_labels(table: Table, label: str) -> None:
@@ -256,43 +282,3 @@ def predictions(logits: Tensor, labels: Labels) -> Iterator[dict[str, Any]]:
         else:
             best = names[max(range(len(values)), key=values.__getitem__)]
             yield {"label": best, "score": probabilities[best], "probabilities": probabilities}
-
-
-def check_texts(table: Table, columns: Columns) -> None:
-    """Warn, once, of rows with empty texts: they are trained on, as they have labels.
-
-    Raises:
-        ValueError: all rows have.
-    """
-    texts = [table.columns[name] for name in (columns.text, columns.text_pair) if name is not None]
-    blank = [i for i, row in enumerate(zip(*texts, strict=True)) if all(v == "" or str(v).isspace() for v in row)]
-    if len(blank) == len(table):
-        raise ValueError(f"{table.name}: column {columns.text!r} holds no text")
-    if blank and engine.rank() == 0:
-        log.warning("%s: %d rows have an empty text (first: %s)", table.name, len(blank), table.where(blank[0]))
-
-
-def tokenize_texts(tokenizer: Any, table: Table, columns: Columns, max_length: int) -> Tokens:
-    """Tokens of the text (and second text) of every row. Raises ValueError: a row without text, or of no token."""
-    pairs = None if columns.text_pair is None else strings(table, columns.text_pair)
-    tokens = tokenize(tokenizer, strings(table, columns.text), pairs, max_length=max_length)
-    if not tokens.lengths.all():
-        empty = int(np.argmin(tokens.lengths))
-        raise ValueError(
-            f"{table.where(empty)}: {table.columns[columns.text][empty]!r:.60} has no token, and this tokenizer adds "
-            "none of its own: there is nothing to read; remove the row"
-        )
-    return tokens
-
-
-def label_text(labels: Labels, targets: np.ndarray | None, row: int) -> str:
-    """The target of a row, in words: "positive", "a, b" or "3.5"."""
-    if targets is None:
-        return "no label"
-    if labels.problem_type == "single_label_classification":
-        return labels.names[targets[row]]
-    if labels.problem_type == "multi_label_classification":
-        return (
-            ", ".join(name for name, on in zip(labels.names, targets[row], strict=True) if on) or "none of the labels"
-        )
-    return ", ".join(f"{value:g}" for value in np.atleast_1d(targets[row]))

@@ -19,7 +19,6 @@ from modelcenter.data.tokenization.chat_templates import LAYOUTS, ChatTemplate
 from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig
-from modelcenter.training.evaluation import evaluate
 from modelcenter.training.inference.text_generation import (
     complete,
     map_longest_first,
@@ -140,8 +139,8 @@ class LanguageModelling(Task):
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         rows = rank_batches(examples, batch_size)
         if self.cfg.token_accuracy:
-            return evaluate(model, Batches(examples, rows), LanguageModel(), self.update_metrics)
-        result = evaluate(model, Batches(examples, rows, output_logits=False))
+            return self.run_evaluation(model, Batches(examples, rows), LanguageModel(), self.update_metrics)
+        result = self.run_evaluation(model, Batches(examples, rows, output_logits=False))
         return {**result, "perplexity": perplexity(result["loss"])}
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:

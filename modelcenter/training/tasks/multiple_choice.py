@@ -15,7 +15,7 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.models.base import Model
 from modelcenter.training.config import MultipleChoiceConfig, TrainConfig
-from modelcenter.training.evaluation import evaluate, outputs
+from modelcenter.training.evaluation import outputs
 from modelcenter.training.metrics import Accuracy, ExtractiveAnswers, Score, gather_lists
 from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches
 from modelcenter.training.tasks.column_roles import has_several_answers, inference_columns, inference_form
@@ -156,7 +156,7 @@ class MultipleChoice(Task):
             texts = [examples.choices.offered[row][choice] for row, choice in zip(rows, best, strict=True)]
             metrics.update(texts, [examples.answers[row] for row in rows])
 
-        return evaluate(model, batches, self.metrics(), update)
+        return self.run_evaluation(model, batches, self.metrics(), update)
 
     def describe_columns(self) -> str:
         counts = self.choices.counts

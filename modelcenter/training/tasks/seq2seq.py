@@ -17,7 +17,6 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_targets
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
-from modelcenter.training.evaluation import evaluate
 from modelcenter.training.inference.text_generation import complete, map_longest_first, with_batch_seed
 from modelcenter.training.metrics import Generation, LossOnly, Score
 from modelcenter.training.target_tokens import begin_texts, check_end, choose_languages
@@ -193,7 +192,7 @@ class SequenceToSequence(Task):
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """The loss; with eval_generate also the metrics of the texts that the model writes."""
-        loss = evaluate(model, Batches(examples, rank_batches(examples, batch_size), output_logits=False))
+        loss = self.run_evaluation(model, Batches(examples, rank_batches(examples, batch_size), output_logits=False))
         if not self.cfg.eval_generate:
             return loss
         self.generated = [texts[0] for texts in self.generate_texts(model, examples, batch_size, self.search)]

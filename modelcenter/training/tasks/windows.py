@@ -12,7 +12,7 @@ import engine
 from modelcenter.data.sampling import evaluation_batches
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
-from modelcenter.training.evaluation import evaluate, outputs
+from modelcenter.training.evaluation import outputs
 from modelcenter.training.metrics import Score, gather_lists
 from modelcenter.training.tasks.base import Batches, Task, TokenExamples
 
@@ -58,7 +58,7 @@ class WindowTask(Task):
         def update(_: Any, out: ModelOutput, __: Any) -> None:
             self._add_results(results, examples, next(windows_of_batches), out)
 
-        loss = evaluate(model, batches, None, update)
+        loss = self.run_evaluation(model, batches, None, update)
         return {**loss, **self.score(examples, results).result()}
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,6 @@ from modelcenter.data.token_files import TokenFile, check_tokenizer, is_tokens, 
 from modelcenter.data.tokenization.documents import end_token
 from modelcenter.models.base import Model
 from modelcenter.training.config import PretrainConfig, TrainConfig
-from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import LossOnly, Score, perplexity
 from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.base import Batches, Task, rank_batches
@@ -149,7 +148,7 @@ class Pretraining(Task):
     def evaluate(self, model: Model, examples: Examples, batch_size: int) -> dict[str, float | None]:
         """The loss, the perplexity and the other metrics. Collective."""
         batches = Batches(examples, rank_batches(examples, batch_size), self.evaluated_logits)
-        result = evaluate(model, batches, self.metrics(model.device), self.update_metrics)
+        result = self.run_evaluation(model, batches, self.metrics(model.device), self.update_metrics)
         loss = result["loss"]
         return {"loss": loss, "perplexity": perplexity(loss), **result}
 

@@ -1,0 +1,115 @@
+"""What a teacher predicts at the rows of a vocabulary's head, as a part of their loss (Hinton et al. 2015,
+arXiv:1503.02531).
+
+Of rows z of the student's logits and u of the teacher's, at a temperature T, it is T^2 KL(softmax(u / T) ||
+softmax(z / T)), whose gradient by z is T (softmax(z / T) - softmax(u / T)): about as large whatever T is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.loss.chunks import ChunkedHead, widened
+from engine.loss.vocabulary import VocabularyShard
+from engine.ops import matmul_nt
+from engine.ops.autocast import as_factors
+from engine.ops.cross_entropy import losses_
+
+
+@dataclass(frozen=True, eq=False)
+class SoftTargets:
+    """A teacher's predictions for n rows, as what its logits are computed from, a chunk of rows at a time.
+
+    The teacher's classes are the student's, by number. Of those that only one of them has, such as the rows that pad a
+    vocabulary, the teacher predicts none.
+
+    Attributes:
+        hidden: (n, the teacher's hidden_size). weight: (the teacher's vocab_size, its hidden_size), whole on each rank.
+            bias: (its vocab_size,) or None. No gradient goes into them.
+        share: of the loss that is the teacher's, above 0 and up to 1; the rest is cross-entropy. temperature: above 0.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    share: float
+    temperature: float
+
+    def check(self, rows: int) -> None:
+        """Raise ValueError for another number of rows."""
+        if self.hidden.shape[0] != rows:
+            raise ValueError(
+                f"soft_targets: got the teacher's predictions of {self.hidden.shape[0]} tokens, expected those of the "
+                f"{rows} that have a label"
+            )
+
+    def detached(self) -> SoftTargets:
+        """The same outside autograd."""
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
+
+class TaughtLosses:
+    """Both losses of a student's chunks of logits, and the gradient of their sum.
+
+    Args:
+        head: the student's, of this rank's classes. shard: which these are; None: all.
+    """
+
+    def __init__(self, soft: SoftTargets, head: ChunkedHead, shard: VocabularyShard | None) -> None:
+        first = 0 if shard is None else shard.first
+        own = slice(first, first + head.classes)
+        bias = None if soft.bias is None else soft.bias[own]
+        self._hidden, weight, bias = as_factors(soft.hidden, soft.weight[own], bias)
+        self._known = weight.shape[0]  # of the student's classes here, the first, which the teacher has too
+        self._weight, self._bias = widened(self._hidden, weight, bias)
+        self._share, self._temperature, self._shard = soft.share, soft.temperature, shard
+
+    def of_(
+        self, logits: Tensor, targets: Tensor, chunk: slice, count: Tensor | float, smoothing: float, train: bool
+    ) -> Tensor:
+        """(2,) fp32: the sums, over the rows of a chunk, of the cross-entropies and of T^2 KL.
+
+        Args:
+            logits: (rows, this rank's classes) of the student; with `train` the gradient of the loss, the sum of their
+                shares / count, takes their place. targets: (rows,), classes among all.
+        """
+        z, t, shard = logits.float(), self._temperature, self._shard
+        vocab = logits.shape[1] if shard is None else shard.vocab
+        if shard is None:
+            at, here = targets[:, None], torch.ones_like(targets[:, None], dtype=torch.bool)
+        else:
+            at, here = shard.columns(targets, logits.shape[1])
+        sums = self._sums(z, at, here, smoothing)
+        log_q = z / t  # of the student
+        log_q -= sums[0] if t == 1 else self._lse(log_q)
+        log_p = matmul_nt(self._hidden[chunk], self._weight, self._bias)[:, : self._known].float() / t
+        log_p -= self._lse(log_p)
+        p = log_p.exp()
+        divergence = log_p.sub_(log_q[:, : self._known]).mul_(p).sum(1)
+        if shard is not None:
+            divergence = shard.sum(divergence)
+        in_place = z is logits
+        losses = losses_(z, at, sums, 1, smoothing, train, vocab, here)
+        if train:
+            z.mul_(1 - self._share).add_(log_q.exp_(), alpha=self._share * t)
+            z[:, : self._known].sub_(p, alpha=self._share * t)
+            torch.div(z, count, out=z if in_place else logits)
+        return torch.stack((losses.sum(), t * t * divergence.sum()))
+
+    def _sums(self, logits: Tensor, at: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As VocabularyShard.reduce, also of a vocabulary that is not split; the mean only where it is needed."""
+        if self._shard is not None:
+            return self._shard.reduce(logits, at, here)
+        mean = logits.mean(1) if smoothing else None
+        return torch.logsumexp(logits, 1, keepdim=True), logits.gather(1, at), mean
+
+    def _lse(self, logits: Tensor) -> Tensor:
+        """logsumexp (n, 1) over the vocabulary."""
+        if self._shard is None:
+            return torch.logsumexp(logits, 1, keepdim=True)
+        at = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
+        return self._shard.reduce(logits, at, torch.zeros_like(at, dtype=torch.bool))[0]

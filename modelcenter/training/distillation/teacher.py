@@ -1,0 +1,69 @@
+"""The teacher: a model that predicts for the batches that another is trained on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.loss import SoftTargets
+from engine.tensors import whole_of
+from modelcenter.layers.heads import VocabularyHead
+from modelcenter.models.base import Model
+from modelcenter.models.outputs import ModelOutput
+from modelcenter.training.accumulation import Batch
+
+# In a batch, of the loss or of what the student is to return: the teacher is only asked what it predicts.
+_LABELS = ("labels", "start_positions", "end_positions")
+_OPTIONS = ("output_logits", "loss_counts")
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """A model that is not trained. It computes without dropout and without gradients.
+
+    Attributes:
+        name: as the flags say. tells_types: it reads token_type_ids.
+    """
+
+    model: Model
+    name: str
+    tells_types: bool = False
+
+    def __post_init__(self) -> None:
+        self.model.requires_grad_(False).eval()
+        if (head := self.vocabulary_head) is not None:
+            head.gives_label_states = True
+
+    @property
+    def vocabulary_head(self) -> VocabularyHead | None:
+        """The head, of a language model."""
+        head = self.model.head
+        return head if isinstance(head, VocabularyHead) else None
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> ModelOutput:
+        """Its output for a batch, without labels. Collective."""
+        return self.model(**self._inputs(batch, *_LABELS))
+
+    @torch.no_grad()
+    def soft_targets(self, batch: Batch, share: float, temperature: float) -> SoftTargets:
+        """Its predictions at the labels of a batch. Collective: where its output matrix is sharded, that is gathered
+        once more, as parameters are whole in a forward only.
+
+        Args:
+            share, temperature: of the loss, see SoftTargets.
+        """
+        head: Any = self.vocabulary_head
+        states = self.model(**self._inputs(batch), output_logits=False)["label_states"]
+
+        def whole(parameter: Tensor | None) -> Tensor | None:
+            return None if parameter is None else whole_of(parameter.detach().to(states.dtype))
+
+        weight = whole(self.model.embed.weight if head.weight is None else head.weight)
+        assert weight is not None
+        return SoftTargets(states, weight, whole(head.bias), share, temperature)
+
+    def _inputs(self, batch: Batch, *without: str) -> dict[str, Any]:
+        left_out = {*without, *_OPTIONS, *(() if self.tells_types else ("token_type_ids",))}
+        return {name: value for name, value in batch.items() if name not in left_out}

@@ -1,0 +1,167 @@
+"""From flags to a teacher: a model of the same task, sharded as the student is, with the same tokens and classes."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import engine
+import modelcenter
+from modelcenter.layers.heads import VocabularyHead
+from modelcenter.models.base import Model
+from modelcenter.training.accumulation import training_loss
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.distillation.classes import class_order, names_of
+from modelcenter.training.distillation.comparisons import (
+    Comparison,
+    OneOfSeveral,
+    Scores,
+    SeveralOfSeveral,
+    Spans,
+    Tags,
+)
+from modelcenter.training.distillation.loss import Distillation
+from modelcenter.training.distillation.teacher import Teacher
+
+_WHERE_IT_WENT = (
+    ". A run that goes on needs the teacher it began with: if that has moved, name its new place, and the run or its "
+    "checkpoint by --resume"
+)
+_TYPES = "token_type_ids"
+_KINDS = {"regression": Scores, "multi_label_classification": SeveralOfSeveral}
+
+
+def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any) -> Teacher | None:
+    """Load the teacher that the flags name, if they name one, and let the task learn from it. Collective.
+
+    Args:
+        model, tokenizer: of the student, as setup.model made them.
+
+    Raises:
+        ValueError: there is no such model, or it was not trained for the task; it has other tokens or classes than the
+            student; the student's head cannot learn from one.
+    """
+    if getattr(cfg, "teacher", None) is None:
+        return None
+    _check_student(model)
+    teacher = _load(cfg, task.head, tokenizer)
+    comparison = None if teacher.vocabulary_head is not None else _comparison(cfg, model, teacher)
+    if isinstance(comparison, Scores):
+        cfg.refuse_idle("teacher_temperature", True, "in regression, which compares values as they are; leave it out")
+    hidden = frozenset() if _TYPES in tokenizer.model_input_names else frozenset({_TYPES})
+    labels = training_loss(model, task.loss_fn)
+    task.learn_from(Distillation(labels, teacher, cfg.teacher_weight, cfg.teacher_temperature, comparison, hidden))
+    return teacher
+
+
+@contextmanager
+def with_teachers_types(tokenizer: Any, teacher: Teacher | None) -> Iterator[None]:
+    """Inside, rows keep the types of their tokens for a teacher that tells them apart, also where the student, whose
+    tokenizer this is, does not: a DistilBERT that learns from a BERT."""
+    names = tokenizer.model_input_names
+    if teacher is None or not teacher.tells_types or _TYPES in names:
+        yield
+        return
+    tokenizer.model_input_names = [*names, _TYPES]
+    try:
+        yield
+    finally:
+        tokenizer.model_input_names = names
+
+
+def _check_student(model: Model) -> None:
+    if isinstance(model.head, VocabularyHead) and "soft_targets" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"teacher: {model.config.model_type}, whose vocabulary goes on with words of each batch, learns from none; "
+            "leave it out"
+        )
+
+
+def _load(cfg: TrainConfig, head: str, tokenizer: Any) -> Teacher:
+    """The teacher, with the precision of the run and laid out over the ranks as the student is."""
+    given: Any = cfg
+    name = given.teacher
+    policy = engine.Policy(zero_level=cfg.zero, precision=cfg.precision, compile=cfg.compile)
+    try:
+        model = modelcenter.from_pretrained(name, head, dtype="float32", policy=policy)
+    except (ValueError, OSError) as error:
+        fix = "" if Path(expanduser(name)).exists() else _WHERE_IT_WENT
+        raise ValueError(f"teacher: {error}{fix}") from error
+    report: Any = model.load_report
+    if report.initialised:
+        shown = ", ".join(report.initialised[:3])
+        raise ValueError(
+            f"teacher: {name} has no weights for {shown}, so it was not trained for {head}, and its predictions would "
+            f"be random; give a model that was, such as the folder of a `modelcenter finetune` run"
+        )
+    if head == "causal-lm" and not getattr(model.config, "is_decoder", True):
+        raise ValueError(f"teacher: {name} is an encoder, in which a token sees those it is to predict; take a decoder")
+    own = _tokenizer_of(name)
+    check_same_tokens(name, own, str(cfg.tokenizer or cfg.model), tokenizer)
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"teacher: {name} has {model.config.vocab_size:,} tokens, the tokenizer {len(tokenizer):,}: it has no rows "
+            "for the last ones; give a teacher that has"
+        )
+    tells_types = _TYPES in own.model_input_names and (getattr(model.config, "type_vocab_size", 0) or 0) > 1
+    return Teacher(model, name, tells_types)
+
+
+def _tokenizer_of(name: str) -> Any:
+    try:
+        return modelcenter.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"teacher: {name} has no tokenizer ({error}), by which to tell whether it reads the tokens of the model; "
+            "save it beside the weights"
+        ) from error
+
+
+def check_same_tokens(name: str, theirs: Any, student: str, tokenizer: Any) -> None:
+    """Raise ValueError where a token of the student's tokenizer is another one of the teacher's, or none. Tables may be
+    padded to any size, and the teacher may have more tokens.
+
+    Args:
+        name, theirs: the teacher and its tokenizer. student, tokenizer: the model, or its tokenizer, by name.
+    """
+    numbers, words = theirs.get_vocab(), tokenizer.get_vocab()
+    others = sorted((number, word) for word, number in words.items() if numbers.get(word) != number)
+    if others:
+        number, word = others[0]
+        there = f"has the number {numbers[word]:,} there" if word in numbers else "is none there"
+        raise ValueError(
+            f"teacher: {name} and {student} have different vocabularies: {len(others):,} of {len(words):,} tokens, the "
+            f"first of them {word!r} with the number {number:,}, which {there}. A teacher reads the tokens of the "
+            "model: give one with the same tokenizer"
+        )
+
+
+def _comparison(cfg: Any, model: Model, teacher: Teacher) -> Comparison:
+    """How the heads of the two are compared.
+
+    Raises:
+        ValueError: they have other classes, or do not mean the same by them.
+    """
+    config, theirs = model.config, teacher.model.config
+
+    def order() -> Tensor | None:
+        found = class_order(names_of(config), names_of(theirs), teacher.name)
+        return None if found is None else found.to(model.device)
+
+    match model.task:
+        case "multiple-choice":
+            return OneOfSeveral()
+        case "question-answering":
+            return Spans()
+        case "token-classification":
+            return Tags(order())
+    if theirs.problem_type not in (None, config.problem_type):
+        raise ValueError(
+            f"teacher: {teacher.name} was trained for {theirs.problem_type}, the labels are {config.problem_type}; "
+            "give a teacher of that kind, or problem_type"
+        )
+    return _KINDS.get(config.problem_type or "", OneOfSeveral)(order())

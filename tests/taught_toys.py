@@ -15,12 +15,12 @@ from toydata import write_jsonl
 import modelcenter
 
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24, "max_positions": 64}
-LARGER = {"hidden_size": 24, "num_layers": 2, "num_heads": 3, "intermediate_size": 40, "max_positions": 64}
+LARGER = {"hidden_size": 24, "num_layers": 2, "num_heads": 4, "intermediate_size": 40, "max_positions": 64}
 STILL = {"dropout": 0.0, "attention_dropout": 0.0}
 LOUD = {"dropout": 0.4, "attention_dropout": 0.4}  # of a teacher that computes as in training
 GPT2_STILL, GPT2_LOUD = STILL | {"embedding_dropout": 0.0}, LOUD | {"embedding_dropout": 0.4}
 T5 = {**seq2seq_toys.SIZES, "num_heads": 2}
-LARGER_T5 = {**seq2seq_toys.SIZES, "hidden_size": 32, "num_decoder_layers": 2, "dropout": 0.4}
+LARGER_T5 = {**seq2seq_toys.SIZES, "hidden_size": 32, "num_heads": 4, "num_decoder_layers": 2, "dropout": 0.4}
 
 
 def make_model(path: Path, preset: str, head: str, tokenizer: Any, seed: int, **fields: Any) -> Path:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from chat_toys import make_tokenizer as make_chat_tokenizer
 from taught_toys import KINDS, SIZES, STILL, make, make_model, named
 from toydata import command, make_rows, make_tokenizer, write_jsonl
 from toyruns import assert_same_end, die_at, in_a_process, read_summary, went_on_after
@@ -367,6 +368,11 @@ def test_teachers_that_are_refused(tmp_path):
         with pytest.raises(ValueError, match=said) as caught:
             prepared(words, wrong)
         assert str(caught.value).startswith(("teacher: ", "max_length: "))
+    answers, of_lm = make(tmp_path / "lm", "lm")
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24}
+    make_model(tmp_path / "ant", "tiny/cpmant", "causal-lm", make_chat_tokenizer(), 3, **sizes)
+    with pytest.raises(ValueError, match="ant is of the family cpmant, the model of gpt2; one of the two takes tokens"):
+        prepared(answers, of_lm | {"teacher": str(tmp_path / "ant")})
     short = prepared(words, values | {"teacher": str(tmp_path / "short")})
     assert short.train_set.lengths.max() <= 8
 

@@ -26,6 +26,7 @@ from modelcenter.training.distillation.comparisons import (
 )
 from modelcenter.training.distillation.loss import Distillation
 from modelcenter.training.distillation.teacher import Teacher
+from modelcenter.training.tasks.base import takes_tokens_for_context
 
 _WHERE_IT_WENT = (
     ". A run that goes on needs the teacher it began with: if that has moved, name its new place, and the run or its "
@@ -49,6 +50,12 @@ def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any) -> Teacher |
         return None
     _check_student(model)
     teacher = _load(cfg, task.head, tokenizer)
+    if takes_tokens_for_context(teacher.model) != takes_tokens_for_context(model):
+        kinds = teacher.model.config.model_type, model.config.model_type
+        raise ValueError(
+            f"teacher: {teacher.name} is of the family {kinds[0]}, the model of {kinds[1]}; one of the two takes "
+            "tokens for context, which sees what follows it, unless told otherwise: give one of its family"
+        )
     comparison = None if teacher.vocabulary_head is not None else _comparison(cfg, model, teacher)
     if isinstance(comparison, Scores):
         cfg.refuse_idle("teacher_temperature", True, "in regression, which compares values as they are; leave it out")

@@ -116,7 +116,7 @@ def lm(folder: Path) -> dict[str, Any]:
     ):
         more = {"max_positions": 128, "vocab_size": size}
         make_model(folder / name, "tiny/gpt2", "causal-lm", tokenizer, seed, **sizes | more)
-    return {}
+    return {"token_accuracy": True}
 
 
 def seq2seq(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,10 @@ from engine.ops import dropout_key
 from modelcenter.adapters import PromptTuning
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import host_copies
+from modelcenter.training.accumulation import ModelLoss
+from modelcenter.training.distillation.comparisons import OneOfSeveral, Spans, Tags
+from modelcenter.training.distillation.loss import Distillation
+from modelcenter.training.distillation.teacher import Teacher
 
 CASES = [
     ("tiny/bert", "masked-lm", False), ("tiny/gpt2", "causal-lm", False), ("tiny/t5", "seq2seq-lm", False),
@@ -47,6 +51,23 @@ def test_forward_and_backward_read_nothing(name, task, prompt, monkeypatch):
         monkeypatch.setattr(f"modelcenter.layers.{user}.host_copy", lambda value: value)
     with pytest.raises((NotImplementedError, RuntimeError)):  # without the host's copies it has to ask
         mc.training.accumulate(model, [batch])
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "kind"),
+    [("tiny/gpt2", "causal-lm", None), ("tiny/bert", "sequence-classification", OneOfSeveral),
+     ("tiny/bert", "token-classification", Tags), ("tiny/bert", "question-answering", Spans)],
+)  # fmt: skip
+def test_a_teacher_reads_nothing(name, task, kind, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
+    model, teacher = (mc.from_config(name, task, policy=False).to("meta") for _ in range(2))
+    order = torch.tensor([1, 0], device="meta")
+    comparison = None if kind is None else kind() if kind is Spans else kind(order)
+    loss = Distillation(ModelLoss(model), Teacher(teacher, name, name == "tiny/bert"), 0.5, 2.0, comparison)
+    batch = pack_rows(task, rows_for(task, model.config, lengths=(5, 3, 7)))
+    assert mc.training.accumulate(model.train(), [batch], loss).is_meta
+    assert any(p.grad is not None for p in model.parameters())
+    assert not any(p.requires_grad for p in teacher.parameters())
 
 
 @pytest.mark.parametrize("name", ["tiny/gpt2", "tiny/cpmant"])

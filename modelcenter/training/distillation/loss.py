@@ -110,9 +110,12 @@ class Distillation:
         self.parts.add(**{LABEL_LOSS: of_labels, TEACHER_LOSS: distance})
         if not distance.requires_grad:  # in an evaluation
             self.parts.add_agreements(self.comparison.agreements(out, prediction, batch))
-        if of_labels is None or self.share == 1:
+        if of_labels is None or self.share == 1:  # without a graph of the labels' loss
             return distance
-        return (1 - self.share) * of_labels + self.share * distance
+        return self._mixed(of_labels, distance)
+
+    def _mixed(self, of_labels: Any, of_teacher: Any) -> Any:
+        return (1 - self.share) * of_labels + self.share * of_teacher
 
     def evaluate(
         self, model: Model, batches: Batches, metrics: Score | None = None, feed: MetricUpdate | None = None
@@ -126,7 +129,10 @@ class Distillation:
         loss = replace(self, labels=ModelLoss(model), parts=Parts())
         result = evaluate(model, batches, metrics, feed, loss)
         parts = loss.parts.losses()
-        result |= {"loss": parts.get(LABEL_LOSS), TOTAL_LOSS: result["loss"], TEACHER_LOSS: parts.get(TEACHER_LOSS)}
+        of_labels, of_teacher = parts.get(LABEL_LOSS), parts.get(TEACHER_LOSS)
+        # Not what `evaluate` gives: metrics may have a loss of their own, of the labels.
+        total = of_teacher if of_labels is None or of_teacher is None else self._mixed(of_labels, of_teacher)
+        result |= {"loss": of_labels, TOTAL_LOSS: total, TEACHER_LOSS: of_teacher}
         if (agreement := loss.parts.agreement()) is not None:
             result[AGREEMENT] = agreement
         return result

@@ -55,7 +55,8 @@ class Teacher:
             share, temperature: of the loss, see SoftTargets.
         """
         head: Any = self.vocabulary_head
-        states = self.model(**self._inputs(batch), output_logits=False)["label_states"]
+        # Nothing is divided by the count, but without one the labels would be counted, on the device.
+        states = self.model(**self._inputs(batch), output_logits=False, loss_counts={"loss": 1})["label_states"]
 
         def whole(parameter: Tensor | None) -> Tensor | None:
             return None if parameter is None else whole_of(parameter.detach().to(states.dtype))

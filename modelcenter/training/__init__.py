@@ -2,8 +2,9 @@
 
 script.py goes from the command line to the end of a run: config/ has the flags; tasks/ and metrics/ say what rows,
 heads and scores are; setup/ makes the model, the optimizer and the sizes of a step; loop.py trains, on the batches of
-batch_sources.py; monitoring/ measures, checkpoints/ saves and resumes, output/ writes files and shows lines.
-dry_run.py shows a plan; inference/ has predict, evaluate and generate, on models that trained.py finds.
+batch_sources.py; monitoring/ measures, checkpoints/ saves and resumes, output/ writes files and shows lines;
+distillation/ trains with a teacher. dry_run.py shows a plan; inference/ has predict, evaluate and generate, on models
+that trained.py finds.
 
 Names are imported on first use, so that flags and --help need no torch.
 """

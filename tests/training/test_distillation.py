@@ -16,6 +16,7 @@ from toydata import command, make_rows, make_tokenizer, write_jsonl
 from toyruns import assert_same_end, die_at, in_a_process, read_summary, went_on_after
 
 from engine.memory import readable
+from engine.tensors import local_tensor
 from engine.testing import run as on_ranks
 from modelcenter.cli import main
 from modelcenter.compare.gradients import hub_gradients, parameters_by_file_name
@@ -286,6 +287,24 @@ def test_rows_without_labels(tmp_path, dev_labels):
             assert row == {k: v if v is None else pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items()}
 
 
+def test_a_teacher_is_sharded_and_not_optimized(tmp_path):
+    """At level 3 each of two ranks has half of it; no gradient, and no state of an optimizer, is its own."""
+    words, values = make(tmp_path, "lm")
+    (tmp_path / "run").mkdir()
+
+    def on_a_rank():
+        made = prepared(words, values)
+        made.model.train()
+        teacher = made.task.distillation.teacher.model
+        accumulate(made.model, [made.train_set.batch(np.arange(3))], made.task.loss_fn)
+        trained = {id(p) for p in made.model.parameters()}
+        own = [p for p in teacher.parameters() if id(p) in trained or p.requires_grad or p.grad is not None]
+        return len(own), sum(local_tensor(p).numel() for p in teacher.parameters()), teacher.num_parameters()
+
+    for own, held, whole in on_ranks(on_a_rank, 2):
+        assert own == 0 and held == pytest.approx(whole / 2, rel=0.02)
+
+
 def test_a_student_with_low_rank_updates(tmp_path):
     words, values = make(tmp_path, "lm", lora_rank=2, batch_tokens=64)
     del values["batch_size"]
@@ -387,6 +406,8 @@ def test_teachers_that_are_refused(tmp_path):
         ("finetune classification", {"teacher": "t", "teacher_temperature": -1}, "teacher_temperature: got -1"),
         ("finetune classification", {"teacher": "t", "teacher_weight": 1, "label_smoothing": 0.1},
          "label_smoothing: changes nothing beside teacher_weight 1"),
+        ("finetune token-classification", {"teacher": "t", "teacher_weight": 1, "class_weights": "O=2"},
+         "class_weights: changes nothing beside teacher_weight 1"),
         ("pretrain mlm", {"teacher": "t", "next_sentence": True}, "teacher: it teaches to predict hidden words alone"),
         ("finetune embedding", {"teacher": "t"}, "--teacher is no flag here: it is for tasks with labels"),
         ("finetune dpo", {"teacher": "t"}, "--teacher is no flag here: it is for tasks with labels"),

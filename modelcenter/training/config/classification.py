@@ -1,12 +1,13 @@
 """Flags of text classification. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from modelcenter.command_line.flags import flag
+from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_positive
-from modelcenter.training.config.teacher import TaughtConfig
+from modelcenter.training.config.teacher import TEACHER_ALONE, TaughtConfig
 
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 _data, _optimisation = partial(flag, "data"), partial(flag, "optimisation")
@@ -20,6 +21,7 @@ class ClassificationConfig(TaughtConfig):
     task: ClassVar[str] = "classification"
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("text", "text_pair", "label", "group")
+    idle: ClassVar[Mapping[str, Idle]] = {**TaughtConfig.idle, "class_weights": TEACHER_ALONE}
 
     text_column: str | None = _data(None, "column with the text; detected if not given", "sentence1_key",
         "text_column_name", "text_column_names")

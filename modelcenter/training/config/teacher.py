@@ -10,6 +10,11 @@ from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import TrainConfig
 
 _NO_TEACHER = Idle(lambda c: c.teacher is None, "without a teacher; give teacher too, or leave it out")
+# Of a flag that is about the loss of the labels.
+TEACHER_ALONE = Idle(
+    lambda c: c.teacher is not None and c.teacher_weight == 1,
+    "beside teacher_weight 1, where labels are not trained on; leave one out",
+)
 _model, _optimisation = partial(flag, "model"), partial(flag, "optimisation")
 
 
@@ -25,8 +30,7 @@ class TaughtConfig(TrainConfig):
         **TrainConfig.idle,
         "teacher_weight": _NO_TEACHER,
         "teacher_temperature": _NO_TEACHER,
-        "label_smoothing": Idle(lambda c: c.teacher is not None and c.teacher_weight == 1, "beside teacher_weight 1, "
-            "where labels are not trained on; leave one out"),
+        "label_smoothing": TEACHER_ALONE,
     }
 
     teacher: str | None = _model(None, "Hub name, local directory or run folder of a model for the same task, of any "

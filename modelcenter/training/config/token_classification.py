@@ -1,11 +1,12 @@
 """Flags of token classification. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from modelcenter.command_line.flags import flag
-from modelcenter.training.config.teacher import TaughtConfig
+from modelcenter.command_line.flags import Idle, flag
+from modelcenter.training.config.teacher import TEACHER_ALONE, TaughtConfig
 
 _data, _optimisation = partial(flag, "data"), partial(flag, "optimisation")
 
@@ -17,6 +18,7 @@ class TokenClassificationConfig(TaughtConfig):
 
     task: ClassVar[str] = "token-classification"
     roles: ClassVar[tuple[str, ...]] = ("words", "tags")
+    idle: ClassVar[Mapping[str, Idle]] = {**TaughtConfig.idle, "class_weights": TEACHER_ALONE}
 
     words_column: str | None = _data(None, "column with the words, a list in each row; detected if not given",
         "text_column_name", "tokens_column")

@@ -101,7 +101,7 @@ class Classification(Task):
         check_texts(table, columns)
         kind, names = classes_of_teacher(teacher)
         labels, eval_targets = Labels(kind, tuple(names)), None
-        for flag in ("class_weights", "num_labels", "problem_type"):
+        for flag in ("num_labels", "problem_type"):
             cfg.refuse_idle(flag, True, "beside teacher_weight 1, where the classes are the teacher's; leave it out")
         if eval_table is not None:
             find_columns(eval_table, columns.text, columns.text_pair, cfg.label_column, labelled=False)

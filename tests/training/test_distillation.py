@@ -13,7 +13,7 @@ import transformers
 from chat_toys import make_tokenizer as make_chat_tokenizer
 from taught_toys import KINDS, SIZES, STILL, make, make_model, named
 from toydata import command, make_rows, make_tokenizer, write_jsonl
-from toyruns import assert_same_end, die_at, in_a_process, read_summary, went_on_after
+from toyruns import assert_same_end, curve, die_at, in_a_process, read_summary, went_on_after
 
 from engine.memory import readable
 from engine.tensors import local_tensor
@@ -254,6 +254,13 @@ def test_a_run_goes_on_with_its_teacher(tmp_path, monkeypatch, capfd):
         start(command(values))
     with pytest.raises(ValueError, match="teacher: got .*moved', but .* is of a run with .*teacher'"):
         start(command(values | {"teacher": str(tmp_path / "moved")}))
+    elsewhere = {
+        "teacher": str(tmp_path / "moved"),
+        "resume": str(tmp_path / "run"),
+        "output_dir": str(tmp_path / "on"),
+    }
+    start(command(values | elsewhere))
+    assert curve(tmp_path, "on") == curve(tmp_path, "whole")[-len(curve(tmp_path, "on")) :]
     (tmp_path / "moved").rename(tmp_path / "teacher")
     capfd.readouterr()
     start(command(values))

@@ -83,7 +83,7 @@ def _prepare(cfg: Any, info: TaskInfo) -> _Prepared:
     tokenizer = load_tokenizer(cfg)
     task.on_tokenizer_loaded(tokenizer)
     model = build_model(cfg, task, tokenizer)
-    teacher = give_teacher(cfg, task, model, tokenizer)
+    teacher = give_teacher(cfg, task, model, tokenizer, continuation is not None)
     resolve_for_model(cfg, model, tokenizer, teacher)
     types = with_teachers_types(tokenizer, teacher)
     with (

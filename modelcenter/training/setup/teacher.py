@@ -3,8 +3,6 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os.path import expanduser
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +12,6 @@ import modelcenter
 from modelcenter.layers.heads import VocabularyHead
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import training_loss
-from modelcenter.training.config import TrainConfig
 from modelcenter.training.distillation.classes import class_order, names_of
 from modelcenter.training.distillation.comparisons import (
     Comparison,
@@ -28,19 +25,19 @@ from modelcenter.training.distillation.loss import Distillation
 from modelcenter.training.distillation.teacher import Teacher
 from modelcenter.training.tasks.base import takes_tokens_for_context
 
-_WHERE_IT_WENT = (
-    ". A run that goes on needs the teacher it began with: if that has moved, name its new place, and the run or its "
+_GONE = (
+    "A run that goes on needs the teacher it began with: if that has moved, name its new place, and the run or its "
     "checkpoint by --resume"
 )
 _TYPES = "token_type_ids"
 _KINDS = {"regression": Scores, "multi_label_classification": SeveralOfSeveral}
 
 
-def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any) -> Teacher | None:
+def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any, goes_on: bool = False) -> Teacher | None:
     """Load the teacher that the flags name, if they name one, and let the task learn from it. Collective.
 
     Args:
-        model, tokenizer: of the student, as setup.model made them.
+        model, tokenizer: of the student, as setup.model made them. goes_on: the run has begun with a teacher before.
 
     Raises:
         ValueError: there is no such model, or it was not trained for the task; it has other tokens or classes than the
@@ -49,7 +46,7 @@ def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any) -> Teacher |
     if getattr(cfg, "teacher", None) is None:
         return None
     _check_student(model)
-    teacher = _load(cfg, task.head, tokenizer)
+    teacher = _load(cfg, task.head, tokenizer, goes_on)
     if takes_tokens_for_context(teacher.model) != takes_tokens_for_context(model):
         kinds = teacher.model.config.model_type, model.config.model_type
         raise ValueError(
@@ -88,16 +85,16 @@ def _check_student(model: Model) -> None:
         )
 
 
-def _load(cfg: TrainConfig, head: str, tokenizer: Any) -> Teacher:
+def _load(cfg: Any, head: str, tokenizer: Any, goes_on: bool) -> Teacher:
     """The teacher, with the precision of the run and laid out over the ranks as the student is."""
-    given: Any = cfg
-    name = given.teacher
+    name: str = cfg.teacher
     policy = engine.Policy(zero_level=cfg.zero, precision=cfg.precision, compile=cfg.compile)
     try:
         model = modelcenter.from_pretrained(name, head, dtype="float32", policy=policy)
     except (ValueError, OSError) as error:
-        fix = "" if Path(expanduser(name)).exists() else _WHERE_IT_WENT
-        raise ValueError(f"teacher: {error}{fix}") from error
+        raise ValueError(
+            f"teacher: {error}" if not goes_on else f"teacher: {str(error).rstrip('.')}. {_GONE}"
+        ) from error
     report: Any = model.load_report
     if report.initialised:
         shown = ", ".join(report.initialised[:3])

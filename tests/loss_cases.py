@@ -83,6 +83,28 @@ def check_log_probs(rows, vocab, dtype, device="cpu", bias=True, width=16):
     compare(value, terms.sum(), inputs, doubles, dtype, terms.abs().sum().item())
 
 
+def check_distillation(rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, count=9, width=16):
+    """linear_distillation beside a teacher with other hidden states and the same vocabulary."""
+    rng = torch.Generator().manual_seed(vocab)
+    sizes = ((rows, width), (vocab, width), (vocab,), (rows, width + 8), (vocab, width + 8), (vocab,))
+    start = [torch.randn(*size, generator=rng) for size in sizes]
+    start[1] /= 4  # logits in 16 bits are not to have more error than what is computed from them
+    start[4] /= 4
+    drawn = [None if i % 3 == 2 and not bias else x.to(device, dtype) for i, x in enumerate(start)]
+    inputs = [None if x is None else x.requires_grad_() for x in drawn[:3]]
+    targets = torch.randint(0, vocab, (rows,), generator=rng).to(device)
+    share, temperature = 0.6, 2.0
+    soft = loss.SoftTargets(*drawn[3:], share, temperature)
+    value, _ = loss.linear_distillation(*inputs, targets, count, soft, label_smoothing=smoothing)
+    doubles = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    own, theirs = F.linear(*doubles), F.linear(*(None if x is None else x.double() for x in drawn[3:]))
+    of_labels = F.cross_entropy(own, targets, reduction="sum", label_smoothing=smoothing)
+    logs = [(x / temperature).log_softmax(-1) for x in (own, theirs)]
+    of_teacher = temperature**2 * F.kl_div(*logs, reduction="sum", log_target=True)
+    wanted = ((1 - share) * of_labels + share * of_teacher) / count if rows else own.sum()
+    compare(value, wanted, inputs, doubles, dtype)
+
+
 def check_logits(rows, vocab, dtype, device="cpu", bias=True, width=16):
     rng = torch.Generator().manual_seed(vocab)
     start = [torch.randn(*size, generator=rng) for size in ((2, rows // 2, width), (vocab, width), (vocab,))]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import loss
-from engine.loss import chunks, head
+from engine.loss import chunks, distillation, head
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 4 * 37 * 5])  # all rows at once; 5 rows at a time
@@ -166,7 +166,7 @@ def widened(monkeypatch):
     """Vocabularies get classes of zeros, as for many rows on a GPU; the sizes of what is padded."""
     sizes, widened = [], chunks.widened
     monkeypatch.setattr(chunks, "_classes_with_zeros", lambda hidden, classes: -(-classes // 64) * 64)
-    for module in (chunks, head):
+    for module in (chunks, head, distillation):
         monkeypatch.setattr(module, "widened", lambda *of: sizes.append((found := widened(*of))[0].shape) or found)
     return sizes
 
@@ -187,6 +187,7 @@ def test_classes_of_zeros_do_not_show(widened, vocab, dtype, chunk, monkeypatch)
     for bias in (True, False):
         cases.check_log_probs(19, vocab, dtype, bias=bias)
         cases.check_logits(18, vocab, dtype, bias=bias)
+        cases.check_distillation(19, vocab, dtype, bias=bias)
     assert {size[0] for size in widened} == {-(-vocab // 64) * 64}
 
 

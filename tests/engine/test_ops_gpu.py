@@ -264,6 +264,8 @@ def test_the_loss_of_a_head(dtype, fused, chunk, monkeypatch):
         losses.check_head(rows, vocab, dtype, "cuda", count=torch.tensor(9, device="cuda"), labelled=rows // 2)
         losses.check_log_probs(rows, vocab, dtype, "cuda")
         losses.check_logits(rows, vocab, dtype, "cuda")
+        for how in ({}, {"smoothing": 0.1, "bias": False, "count": torch.tensor(9, device="cuda")}):
+            losses.check_distillation(rows, vocab, dtype, "cuda", **how)
     losses.check_head(0, 257, dtype, "cuda")
 
 

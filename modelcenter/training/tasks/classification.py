@@ -161,16 +161,7 @@ class Classification(Task):
         return LabelledExamples(table, tokens, self.labels, targets, groups)
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:
-        """Name a padding token where none is named: transformers finds the end of each row of a batch by it, for
-        decoders, which read the last token that is no padding. The token that ends texts will do, unless texts already
-        end with it."""
-        if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-            if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
-                return
-            tokenizer.pad_token = tokenizer.eos_token
-        config: Any = model.config
-        if config.pad_token_id is None:
-            config.pad_token_id = tokenizer.pad_token_id
+        name_padding_token(model, tokenizer)
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
         """The metrics that suit the kind of label."""
@@ -252,6 +243,19 @@ def _read_labels(
         return labels, labels.encode(values, where, known_from, classes)
     except ValueError as error:  # perhaps of a column that was found, where the rows lack that of the run
         raise ValueError(f"{error}; read from column {column!r} (--label_column)") from None
+
+
+def name_padding_token(model: Model, tokenizer: Any) -> None:
+    """Name a padding token where none is named: transformers finds the end of each row of a batch by it, for decoders,
+    which read the last token that is no padding. The token that ends texts will do, unless texts already end with
+    it."""
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+            return
+        tokenizer.pad_token = tokenizer.eos_token
+    config: Any = model.config
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
 
 
 def _refuse_part_of_labels(table: Table, label: str) -> None:

@@ -113,41 +113,17 @@ class Embedding(Task):
         self, table: Table, texts: RelatedTexts, tokenizer: Any, max_length: int, max_negatives: int | None = None
     ) -> RelatedExamples:
         documents = [*texts.positives.texts, *texts.negatives.texts]
-        tokens, prompt_lengths = self._tokenize(
-            tokenizer, table, max_length, [("query_prompt", texts.anchors), ("document_prompt", documents)]
+        tokens, prompt_lengths = tokenize_with_prompts(
+            tokenizer,
+            table,
+            self.settings,
+            [("query_prompt", texts.anchors), ("document_prompt", documents)],
+            max_length,
         )
         first = len(table) + texts.positives.first
         ids = text_ids([*texts.anchors, *documents])
         first_negative = first[-1] + texts.negatives.first
         return RelatedExamples(table, tokens, prompt_lengths, first, first_negative, ids, texts.scores, max_negatives)
-
-    def _tokenize(
-        self, tokenizer: Any, table: Table, max_length: int, kinds: Sequence[tuple[str, list[str]]]
-    ) -> tuple[Tokens, np.ndarray | None]:
-        """Texts with their prompts: their tokens, and TextExamples.prompt_lengths.
-
-        Args:
-            kinds: (which of the prompts the texts have, the texts), one after another.
-        """
-        parts, lengths = [], []
-        for name, texts in kinds:
-            prompt = getattr(self.settings, name)
-            tokens = tokenize(tokenizer, [prompt + text for text in texts] if prompt else texts, max_length=max_length)
-            length = 0 if self.settings.include_prompt else prompt_length(tokenizer, prompt, max_length)
-            if (short := tokens.lengths <= length).any():
-                text = texts[int(np.argmax(short))]
-                if length:
-                    raise ValueError(
-                        f"{table.name}: of {text!r:.60} no token is left to be pooled behind the {length} of {name} "
-                        f"with max_length {max_length}; raise it, or remove the row"
-                    )
-                raise ValueError(
-                    f"{table.name}: {text!r:.60} has no token, and this tokenizer adds none of its own: there is "
-                    "nothing to read; remove the row"
-                )
-            parts.append(tokens)
-            lengths.append(np.full(len(texts), length, np.int64))
-        return concatenate_tokens(*parts), np.concatenate(lengths) if any(map(np.any, lengths)) else None
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
         return Retrieval() if self.columns.score is None else Likeness()
@@ -198,7 +174,8 @@ class Embedding(Task):
         columns = self.columns
         prompt = "document_prompt" if columns.anchor is None else "query_prompt"
         texts = read_single_texts(self.table, columns.anchor or columns.positive or "")
-        return TextExamples(self.table, *self._tokenize(tokenizer, self.table, max_length, [(prompt, texts)]))
+        kinds = [(prompt, texts)]
+        return TextExamples(self.table, *tokenize_with_prompts(tokenizer, self.table, self.settings, kinds, max_length))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """similarity of the two texts of each row; embedding of the text of a row with one."""
@@ -211,6 +188,43 @@ class Embedding(Task):
         if self.settings.similarity == "cosine":
             embeddings = F.normalize(embeddings, dim=-1)
         return ({"similarity": round(value, 6)} for value in similarities(embeddings, examples).tolist())
+
+
+def tokenize_with_prompts(
+    tokenizer: Any,
+    table: Table,
+    settings: EmbeddingSettings,
+    kinds: Sequence[tuple[str, list[str]]],
+    max_length: int,
+) -> tuple[Tokens, np.ndarray | None]:
+    """Texts behind their prompts: their tokens, and TextExamples.prompt_lengths.
+
+    Args:
+        table: where the texts come from. kinds: (which of the prompts of `settings` the texts have, the texts), one
+            after another.
+
+    Raises:
+        ValueError: a text has no token that is pooled.
+    """
+    parts, lengths = [], []
+    for name, texts in kinds:
+        prompt = getattr(settings, name)
+        tokens = tokenize(tokenizer, [prompt + text for text in texts] if prompt else texts, max_length=max_length)
+        length = 0 if settings.include_prompt else prompt_length(tokenizer, prompt, max_length)
+        if (short := tokens.lengths <= length).any():
+            text = texts[int(np.argmax(short))]
+            if length:
+                raise ValueError(
+                    f"{table.name}: of {text!r:.60} no token is left to be pooled behind the {length} of {name} "
+                    f"with max_length {max_length}; raise it, or remove the row"
+                )
+            raise ValueError(
+                f"{table.name}: {text!r:.60} has no token, and this tokenizer adds none of its own: there is "
+                "nothing to read; remove the row"
+            )
+        parts.append(tokens)
+        lengths.append(np.full(len(texts), length, np.int64))
+    return concatenate_tokens(*parts), np.concatenate(lengths) if any(map(np.any, lengths)) else None
 
 
 def prompt_length(tokenizer: Any, prompt: str, max_length: int) -> int:

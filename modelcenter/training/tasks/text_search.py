@@ -11,6 +11,7 @@ from modelcenter.training.metrics import Retrieval
 from modelcenter.training.tasks.base import Batches, rank_batches
 from modelcenter.training.tasks.related_examples import RelatedExamples, TextExamples
 
+_QUERIES = 256  # that are looked for at a time
 _ELEMENTS = 1 << 24  # similarities that are held at a time
 
 
@@ -26,6 +27,33 @@ def similarities(embeddings: Tensor, examples: RelatedExamples) -> Tensor:
     """(rows,) of the anchor and the first positive of each row."""
     positives = torch.from_numpy(examples.first_positive[:-1]).to(embeddings.device)
     return (embeddings[: len(examples)] * embeddings[positives]).sum(-1)
+
+
+def nearest(queries: Tensor, documents: Tensor, count: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
+    """The documents most alike to each query, by all of them, some at a time: (n, count) similarities, highest first,
+    and (n, count) int64 numbers of the documents, of equal ones in order. There are fewer columns where there are
+    fewer documents.
+
+    Args:
+        queries: (n, width), a few. documents: (m, width), also on another device. excluded: int64 (k, 2), pairs of a
+            query and a document that is none for it: its similarity is -inf.
+    """
+    step = max(1, _ELEMENTS // max(len(queries), 1))
+    found = queries.new_zeros(len(queries), 0)
+    numbers = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for start in range(0, len(documents), step):
+        part = documents[start : start + step].to(queries.device)
+        alike = queries @ part.T
+        hidden = excluded[(excluded[:, 1] >= start) & (excluded[:, 1] < start + len(part))].to(queries.device)
+        alike[hidden[:, 0], hidden[:, 1] - start] = -torch.inf
+        best, places = alike.topk(min(count, len(part)))
+        found, numbers = torch.cat([found, best], 1), torch.cat([numbers, places + start], 1)
+        if found.shape[1] > count:
+            found, order = found.topk(count)
+            numbers = numbers.gather(1, order)
+    numbers, order = numbers.sort(1)
+    found, by_score = found.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return found, numbers.gather(1, by_score)
 
 
 def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retrieval) -> None:
@@ -47,13 +75,12 @@ def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retri
     stranger = ~np.isin(np.arange(len(queries)) * len(documents) + itself, pairs) & (documents[itself] == queries)
     held = embeddings[torch.from_numpy(rows + places)]
     start, stop = own_part(len(queries))
-    step = max(1, _ELEMENTS // len(documents))
-    for low in range(start, stop, step):
-        mine = np.arange(low, min(low + step, stop))
-        scores = embeddings[torch.from_numpy(query_places[mine])] @ held.T
+    for low in range(start, stop, _QUERIES):
+        mine = np.arange(low, min(low + _QUERIES, stop))
         hidden = np.flatnonzero(stranger[mine])
-        scores[torch.from_numpy(hidden), torch.from_numpy(itself[mine][hidden])] = -torch.inf
-        best = scores.topk(min(metrics.depth, len(documents))).indices.cpu().numpy()
+        excluded = torch.from_numpy(np.stack([hidden, itself[mine][hidden]], 1))
+        _, numbers = nearest(embeddings[torch.from_numpy(query_places[mine])], held, metrics.depth, excluded)
+        best = numbers.cpu().numpy()
         found = np.isin(mine[:, None] * len(documents) + best, pairs)
         metrics.update(torch.from_numpy(found), relevant[mine].tolist())
 

@@ -21,10 +21,12 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
             given twice.
     """
     content = read_mapping(path)
-    file_task, task = content.pop("task", None), getattr(cls, "task", "")
+    known = all_spellings(cls)
+    # Of a task's own flags it says whose the file is; elsewhere it may be a flag.
+    file_task, task = (None if "task" in known else content.pop("task", None)), getattr(cls, "task", "")
     if file_task is not None and task and file_task != task:
         raise ValueError(f"config: {path} is for the task {file_task!r}, this one is {task!r}")
-    known, values = all_spellings(cls), dict[str, Any]()
+    values = dict[str, Any]()
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name in translated(cls):

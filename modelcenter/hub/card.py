@@ -11,6 +11,7 @@ from engine.memory import readable
 from modelcenter import registry
 from modelcenter._paths import write_whole
 from modelcenter.hub.access_tokens import without_tokens
+from modelcenter.hub.files.cross_encoder_files import ENTRY
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
 
 PIPELINES = {
@@ -92,29 +93,47 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
         front["metrics"] = list(values) or None
     if values:
         front["model_name"] = title
-        front["eval_results"] = _results(given, values, PIPELINES[model.task])
+        front["eval_results"] = _results(given, values, _pipeline(model) or "")
     if base:
         front["base_model_relation"] = "finetune"
+    of_sentence_transformers = model.task == "embedding" or _is_reranker(model)
     # A discriminator's; the Hub has no word for what it does.
     fills_no_mask = model.task == "pretraining" and getattr(model.config, "detects_replaced", False)
     data = ModelCardData(
         base_model=base,
-        library_name="sentence-transformers" if model.task == "embedding" else "transformers",
-        pipeline_tag=None if fills_no_mask else PIPELINES.get(model.task),
+        library_name="sentence-transformers" if of_sentence_transformers else "transformers",
+        pipeline_tag=None if fills_no_mask else _pipeline(model),
         ignore_metadata_errors=False,
         **front,
     )
     return data.to_yaml().strip()
 
 
+def _is_reranker(model: Any) -> bool:
+    """Whether it is a classifier with one label that sentence-transformers loads as a CrossEncoder."""
+    config = model.config
+    return model.task == "sequence-classification" and config.num_labels == 1 and ENTRY in config.extra
+
+
+def _pipeline(model: Any) -> str | None:
+    """What the Hub calls the task of a model."""
+    return "text-ranking" if _is_reranker(model) else PIPELINES.get(model.task)
+
+
 def _loading(model: Any, hf_class: str) -> list[str]:
     """Lines of Python that load it: with transformers' own class, or the code that `auto_map` of config.json names; a
-    model of embeddings with sentence-transformers."""
+    model of embeddings and a reranker with sentence-transformers."""
     if model.task == "embedding":
         return [
             "from sentence_transformers import SentenceTransformer",
             'model = SentenceTransformer("PATH_OR_REPO")',
             'embeddings = model.encode(["A text", "Another text"])',
+        ]
+    if _is_reranker(model):
+        return [
+            "from sentence_transformers import CrossEncoder",
+            'model = CrossEncoder("PATH_OR_REPO")',
+            'scores = model.predict([("A query", "A text"), ("A query", "Another text")])',
         ]
     written = registry.get(model.config.model_type).arch_map().config.write(model.config, hf_class, "float32")
     places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}

@@ -16,6 +16,7 @@ from modelcenter.convert.stream import ReadBuffer, Target, fill_targets, read_in
 from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint, stored_task
 from modelcenter.hub.dtypes import refuse_quantised
+from modelcenter.hub.files.cross_encoder_files import with_stored_activation
 from modelcenter.hub.files.dcp import DCPSource, open_model
 from modelcenter.hub.files.dense_files import add_dense_weights
 from modelcenter.hub.files.embedding_files import (
@@ -94,13 +95,15 @@ def blueprint_of(
         assert files.directory is not None
         find = beside(files.directory)
     chosen = choose_task(arch, task, files.config, files.origin, find)
-    overrides = dict(overrides or {})
+    overrides, values = dict(overrides or {}), files.config
+    if chosen == "sequence-classification":
+        values = with_stored_activation(values, find)
     if chosen == "embedding":
         overrides["embedding"] = EmbeddingSettings.over(read_embedding_files(find), overrides.get("embedding"))
     if arch.infer_config is not None and files.weights is not None:
         with open_hf_source(files) as source:
             overrides = {**arch.infer_config(files.config, source.tensors), **overrides}
-    blueprint = make_blueprint(spec, chosen, files.config, overrides, files.origin)
+    blueprint = make_blueprint(spec, chosen, values, overrides, files.origin)
     if chosen == "embedding":
         check_dense_inputs(dense_steps(find), blueprint.model)
     return blueprint

@@ -11,12 +11,13 @@ from modelcenter import registry
 from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.command_line.yaml_file import read_mapping
 from modelcenter.convert.config_map import names_of_numbers
+from modelcenter.hub.files.cross_encoder_files import is_cross_encoder
 from modelcenter.hub.files.embedding_files import makes_embeddings
 from modelcenter.hub.files.names import CONFIG_FILE
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, read_config, resolve, resolve_file
 from modelcenter.hub.sidecar import SidecarFiles
-from modelcenter.registry import model_type_of, own_preset
+from modelcenter.registry import model_type_of, nearest, own_preset
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.tasks import TASKS, TaskInfo, task_of_head, tasks_of
 
@@ -51,12 +52,17 @@ class TrainedModel:
         task = _task_of_run(folder / "config.yaml")
         return cls(str(folder / "model"), task, TASKS[task].flags().from_yaml(folder / "config.yaml"))
 
-    def task_info(self, revision: str | None = None) -> TaskInfo:
-        """The task of the model: the run's, else the one that the head of the checkpoint is for.
+    def task_info(self, revision: str | None = None, asked: str | None = None) -> TaskInfo:
+        """The task of the model: the one that is asked for, else the run's, else the one that the head of the
+        checkpoint is for; a head with one label is a reranker's where the files say that it was made as one.
 
         Raises:
-            ValueError: no task is for the head of the checkpoint.
+            ValueError: there is no such task, or none is for the head of the checkpoint.
         """
+        if asked is not None:
+            if asked not in TASKS:
+                raise ValueError(f"task: unknown task {asked!r}.{nearest(asked, TASKS)} Tasks: {', '.join(TASKS)}")
+            return TASKS[asked]
         if self.task is not None:
             return TASKS[self.task]
         files = self._files(HubOptions(revision))
@@ -65,6 +71,8 @@ class TrainedModel:
         sidecar = SidecarFiles(files.directory, files.repo, HubOptions(files.revision))
         head = "embedding" if makes_embeddings(arch, sidecar.file) else arch.declared_task(named)
         task = task_of_head(head or "base")
+        if head == "sequence-classification" and is_cross_encoder(config, sidecar.file):
+            task = "reranking"
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))
             raise ValueError(

@@ -16,6 +16,7 @@ from chat_toys import SIZES as CHAT_SIZES
 from chat_toys import STILL as CHAT_STILL
 from chat_toys import make_tokenizer as make_chat_tokenizer
 from choice_toys import write as write_choices
+from ranked_toys import write_ranked
 from related_toys import write_related
 from seq2seq_toys import SIZES as T5_SIZES
 from seq2seq_toys import flags as seq2seq_flags
@@ -60,6 +61,11 @@ def embedding(folder):
     return flags(folder, model_config=ROOMY)
 
 
+def reranking(folder):
+    write_ranked(folder, 18, 7, kind="negatives")
+    return flags(folder, model_config=ROOMY)
+
+
 def lm(folder):
     for name, count in (("train", 18), ("dev", 7)):
         write_jsonl(folder / "data" / f"{name}.jsonl", make_pairs(count, seed=count))
@@ -98,6 +104,7 @@ TASKS = {
     "finetune qa": qa,
     "finetune multiple-choice": multiple_choice,
     "finetune embedding": embedding,
+    "finetune reranking": reranking,
     "finetune lm": lm,
     "finetune dpo": dpo,
     "finetune seq2seq": seq2seq,

@@ -28,7 +28,14 @@ _PAIRS = (
     ("question", "context"), ("premise", "hypothesis"), ("title", "body"), ("title", "text"), ("title", "abstract"),
     ("anchor", "text"), ("text", "positive"), ("sentence", "positive"), *PAIRS,
 )  # fmt: skip
-_SCORES = ("score", "label", "similarity", "similarity_score", "relatedness_score", "is_duplicate", "labels")
+# Of rankings, where the second may be a list of texts of which not all belong to the query.
+_RANKED_PAIRS = (
+    *_PAIRS, ("query", "docs"), ("query", "documents"), ("query", "passages"), ("query", "texts"), ("query", "text"),
+)  # fmt: skip
+_SCORES = (
+    "score", "label", "similarity", "similarity_score", "relatedness_score", "is_duplicate", "labels", "scores",
+    "relevance",
+)  # fmt: skip
 _NEGATIVE = re.compile(r"(hard_)?neg(ative)?s?(_?\d+)?", re.IGNORECASE)
 
 
@@ -64,12 +71,16 @@ def find_related_columns(
     positive: str | None = None,
     negative: str | None = None,
     score: str | None = None,
+    *,
+    ranked: bool = False,
 ) -> RelatedColumns:
     """Check the columns given and find the others by their usual names.
 
     Args:
         positive: may be the anchor's: each text then belongs to itself, seen through another dropout.
         negative: a column, or several with commas between them.
+        ranked: the texts of a row are to be ranked: they may be those of one column, and a score says how well each of
+            them belongs to the anchor, also beside negatives.
 
     Raises:
         ValueError: a column that is not there or has two roles, one that is needed and cannot be found, or negatives
@@ -88,13 +99,14 @@ def find_related_columns(
             )
         return RelatedColumns(anchor, positive, negatives)
     if anchor is None or positive is None:
-        anchor, positive = _find_pair(table, anchor, positive, {*negatives, score})
+        pairs = _RANKED_PAIRS if ranked else _PAIRS
+        anchor, positive = _find_pair(table, anchor, positive, {*negatives, score}, pairs)
     used = {anchor, positive, score, *negatives}
-    if not negatives and score is None:
+    if not negatives and (score is None or ranked):
         negatives = tuple(n for n in table.columns if _NEGATIVE.fullmatch(n) and n not in used)
     if score is None and not negatives:
         score = find_usual_name(table, _SCORES, used)
-    if score is not None and negatives:
+    if score is not None and negatives and not ranked:
         raise ValueError(
             f"negative_column: got {', '.join(negatives)} beside score_column {score}: a score says how alike two "
             "texts are, and negatives belong to rows without one; give either"
@@ -112,7 +124,7 @@ def find_columns_to_read(table: Table, anchor: str | None, positive: str | None)
     if anchor is not None or positive is not None:
         return RelatedColumns(anchor, positive)
     try:
-        return RelatedColumns(*_find_pair(table, None, None, set()))
+        return RelatedColumns(*_find_pair(table, None, None, set(), _PAIRS))
     except ValueError:
         only = next(iter(table.columns)) if len(table.columns) == 1 else None
         text = find_usual_name(table, TEXT_NAMES, ()) or only
@@ -130,9 +142,15 @@ def _named_columns(table: Table, given: str | None) -> tuple[str, ...]:
     return (given,) if given in table.columns else tuple(part.strip() for part in given.split(","))
 
 
-def _find_pair(table: Table, anchor: str | None, positive: str | None, used: set[str | None]) -> tuple[str, str]:
+def _find_pair(
+    table: Table,
+    anchor: str | None,
+    positive: str | None,
+    used: set[str | None],
+    pairs: Sequence[tuple[str, str]],
+) -> tuple[str, str]:
     lower = {name.lower(): name for name in reversed(table.columns) if name not in used}
-    for first, second in _PAIRS:
+    for first, second in pairs:
         a, b = anchor or lower.get(first), positive or lower.get(second)
         if a is not None and b is not None and a != b:
             return a, b
@@ -239,22 +257,31 @@ def _read_scores(table: Table, column: str) -> np.ndarray:
     Raises:
         ValueError: a value that is no finite number, or the same in all rows.
     """
-    if (names := table.classes.get(column)) is not None and len(names) > 2:
-        raise ValueError(
-            f"score_column: column {column!r} of {table.name} holds classes ({', '.join(names[:5])}), not scores of "
-            "how alike two texts are; keep the rows whose texts belong together, and leave the column out"
-        )
-    scores = np.zeros(len(table))
-    for row, value in enumerate(table.columns[column]):
-        try:
-            scores[row] = float(value)
-        except (TypeError, ValueError):
-            scores[row] = math.nan
-        if not math.isfinite(scores[row]):
-            raise ValueError(f"{table.where(row)}: the row has {value!r:.60}, expected a number, in column {column!r}")
+    refuse_classes(table, column)
+    scores = np.array([read_score(table, row, column, value) for row, value in enumerate(table.columns[column])])
     if len(scores) and (scores == scores[0]).all():
         raise ValueError(
             f"score_column: all rows of {table.name} have {scores[0]:g} in column {column!r}, which orders nothing; "
             "where all texts belong together, leave the column out of the data"
         )
     return scores
+
+
+def refuse_classes(table: Table, column: str) -> None:
+    """Raise ValueError for a column of scores that holds classes, of which there are more than no and yes."""
+    if (names := table.classes.get(column)) is not None and len(names) > 2:
+        raise ValueError(
+            f"score_column: column {column!r} of {table.name} holds classes ({', '.join(names[:5])}), not scores of "
+            "how alike two texts are; keep the rows whose texts belong together, and leave the column out"
+        )
+
+
+def read_score(table: Table, row: int, column: str, value: Any) -> float:
+    """A score in a cell, or in a list in it. Raises ValueError: it is no finite number."""
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise ValueError(f"{table.where(row)}: the row has {value!r:.60}, expected a number, in column {column!r}")
+    return score

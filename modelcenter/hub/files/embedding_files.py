@@ -20,6 +20,7 @@ SETTINGS_FILE = "config_sentence_transformers.json"
 TRANSFORMER_FILE = "sentence_bert_config.json"
 _STEP_FOLDER = re.compile(r"\d+_\w+")
 _STEP_FILE = re.compile(rf"{_STEP_FOLDER.pattern}/config\.json")  # of a step that has a folder
+CROSS_ENCODER = "CrossEncoder"  # the kind of a model that reads two texts together, see cross_encoder_files
 
 # theirs -> ours
 _POOLINGS = {
@@ -85,8 +86,28 @@ def dense_weight_files(names: Collection[str]) -> list[str]:
 
 def makes_embeddings(arch: Any, find: FindFile) -> bool:
     """Whether the files say that a checkpoint makes embeddings, which its architecture (an ArchMap) can. Of such
-    checkpoints config.json often names a head that their files do not hold. find: as of read_embedding_files."""
-    return "embedding" in arch.tasks and find(MODULES_FILE) is not None
+    checkpoints config.json often names a head that their files do not hold.
+
+    Args:
+        find: as of read_embedding_files.
+    """
+    return "embedding" in arch.tasks and _modules(find) is not None
+
+
+def stored_kind(find: FindFile) -> str | None:
+    """The class of sentence-transformers that the files say a model is of; None: they say none, as before version 5.
+
+    Args:
+        find: as of read_embedding_files.
+    """
+    settings = find(SETTINGS_FILE)
+    kind = None if settings is None else read_json(settings).get("model_type")
+    return None if kind is None else str(kind)
+
+
+def step_kinds(modules: Path) -> list[str]:
+    """The classes of the steps in modules.json, by their names alone."""
+    return [str(step.get("type", "")).rpartition(".")[2] for step in read_json_objects(modules)]
 
 
 def beside(directory: Path) -> FindFile:
@@ -106,8 +127,7 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
     Raises:
         ValueError: they describe steps that are not supported here.
     """
-    modules = find(MODULES_FILE)
-    if modules is None:
+    if (modules := _modules(find)) is None:
         return {}
     steps = _steps(modules)
     found: dict[str, Any] = {"normalize": steps[-1][0] == "Normalize"}
@@ -135,7 +155,7 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
 def dense_steps(find: FindFile) -> list[DenseStep]:
     """The dense layers that the files of a model describe, in their order. Raises ValueError: as read_embedding_files,
     or two that do not fit together."""
-    modules = find(MODULES_FILE)
+    modules = _modules(find)
     steps: list[DenseStep] = []
     for kind, folder in [] if modules is None else _steps(modules):
         if kind == "Dense":
@@ -157,10 +177,16 @@ def check_dense_inputs(steps: Sequence[DenseStep], model: Any) -> None:
         )
 
 
+def _modules(find: FindFile) -> Path | None:
+    """modules.json of a model of embeddings; None: there is none, or it is of another kind of model."""
+    modules = find(MODULES_FILE)
+    return None if modules is None or stored_kind(find) == CROSS_ENCODER else modules
+
+
 def _steps(modules: Path) -> list[tuple[str, str]]:
     """(kind, folder) of each step. Raises ValueError: one that is not supported, or not in that place."""
     listed = read_json_objects(modules)
-    kinds = [str(step.get("type", "")).rpartition(".")[2] for step in listed]
+    kinds = step_kinds(modules)
     folders = [str(step.get("path") or f"{i}_{kind}") for i, (step, kind) in enumerate(zip(listed, kinds, strict=True))]
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
     if kinds != expected:

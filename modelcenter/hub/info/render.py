@@ -29,6 +29,8 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "labels" in about:
         labels = about["labels"]
         facts.append(("labels", ", ".join(map(str, labels[:8])) + (f", ... ({len(labels)})" if labels[8:] else "")))
+    if "activation" in about:
+        facts.append(("reranker", f"one score for two texts, by {about['activation']}"))
     if about["parameters"] is None:
         if (kind := about["model_type"]) is None:
             why = "its config names no model_type; one of the original ModelCenter's does after `modelcenter convert`"

@@ -9,8 +9,10 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.embedding_settings import EmbeddingSettings
+from modelcenter.hub.files.cross_encoder_files import activation_path, is_cross_encoder, with_stored_activation
 from modelcenter.hub.files.embedding_files import (
     DenseStep,
+    FindFile,
     beside,
     dense_steps,
     makes_embeddings,
@@ -108,6 +110,11 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
         described["tasks"] = list(arch.tasks)
         if directory is not None and makes_embeddings(arch, beside(directory)):
             described |= {"task": "embedding", "embedding": _describe_embedding(directory)}
+        if (
+            described["task"] == "sequence-classification"
+            and (activation := _activation(config, directory)) is not None
+        ):
+            described["activation"] = activation
         described["sizes"] = {key: ours[key] for key in _SHOWN if key in ours}
     else:
         described |= {"task": None, "tasks": [], "sizes": {}}
@@ -136,6 +143,14 @@ def _size(step: DenseStep) -> int:
     of = step.settings
     residual = of.residual and step.inputs != of.width
     return linear_size(step.inputs, of.width, of.bias) + residual * linear_size(step.inputs, of.width, False)
+
+
+def _activation(config: Mapping[str, Any], directory: Path | None) -> str | None:
+    """What makes a score of the output of a reranker; None: it is none."""
+    find: FindFile = (lambda name: None) if directory is None else beside(directory)
+    if not is_cross_encoder(config, find):
+        return None
+    return (activation_path(with_stored_activation(config, find)) or "Sigmoid").rpartition(".")[2].lower()
 
 
 def _count(

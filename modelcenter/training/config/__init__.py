@@ -13,6 +13,7 @@ from modelcenter.training.config.lm import LMConfig
 from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
 from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
+from modelcenter.training.config.reranking import RerankingConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
 from modelcenter.training.config.teacher import TaughtConfig
 from modelcenter.training.config.token_classification import TokenClassificationConfig
@@ -30,6 +31,7 @@ __all__ = [
     "PretrainConfig",
     "PretrainLMConfig",
     "QAConfig",
+    "RerankingConfig",
     "Seq2SeqConfig",
     "SpanCorruptionConfig",
     "TaughtConfig",

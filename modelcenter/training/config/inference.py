@@ -84,7 +84,7 @@ class ColumnFlags(Flags):
     anchor_column: str | None = _column("a query, or the first of two texts to compare", "query_column")
     positive_column: str | None = _column("a text to be found, or the second of two", "document_column")
     negative_column: str | None = _column("a text that does not belong to the query", "negative_columns")
-    score_column: str | None = _column("how alike two texts are")
+    score_column: str | None = _column("how alike two texts are, or how well texts answer a query")
     answers_column: str | None = _column("the answers")
     words_column: str | None = _column("the words, a list in each row")
     tags_column: str | None = _column("the tags")
@@ -115,6 +115,8 @@ class PredictConfig(ColumnFlags, SearchFlags):
         positional=True)
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",
         "tokenizer_name")
+    task: str | None = _model(None, "what the model is used for, where its head is for several: reranking, of a "
+        "classifier with one label; if not given, the run's task, or the usual one of the head")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
     output: str | None = _output(None, "file to write, in the format that its ending names: jsonl, json, csv, tsv or "
         "parquet; the terminal if not given", "output_file")

@@ -62,7 +62,7 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
     trained = TrainedModel.find(cfg.run or "")
     if not any(map(is_tokens, cfg.data or [])):
         sources.find(cfg.data or [], cfg.data_config)  # missing data are an error before the model is looked for
-    info = trained.task_info(cfg.revision)
+    info = trained.task_info(cfg.revision, cfg.task)
     cfg.check_task(info.flags(), search_flags(info, labelled))
     one_beam = cfg.search(trained.run)["num_beams"] == 1
     cfg.refuse_idle("length_penalty", one_beam and cfg.length_penalty != 1, ONE_BEAM.remedy)

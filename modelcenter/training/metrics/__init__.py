@@ -10,6 +10,7 @@ from modelcenter.training.metrics.generation import Generation, rouge
 from modelcenter.training.metrics.lm import LanguageModel, perplexity
 from modelcenter.training.metrics.preference import Preference
 from modelcenter.training.metrics.qa import ExtractiveAnswers
+from modelcenter.training.metrics.ranking import PairLabels, Ranking
 from modelcenter.training.metrics.reduce import gather_lists, greatest, is_counted, sum_over_ranks, sums
 from modelcenter.training.metrics.retrieval import Likeness, Retrieval
 from modelcenter.training.metrics.tagging import TokenLabels, entities
@@ -24,7 +25,9 @@ __all__ = [
     "LossOnly",
     "Metrics",
     "MultiLabel",
+    "PairLabels",
     "Preference",
+    "Ranking",
     "Regression",
     "Retrieval",
     "Score",

@@ -2,8 +2,9 @@
 
 base.py says what a task is; each has a module of its own (classification.py, qa.py, lm.py, ...; pretraining/). They
 share: splits.py and column_roles.py, which rows and columns are read; questions.py, answer_examples.py, word_tags.py,
-related_examples.py and structured_examples.py, what rows mean; windows.py and answer_spans.py, rows that are too long
-for the model; class_weights.py; text_search.py, how embeddings find texts; preview.py, rows shown to people.
+related_examples.py, ranked_examples.py and structured_examples.py, what rows mean; windows.py and answer_spans.py, rows
+that are too long for the model; class_weights.py; text_search.py, how embeddings find texts; pair_scores.py, how
+rerankers score them; preview.py, rows shown to people.
 """
 
 import importlib
@@ -48,6 +49,8 @@ TASKS: dict[str, TaskInfo] = {
         "multiple_choice:MultipleChoice", ("multiple-choice",)),
     "embedding": TaskInfo("finetune", "finetune_embedding", "EmbeddingConfig",
         "embedding:Embedding", ("embedding",)),
+    "reranking": TaskInfo("finetune", "finetune_reranking", "RerankingConfig",
+        "reranking:Reranking", ("sequence-classification",)),
     "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig",
         "seq2seq:SequenceToSequence", ("seq2seq-lm",)),
     "token-classification": TaskInfo("finetune", "finetune_token_classification", "TokenClassificationConfig",

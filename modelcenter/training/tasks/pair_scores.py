@@ -1,0 +1,41 @@
+"""The scores that a reranker gives to pairs of texts."""
+
+import torch
+from torch import Tensor
+
+from modelcenter.hub.files.cross_encoder_files import activation_of
+from modelcenter.models.base import Model
+from modelcenter.training.evaluation import logits_of
+from modelcenter.training.tasks.base import Batches, TokenExamples, rank_batches
+
+
+def outputs_of(model: Model, examples: TokenExamples, batch_size: int) -> Tensor:
+    """(texts,) fp32 on the host: the outputs of the model, before the activation, for all sequences of the examples, on
+    every rank. Collective."""
+    texts = TokenExamples(examples.table, examples.tokens)
+    parts = rank_batches(texts, batch_size)
+    return logits_of(model, Batches(texts, parts), [torch.from_numpy(part) for part in parts], len(texts), 1).flatten()
+
+
+def activated(model: Model, outputs: Tensor) -> Tensor:
+    """The scores that the model's activation makes of its outputs; the sigmoid's where none is named, as in
+    sentence-transformers.
+
+    Raises:
+        ValueError: the model names a function that is not supported.
+    """
+    return outputs if activation_of(model.config.extra) == "identity" else outputs.sigmoid()
+
+
+def check_one_label(model: Model) -> None:
+    """Raise ValueError for a classifier of several classes."""
+    if model.config.num_labels != 1:
+        raise ValueError(
+            f"{model.base_name}: a classifier with {model.config.num_labels} labels, expected a reranker, which has "
+            "one; `modelcenter finetune reranking` trains it"
+        )
+
+
+def shown(score: float) -> float:
+    """A score with the digits that fp32 has."""
+    return float(f"{score:.7g}")

@@ -74,6 +74,22 @@ def _generate(argv: Sequence[str]) -> None:
     run_generate(cfg)
 
 
+def _mine(argv: Sequence[str]) -> None:
+    """MODEL DATA --output OUT.jsonl: hard negatives for rows of an anchor and its positive, found by embeddings"""
+    from modelcenter.training.config import MineConfig
+
+    about = (
+        "Find hard negatives for rows of an anchor and its positive: of the texts whose embeddings are most like the "
+        "anchor's,\nthose that are not known to belong to it, perhaps scored anew by a reranker. The rows are written "
+        "with a column of\nlists, negatives, as `finetune embedding` and `finetune reranking` read them."
+    )
+    cfg = MineConfig.from_args(argv, "modelcenter mine", about)
+    with left_uncollected():
+        from modelcenter.training.inference.mine import run_mine
+
+    run_mine(cfg)
+
+
 def _list(argv: Sequence[str]) -> None:
     """[--json] [--tiny]: models that can be used by name; --tiny adds the test-sized presets"""
     if "-h" in argv or "--help" in argv:
@@ -199,6 +215,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "predict": _predict,
     "evaluate": _evaluate,
     "generate": _generate,
+    "mine": _mine,
     "list": _list,
     "info": _info,
     "download": _download,

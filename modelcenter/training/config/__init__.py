@@ -10,6 +10,7 @@ from modelcenter.training.config.dpo import DPOConfig
 from modelcenter.training.config.embedding import EmbeddingConfig
 from modelcenter.training.config.inference import EvaluateConfig, GenerateConfig, PredictConfig
 from modelcenter.training.config.lm import LMConfig
+from modelcenter.training.config.mine import MineConfig
 from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
 from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
@@ -26,6 +27,7 @@ __all__ = [
     "GenerateConfig",
     "LMConfig",
     "MLMConfig",
+    "MineConfig",
     "MultipleChoiceConfig",
     "PredictConfig",
     "PretrainConfig",

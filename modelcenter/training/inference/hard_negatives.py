@@ -1,0 +1,143 @@
+"""Hard negatives: of the texts that are most alike to an anchor, those that are not known to belong to it.
+
+After mine_hard_negatives of sentence-transformers; on the margin by which negatives stay below the positive: Moreira et
+al. 2024, arXiv:2407.15831.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import engine
+from modelcenter.training.metrics import sum_over_ranks
+from modelcenter.training.tasks.text_search import nearest
+
+_QUERIES = 256  # that are looked for at a time: always so many, as products of other sizes are rounded in another way
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The texts that are compared, each once.
+
+    Attributes:
+        queries: the anchors. documents: the texts to find negatives among, all positives with them.
+        query_of_row: int64 (rows,), the anchor of each row.
+        positives: int64 (pairs, 2), each query with each document that belongs to it, sorted.
+    """
+
+    queries: list[str]
+    documents: list[str]
+    query_of_row: np.ndarray
+    positives: np.ndarray
+
+    @classmethod
+    def of(cls, anchors: Sequence[str], positives: Sequence[Sequence[str]], corpus: Sequence[str]) -> "Pool":
+        """From rows of an anchor and its positives, and further texts."""
+        queries = {text: number for number, text in enumerate(dict.fromkeys(anchors))}
+        texts = dict.fromkeys(text for row in positives for text in row) | dict.fromkeys(corpus)
+        documents = {text: number for number, text in enumerate(texts)}
+        rows = zip(anchors, positives, strict=True)
+        pairs = {(queries[anchor], documents[text]) for anchor, row in rows for text in row}
+        query_of_row = np.array([queries[anchor] for anchor in anchors], np.int64)
+        return cls([*queries], [*documents], query_of_row, np.array(sorted(pairs), np.int64).reshape(-1, 2))
+
+    def excluded(self) -> np.ndarray:
+        """int64 (k, 2), sorted: each query with each document that is no negative of it, its positives and itself."""
+        documents = {text: number for number, text in enumerate(self.documents)}
+        itself = [(number, documents[text]) for number, text in enumerate(self.queries) if text in documents]
+        return np.unique(np.concatenate([self.positives, np.array(itself, np.int64).reshape(-1, 2)]), axis=0)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which of the documents that are most alike to a query become its negatives.
+
+    Attributes:
+        num_negatives: how many. depth: how many documents are looked at. skip: the first so many of those that the
+            other rules leave are passed over.
+        margin, relative_margin: by how much a negative's score must be below that of the positive, of several the
+            lowest; the latter as a share of the size of this score. max_score, min_score: of a negative.
+    """
+
+    num_negatives: int
+    depth: int
+    skip: int = 0
+    margin: float | None = None
+    relative_margin: float | None = None
+    max_score: float | None = None
+    min_score: float | None = None
+
+
+@dataclass
+class Choice:
+    """The negatives of each query: numbers of documents and their scores, highest first. dropped: {rule: documents that
+    it left out}."""
+
+    documents: list[np.ndarray]
+    scores: list[np.ndarray]
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+def search(queries: Tensor, documents: Tensor, pool: Pool, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The documents that are most alike to each query and may be its negatives, on every rank. Exact. Collective.
+
+    Holds depth numbers for each query, and beside the embeddings the similarities of a few queries to some documents.
+
+    Args:
+        queries, documents: (n, width) embeddings of those of the pool, of which the product says how alike they are.
+        device: where they are compared.
+
+    Returns:
+        (n, count) fp32 scores, highest first, -inf where there is no document left; (n, count) int64 numbers of the
+        documents. count: depth, or fewer where there are fewer documents.
+    """
+    count, excluded = min(depth, len(documents)), pool.excluded()
+    scores = torch.zeros(len(queries), count)
+    numbers = torch.zeros(len(queries), count, dtype=torch.int64)
+    bounds = np.searchsorted(excluded[:, 0], np.arange(0, len(queries) + _QUERIES, _QUERIES))
+    for part in range(engine.rank(), len(bounds) - 1, engine.world_size()):
+        start = part * _QUERIES
+        hidden = excluded[bounds[part] : bounds[part + 1]] - np.array([start, 0])
+        rows = slice(start, start + _QUERIES)
+        best, found = nearest(queries[rows].to(device), documents, count, torch.from_numpy(hidden))
+        scores[rows], numbers[rows] = best.cpu(), found.cpu()
+    return sum_over_ranks(scores), sum_over_ranks(numbers)  # zeros on all ranks but one, so the sums are exact
+
+
+def lowest_positives(scores: Tensor, pool: Pool) -> Tensor:
+    """(queries,) of the positives of each query the lowest score. scores: (pairs,) of the pool's positives."""
+    query_of = torch.from_numpy(pool.positives[:, 0])
+    return torch.full((len(pool.queries),), torch.inf).scatter_reduce_(0, query_of, scores, "amin")
+
+
+def choose(scores: Tensor, documents: Tensor, positives: Tensor, rules: Rules) -> Choice:
+    """The negatives of each query.
+
+    Args:
+        scores, documents: (n, count), as `search` finds them; scores may be others, in any order. positives: (n,) the
+            lowest score of a positive of each query.
+    """
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    documents, limit = documents.gather(1, order), positives[:, None]
+    kept = scores > -torch.inf
+    dropped: dict[str, int] = {}
+
+    def drop(name: str, wrong: Tensor) -> None:
+        dropped[name] = int((wrong & kept).sum())
+        kept.logical_and_(~wrong)
+
+    if rules.margin is not None:
+        drop("margin", scores + rules.margin > limit)
+    if rules.relative_margin is not None:
+        drop("relative_margin", scores > limit - limit.abs() * rules.relative_margin)
+    if rules.max_score is not None:
+        drop("max_score", scores > rules.max_score)
+    if rules.min_score is not None:
+        drop("min_score", scores < rules.min_score)
+    place = kept.cumsum(1) - 1
+    taken = kept & (place >= rules.skip) & (place < rules.skip + rules.num_negatives)
+    rows = [(documents[row][mask].numpy(), scores[row][mask].numpy()) for row, mask in enumerate(taken)]
+    return Choice([row[0] for row in rows], [row[1] for row in rows], dropped)

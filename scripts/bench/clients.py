@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from modelcenter.hub.files.cross_encoder_files import ACTIVATIONS, activation_of, with_activation
 from scripts.bench import lib
 from scripts.bench.lib import environments, llama_cpp
 from scripts.bench.lib.exports import (
@@ -286,7 +287,49 @@ def sentence_transformers_models(folder: Path) -> dict[str, Any]:
             both_ways(directory, own_embeddings(model, tokenizer, prompt), role, settings.get("similarity", "cosine"))
             for role, prompt in prompts.items()
         )
+    for name, task, directory in cases(folder):
+        if task == "sequence-classification":
+            activation = ACTIVATIONS[len(found) % len(ACTIVATIONS)]
+            found[f"{name} reranker, {activation}"] = reranker_both_ways(directory, activation)
     return found
+
+
+def reranker_both_ways(directory: Path, activation: str) -> float:
+    """How far the scores of sentence-transformers' CrossEncoder, of a classifier with one label that is exported as a
+    reranker, are from those of the model here, and of this one from what it saves of that."""
+    import sentence_transformers
+    import torch
+
+    import modelcenter as mc
+
+    tokenizer = load_tokenizer(directory)
+    model = mc.from_pretrained(str(directory), num_labels=1, ignore_mismatched_sizes=True)
+    if getattr(model.config, "type_vocab_size", 0) < 2:
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.head.parameters():  # of which some are new, and too small for a difference to show
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    model.config.extra = with_activation(model.config.extra, activation)
+    model.config.pad_token_id = tokenizer.pad_token_id  # which says where the text of a decoder ends
+
+    def scores(model: Any) -> Any:
+        batch = tokenizer([TEXTS[0]] * len(TEXTS), list(TEXTS), padding=True, return_tensors="pt")
+        with torch.no_grad():
+            out = model.eval()(**batch).logits[:, 0]
+        return out if activation_of(model.config.extra) == "identity" else out.sigmoid()
+
+    expected = scores(model)
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as again:
+        model.save_pretrained(first, tokenizer=tokenizer)
+        theirs = sentence_transformers.CrossEncoder(first, device="cpu")
+        if type(theirs.tokenizer) is not type(tokenizer):  # see load_tokenizer
+            theirs[0].processor = tokenizer
+        worst = difference(theirs.predict([(TEXTS[0], text) for text in TEXTS]), expected)
+        theirs.save_pretrained(again)
+        read = mc.from_pretrained(again)
+        assert (read.task, activation_of(read.config.extra)) == ("sequence-classification", activation)
+        return max(worst, difference(scores(read), expected))
 
 
 def both_ways(directory: Path, expected: Any, role: str = "document", similarity: str = "cosine") -> float:

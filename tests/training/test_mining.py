@@ -118,6 +118,12 @@ def test_rules(case):
     assert sum(choice.dropped.values()) > 0 or case in ("nearest", "passed over")
 
 
+def test_a_share_of_a_score_below_zero_lowers_the_limit():
+    scores, numbers = torch.tensor([[-0.45, -0.55, -0.65]]), torch.arange(3)[None]
+    choice = choose(scores, numbers, torch.tensor([-0.5]), replace(RULES, relative_margin=0.2))
+    assert choice.documents[0].tolist() == [2] and choice.dropped == {"relative_margin": 2}
+
+
 def test_the_search_on_two_ranks(monkeypatch):
     monkeypatch.setattr(hard_negatives, "_QUERIES", 4)
     pool, *_, queries, documents = random_pool()

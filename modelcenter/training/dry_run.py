@@ -112,7 +112,7 @@ def _labels(model: Model) -> str:
     if model.task not in ("sequence-classification", "token-classification"):
         return ""
     shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
-    kind = model.config.problem_type if model.task == "sequence-classification" else "tags"
+    kind = (model.config.problem_type or "score") if model.task == "sequence-classification" else "tags"
     return f"{kind}: {shown}"
 
 

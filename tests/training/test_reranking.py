@@ -69,7 +69,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("negatives", "pairs of a query")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else pytest.mark.full) for c in CASES])
 def test_same_losses_as_written_out(folder, case):
     from transformers import BertForSequenceClassification
 
@@ -144,7 +147,7 @@ def ranked(scores, labels):
     return dcg(gains) / dcg(sorted(gains, reverse=True)), 1 / ranks[0], sum(precision) / len(precision)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full if k == "pairs" else []) for k in KINDS])
 def test_use_of_a_trained_model(folder, kind):
     """What predict, evaluate and the export say is what transformers makes of the exported model."""
     from transformers import AutoModelForSequenceClassification

@@ -22,6 +22,7 @@ from modelcenter.data.sampling import EpochBatches
 from modelcenter.training import loop
 from modelcenter.training.batch_sources import make_batch_source
 from modelcenter.training.config import ClassificationConfig
+from modelcenter.training.tasks.classification import Classification
 from scripts.finetune_classification import main
 
 
@@ -288,6 +289,20 @@ def test_empty_texts_are_told_and_nothing_but_them_is_an_error(folder, caplog, c
     none = write_jsonl(folder / "none.jsonl", [row | {"text": ""} for row in rows])
     with pytest.raises(ValueError, match="none.jsonl: column 'text' holds no text"):
         main(command(flags(folder, train_data=str(none), output_dir=str(folder / "other"))))
+
+
+def test_rows_are_told_of_once_before_ranks_are_started(folder, caplog, monkeypatch):
+    cfg = ClassificationConfig(
+        **flags(
+            folder, train_data=str(write_jsonl(folder / "x.jsonl", [*make_rows(6), {"text": " ", "label": "good"}]))
+        )
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        assert not caplog.text
+        monkeypatch.setenv("RANK", rank)
+        Classification.from_flags(cfg)
+    assert "x.jsonl: 1 rows have an empty text" in caplog.text
 
 
 def test_no_evaluation_data(folder):

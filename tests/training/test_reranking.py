@@ -360,8 +360,13 @@ def test_the_usual_loss_is_one_that_the_labels_suit(folder):
         assert cfg.loss == loss
 
 
-def test_queries_that_teach_nothing_are_told(folder, caplog):
+def test_queries_that_teach_nothing_are_told(folder, caplog, monkeypatch):
     write_jsonl(folder / "data" / "train.jsonl", [LISTS, LISTS | {"labels": [0, 0]}])
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of which none is started when rows are read
+    monkeypatch.setenv("RANK", "1")
+    Reranking.from_flags(RerankingConfig(**flags(folder)))
+    assert not caplog.text
+    monkeypatch.setenv("RANK", "0")
     Reranking.from_flags(RerankingConfig(**flags(folder)))
     assert "1 of 2 queries have no texts that listwise tells apart (first:" in caplog.text
     assert "line 2" in caplog.text

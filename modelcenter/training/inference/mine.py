@@ -26,7 +26,7 @@ from modelcenter.data.schemas.related_texts import (
     read_single_texts,
 )
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.tokenize import concatenate_tokens, tokenize
+from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.training.config import MineConfig
 from modelcenter.training.inference.hard_negatives import Choice, Pool, Rules, choose, lowest_positives, search
 from modelcenter.training.inference.loading import load_model, load_tokenizer
@@ -35,8 +35,9 @@ from modelcenter.training.setup.model import omit_unused_token_types
 from modelcenter.training.setup.resolve import resolve_max_length
 from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.base import TokenExamples
-from modelcenter.training.tasks.embedding import tokenize_with_prompt
+from modelcenter.training.tasks.embedding import tokenize_with_prompts
 from modelcenter.training.tasks.pair_scores import activated, check_one_label, outputs_of, shown
+from modelcenter.training.tasks.related_examples import TextExamples
 from modelcenter.training.tasks.text_search import all_embeddings
 from modelcenter.training.trained import TrainedModel
 
@@ -136,12 +137,10 @@ def _search(cfg: MineConfig, trained: TrainedModel, table: Table, pool: Pool) ->
     max_length = resolve_max_length(model, tokenizer, cfg.max_length or of_run)
     settings = model.config.embedding
     with together("preparing the texts", patient=True):
-        tokens = concatenate_tokens(
-            tokenize_with_prompt(tokenizer, table, pool.queries, settings.query_prompt, max_length),
-            tokenize_with_prompt(tokenizer, table, pool.documents, settings.document_prompt, max_length),
-        )
-    _tell_cut(tokens.truncated, max_length)
-    embeddings = all_embeddings(model, TokenExamples(table, tokens), cfg.batch_size)
+        kinds = [("query_prompt", pool.queries), ("document_prompt", pool.documents)]
+        texts = TextExamples(table, *tokenize_with_prompts(tokenizer, table, settings, kinds, max_length))
+    _tell_cut(texts.tokens.truncated, max_length)
+    embeddings = all_embeddings(model, texts, cfg.batch_size)
     if settings.similarity == "cosine":
         embeddings = F.normalize(embeddings, dim=-1)
     queries, documents = embeddings.split([len(pool.queries), len(pool.documents)])

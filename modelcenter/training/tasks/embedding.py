@@ -19,6 +19,7 @@ from modelcenter.data.schemas.related_texts import (
 )
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, concatenate_tokens, tokenize
+from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.models.base import Model
 from modelcenter.training.config import EmbeddingConfig, TrainConfig
 from modelcenter.training.contrastive import ANCHOR, InBatchNegatives, RankedPairs

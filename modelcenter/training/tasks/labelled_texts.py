@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-import engine
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.schemas.columns import Columns
 from modelcenter.data.schemas.labels import Labels
@@ -14,6 +13,7 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 from modelcenter.training.tasks.base import TokenExamples
 from modelcenter.training.tasks.column_roles import strings
+from modelcenter.training.tasks.splits import tells_of_rows
 
 log = logging.getLogger("modelcenter")
 
@@ -44,7 +44,7 @@ def check_texts(table: Table, columns: Columns) -> None:
     blank = [i for i, row in enumerate(zip(*texts, strict=True)) if all(v == "" or str(v).isspace() for v in row)]
     if len(blank) == len(table):
         raise ValueError(f"{table.name}: column {columns.text!r} holds no text")
-    if blank and engine.rank() == 0:
+    if blank and tells_of_rows():
         log.warning("%s: %d rows have an empty text (first: %s)", table.name, len(blank), table.where(blank[0]))
 
 

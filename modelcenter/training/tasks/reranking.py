@@ -30,7 +30,7 @@ from modelcenter.training.tasks.base import Task
 from modelcenter.training.tasks.classification import name_padding_token
 from modelcenter.training.tasks.pair_scores import activated, check_one_label, outputs_of, shown
 from modelcenter.training.tasks.ranked_examples import RankedExamples
-from modelcenter.training.tasks.splits import read_splits
+from modelcenter.training.tasks.splits import read_splits, tells_of_rows
 from modelcenter.training.tasks.text_search import own_part
 
 log = logging.getLogger("modelcenter")
@@ -266,7 +266,7 @@ def _tell_rows_without_loss(table: Table, texts: RankedTexts, loss: str, loss_fn
             f"loss: {loss} compares the texts of a query, and no query of {table.name} has texts to tell apart; give "
             "--loss binary, which looks at each text by itself, or data with several texts for a query"
         )
-    if idle and engine.rank() == 0:
+    if idle and tells_of_rows():
         log.warning(
             "%s: %d of %d queries have no texts that %s tells apart (first: %s); they teach nothing",
             table.name, len(idle), len(texts), loss, table.where(idle[0]),

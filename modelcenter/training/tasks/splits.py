@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,12 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
         return train, concatenate([read(source, cfg.eval_split) for source in found])
     others = [read(source, split) for source in with_split]
     return train, concatenate(others) if others else None
+
+
+def tells_of_rows() -> bool:
+    """Whether this process tells people what is the matter with the rows: that of rank 0, also before the ranks are
+    started, as rows are read first."""
+    return int(os.environ.get("RANK") or 0) == 0
 
 
 def column_of_parts(name: str, *tables: Table | None) -> tuple[list[Any], Callable[[int], str]]:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.memory import readable
-from modelcenter import registry
 from modelcenter._paths import write_whole
 from modelcenter.hub.access_tokens import without_tokens
-from modelcenter.hub.files.cross_encoder_files import ENTRY
 from modelcenter.hub.files.names import CARD_FILE, CURVES_FILE
+from modelcenter.hub.loading_lines import is_reranker, loading_lines
 
 PIPELINES = {
     "base": "feature-extraction",
@@ -67,7 +66,7 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
         lines += [f"Started from `{base}`{at}.", ""]
     if values:
         lines += ["| metric | value |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in values.items()), ""]
-    lines += ["```python", *_loading(model, hf_class), "```", ""]
+    lines += ["```python", *loading_lines(model, hf_class), "```", ""]
     if given.get("text"):
         lines += [str(given["text"]).strip(), ""]
     if given.get("run"):
@@ -96,7 +95,7 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
         front["eval_results"] = _results(given, values, _pipeline(model) or "")
     if base:
         front["base_model_relation"] = "finetune"
-    of_sentence_transformers = model.task == "embedding" or _is_reranker(model)
+    of_sentence_transformers = model.task == "embedding" or is_reranker(model)
     # A discriminator's; the Hub has no word for what it does.
     fills_no_mask = model.task == "pretraining" and getattr(model.config, "detects_replaced", False)
     data = ModelCardData(
@@ -109,39 +108,9 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
     return data.to_yaml().strip()
 
 
-def _is_reranker(model: Any) -> bool:
-    """Whether it is a classifier with one label that sentence-transformers loads as a CrossEncoder."""
-    config = model.config
-    return model.task == "sequence-classification" and config.num_labels == 1 and ENTRY in config.extra
-
-
 def _pipeline(model: Any) -> str | None:
     """What the Hub calls the task of a model."""
-    return "text-ranking" if _is_reranker(model) else PIPELINES.get(model.task)
-
-
-def _loading(model: Any, hf_class: str) -> list[str]:
-    """Lines of Python that load it: with transformers' own class, or the code that `auto_map` of config.json names; a
-    model of embeddings and a reranker with sentence-transformers."""
-    if model.task == "embedding":
-        return [
-            "from sentence_transformers import SentenceTransformer",
-            'model = SentenceTransformer("PATH_OR_REPO")',
-            'embeddings = model.encode(["A text", "Another text"])',
-        ]
-    if _is_reranker(model):
-        return [
-            "from sentence_transformers import CrossEncoder",
-            'model = CrossEncoder("PATH_OR_REPO")',
-            'scores = model.predict([("A query", "A text"), ("A query", "Another text")])',
-        ]
-    written = registry.get(model.config.model_type).arch_map().config.write(model.config, hf_class, "float32")
-    places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}
-    name, more = (places[hf_class], ", trust_remote_code=True") if hf_class in places else (hf_class, "")
-    return [
-        f"from transformers import AutoTokenizer, {name}",
-        f'model = {name}.from_pretrained("PATH_OR_REPO"{more})',
-    ]
+    return "text-ranking" if is_reranker(model) else PIPELINES.get(model.task)
 
 
 def _finite(name: str, value: Any) -> bool:

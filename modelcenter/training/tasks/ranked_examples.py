@@ -29,7 +29,7 @@ class RankedExamples(TokenExamples):
     def __len__(self) -> int:
         return len(self.texts)
 
-    @property
+    @cached_property
     def _positives(self) -> np.ndarray:
         """How many of the first texts of each row take turns, int64 (rows,); 0: all its texts take part."""
         positives = self.texts.positives

@@ -360,6 +360,14 @@ def test_the_usual_loss_is_one_that_the_labels_suit(folder):
         assert cfg.loss == loss
 
 
+def test_whole_queries_are_held_out(folder):
+    rows = make_ranked(60, 3, "pairs")
+    train = str(write_jsonl(folder / "all.jsonl", rows))
+    task = Reranking.from_flags(RerankingConfig(**flags(folder, train_data=train, eval_fraction=0.3)))
+    assert len(task.texts) + len(task.eval_texts) == 60
+    assert not set(task.texts.queries) & set(task.eval_texts.queries)
+
+
 def test_queries_that_teach_nothing_are_told(folder, caplog, monkeypatch):
     write_jsonl(folder / "data" / "train.jsonl", [LISTS, LISTS | {"labels": [0, 0]}])
     monkeypatch.setenv("WORLD_SIZE", "2")  # of which none is started when rows are read

@@ -63,7 +63,8 @@ class Reranking(Task):
     @classmethod
     def from_flags(cls, cfg: RerankingConfig) -> Self:
         """See Task; also data.schemas.ranked_texts for what is raised."""
-        table, eval_table = read_splits(cfg)
+        # Texts of a query that are held out are not trained on with it in other rows.
+        table, eval_table = read_splits(cfg, lambda rows: find_ranked_columns(rows, **cfg.role_columns()).anchor)
         columns = find_ranked_columns(table, **cfg.role_columns())
         cfg.set_role_columns(columns.roles())
         texts, eval_texts = read_ranked_texts(table, columns), None

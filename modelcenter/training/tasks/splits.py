@@ -15,8 +15,14 @@ from modelcenter.training.config import TrainConfig
 from modelcenter.training.tasks.column_roles import group_column, groups_of
 
 
-def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
-    """The rows to train on and, if the flags or the data set name some, the rows to evaluate on."""
+def read_splits(
+    cfg: TrainConfig, grouped_by: Callable[[Table], str | None] | None = None
+) -> tuple[Table, Table | None]:
+    """The rows to train on and, if the flags or the data set name some, the rows to evaluate on.
+
+    Args:
+        grouped_by: finds the column of the groups of rows that are held out together; None: that of the flags.
+    """
     cfg.require("train_data")
 
     def read(source: sources.Source, split: str) -> Table:
@@ -30,7 +36,8 @@ def read_splits(cfg: TrainConfig) -> tuple[Table, Table | None]:
     tables = [read(source, cfg.train_split) for source in found]
     train = tables[0] if weights is None else mixed(tables, weights)
     if cfg.eval_fraction is not None:
-        groups = groups_of(train, group_column(train, getattr(cfg, "group_column", None), cfg.form))
+        usual = group_column(train, getattr(cfg, "group_column", None), cfg.form)
+        groups = groups_of(train, usual if grouped_by is None else grouped_by(train))
         return sources.hold_out(train, cfg.eval_fraction, cfg.seed, groups)
     if cfg.eval_data is not None:
         other = sources.find(cfg.eval_data, cfg.data_config if cfg.eval_data == cfg.train_data else None)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.training.config.checks import check_not_negative, check_positive
-from modelcenter.training.config.common import PRECISIONS, is_local
+from modelcenter.training.config.common import MATMUL_PRECISION, MATMUL_PRECISIONS, PRECISIONS, is_local
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _negatives, _batches, _engine = partial(flag, "negatives"), partial(flag, "batches"), partial(flag, "engine")
@@ -66,6 +66,8 @@ class MineConfig(Flags):
     batch_size: int = _batches(64, "texts per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
     precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
         choices=PRECISIONS)
+    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
+        choices=MATMUL_PRECISIONS)
     zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
         choices=(0, 1, 2, 3))
     # fmt: on

@@ -25,6 +25,18 @@ _answers, _texts = partial(flag, "answers"), partial(flag, "texts")
 
 # fmt: off
 @dataclass(kw_only=True)
+class EngineFlags(Flags):
+    """How a model that is not trained computes, and where its weights are."""
+
+    precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
+        choices=PRECISIONS)
+    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
+        choices=MATMUL_PRECISIONS)
+    zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
+        choices=(0, 1, 2, 3))
+
+
+@dataclass(kw_only=True)
 class SearchFlags(Flags):
     """How texts are generated; see modelcenter.generation.generate."""
 
@@ -103,7 +115,7 @@ class ColumnFlags(Flags):
 
 # fmt: off
 @dataclass(kw_only=True)
-class PredictConfig(ColumnFlags, SearchFlags):
+class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
     """Flags of predict, and most of evaluate."""
 
     idle: ClassVar[Mapping[str, Idle]] = {
@@ -153,12 +165,6 @@ class PredictConfig(ColumnFlags, SearchFlags):
     n_best: int | None = _answers(None, "number of answer candidates over which probabilities are computed; if not "
         "given, the run's, or 20", "n_best_size")
     batch_size: int = _batches(64, "rows per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
-    precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
-        choices=PRECISIONS)
-    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
-        choices=MATMUL_PRECISIONS)
-    zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
-        choices=(0, 1, 2, 3))
     # fmt: on
 
     def check(self) -> None:
@@ -218,7 +224,7 @@ class EvaluateConfig(PredictConfig):
 
 # fmt: off
 @dataclass(kw_only=True)
-class GenerateConfig(SearchFlags):
+class GenerateConfig(SearchFlags, EngineFlags):
     """Flags of generate."""
 
     idle: ClassVar[Mapping[str, Idle]] = {
@@ -239,12 +245,6 @@ class GenerateConfig(SearchFlags):
     output: str | None = _output(None, "file to write, with a row for each prompt, in the format that its ending "
         "names: jsonl, json, csv, tsv or parquet; the terminal if not given", "output_file")
     batch_size: int = _batches(8, "number of prompts per rank and batch", "per_device_eval_batch_size")
-    precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
-        choices=PRECISIONS)
-    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
-        choices=MATMUL_PRECISIONS)
-    zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
-        choices=(0, 1, 2, 3))
     # fmt: on
 
     def check(self) -> None:

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from modelcenter.command_line.flags import Flags, Idle, flag
+from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_not_negative, check_positive
-from modelcenter.training.config.common import MATMUL_PRECISION, MATMUL_PRECISIONS, PRECISIONS, is_local
+from modelcenter.training.config.common import is_local
+from modelcenter.training.config.inference import EngineFlags
 
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
-_negatives, _batches, _engine = partial(flag, "negatives"), partial(flag, "batches"), partial(flag, "engine")
+_negatives, _batches = partial(flag, "negatives"), partial(flag, "batches")
 _FILTERED = 10  # times as many texts are looked at where some are left out by their scores
 
 
 # fmt: off
 @dataclass(kw_only=True)
-class MineConfig(Flags):
+class MineConfig(EngineFlags):
     """Flags of mine."""
 
     idle: ClassVar[Mapping[str, Idle]] = {
@@ -64,12 +65,6 @@ class MineConfig(Flags):
     min_score: float | None = _negatives(None, "leave out texts with a lower score")
 
     batch_size: int = _batches(64, "texts per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
-    precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
-        choices=PRECISIONS)
-    matmul_precision: str = _engine("highest", MATMUL_PRECISION, "float32_matmul_precision",
-        choices=MATMUL_PRECISIONS)
-    zero: int = _engine(3, "3: shard the weights over the ranks; 0: keep all weights on each rank", "zero_level",
-        choices=(0, 1, 2, 3))
     # fmt: on
 
     @property

@@ -3,15 +3,17 @@
 The count is that of the whole global batch, so a gradient does not depend on how the batch is cut into microbatches and
 ranks. `logits` is for logits that are there; `head` works them out of hidden states and a weight, a chunk of positions
 at a time (`chunks`), of a vocabulary that tensor parallelism may split (`vocabulary`); the predictions of a teacher may
-take a share of the loss (`distillation`).
+take a share of the loss (`distillation`), and `sampling` draws from the same logits.
 """
 
 from engine.loss.distillation import SoftTargets
 from engine.loss.head import linear_cross_entropy, linear_distillation, linear_log_probs, vocabulary_logits
 from engine.loss.logits import IGNORE_INDEX, FusedCrossEntropy, at_least_one, cross_entropy
+from engine.loss.sampling import DRAW_BITS, sample_classes
 from engine.loss.vocabulary import ExtendedVocabulary
 
 __all__ = [
-    "IGNORE_INDEX", "ExtendedVocabulary", "FusedCrossEntropy", "SoftTargets", "at_least_one", "cross_entropy",
-    "linear_cross_entropy", "linear_distillation", "linear_log_probs", "vocabulary_logits",
+    "DRAW_BITS", "IGNORE_INDEX", "ExtendedVocabulary", "FusedCrossEntropy", "SoftTargets", "at_least_one",
+    "cross_entropy", "linear_cross_entropy", "linear_distillation", "linear_log_probs", "sample_classes",
+    "vocabulary_logits",
 ]  # fmt: skip

@@ -235,7 +235,7 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
     def ordered(self, out: Mapping[str, Any]) -> ModelOutput:
         """What a head gives, in the order of transformers' outputs of the task."""
         order = ["loss", "logits", "seq_relationship_logits", "sop_logits", "start_logits", "end_logits", "log_probs"]
-        order += ["label_loss", "teacher_loss", "label_states"]
+        order += ["label_loss", "teacher_loss", "label_states", "sampled"]
         if self.task == "question-answering":
             order = ["loss", "start_logits", "end_logits", "logits"]
         return ModelOutput((name, out[name]) for name in order if name in out)

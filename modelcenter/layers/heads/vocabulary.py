@@ -9,6 +9,7 @@ from engine.loss import (
     linear_cross_entropy,
     linear_distillation,
     linear_log_probs,
+    sample_classes,
     vocabulary_logits,
 )
 from modelcenter.layers.heads.labels import (
@@ -86,6 +87,8 @@ class VocabularyHead(Smoothing, nn.Module):
         """Loss where there are labels, logits where wanted, of last tokens only with `logits_to_keep`.
 
         With `soft_targets` the loss is linear_distillation's, and what it is made of are label_loss and teacher_loss.
+        With `draws`, shaped as the input (engine.loss.sample_classes), a token is drawn for each that has a label:
+        "sampled", shaped as the input, -100 elsewhere.
 
         want_logits: "labelled": (labels, vocabulary), of the tokens that have one, in their order.
         """
@@ -112,6 +115,11 @@ class VocabularyHead(Smoothing, nn.Module):
                 )
                 out["label_loss"], out["teacher_loss"] = ctx.sum_over_ranks(means).unbind()
             out["loss"] = ctx.sum_over_ranks(loss)
+            if (draws := batch.get("draws")) is not None:
+                own = ctx.unpad(draws, name="draws").index_select(0, labelled)
+                drawn = labels.new_full(labels.shape, IGNORE_INDEX)
+                drawn.index_copy_(0, labelled, sample_classes(hidden, weight, self.bias, own))
+                out["sampled"] = ctx.repad(drawn, IGNORE_INDEX)
             if want_logits == "labelled":
                 out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False
         if want_logits and batch.get("logits_to_keep"):

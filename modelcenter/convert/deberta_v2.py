@@ -2,8 +2,8 @@
 
 The vocabulary's head has two spellings, of the same arithmetic: `cls.predictions`, and with `legacy` off
 `lm_predictions.lm_head`. Published v3 files have the second, and configs that do not say so, which makes transformers
-start a new head. Either is read; what is written follows `legacy`. `mask_predictions` is the other net that v3 was
-trained with, which no class of transformers has.
+start a new head. Either is read; what is written follows `legacy`. `mask_predictions` is the head that told replaced
+tokens when v3 was trained; transformers has no class with it, and its others leave it out.
 """
 
 import re
@@ -78,6 +78,13 @@ PARTS = {
     "token classifier": Part((Rename("classifier.*", "*"),)),
     "choice": Part((Rename("pooler.dense.*", "dense.*"), Rename("classifier.*", "*"))),
     "qa": Part((Rename("qa_outputs.*", "*"),)),
+    "replaced": Part(
+        (
+            Rename("mask_predictions.dense.*", "dense.*"),
+            Rename("mask_predictions.LayerNorm.*", "norm.*"),
+            Rename("mask_predictions.classifier.*", "*"),
+        )
+    ),
 }
 
 TASKS = {
@@ -87,6 +94,8 @@ TASKS = {
     "token-classification": Task("DebertaV2ForTokenClassification", {"token classifier": "head."}),
     "question-answering": Task("DebertaV2ForQuestionAnswering", {"qa": "head."}, labels=2),
     "multiple-choice": Task("DebertaV2ForMultipleChoice", {"choice": "head."}),
+    # Of its authors' code: transformers has none.
+    "pretraining": Task("ReplacedTokenDetectionModel", {"replaced": "head."}, loaded_by="DebertaV2Model"),
 }
 
 _KINDS, _NORMS = "pos_att_type", "norm_rel_ebd"
@@ -162,5 +171,5 @@ ARCH = ArchMap(
     tasks=with_embedding(TASKS),
     config=CONFIG,
     # Some files hold a table of positions that their config turns off.
-    ignore=(*bert.IGNORE, r"mask_predictions\..*", re.escape(_POSITIONS)),
+    ignore=(*bert.IGNORE, re.escape(_POSITIONS)),
 )

@@ -309,13 +309,14 @@ class Task:
     """What a task adds to the body.
 
     Attributes:
-        hf_class: the class that transformers has for it, written to `architectures`.
+        hf_class: the class that transformers, or who published such models, has for it; written to `architectures`.
         parts: name of the part -> prefix of its parameters in our model.
         prefix: what precedes body names in a file of this class; None: the architecture's.
         labels: the number of outputs that the task fixes, whatever labels a checkpoint had; None: the config's.
         class_aliases: other spellings of the class that published configs have.
         without: a pattern of the tensors of the body, the hub's and ours, that a model of this task lacks (a decoder);
             skipped when loaded.
+        loaded_by: the class of transformers that loads the body, where it has none for the task; None: hf_class.
     """
 
     hf_class: str
@@ -324,6 +325,7 @@ class Task:
     labels: int | None = None
     class_aliases: tuple[str, ...] = ()
     without: str | None = None
+    loaded_by: str | None = None
 
 
 CROSS_ATTENTION = "attention to an encoder"  # the part of a body that a checkpoint without it can be given

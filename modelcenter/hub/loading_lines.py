@@ -27,7 +27,9 @@ def loading_lines(model: Any, hf_class: str) -> list[str]:
             'model = CrossEncoder("PATH_OR_REPO")',
             'scores = model.predict([("A query", "A text"), ("A query", "Another text")])',
         ]
-    written = registry.get(model.config.model_type).arch_map().config.write(model.config, hf_class, "float32")
+    arch = registry.get(model.config.model_type).arch_map()
+    hf_class = arch.tasks[model.task].loaded_by or hf_class
+    written = arch.config.write(model.config, hf_class, "float32")
     places = {str(place).rpartition(".")[2]: auto for auto, place in (written.get("auto_map") or {}).items()}
     name, more = (places[hf_class], ", trust_remote_code=True") if hf_class in places else (hf_class, "")
     return [

@@ -359,16 +359,17 @@ class Packed:
         """The index, among all tokens, of this rank's first."""
         return 0 if self.split is None else self.split.rank * self.num_tokens
 
-    def sequence_of(self, tokens: Tensor) -> Tensor:
-        """(m,) the number of the sequence of each of this rank's tokens with these indices (m,); n of the dummy's."""
+    def sequence_of(self, tokens: Tensor | None = None) -> Tensor:
+        """(m,) the number of the sequence of each of this rank's tokens with the indices `tokens` (m,); None: of all
+        its tokens. Of the dummy's it is the number of sequences."""
+        if tokens is None:
+            tokens = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
         places = (tokens + self.first_own_token).to(self.cu_seqlens.dtype)
         return torch.searchsorted(self.cu_seqlens[1:].contiguous(), places, right=True)
 
     def sum_by_sequence(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """(n, ...) for each sequence the sum of x (m, ...), the values of this rank's tokens with the indices `tokens`
         (m,); None: of all its tokens."""
-        if tokens is None:
-            tokens = torch.arange(self.num_tokens, device=x.device)
         sums = x.new_zeros(self.num_sequences + 1, *x.shape[1:])  # the last: of the dummy's tokens
         sums = sums.index_add(0, self.sequence_of(tokens), x)
         return self.sum_over_ranks(sums[:-1])

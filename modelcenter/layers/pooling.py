@@ -81,7 +81,7 @@ class Pooling:
     @cached_property
     def _numbers(self) -> Tensor:
         """(T,) number of the sequence of each of this rank's tokens; n of the dummy's."""
-        return self._ctx.sequence_of(self._own)
+        return self._ctx.sequence_of()
 
     @cached_property
     def _own(self) -> Tensor:

@@ -21,11 +21,12 @@ from modelcenter.layers.disentangled import (
     with_distances,
 )
 from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, TokenClassifier
+from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, ReplacedTokensInContext, TokenClassifier
 from modelcenter.layers.mlp import ACTIVATIONS, MLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
+from modelcenter.models.discriminator import Discriminator
+from modelcenter.models.encoder import READING_TASKS, EncoderConfig
 from modelcenter.models.inputs import Batch
 
 
@@ -44,6 +45,8 @@ class DebertaV2Config(EncoderConfig):
     """
 
     model_type: ClassVar[str] = "deberta-v2"
+    # What the labels of pretraining say of each token.
+    detects_replaced: ClassVar[bool] = True
 
     norm_eps: float = 1e-7
     type_vocab_size: int = 0
@@ -101,12 +104,11 @@ class ConvolvedBlock(PostNormBlock):
         return self.conv_norm(super().forward(x, ctx) + near)
 
 
-class DebertaV2(Encoder):
-    """DeBERTa-v2 or v3 with the head of `task`."""
+class DebertaV2(Discriminator):
+    """DeBERTa-v2 or v3 with the head of `task`; that of pretraining is v3's."""
 
     config_class = DebertaV2Config
-    tasks = READING_TASKS
-    pooled_tasks = ()
+    tasks = (*READING_TASKS, "pretraining")
 
     config: DebertaV2Config
 
@@ -149,6 +151,8 @@ class DebertaV2(Encoder):
                 return DenseMultipleChoice(width, c.head_dropout, c.pooler_act, c.pooler_dropout)
             case "token-classification":
                 return TokenClassifier(width, c.num_labels, c.dropout)
+            case "pretraining":
+                return ReplacedTokensInContext(width, c.hidden_act, c.norm_eps)
         return super().make_head(task)
 
     @property

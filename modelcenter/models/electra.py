@@ -5,13 +5,13 @@ A generator is a masked language model; a discriminator, of task pretraining, te
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, ReplacedTokens
-from modelcenter.models.encoder import BertStyleConfig, Encoder
-from modelcenter.models.inputs import HEAD_INPUTS
+from modelcenter.models.discriminator import Discriminator
+from modelcenter.models.encoder import BertStyleConfig
 
 # How multiple choice reads a sequence; transformers' defaults.
 SUMMARY = {
@@ -47,16 +47,11 @@ class ElectraConfig(BertStyleConfig):
         return "gelu"  # whatever hidden_act is
 
 
-class Electra(Encoder):
-    """ELECTRA with the head of `task`.
-
-    `labels` of pretraining: (batch, seq), 1: the token was replaced, 0: it was not; `logits` are of the same shape.
-    """
+class Electra(Discriminator):
+    """ELECTRA with the head of `task`."""
 
     config_class = ElectraConfig
-    tasks = (*Encoder.tasks, "pretraining")
-    pooled_tasks = ()
-    head_inputs = {**HEAD_INPUTS, "pretraining": ("labels",)}
+    tasks = (*Discriminator.tasks, "pretraining")
 
     config: ElectraConfig
 
@@ -71,11 +66,3 @@ class Electra(Encoder):
             case "pretraining":
                 return ReplacedTokens(width, c.hidden_act)
         return super().make_head(task)
-
-    @property
-    def ties_head(self) -> bool:
-        return super().ties_head and self.task != "pretraining"
-
-    def empty_batch(self) -> dict[str, Any]:
-        batch = super().empty_batch()
-        return batch | {"labels": batch["input_ids"]} if self.task == "pretraining" else batch

@@ -1,15 +1,26 @@
 """DeBERTa-v2 and v3 against transformers' model and its heads."""
 
+import json
+
 import pytest
 import torch
-from harness import ArchitectureTests
-from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+from deberta_reference import TheirDiscriminator
+from harness import ArchitectureTests, run_backward
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2Model,
+)
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 import modelcenter as mc
 from engine.ops import dropout_key, dropout_rows
 from modelcenter.adapters import add_lora
 from modelcenter.layers.disentangled import DistanceEmbedding, DistanceStates
+from modelcenter.models.encoder import READING_TASKS
 from modelcenter.testing import assert_same, randomize_
 
 
@@ -45,6 +56,7 @@ LOADS_NEW_HEAD = not DebertaV2ForMaskedLM(
 class TestDebertaV3(ArchitectureTests):
     """The products and names of v3: buckets of distances, projections that tokens and distances share."""
 
+    tasks = READING_TASKS  # transformers has no class of pretraining: see below
     hf_config = {
         "model_type": "deberta-v2",
         "vocab_size": 131,
@@ -170,3 +182,56 @@ def test_only_vectors_in_reach_are_used():
     assert embedding(5000)[0].shape == (512, 8)
     multiple, _ = embedding(60, 4, [128])
     assert multiple.shape == (132, 8) and multiple[127:].count_nonzero() == 0
+
+
+def test_the_head_of_pretraining(tmp_path):
+    """transformers' body with the head of DeBERTa-v3's own code, in plain torch, under the names of the published
+    files; whatever the padding, and with the first token of each row."""
+    ours = randomize_(mc.from_config(TestDebertaV3.hf_config | {"hidden_act": "relu"}, "pretraining"), 3).eval()
+    ours.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    names = {f"mask_predictions.{name}" for name in HEAD}
+    assert {name for name in saved if not name.startswith("deberta.")} == names
+    theirs = TheirDiscriminator(DebertaV2Model.from_pretrained(tmp_path), "relu")
+    theirs.load_state_dict({name: saved[name] for name in names}, strict=False)
+    rng = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(2, high, (3, 9), generator=rng) % high for high in (131, 4))
+    labels, mask = labels % 2, torch.arange(9) < torch.tensor([[9], [5], [1]])
+    wanted = theirs.eval()(ids, mask.long())
+    costs = torch.nn.functional.binary_cross_entropy_with_logits(wanted.logits[mask], labels[mask].float())
+    costs.backward()
+    grads = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    out, found = run_backward(ours, {"input_ids": ids, "attention_mask": mask.long(), "labels": labels})
+    assert_same("logits", out.logits[mask], wanted.logits[mask], 1e-5)
+    assert_same("loss", out.loss, costs, 1e-5)
+    assert set(found) == set(grads)
+    for name, grad in grads.items():
+        assert_same(name, found[name], grad, 2e-5)
+    left = [row[: int(n)] for row, n in zip(ids, mask.sum(1), strict=True)]
+    padded = torch.stack([torch.cat([row.new_zeros(9 - len(row)), row]) for row in left])
+    moved = ours(padded, mask.flip(1).long())
+    for i, row in enumerate(left):
+        assert_same(f"row {i}", moved.logits[i, 9 - len(row) :], out.logits[i, : len(row)], 1e-5)
+    again = mc.from_pretrained(tmp_path)
+    assert again.task == "pretraining" and torch.equal(again(ids, mask.long()).logits[mask], out.logits[mask])
+    for cls in (AutoModelForSequenceClassification, AutoModelForMaskedLM):  # their bodies are whole
+        _, about = cls.from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(name.startswith("deberta.") for name in about["missing_keys"])
+
+
+HEAD = [f"{part}.{kind}" for part in ("dense", "LayerNorm", "classifier") for kind in ("weight", "bias")]
+
+
+def test_a_published_file_of_a_discriminator(tmp_path):
+    """Its config names a class of the language model, or none: the head is found by the task that is asked for."""
+    ours = randomize_(mc.from_config(TestDebertaV3.hf_config, "pretraining"), 3).eval()
+    ours.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["ReplacedTokenDetectionModel"]
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = mc.from_pretrained(tmp_path, "pretraining")
+    assert not again.load_report.initialised
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+    reader = mc.from_pretrained(tmp_path, "question-answering")
+    assert sorted(reader.load_report.skipped) == sorted(f"mask_predictions.{name}" for name in HEAD)

@@ -9,6 +9,7 @@ from modelcenter.layers.heads.classification import (
     DenseMultipleChoice,
     MultipleChoice,
     ReplacedTokens,
+    ReplacedTokensInContext,
     SequenceClassifier,
     TokenClassifier,
 )
@@ -28,8 +29,7 @@ from modelcenter.layers.heads.vocabulary import (
 
 __all__ = [
     "CausalLM", "DENSE_ACTIVATIONS", "DenseCausalLM", "DenseClassifier", "DenseLayers", "DenseMultipleChoice",
-    "DenseSeq2SeqLM", "ExtractiveQA",
-    "HeadTransform", "MaskedLM", "MultipleChoice", "NextSentence", "PairPretraining", "ReplacedTokens", "SentenceOrder",
-    "Seq2SeqLM", "SequenceClassifier", "TokenClassifier", "VocabularyHead", "check_labels", "count_labels",
-    "next_labels", "token_labels",
+    "DenseSeq2SeqLM", "ExtractiveQA", "HeadTransform", "MaskedLM", "MultipleChoice", "NextSentence", "PairPretraining",
+    "ReplacedTokens", "ReplacedTokensInContext", "SentenceOrder", "Seq2SeqLM", "SequenceClassifier", "TokenClassifier",
+    "VocabularyHead", "check_labels", "count_labels", "next_labels", "token_labels",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from modelcenter.layers.heads.labels import (
 )
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS
+from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 
 
@@ -178,13 +179,17 @@ class ReplacedTokens(Linear):
         super().__init__(hidden_size, 1)
         self.dense, self.activation = Linear(hidden_size, hidden_size), ACTIVATIONS[activation]
 
+    def transform(self, x: Tensor, ctx: Packed) -> Tensor:
+        """(T, hidden_size): hidden states as the last layer takes them."""
+        return self.activation(self.dense(x))
+
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": 0 if batch.get("labels") is None else count_labels(supervised_labels(batch))}
 
     def forward(  # type: ignore[override]
         self, x: Tensor, ctx: Packed, batch: Batch, counts: Counts
     ) -> dict[str, Tensor]:
-        logits = super().forward(self.activation(self.dense(x))).squeeze(-1)
+        logits = super().forward(self.transform(x, ctx)).squeeze(-1)
         out = {"logits": ctx.repad(logits)}
         if batch.get("labels") is not None:
             labels = ctx.unpad(supervised_labels(batch), IGNORE_INDEX)
@@ -193,3 +198,17 @@ class ReplacedTokens(Linear):
             total = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), given, reduction="sum")
             out["loss"] = ctx.sum_over_ranks(total / at_least_one(counts["loss"]))
         return out
+
+
+class ReplacedTokensInContext(ReplacedTokens):
+    """ReplacedTokens of states to which that of the first token of their sequence is added and which are normed then,
+    as in DeBERTa-v3's pretraining (LMMaskPredictionHead of its authors' code)."""
+
+    def __init__(self, hidden_size: int, activation: str, norm_eps: float):
+        super().__init__(hidden_size, activation)
+        self.norm = LayerNorm(hidden_size, norm_eps)
+
+    def transform(self, x: Tensor, ctx: Packed) -> Tensor:
+        first = ctx.select(x, ctx.first_tokens())
+        first = F.pad(first, (0, 0, 0, 1))  # dummy tokens are of no sequence
+        return super().transform(self.norm(x + first.index_select(0, ctx.sequence_of())), ctx)

@@ -199,7 +199,10 @@ def _export(argv: Sequence[str]) -> None:
 
 def _export_adapter(path: Any, *how: Any, **options: Any) -> str | None:
     from modelcenter.training.checkpoints.export import export_adapter, has_adapter
+    from modelcenter.training.replaced_tokens import export_nets, holds_nets
 
+    if holds_nets(path):
+        return export_nets(path, *how, **options)
     return export_adapter(path, *how, **options) if has_adapter(path) else None
 
 

@@ -14,7 +14,13 @@ from modelcenter.convert.legacy.translation import LegacyNetwork
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.links import refuse_broken_link
-from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE
+from modelcenter.hub.files.names import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    GENERATOR_FILE,
+    MANIFEST_FILE,
+)
 from modelcenter.hub.files.weight_index import find_weights
 from modelcenter.hub.remote.download import (
     HubOptions,
@@ -100,12 +106,13 @@ def local_directory(name: str) -> Path | None:
     """The checkpoint directory that `name` is, if it is one.
 
     Raises:
-        ValueError: it is a path, but not of a checkpoint directory, or a link to a file that is gone.
+        ValueError: it is a path, but not of a checkpoint directory of one model, or a link to a file that is gone.
     """
     path = Path(expanduser(name))
     refuse_broken_link(path)
     if path.is_dir():
         refuse_broken_link(path / CONFIG_FILE)
+        refuse_two_models(path)
         if (path / CONFIG_FILE).is_file() or (path / MANIFEST_FILE).is_file():
             return path
         if own_preset(name) is not None:
@@ -129,6 +136,15 @@ def local_directory(name: str) -> Path | None:
             return None
         raise ValueError(f"no such directory: {path}.{nearest_beside(path)}")
     return None
+
+
+def refuse_two_models(directory: Path) -> None:
+    """Raise ValueError for a checkpoint of replaced token detection, which holds a generator and a discriminator."""
+    if (directory / GENERATOR_FILE).is_file() and (directory / MANIFEST_FILE).is_file():
+        raise ValueError(
+            f"{directory} is a checkpoint of replaced token detection, which holds two models; `modelcenter export "
+            f"{directory} DST` makes a Hugging Face directory of each"
+        )
 
 
 def _why_no_checkpoint(directory: Path) -> str:

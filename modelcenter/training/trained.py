@@ -13,7 +13,7 @@ from modelcenter.command_line.yaml_file import read_mapping
 from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.hub.files.cross_encoder_files import is_cross_encoder
 from modelcenter.hub.files.embedding_files import makes_embeddings
-from modelcenter.hub.files.names import CONFIG_FILE
+from modelcenter.hub.files.names import CONFIG_FILE, GENERATOR
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, read_config, resolve, resolve_file
 from modelcenter.hub.sidecar import SidecarFiles
@@ -70,7 +70,7 @@ class TrainedModel:
         arch = registry.get(model_type_of(config), named).arch_map()
         sidecar = SidecarFiles(files.directory, files.repo, HubOptions(files.revision))
         head = "embedding" if makes_embeddings(arch, sidecar.file) else arch.declared_task(named)
-        task = task_of_head(head or "base")
+        task = task_of_head(arch.model_type, head or "base")
         if head == "sequence-classification" and is_cross_encoder(config, sidecar.file):
             task = "reranking"
         if task is None:
@@ -134,10 +134,12 @@ def resolve_model_names(cfg: Any) -> None:
     Raises:
         ValueError: the run left no model.
     """
-    for name in ("model", "tokenizer", "reference", "teacher"):
+    for name in ("model", "tokenizer", "reference", "teacher", "generator"):
         given = getattr(cfg, name, None)
         if given is not None:
-            source = TrainedModel.find(given).source
+            own = Path(expanduser(given)) / GENERATOR
+            left = name == GENERATOR and (own / CONFIG_FILE).is_file()  # by a run of replaced tokens, beside its model
+            source = str(own) if left else TrainedModel.find(given).source
             path = Path(expanduser(source))
             local = (path / CONFIG_FILE).is_file() or (path.suffix and path.is_file())
             setattr(cfg, name, str(path.absolute()) if local else source)
@@ -170,12 +172,15 @@ def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
     if kind is None:  # a checkpoint of ModelCenter, known by its weights
         return values
     spec = registry.get(kind, values.get("architectures"))
-    heads = spec.arch_map().tasks
-    if head in heads:
+    heads, families = spec.arch_map().tasks, TASKS[cfg.task].families or tuple(registry.ARCHITECTURES)
+    if head in heads and spec.model_type in families:
         return values
-    able = sorted(name for name, other in registry.ARCHITECTURES.items() if head in other.arch_map().tasks)
+    able = sorted(name for name in families if head in registry.ARCHITECTURES[name].arch_map().tasks)
     verb = TASKS[cfg.task].verb
-    own = {v: ", ".join(n for n, info in tasks_of(v).items() if info.takes(heads)) for v in ("finetune", "pretrain")}
+    own = {
+        v: ", ".join(name for name, info in tasks_of(v).items() if info.takes(spec.model_type, heads))
+        for v in ("finetune", "pretrain")
+    }
     raise ValueError(
         f"model: {cfg.model} is of the family {spec.model_type}, but {verb} {cfg.task.removeprefix(f'{verb}-')} takes "
         f"{', '.join(able)}. {spec.model_type} is for {'; '.join(f'{v} {n}' for v, n in own.items() if n) or 'no task'}"

@@ -23,17 +23,26 @@ class Masking:
     are, and unknown tokens only where there is nothing else.
     words: "words": all tokens of a word or none; Chinese, Japanese and Korean characters are words. "rjieba": words of
     Chinese are those that rjieba finds. "none": token by token.
+    masked, replaced: shares of the chosen tokens that become the mask token, and another one; the rest stays.
 
     Raises:
         ValueError: a tokenizer without a mask token, or whose tokens have no readable Chinese for rjieba.
     """
 
-    def __init__(self, tokenizer: Any, fraction: float = 0.15, words: Words = "none"):
+    def __init__(
+        self,
+        tokenizer: Any,
+        fraction: float = 0.15,
+        words: Words = "none",
+        masked: float = MASKED,
+        replaced: float = REPLACED,
+    ):
         if tokenizer.mask_token_id is None:
             raise ValueError("tokenizer: it has no mask token; masked-language-model training needs one, as BERT's has")
         if not 0 < fraction < 1:
             raise ValueError(f"mask_fraction: got {fraction}, expected a fraction between 0 and 1")
         self.fraction, self.mask_id = fraction, int(tokenizer.mask_token_id)
+        self.masked, self.replaced = masked, replaced
         count = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.excluded = np.zeros(count, bool)  # by token id
         self.excluded[list(tokenizer.all_special_ids)] = True
@@ -57,8 +66,8 @@ class Masking:
         labels[chosen] = ids[chosen]
         inputs = ids.astype(np.int64)
         draw = random.random(len(chosen))
-        inputs[chosen[draw < MASKED]] = self.mask_id
-        others = chosen[(draw >= MASKED) & (draw < MASKED + REPLACED)]
+        inputs[chosen[draw < self.masked]] = self.mask_id
+        others = chosen[(draw >= self.masked) & (draw < self.masked + self.replaced)]
         inputs[others] = random.choice(self.replacements, len(others))
         return inputs, labels
 

@@ -1,4 +1,5 @@
-"""Objectives of pretraining: the next token, masked tokens, the next sentence, the order of two, corrupted spans.
+"""Objectives of pretraining: the next token, masked tokens, replaced ones, the next sentence, the order of two,
+corrupted spans.
 
 An objective makes packed batches from pieces of documents, which have no special tokens yet. What it draws at random is
 a function of (seed, epoch, key of the row) alone.
@@ -22,7 +23,8 @@ from modelcenter.data.tokenization.special_tokens import SpecialTokens
 Key = tuple[int, ...]  # identifies a row within its data
 Pieces = Sequence[np.ndarray]
 Batch = dict[str, Any]
-_SEEDS = {"mask": 0x3A5C, "pair": 0x9A12, "spans": 0x59A4}  # so that no two objectives draw the same for a row
+# So that no two objectives draw the same for a row.
+_SEEDS = {"mask": 0x3A5C, "pair": 0x9A12, "spans": 0x59A4, "draws": 0xD4A3}
 
 
 class Objective(Protocol):
@@ -102,6 +104,22 @@ class Masked:
                 sequences.append(np.concatenate((self.before, masked, self.after)))
                 labels.append(np.pad(targets, (len(self.before), len(self.after)), constant_values=IGNORED))
         return labelled_batch(sequences, labels)
+
+
+class Replaced(Masked):
+    """Masked tokens, and at each token a random number, by which a generator's guess is drawn on the device: `draws`,
+    int64 from 0 to 2**bits - 1. Drawn here by row, so that guesses do not depend on how batches are cut."""
+
+    def __init__(self, masking: Masking, special: SpecialTokens, max_length: int, seed: int, bits: int = 53):
+        super().__init__(masking, special, max_length, seed)
+        self.bits = bits
+
+    def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
+        draws = [np.zeros(0, np.int64)]
+        for pieces, key in zip(rows, keys, strict=True):
+            random = np.random.default_rng([self.seed, _SEEDS["draws"], epoch, *key])
+            draws += [random.integers(0, 1 << self.bits, len(piece) + len(self.special)) for piece in pieces]
+        return super().batch(rows, keys, epoch) | {"draws": torch.from_numpy(np.concatenate(draws))[None]}
 
 
 class Pairs(Masked):

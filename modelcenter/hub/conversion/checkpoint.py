@@ -44,7 +44,7 @@ from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.remote.download import HubOptions
-from modelcenter.hub.resolve import ModelFiles, read_config, resolve
+from modelcenter.hub.resolve import ModelFiles, read_config, refuse_two_models, resolve
 from modelcenter.hub.run_folder import find_step
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.weights import represented_key
@@ -197,6 +197,7 @@ def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
 
 def _open_distributed(directory: Path, request: Request) -> Checkpoint:
     """A distributed checkpoint, of a model or of training."""
+    refuse_two_models(directory)
     source = open_model(directory)
     values = None if request.config is None else read_config(request.config, request.options)
     if values is None:

@@ -5,6 +5,9 @@ from collections.abc import Collection
 
 CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
 RUN_FILE = "run.json"  # in the checkpoints of a run: its flags and its data
+# Of replaced token detection: the folder of the generator beside that of the model, and its config.json in checkpoints,
+# which hold both.
+GENERATOR, GENERATOR_FILE = "generator", "generator.json"
 # Of peft.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")

@@ -30,7 +30,7 @@ def save_final_model(run: "Run", target: Path) -> None:
             run.record.report("the weights are in 4 bits, which take no updates: adapter/ is what was trained")
             return
         merge_lora(run.model)
-    run.model.save_pretrained(target, tokenizer=run.tokenizer, card=model_card(run))
+    run.task.save_model(run.model, target, run.tokenizer, model_card(run))
 
 
 def _load_best_model(run: "Run", checkpoints: Path) -> None:

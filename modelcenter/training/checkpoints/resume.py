@@ -26,7 +26,7 @@ from modelcenter.training.output.folder import CHECKPOINTS
 from modelcenter.training.output.json_text import json_text
 
 # Flags that decide which parameters there are and which of them the optimizer has.
-_PARAMETER_FLAGS = ("freeze", "lora_rank", "lora_targets", "use_dora", "quantize")
+_PARAMETER_FLAGS = ("freeze", "lora_rank", "lora_targets", "use_dora", "quantize", "share_embeddings")
 # Flags that decide which rows a stream has, and in which order.
 _STREAM_FLAGS = ("seed", "shuffle_window", "max_length", "document", "noise_density", "mean_span")
 _RUN_FIELDS = (("task", str, "a text"), ("step", int, "a number"), ("flags", dict, "an object"))  # of RUN_FILE

@@ -14,6 +14,7 @@ from modelcenter.training.config.mine import MineConfig
 from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
 from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
+from modelcenter.training.config.replaced_tokens import ReplacedTokensConfig
 from modelcenter.training.config.reranking import RerankingConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
 from modelcenter.training.config.teacher import TaughtConfig
@@ -33,6 +34,7 @@ __all__ = [
     "PretrainConfig",
     "PretrainLMConfig",
     "QAConfig",
+    "ReplacedTokensConfig",
     "RerankingConfig",
     "Seq2SeqConfig",
     "SpanCorruptionConfig",

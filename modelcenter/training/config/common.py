@@ -39,7 +39,7 @@ MAY_CHANGE = frozenset(
     "eval_max_new_tokens token_accuracy peak_flops".split()
 )
 # Flags that name a file or folder, whose path may differ between nodes.
-PLACES = frozenset("model reference teacher tokenizer train_data eval_data output_dir".split())
+PLACES = frozenset("model generator reference teacher tokenizer train_data eval_data output_dir".split())
 # Arguments of hub.load.load_model that are no fields of a model's configuration, and what to use for them in a run.
 NOT_MODEL_FIELDS = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"

@@ -60,16 +60,30 @@ class PretrainConfig(TaughtConfig):
 
 # fmt: off
 @dataclass(kw_only=True)
-class MLMConfig(PretrainConfig):
-    """Flags of masked-language-model pretraining."""
-
-    task: ClassVar[str] = "mlm"
+class MaskedConfig(PretrainConfig):
+    """Flags of pretraining that predicts masked tokens."""
 
     mask_fraction: float = _objective(0.15, "fraction of tokens to predict", "mlm_probability")
     whole_word: bool = _objective(False, "mask all tokens of a word or none of them; each Chinese character counts as "
         "a word", "whole_word_masking")
     word_segmenter: Segmenter = _objective("none", "segmenter that finds Chinese words for whole_word",
         choices=get_args(Segmenter))
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        check_fraction(self, "mask_fraction")
+        if self.word_segmenter != "none" and not self.whole_word:
+            raise ValueError(f"word_segmenter: {self.word_segmenter} finds words for whole_word; give that too")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class MLMConfig(MaskedConfig):
+    """Flags of masked-language-model pretraining."""
+
+    task: ClassVar[str] = "mlm"
+
     next_sentence: bool = _objective(False, "also train BERT's second task: whether the second part of a row follows "
         "the first")
     sentence_order: bool = _objective(False, "also train ALBERT's second task: whether the two parts of a row stand in "
@@ -78,9 +92,6 @@ class MLMConfig(PretrainConfig):
 
     def check(self) -> None:
         super().check()
-        check_fraction(self, "mask_fraction")
-        if self.word_segmenter != "none" and not self.whole_word:
-            raise ValueError(f"word_segmenter: {self.word_segmenter} finds words for whole_word; give that too")
         if self.next_sentence and self.streaming:
             raise ValueError(
                 "next_sentence: it draws from all documents, so not with streaming; `modelcenter preprocess` makes "

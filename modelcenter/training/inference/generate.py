@@ -9,7 +9,7 @@ from typing import Any
 
 import engine
 from modelcenter.training.config import GenerateConfig, Seq2SeqConfig
-from modelcenter.training.inference.loading import load_model, load_tokenizer
+from modelcenter.training.inference.loading import load_model, load_tokenizer, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
 from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
@@ -27,7 +27,7 @@ def run_generate(cfg: GenerateConfig) -> None:
     """
     cfg.require("run")
     check_output(cfg.output)
-    engine.init_distributed(zero_level=cfg.zero)
+    start_ranks(cfg)
     interactive = _is_interactive(cfg)
     prompts = [] if interactive else _read_prompts(cfg)
     if interactive and engine.world_size() > 1:

@@ -9,14 +9,23 @@ from modelcenter.training.setup.resolve import resolve_precision, set_matmul_pre
 from modelcenter.training.trained import TrainedModel
 
 
-def load_model(cfg: Any, trained: TrainedModel, **options: Any) -> Model:
-    """The model on all ranks, which multiply as the flags say.
-
-    cfg: a PredictConfig or GenerateConfig. options: of modelcenter.from_pretrained.
-    """
+def start_ranks(cfg: Any) -> None:
+    """Meet the other ranks, if a launcher started some, and multiply as the flags say. Collective."""
+    engine.init_distributed(zero_level=cfg.zero)
     set_matmul_precision(cfg.matmul_precision)
-    policy = engine.Policy(zero_level=cfg.zero, precision=resolve_precision(cfg.precision))
-    return modelcenter.from_pretrained(trained.source, None, revision=cfg.revision, policy=policy, **options)
+
+
+def load_model(cfg: Any, trained: TrainedModel, **options: Any) -> Model:
+    """The model on all ranks. cfg: flags of inference. options: of modelcenter.from_pretrained; source: what to load in
+    its place."""
+    source = options.pop("source", trained.source)
+    options = {"policy": load_policy(cfg), "revision": cfg.revision, **options}
+    return modelcenter.from_pretrained(source, None, **options)
+
+
+def load_policy(cfg: Any) -> engine.Policy:
+    """How the flags say that a model is sharded."""
+    return engine.Policy(zero_level=cfg.zero, precision=resolve_precision(cfg.precision))
 
 
 def load_tokenizer(cfg: Any, trained: TrainedModel) -> Any:

@@ -29,7 +29,7 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.training.config import MineConfig
 from modelcenter.training.inference.hard_negatives import Choice, Pool, Rules, choose, lowest_positives, search
-from modelcenter.training.inference.loading import load_model, load_tokenizer
+from modelcenter.training.inference.loading import load_model, load_tokenizer, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.setup.model import omit_unused_token_types
 from modelcenter.training.setup.resolve import resolve_max_length
@@ -111,7 +111,7 @@ def run_mine(cfg: MineConfig) -> None:
             f"range_min: got {cfg.range_min}, but there are {len(pool.documents)} different texts to find negatives "
             "among; give less, or more texts by corpus"
         )
-    engine.init_distributed(zero_level=cfg.zero)
+    start_ranks(cfg)
     scores, documents, of_positives = _search(cfg, trained, rows.table, pool)
     if reranker is not None:
         scores, of_positives = _score_anew(cfg, reranker, rows.table, pool, scores, documents)

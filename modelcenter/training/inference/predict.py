@@ -1,6 +1,7 @@
 """predict and evaluate: a trained model on new rows, for every task and on any number of ranks."""
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import EvaluateConfig, PredictConfig
 from modelcenter.training.config.inference import SearchFlags
 from modelcenter.training.config.seq2seq import ONE_BEAM
-from modelcenter.training.inference.loading import load_model, load_tokenizer
+from modelcenter.training.inference.loading import load_model, load_policy, load_tokenizer, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_lines, write_rows
 from modelcenter.training.output.json_text import json_text
 from modelcenter.training.setup.model import omit_unused_token_types
@@ -81,8 +82,9 @@ def search_flags(info: TaskInfo, labelled: bool) -> Collection[str]:
 
 def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Model, Any, Examples]:
     """The model on all ranks, its tokenizer, and the rows as examples."""
-    engine.init_distributed(zero_level=cfg.zero)
-    model = load_model(cfg, trained, dtype="float32")
+    start_ranks(cfg)
+    load = functools.partial(load_model, cfg, trained, dtype="float32")
+    model = task.trained_model(trained.source, load, load_policy(cfg))
     report = getattr(model, "load_report", None)
     if model.task not in TASKS[task.name].heads or (report is not None and report.initialised):
         raise ValueError(

@@ -12,6 +12,7 @@ from modelcenter.training.metrics.preference import Preference
 from modelcenter.training.metrics.qa import ExtractiveAnswers
 from modelcenter.training.metrics.ranking import PairLabels, Ranking
 from modelcenter.training.metrics.reduce import gather_lists, greatest, is_counted, sum_over_ranks, sums
+from modelcenter.training.metrics.replaced_tokens import ReplacedTokens
 from modelcenter.training.metrics.retrieval import Likeness, Retrieval
 from modelcenter.training.metrics.tagging import TokenLabels, entities
 
@@ -29,6 +30,7 @@ __all__ = [
     "Preference",
     "Ranking",
     "Regression",
+    "ReplacedTokens",
     "Retrieval",
     "Score",
     "SingleLabel",

@@ -6,7 +6,9 @@ from typing import Protocol
 from torch import Tensor
 
 # Metrics of which less is better; of all others more is. rejected: mean reward of such answers.
-SMALLER_IS_BETTER = frozenset({"loss", "teacher_loss", "total_loss", "perplexity", "mse", "rejected"})
+SMALLER_IS_BETTER = frozenset(
+    "loss teacher_loss total_loss discriminator_loss generator_loss perplexity generator_perplexity mse rejected".split()
+)
 
 
 class Score(Protocol):

@@ -217,12 +217,12 @@ class Utilisation:
         numbers = torch.tensor([device_peak or 0.0, float(device_peak is not None)], dtype=torch.float64)
         peak, known_devices = sum_over_ranks(numbers).tolist()
         self.peak = peak if known_devices == engine.world_size() else None
-        self.arithmetic = None if self.peak is None else Arithmetic.of_model(model)
+        networks = getattr(model, "networks", (model,))  # of a model that is several
+        self.arithmetics = [] if self.peak is None else [Arithmetic.of_model(net) for net in networks]
 
     def add(self, batch: Mapping[str, Any]) -> None:
         """Count a packed microbatch of this rank."""
-        if self.arithmetic is not None:
-            self.done += self.arithmetic.operations(self.arithmetic.sizes(batch))
+        self.done += sum(each.operations(each.sizes(batch)) for each in self.arithmetics)
 
     def since_last(self, seconds: float) -> float | None:
         """The share of the peak that was used in the seconds since the last call. Collective."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from modelcenter.hub.files.names import RUN_FILE
+from modelcenter.hub.files.names import GENERATOR, RUN_FILE
 
 CHECKPOINTS = "checkpoints"
 _FILES = (
@@ -20,6 +20,7 @@ _FILES = (
     "curves.png",
     "model",
     "adapter",
+    GENERATOR,
     CHECKPOINTS,
     "tracking",
 )

@@ -1,5 +1,6 @@
 """From flags to the tokenizer and the model with the task's head, sharded."""
 
+import functools
 from typing import Any
 
 import engine
@@ -75,26 +76,32 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         offload=cfg.offload,
         compile=cfg.compile,
     )
-    name: Any = cfg.model
     adapters = options["adapter"] = make_adapters(cfg)
+    grows = bool(cfg.add_tokens) and not cfg.from_scratch
     if cfg.from_scratch:
         tokenizer.add_tokens(cfg.add_tokens or [])
-        sizes = {"vocab_size": len(tokenizer), **task.special_tokens(tokenizer)}
-        return modelcenter.from_config(name, task.head, **{**sizes, **options})
-    checkpoint = {"ignore_mismatched_sizes": cfg.ignore_mismatched_sizes, "revision": cfg.revision}
-    if not cfg.add_tokens:
-        return modelcenter.from_pretrained(name, task.head, **checkpoint, **options)
-    # New rows are made before anything is sharded.
-    model = modelcenter.from_pretrained(name, task.head, **checkpoint, **{**options, "policy": False, "adapter": None})
-    check_same_commit(cfg.model or "", model.base_revision)
-    add_tokens(tokenizer, model, cfg.add_tokens)
-    for adapter in adapters:
-        adapter.attach(model)
-    if not all(table.weight.requires_grad for table in model.word_tables().values()):
-        raise ValueError(
-            "freeze: the embedding is frozen, so the rows of the words in add_tokens would stay as they are drawn; let "
-            "it train, or leave add_tokens out"
-        )
+        build: Any = modelcenter.from_config
+        fixed: dict[str, Any] = {"vocab_size": len(tokenizer), **task.special_tokens(tokenizer)}
+        own: dict[str, Any] = {}
+    else:
+        build, fixed = modelcenter.from_pretrained, {"ignore_mismatched_sizes": cfg.ignore_mismatched_sizes}
+        own = {"revision": cfg.revision}
+    if not grows and not task.wraps_model:
+        return build(cfg.model, task.head, **{**fixed, **own, **options})
+    # New rows, and a model around this one, are made before anything is sharded.
+    model = build(cfg.model, task.head, **{**fixed, **own, **options, "policy": False, "adapter": None})
+    if grows:
+        check_same_commit(cfg.model or "", model.base_revision)
+        add_tokens(tokenizer, model, cfg.add_tokens or [])
+        for adapter in adapters:
+            adapter.attach(model)
+        if not all(table.weight.requires_grad for table in model.word_tables().values()):
+            raise ValueError(
+                "freeze: the embedding is frozen, so the rows of the words in add_tokens would stay as they are drawn; "
+                "let it train, or leave add_tokens out"
+            )
+    if task.wraps_model:
+        model = task.wrap(model, functools.partial(build, **fixed, dtype=dtype, policy=False))
     return engine.shard(model, policy=options["policy"])
 
 

@@ -19,6 +19,7 @@ class TaskInfo:
 
     verb: of the command line, finetune or pretrain. script: in scripts/. config: its flags, in training.config.
     implementation: module and class. heads: tasks of the model (see modelcenter.from_pretrained) that it uses.
+    families: the model_types whose heads these are, where those of others mean something else; empty: any.
     """
 
     verb: str
@@ -26,6 +27,7 @@ class TaskInfo:
     config: str
     implementation: str
     heads: tuple[str, ...]
+    families: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """The class that does it."""
@@ -36,9 +38,9 @@ class TaskInfo:
         """The class of its flags."""
         return getattr(importlib.import_module("modelcenter.training.config"), self.config)
 
-    def takes(self, heads: Collection[str]) -> bool:
-        """Whether a model with these heads can be trained for it."""
-        return any(head in heads for head in self.heads)
+    def takes(self, family: str, heads: Collection[str]) -> bool:
+        """Whether a model of a family that has these heads can be trained for it."""
+        return (not self.families or family in self.families) and any(head in heads for head in self.heads)
 
 
 # fmt: off
@@ -62,6 +64,8 @@ TASKS: dict[str, TaskInfo] = {
     "dpo": TaskInfo("finetune", "finetune_dpo", "DPOConfig",
         "dpo:DPO", ("causal-lm",)),
     # Pretraining comes last: a model is used by the first task that its head is for.
+    "replaced-tokens": TaskInfo("pretrain", "pretrain_replaced_tokens", "ReplacedTokensConfig",
+        "pretraining.replaced:ReplacedTokenPretraining", ("pretraining",), ("deberta-v2", "electra")),
     "mlm": TaskInfo("pretrain", "pretrain_mlm", "MLMConfig",
         "pretraining.masked:MaskedPretraining", ("masked-lm", "pretraining")),
     "pretrain-lm": TaskInfo("pretrain", "pretrain_lm", "PretrainLMConfig",
@@ -77,6 +81,6 @@ def tasks_of(verb: str) -> dict[str, TaskInfo]:
     return {name.removeprefix(f"{verb}-"): info for name, info in TASKS.items() if info.verb == verb}
 
 
-def task_of_head(head: str) -> str | None:
-    """The task that uses models with this head; None: there is none."""
-    return next((name for name, info in TASKS.items() if head in info.heads), None)
+def task_of_head(family: str, head: str) -> str | None:
+    """The task that uses models of a family with this head; None: there is none."""
+    return next((name for name, info in TASKS.items() if info.takes(family, [head])), None)

@@ -98,9 +98,10 @@ class Task(ABC):
     """One kind of training. Made by `from_flags` for a training run, by `for_inference` for a trained model.
 
     A training run calls the methods in this order: from_flags, adopt_label_order (if it starts from a checkpoint),
-    on_tokenizer_loaded, model_options and, for random weights, special_tokens, on_model_built, learn_from (if there is
-    a teacher), tokenize, metric_names, precompute, on_train_begin, evaluate and samples. predict and
-    evaluate call read_data, for_inference, inference_examples, and predict or evaluate.
+    on_tokenizer_loaded, model_options and, for random weights, special_tokens, wrap, on_model_built, learn_from (if
+    there is a teacher), tokenize, metric_names, precompute, on_train_begin, evaluate, samples, write_extra and
+    save_model. predict and evaluate call read_data, for_inference, trained_model, inference_examples, and predict or
+    evaluate.
 
     Attributes:
         name: in TASKS. loss_fn: what is trained on; None: the loss of the model's own head. distillation: the same
@@ -108,6 +109,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
+    wraps_model: ClassVar[bool] = False  # what trains is made of --model by `wrap`
     loss_fn: TrainingLoss | None = None
     distillation: Distillation | None = None
 
@@ -150,6 +152,17 @@ class Task(ABC):
         """Before the model is built. Raises ValueError: flags that do not fit the tokenizer."""
         return
 
+    def wrap(self, model: Model, load: Callable[..., Model]) -> Model:
+        """The model that trains, around the one of --model, before it is sharded.
+
+        Args:
+            load: `load(name or config, task, **options)`: another model as the flags say, not sharded.
+
+        Raises:
+            ValueError: flags that do not fit the model.
+        """
+        return model
+
     def on_model_built(self, model: Model) -> None:
         """After the model is built, before the data are tokenised."""
         return
@@ -179,8 +192,12 @@ class Task(ABC):
         return
 
     def write_extra(self, folder: Path) -> None:
-        """Write what `precompute` found into a checkpoint. On rank 0."""
+        """Write into a checkpoint what `precompute` found, and what the model needs beside its weights. On rank 0."""
         return
+
+    def save_model(self, model: Model, target: Path, tokenizer: Any, card: dict[str, Any]) -> None:
+        """Write what the run has trained as the Hugging Face directory `target`. Collective."""
+        model.save_pretrained(target, tokenizer=tokenizer, card=card)
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:
         """Before the first step, after a checkpoint was loaded."""
@@ -263,6 +280,18 @@ class Task(ABC):
         Raises:
             ValueError: no such columns, or rows that the task cannot use.
         """
+
+    def trained_model(self, source: str, load: Callable[..., Model], policy: Any) -> Model:
+        """The model for the rows of `for_inference`, on all ranks.
+
+        Args:
+            source: its folder or Hub name. load: `load(source=source, policy=policy)` loads one. policy: how it is
+                sharded.
+
+        Raises:
+            ValueError: it is not all that the task needs.
+        """
+        return load()
 
     @abstractmethod
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Examples:

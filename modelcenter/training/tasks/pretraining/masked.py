@@ -88,8 +88,9 @@ class MaskedPretraining(Pretraining):
         kind, own = model.config.model_type, _second_task(model)
         if own is None:
             raise ValueError(
-                f"model: pretraining of {kind} is telling which tokens were replaced, which this task does not do; "
-                "mlm without a second task trains its generator, a masked language model"
+                f"model: pretraining of {kind} is telling which tokens were replaced, which this task does not do: "
+                "`pretrain replaced-tokens` trains a discriminator and its generator, mlm without a second task a "
+                "generator alone"
             )
         if own != self.second:
             raise ValueError(f"{self.second}: the second task of {kind} is another; give {own} in its place")

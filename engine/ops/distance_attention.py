@@ -36,14 +36,15 @@ class _ByDistances(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _, _, q, k, v, _, *tables, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once: recomputation gives them once
+        _, _, q, k, v, _, *tables, _ = saved
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         dkeys, dqueries = (
             torch.empty_like(x) if x is not None and needed else None
             for x, needed in zip(tables, ctx.needs_input_grad[4:6], strict=True)
         )
         torch.ops.modelcenter.attention_by_distances_backward_(
-            dq, dk, dv, dkeys, dqueries, grad.contiguous(), *ctx.saved_tensors, *ctx.numbers
+            dq, dk, dv, dkeys, dqueries, grad.contiguous(), *saved, *ctx.numbers
         )
         return dq, dk, dv, None, dkeys, dqueries, *(None,) * (1 + len(ctx.numbers))
 

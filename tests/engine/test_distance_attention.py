@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from engine.ops import library
 from engine.ops.attention import Dropped, Heads
@@ -160,6 +161,18 @@ def test_distances_that_no_sequence_has_get_no_gradient():
     for table in found(inputs, *rest)[4:]:
         middle = table.shape[0] // 2
         assert table[middle - 8 : middle + 9].all(1).all() and table.count_nonzero() == 17 * table.shape[1]
+
+
+@pytest.mark.parametrize("kind", ["both", "of keys"])
+def test_recomputed_in_backward(kind):
+    """What recomputation has made again is given out once."""
+    inputs, offsets, heads, dropped = problem(**KINDS[kind])
+
+    def again(*given):
+        return checkpoint(attention_by_distances, *given, use_reentrant=False)
+
+    wanted = found(inputs, offsets, heads, dropped)
+    assert all(map(torch.equal, found(inputs, offsets, heads, dropped, again), wanted))
 
 
 def test_all_weights_dropped():

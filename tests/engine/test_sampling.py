@@ -7,6 +7,7 @@ from torch import nn
 
 import engine
 from engine.loss import DRAW_BITS, sample_classes
+from engine.loss.sampling import _first_beyond
 from engine.parallel import tensor
 
 LAST = 2**DRAW_BITS - 1
@@ -82,3 +83,11 @@ def test_a_vocabulary_that_ranks_share(four, vocab):
     hidden, weight, bias, draws = problem(vocab, 200)
     for found in four.run(on_ranks, vocab):
         assert found.tolist() == wanted(hidden, weight, bias, draws)
+
+
+def test_a_target_that_rounding_puts_at_the_end():
+    """Sums of sums and running sums may differ in their last bits: the class is then the last that can be."""
+    ends = torch.tensor([[0.0, 0.25, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]], dtype=torch.float64)
+    for beyond in (0.0, 1e-15, 1.0):
+        at, rest = _first_beyond(ends, ends[:, -1:] + beyond)
+        assert at.tolist() == [[2], [0]] and (rest < torch.tensor([[0.75], [0.5]])).all()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import engine
-from modelcenter.training.metrics import Accuracy, MultiLabel, Regression, SingleLabel
+from modelcenter.training.metrics import Accuracy, MultiLabel, Regression, ReplacedTokens, SingleLabel
 
 
 def one_hot(ids: list[int], classes: int) -> Tensor:
@@ -144,3 +144,23 @@ def test_two_ranks_are_one():
         for case in ("single", "multi", "regression", "one", "several values"):
             for found in pool.run(shares, case):
                 assert found == pytest.approx(shares(case), abs=1e-12), case
+
+
+def test_replaced_tokens_by_hand():
+    """Of five tokens three are said to be replaced, two of the three that were; a sixth is padding."""
+    metrics = ReplacedTokens()
+    logits = torch.tensor([[2.0, -1.0, 0.5], [1.0, -3.0, 9.0]])
+    replaced = torch.tensor([[1, 1, 0], [1, 0, -100]])
+    guesses = torch.tensor([[0.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
+    metrics.update(logits[:1], replaced[:1], guesses[:1], torch.tensor([1]))
+    metrics.update(logits[1:], replaced[1:], guesses[1:], torch.tensor([2]))
+    found = metrics.result()
+    costs = [math.log1p(math.exp(-x)) for x in (2.0, -1.0, -0.5, 1.0, 3.0)]
+    assert found.pop("discriminator_loss") == pytest.approx(sum(costs) / 5)
+    loss = (math.log(2 + math.e) - 1 + math.log(2 + math.exp(3))) / 2
+    assert found.pop("generator_loss") == pytest.approx(loss)
+    assert found.pop("generator_perplexity") == pytest.approx(math.exp(loss))
+    assert found == pytest.approx(
+        {"accuracy": 3 / 5, "precision": 2 / 3, "recall": 2 / 3, "replaced": 3 / 5, "generator_accuracy": 1 / 2}
+    )
+    assert ReplacedTokens().result()["discriminator_loss"] is None

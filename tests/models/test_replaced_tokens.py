@@ -1,5 +1,7 @@
 """A generator and a discriminator as one model, against transformers' nets in a plain loop over the same draws."""
 
+from contextlib import nullcontext
+
 import pytest
 import replaced_toys as toys
 import torch
@@ -223,6 +225,17 @@ def test_nets_of_one_size_draw_masks_of_their_own():
         pair(**toys.packed(toys.rows_of_tokens(LENGTHS)))
     sites = [module.site for module in pair.modules() if isinstance(module, Dropout)]
     assert len(set(sites)) == len(sites) > 4
+
+
+@pytest.mark.parametrize(("family", "share"), sorted(FAST))
+def test_a_step_asks_nothing_of_the_device(family, share, monkeypatch):
+    """On `meta`, whose tensors cannot be read: what is drawn, too, stays there."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # there is none for meta
+    pair = toys.joined(family, share, dropout=0.1).train()
+    batch = {**toys.packed(toys.rows_of_tokens((5, 3, 7))), "row_ids": torch.arange(3)}
+    with engine.ops.dropout_key(1, 2):
+        loss = mc.training.accumulate(pair.to("meta"), [batch])
+    assert loss.is_meta and set(grads_of(pair)) == {name for name, _ in pair.named_parameters()}
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

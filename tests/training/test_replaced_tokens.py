@@ -307,6 +307,31 @@ def test_a_run_goes_on_with_the_nets_of_another(trained, folder):
             assert all(torch.allclose(old[key], new[key], atol=1e-7) for key in old)
 
 
+def test_published_files_of_deberta_go_on(folder):
+    """As microsoft/deberta-v3-base has them: a generator's weights by themselves beside the discriminator's, a config
+    of the latter that names no class and no spelling of heads."""
+    sizes = SIZES["deberta-v2"] | STILL | {"vocab_size": len(make_tokenizer()), "pad_token_id": 0, "legacy": False}
+    made = mc.from_config("tiny/deberta-v2", "masked-lm", seed=1, **sizes | GENERATOR["deberta-v2"])
+    made.save_pretrained(folder / "generator")
+    weights = load_file(folder / "generator" / "model.safetensors")
+    mc.from_config("tiny/deberta-v2", "pretraining", seed=2, **sizes).save_pretrained(
+        folder / "published", tokenizer=make_tokenizer()
+    )
+    torch.save(weights, folder / "published" / "pytorch_model.generator.bin")
+    config = json.loads((folder / "published" / "config.json").read_text())
+    del config["architectures"], config["legacy"]
+    (folder / "published" / "config.json").write_text(json.dumps(config))
+    names = {"model": "published", "generator": "published/pytorch_model.generator.bin"}
+    changes = dict.fromkeys(("from_scratch", "model_config", "tokenizer")) | {"max_steps": 1, "lr": 0.0}
+    pretrain(folder, "deberta-v2", **changes, **{name: str(folder / place) for name, place in names.items()})
+    before = load_file(folder / "published" / "model.safetensors")
+    after, generator = (load_file(folder / "run" / net / "model.safetensors") for net in ("model", "generator"))
+    assert set(after) == set(before) and all(torch.allclose(after[key], before[key], atol=1e-7) for key in before)
+    again = {key.replace("cls.predictions.transform", "lm_predictions.lm_head"): x for key, x in generator.items()}
+    again = {key.replace("cls.predictions", "lm_predictions.lm_head"): x for key, x in again.items()}
+    assert set(again) == set(weights) and all(torch.equal(again[key], weights[key]) for key in weights)
+
+
 @pytest.mark.full
 def test_what_is_left_is_fine_tuned(trained, folder):
     write_jsonl(folder / "data" / "train.jsonl", make_rows(24, 1))

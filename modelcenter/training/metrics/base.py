@@ -8,7 +8,6 @@ from torch import Tensor
 # Metrics of which less is better; of all others more is. rejected: mean reward of such answers.
 _LOSSES = "loss teacher_loss total_loss discriminator_loss generator_loss".split()
 SMALLER_IS_BETTER = frozenset((*_LOSSES, "perplexity", "generator_perplexity", "mse", "rejected"))
-)
 
 
 class Score(Protocol):

@@ -130,6 +130,7 @@ def test_chosen_tokens_become_the_mask_or_stay(folder, share, masked):
 def test_losses_do_not_depend_on_the_cut(folder, family):
     """With dropout, on 1 and 2 ranks, in one microbatch and in two."""
     dropped = {"model_config": SIZES[family] | {"dropout": 0.2, "attention_dropout": 0.2, "max_positions": 32}}
+    dropped["max_steps"] = 3
     whole = pretrain(folder, family, "whole", **dropped)
     same(pretrain(folder, family, "two", ranks=2, **dropped | {"batch_size": 4}), whole)
     same(pretrain(folder, family, "parts", **dropped | {"batch_size": 4, "global_batch_size": 8}), whole)
@@ -293,6 +294,7 @@ def test_predictions_are_the_discriminators(trained, tmp_path):
         assert [one["replaced"] for one in row["tokens"]] == pytest.approx(scores, abs=2e-6)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_nets_of_another(trained, folder):
     """--model alone names both; they begin where they were, differences too."""
     for family in FAMILIES:
@@ -307,6 +309,7 @@ def test_a_run_goes_on_with_the_nets_of_another(trained, folder):
             assert all(torch.allclose(old[key], new[key], atol=1e-7) for key in old)
 
 
+@pytest.mark.full
 def test_published_files_of_deberta_go_on(folder):
     """As microsoft/deberta-v3-base has them: a generator's weights by themselves beside the discriminator's, a config
     of the latter that names no class and no spelling of heads."""
@@ -345,12 +348,14 @@ def test_what_is_left_is_fine_tuned(trained, folder):
         assert not any(about.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{"packing": "concat"}, {"streaming": True, "max_steps": 3, "epochs": None}])
 def test_documents_laid_end_to_end_and_streams(folder, changes):
     rows = pretrain(folder, **{"batch_size": None, "batch_tokens": 96, "max_steps": 3, "whole_word": True} | changes)
     assert len([row for row in rows if "loss" in row]) == 3 and rows[-1]["eval_generator_accuracy"] >= 0
 
 
+@pytest.mark.full
 def test_the_best_model_becomes_the_runs(folder):
     rows = pretrain(folder, max_steps=6, eval_every=2, save_every=2, best_metric="generator_loss", lr=0.3)
     scores = {row["step"]: row["eval_generator_loss"] for row in rows if "eval_loss" in row}

@@ -97,7 +97,7 @@ def _agree_on_tables(cfg: ReplacedTokensConfig, generator: Model, discriminator:
             other.weight.copy_(one.weight)
         elif cfg.share_embeddings == "tied" and not torch.equal(one.weight, other.weight) and engine.rank() == 0:
             log.warning(
-                "share_embeddings: tied, but %s of %s and %s differ: both begin with those of the latter",
+                "share_embeddings: tied, but the tables %r of %s and %s differ: both nets begin with the latter's",
                 name,
                 cfg.generator,
                 cfg.model,

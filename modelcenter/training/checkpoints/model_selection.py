@@ -24,7 +24,8 @@ _SCORE_FLAGS = (
     "max_target_length form eval_fraction max_length too_long template train_on reference beta loss_type teacher "
     "teacher_weight teacher_temperature "
     "label_all_tokens doc_stride max_question_length no_answer null_threshold max_answer_length n_best scoring "
-    "document packing mask_fraction whole_word word_segmenter next_sentence sentence_order noise_density mean_span"
+    "document packing mask_fraction whole_word word_segmenter next_sentence sentence_order noise_density mean_span "
+    "masked_share discriminator_weight"
 ).split()
 
 log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 from modelcenter.command_line.flags import Idle, flag
 from modelcenter.training.config.checks import check_fraction, check_positive
+from modelcenter.training.config.common import TrainConfig
 from modelcenter.training.config.teacher import TaughtConfig
 
 Document = Literal["line", "paragraph", "file"]
@@ -18,13 +19,12 @@ _data, _objective = partial(flag, "data"), partial(flag, "objective")
 
 # fmt: off
 @dataclass(kw_only=True)
-class PretrainConfig(TaughtConfig):
+class PretrainConfig(TrainConfig):
     """Flags of every kind of pretraining. An entry of train_data may be PATH@WEIGHT: its share of the rows."""
 
     roles: ClassVar[tuple[str, ...]] = ("text",)
-    usual_temperature: ClassVar[float] = 1.0
     idle: ClassVar[Mapping[str, Idle]] = {
-        **TaughtConfig.idle,
+        **TrainConfig.idle,
         "shuffle_window": Idle(lambda c: not c.streaming, "without streaming: all rows are shuffled together; leave it "
             "out"),
     }
@@ -58,6 +58,14 @@ class PretrainConfig(TaughtConfig):
             self.save_every = STREAM_EVERY
 
 
+@dataclass(kw_only=True)
+class TaughtPretrainConfig(PretrainConfig, TaughtConfig):
+    """Flags of pretraining that a teacher may take part in."""
+
+    usual_temperature: ClassVar[float] = 1.0
+    idle: ClassVar[Mapping[str, Idle]] = {**PretrainConfig.idle, **TaughtConfig.idle}
+
+
 # fmt: off
 @dataclass(kw_only=True)
 class MaskedConfig(PretrainConfig):
@@ -79,7 +87,7 @@ class MaskedConfig(PretrainConfig):
 
 # fmt: off
 @dataclass(kw_only=True)
-class MLMConfig(MaskedConfig):
+class MLMConfig(MaskedConfig, TaughtPretrainConfig):
     """Flags of masked-language-model pretraining."""
 
     task: ClassVar[str] = "mlm"
@@ -107,7 +115,7 @@ class MLMConfig(MaskedConfig):
 
 
 @dataclass(kw_only=True)
-class PretrainLMConfig(PretrainConfig):
+class PretrainLMConfig(TaughtPretrainConfig):
     """Flags of causal pretraining."""
 
     task: ClassVar[str] = "pretrain-lm"
@@ -115,7 +123,7 @@ class PretrainLMConfig(PretrainConfig):
 
 # fmt: off
 @dataclass(kw_only=True)
-class SpanCorruptionConfig(PretrainConfig):
+class SpanCorruptionConfig(TaughtPretrainConfig):
     """Flags of T5's pretraining."""
 
     task: ClassVar[str] = "span-corruption"

@@ -7,13 +7,13 @@ import numpy as np
 
 import engine
 from engine.memory import readable
+from modelcenter.data.examples import Examples
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.distillation.loss import Distillation
 from modelcenter.training.loop import Run
 from modelcenter.training.output.summary import peak_memory
 from modelcenter.training.setup.memory import StateBytes, state_bytes
-from modelcenter.training.tasks.base import Examples
 
 
 def dry_run(

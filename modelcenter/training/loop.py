@@ -16,6 +16,7 @@ from engine.ops import dropout_key
 from modelcenter.adapters import trainable_parameters
 from modelcenter.command_line.errors import Stopped
 from modelcenter.data.batching.prefetch import Prefetch
+from modelcenter.data.examples import Examples
 from modelcenter.hub.card import complete_card
 from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.hub.save import write_texts
@@ -40,7 +41,6 @@ from modelcenter.training.setup.optimizer import make_optimizer
 from modelcenter.training.setup.rank_checks import check_data
 from modelcenter.training.setup.resolve import resolve_automatic_batch_size, resolve_eval_batch_size
 from modelcenter.training.stopping import Stopping
-from modelcenter.training.tasks.base import Examples
 
 
 def train(

@@ -17,9 +17,10 @@ from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.trained import check_family, class_names, resolve_model_names
 
 if TYPE_CHECKING:
+    from modelcenter.data.examples import Examples
     from modelcenter.models.base import Model
     from modelcenter.training.checkpoints.resume import Continuation
-    from modelcenter.training.tasks.base import Examples, Task
+    from modelcenter.training.tasks.base import Task
 
 
 def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, about: str | None = None) -> None:

@@ -34,8 +34,8 @@ from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.setup.model import omit_unused_token_types
 from modelcenter.training.setup.resolve import resolve_max_length
 from modelcenter.training.tasks import TASKS
-from modelcenter.training.tasks.base import TokenExamples
 from modelcenter.training.tasks.embedding import tokenize_with_prompts
+from modelcenter.training.tasks.examples import TokenExamples
 from modelcenter.training.tasks.pair_scores import activated, check_one_label, outputs_of, shown
 from modelcenter.training.tasks.related_examples import TextExamples
 from modelcenter.training.tasks.text_search import all_embeddings

@@ -10,6 +10,7 @@ from typing import Any
 import engine
 from engine.collectives import together
 from modelcenter.data import sources
+from modelcenter.data.examples import Examples
 from modelcenter.data.token_files import is_tokens
 from modelcenter.models.base import Model
 from modelcenter.training.config import EvaluateConfig, PredictConfig
@@ -21,7 +22,7 @@ from modelcenter.training.output.json_text import json_text
 from modelcenter.training.setup.model import omit_unused_token_types
 from modelcenter.training.setup.resolve import resolve_max_length
 from modelcenter.training.tasks import TASKS, TaskInfo
-from modelcenter.training.tasks.base import Examples, Task
+from modelcenter.training.tasks.base import Task
 from modelcenter.training.trained import TrainedModel
 
 log = logging.getLogger("modelcenter")

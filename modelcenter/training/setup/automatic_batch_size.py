@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 import engine
+from modelcenter.data.examples import Examples
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.setup.batch_sizes import largest_divisor
 from modelcenter.training.setup.memory import optimizer_bytes
-from modelcenter.training.tasks.base import Examples
 
 _DEFAULT_GLOBAL_BATCH = 32  # rows of a step where no flag says how many
 _CPU_TOKENS = 8192  # of a microbatch: more gains no speed on a CPU

@@ -13,13 +13,13 @@ import torch
 
 import engine
 from engine.ops import multiplies_in_bf16
+from modelcenter.data.examples import Examples
 from modelcenter.models.base import Model
 from modelcenter.training.checkpoints.resume import Continuation
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.distillation.teacher import Teacher
 from modelcenter.training.setup.automatic_batch_size import largest_batch_sizes
 from modelcenter.training.setup.batch_sizes import continued_batch_sizes, step_sizes
-from modelcenter.training.tasks.base import Examples
 
 log = logging.getLogger(__name__)
 

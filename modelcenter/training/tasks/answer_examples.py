@@ -8,7 +8,7 @@ import torch
 
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.tokenization.answer_labels import IGNORED
-from modelcenter.training.tasks.base import TokenExamples
+from modelcenter.training.tasks.examples import TokenExamples
 from modelcenter.training.tasks.preview import highlighted, on_one_line, without_middle
 
 

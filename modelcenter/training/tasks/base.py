@@ -13,15 +13,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-import engine
 from modelcenter.data import sources
-from modelcenter.data.batching.collate import pack
 from modelcenter.data.examples import Examples
-from modelcenter.data.sampling import evaluation_batches
 from modelcenter.data.schemas.forms import apply_form
-from modelcenter.data.table import Table
 from modelcenter.data.tokenization.special_tokens import SpecialTokens
-from modelcenter.data.tokenization.tokenize import Tokens
 from modelcenter.models.base import Model
 from modelcenter.training.accumulation import TrainingLoss
 from modelcenter.training.config import LMConfig, PretrainConfig, TrainConfig
@@ -30,67 +25,8 @@ from modelcenter.training.evaluation import Batches as EvaluationBatches
 from modelcenter.training.evaluation import MetricUpdate, evaluate
 from modelcenter.training.metrics import Score
 from modelcenter.training.tasks.column_roles import inference_form
-from modelcenter.training.tasks.preview import shortened
+from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.splits import inference_split
-
-
-@dataclass(frozen=True)
-class TokenExamples:
-    """Examples of one sequence of tokens each. A subclass adds their labels to `batch` and `show`."""
-
-    table: Table
-    tokens: Tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def name(self) -> str:
-        return self.table.name
-
-    @property
-    def truncated(self) -> int:
-        return self.tokens.truncated
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.tokens.lengths
-
-    def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        return pack(self.tokens, rows)
-
-    def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(rows)
-
-    def where(self, row: int) -> str:
-        return self.table.where(row)
-
-    def fingerprint(self) -> Any:
-        return self.table.fingerprint()
-
-    def show(self, row: int, tokenizer: Any) -> str:
-        return shortened(tokenizer.decode(self.tokens.row(row)))
-
-
-class Batches:
-    """Batches of an evaluation, each made when it is read, which may be more than once.
-
-    Args:
-        rows: of each batch. output_logits: argument of the model's forward, in each batch; None: it is left out.
-    """
-
-    def __init__(self, examples: Examples, rows: list[np.ndarray], output_logits: bool | str | None = None):
-        self.examples, self.rows = examples, rows
-        self.options: dict[str, Any] = {} if output_logits is None else {"output_logits": output_logits}
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[i] for i in range(len(self)))
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.examples.batch(self.rows[i]) | self.options
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -308,11 +244,6 @@ class Task(ABC):
         Args:
             examples: from `inference_examples`. cfg: a PredictConfig.
         """
-
-
-def rank_batches(examples: Examples, batch_size: int) -> list[np.ndarray]:
-    """The rows of this rank's batches of an evaluation."""
-    return evaluation_batches(examples.lengths, batch_size, engine.data_size())[engine.data_rank()]
 
 
 def decoder_token(tokenizer: Any, name: str, use: str) -> int:

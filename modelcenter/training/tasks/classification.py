@@ -22,9 +22,10 @@ from modelcenter.training.distillation.classes import classes_of_teacher
 from modelcenter.training.distillation.loss import TEACHER_LOSS
 from modelcenter.training.evaluation import logits_of
 from modelcenter.training.metrics import LossOnly, MultiLabel, Regression, Score, SingleLabel, sum_over_ranks
-from modelcenter.training.tasks.base import Batches, Task, rank_batches
+from modelcenter.training.tasks.base import Task
 from modelcenter.training.tasks.class_weights import ClassWeightedLoss, parse_class_weights
 from modelcenter.training.tasks.column_roles import group_column, groups_of, inference_columns, inference_form
+from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.labelled_texts import LabelledExamples, check_texts, tokenize_texts
 from modelcenter.training.tasks.splits import column_of_parts, read_splits
 

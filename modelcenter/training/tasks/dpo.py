@@ -33,8 +33,9 @@ from modelcenter.training.config import DPOConfig, TrainConfig
 from modelcenter.training.evaluation import evaluate, log_probs_of
 from modelcenter.training.metrics import Preference
 from modelcenter.training.tasks.answer_examples import AnswerExamples
-from modelcenter.training.tasks.base import Batches, TokenExamples, rank_batches, takes_tokens_for_context
+from modelcenter.training.tasks.base import takes_tokens_for_context
 from modelcenter.training.tasks.column_roles import inference_columns
+from modelcenter.training.tasks.examples import Batches, TokenExamples, rank_batches
 from modelcenter.training.tasks.kept_reference import digest, read_reference, write_reference
 from modelcenter.training.tasks.lm import (
     LanguageModelling,

@@ -11,8 +11,8 @@ from modelcenter.data.schemas.columns import Columns
 from modelcenter.data.schemas.labels import Labels
 from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize
-from modelcenter.training.tasks.base import TokenExamples
 from modelcenter.training.tasks.column_roles import strings
+from modelcenter.training.tasks.examples import TokenExamples
 from modelcenter.training.tasks.splits import tells_of_rows
 
 log = logging.getLogger("modelcenter")

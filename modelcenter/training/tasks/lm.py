@@ -27,15 +27,9 @@ from modelcenter.training.inference.text_generation import (
 )
 from modelcenter.training.metrics import LanguageModel, LossOnly, Score, perplexity
 from modelcenter.training.tasks.answer_examples import AnswerExamples
-from modelcenter.training.tasks.base import (
-    Batches,
-    Task,
-    TokenExamples,
-    plain_text_context,
-    rank_batches,
-    takes_tokens_for_context,
-)
+from modelcenter.training.tasks.base import Task, plain_text_context, takes_tokens_for_context
 from modelcenter.training.tasks.column_roles import inference_columns, strings
+from modelcenter.training.tasks.examples import Batches, TokenExamples, rank_batches
 from modelcenter.training.tasks.splits import read_splits
 from modelcenter.training.tasks.structured_examples import (
     StructuredExamples,

@@ -17,8 +17,9 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import MultipleChoiceConfig, TrainConfig
 from modelcenter.training.evaluation import outputs
 from modelcenter.training.metrics import Accuracy, ExtractiveAnswers, Score, gather_lists
-from modelcenter.training.tasks.base import Batches, Task, TokenExamples, rank_batches
+from modelcenter.training.tasks.base import Task
 from modelcenter.training.tasks.column_roles import has_several_answers, inference_columns, inference_form
+from modelcenter.training.tasks.examples import Batches, TokenExamples, rank_batches
 from modelcenter.training.tasks.preview import shortened
 from modelcenter.training.tasks.splits import read_splits
 

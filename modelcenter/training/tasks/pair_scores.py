@@ -6,7 +6,7 @@ from torch import Tensor
 from modelcenter.hub.files.cross_encoder_files import activation_of
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import logits_of
-from modelcenter.training.tasks.base import Batches, TokenExamples, rank_batches
+from modelcenter.training.tasks.examples import Batches, TokenExamples, rank_batches
 
 
 def outputs_of(model: Model, examples: TokenExamples, batch_size: int) -> Tensor:

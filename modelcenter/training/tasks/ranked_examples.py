@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelcenter.data.batching.collate import pack
 from modelcenter.data.schemas.ranked_texts import RankedTexts, starts
-from modelcenter.training.tasks.base import TokenExamples
+from modelcenter.training.tasks.examples import TokenExamples
 from modelcenter.training.tasks.preview import shortened
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelcenter.data.batching.collate import pack
 from modelcenter.training.contrastive import ANCHOR, NEGATIVE, POSITIVE
-from modelcenter.training.tasks.base import TokenExamples
+from modelcenter.training.tasks.examples import TokenExamples
 from modelcenter.training.tasks.preview import shortened
 
 

@@ -20,7 +20,7 @@ from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.inference.text_generation import complete, map_longest_first, with_batch_seed
 from modelcenter.training.metrics import Generation, LossOnly, Score
 from modelcenter.training.target_tokens import begin_texts, check_end, choose_languages
-from modelcenter.training.tasks.base import Batches, Task, TokenExamples, decoder_token, rank_batches
+from modelcenter.training.tasks.base import Task, decoder_token
 from modelcenter.training.tasks.column_roles import (
     group_column,
     groups_of,
@@ -28,6 +28,7 @@ from modelcenter.training.tasks.column_roles import (
     inference_columns,
     inference_form,
 )
+from modelcenter.training.tasks.examples import Batches, TokenExamples, rank_batches
 from modelcenter.training.tasks.preview import highlighted, on_one_line, shortened
 from modelcenter.training.tasks.splits import read_splits
 

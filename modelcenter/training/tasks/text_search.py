@@ -8,7 +8,7 @@ import engine
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import embeddings_of
 from modelcenter.training.metrics import Retrieval
-from modelcenter.training.tasks.base import Batches, rank_batches
+from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.related_examples import RelatedExamples, TextExamples
 
 _QUERIES = 256  # that are looked for at a time

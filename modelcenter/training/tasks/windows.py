@@ -14,7 +14,8 @@ from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.evaluation import outputs
 from modelcenter.training.metrics import Score, gather_lists
-from modelcenter.training.tasks.base import Batches, Task, TokenExamples
+from modelcenter.training.tasks.base import Task
+from modelcenter.training.tasks.examples import Batches, TokenExamples
 
 
 @dataclass(frozen=True)

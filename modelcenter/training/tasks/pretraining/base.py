@@ -26,8 +26,9 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import PretrainConfig, TrainConfig
 from modelcenter.training.metrics import LossOnly, Score, perplexity
 from modelcenter.training.tasks import TASKS
-from modelcenter.training.tasks.base import Batches, Task, rank_batches
+from modelcenter.training.tasks.base import Task
 from modelcenter.training.tasks.column_roles import inference_columns
+from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.pretraining.documents import (
     Part,
     document_texts,

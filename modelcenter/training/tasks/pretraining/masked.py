@@ -24,7 +24,7 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import MLMConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import LanguageModel, Metrics, sum_over_ranks, sums
-from modelcenter.training.tasks.base import Batches, rank_batches
+from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.pretraining.base import Pretraining
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 

@@ -20,7 +20,7 @@ from modelcenter.training.config import ReplacedTokensConfig
 from modelcenter.training.evaluation import evaluate
 from modelcenter.training.metrics import ReplacedTokens, Score, sum_over_ranks
 from modelcenter.training.replaced_tokens import joined_nets, nets_of_run, save_nets, write_generator_config
-from modelcenter.training.tasks.base import Batches, rank_batches
+from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.pretraining.base import Pretraining
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 

@@ -1,10 +1,10 @@
 """The tasks that a model is trained for, by name. Imports no torch: a task's own module is imported when it is used.
 
-base.py says what a task is, examples.py what it trains on; each has a module of its own (classification.py, qa.py, lm.py, ...; pretraining/). They
-share: splits.py and column_roles.py, which rows and columns are read; questions.py, answer_examples.py, word_tags.py,
-related_examples.py, ranked_examples.py and structured_examples.py, what rows mean; windows.py and answer_spans.py, rows
-that are too long for the model; class_weights.py; text_search.py, how embeddings find texts; pair_scores.py, how
-rerankers score them; preview.py, rows shown to people.
+base.py says what a task is, examples.py what it trains on; each has a module of its own (classification.py, qa.py,
+lm.py, ...; pretraining/). They share: splits.py and column_roles.py, which rows and columns are read; questions.py,
+answer_examples.py, word_tags.py, related_examples.py, ranked_examples.py and structured_examples.py, what rows mean;
+windows.py and answer_spans.py, rows that are too long for the model; class_weights.py; text_search.py, how embeddings
+find texts; pair_scores.py, how rerankers score them; preview.py, rows shown to people.
 """
 
 import importlib

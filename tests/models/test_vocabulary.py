@@ -29,8 +29,9 @@ def build(name: str, **fields):
 
 def task_of(name: str) -> str:
     tasks = ARCHITECTURES[name].model_class().tasks
-    # ELECTRA's pretraining has no words; of ALBERT's, transformers resizes the matrix and not its unused bias.
-    first = ("masked-lm",) if name in ("albert", "electra") else ("pretraining", "masked-lm")
+    # ELECTRA's and DeBERTa's pretraining has no words; of ALBERT's, transformers resizes the matrix and not its unused
+    # bias.
+    first = ("masked-lm",) if name in ("albert", "electra", "deberta-v2") else ("pretraining", "masked-lm")
     return next(task for task in (*first, "causal-lm", "seq2seq-lm") if task in tasks)
 
 

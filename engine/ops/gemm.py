@@ -8,9 +8,9 @@ as oneDNN without either, but for a few rows, as generation has them; without it
 AVX2 alone MKL is as fast as either, but again for a few rows, with which it takes up to six times as long as the
 compiled operator for few (csrc/cpu/few_rows.h). All are exact fp32, unless torch.set_float32_matmul_precision("medium")
 allows to round what is multiplied to bf16: CPUs with instructions for that multiply twice as fast (by the compiled
-operator, csrc/cpu/rounded_products.cpp, or Intel's by torch), and sums are in fp32 as before. The choice depends on the
-CPU, on what is built and on the shape, never on a timing, and no sum on the number of threads: a run repeats bit for
-bit.
+operator, csrc/cpu/rounded_products.cpp, or Intel's with AMX by torch), and sums are in fp32 as before. The choice
+depends on the CPU, on what is built and on the shape, never on a timing, and no sum on the number of threads: a run
+repeats bit for bit.
 
 On a GPU the products are torch's. The gradient of a bias, which is the sum over all rows, takes torch twice the time of
 reading them; the compiled operator (csrc/cuda/columns.cu) adds them up in one pass, in an order that does not change.
@@ -74,7 +74,7 @@ def multiplies_in_bf16() -> bool:
     """Whether this CPU multiplies fp32 matrices in bf16 where torch's setting, "medium", allows it."""
     if onednn_linear()[0] and compiled():
         return library.cpu().rounds
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "amx_bf16" in _cpu_info()  # oneDNN rounds fp32 matrices for these instructions alone
 
 
 def few_compiled() -> bool:

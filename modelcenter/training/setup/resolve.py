@@ -93,7 +93,7 @@ def set_matmul_precision(precision: str) -> None:
     """How fp32 matrices are multiplied from now on, in this process. Warns where "medium" changes nothing on a CPU."""
     torch.set_float32_matmul_precision(precision)
     if precision == "medium" and engine.device().type == "cpu" and engine.rank() == 0 and not multiplies_in_bf16():
-        log.warning("matmul_precision: medium changes nothing here: this CPU has no instructions for bf16")
+        log.warning("matmul_precision: medium changes nothing here: this CPU multiplies bf16 no faster than fp32")
 
 
 def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> int:

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+import torch
 from toydata import WORDS, make_tokenizer, write_jsonl
 
 _ALL = [word for words in WORDS.values() for word in words]
@@ -35,3 +37,12 @@ def write_related(folder, train: int = 24, dev: int = 11, **kinds) -> list[dict]
     write_jsonl(folder / "data" / "dev.jsonl", make_related(dev, 2, **kinds))
     make_tokenizer().save_pretrained(folder / "tokenizer")
     return rows
+
+
+def assert_same(found, expected):
+    """Both are (loss, {name: gradient}, ...), equal but for rounding."""
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        rounding = 5e-6 * max(1.0, grad.abs().max().item())
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=rounding, msg=name)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 
+from modelcenter.command_line.launcher import launched_rank
+
 
 class Stopped(Exception):
     """The run was asked to end: SIGTERM or SIGINT."""
@@ -56,7 +58,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
             if "gloo/transport/" in str(error):  # another rank is gone, whose error is the one to read
                 time.sleep(_HEAD_START)
             raise
-        rank = int(os.environ.get("RANK") or 0)
+        rank = launched_rank()
         if rank:
             time.sleep(_HEAD_START)
         print(f"{f'[rank {rank}] ' if rank else ''}error: {_printable(_text(error))}", file=sys.stderr, flush=True)

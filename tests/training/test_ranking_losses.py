@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from related_toys import assert_same
 
 import engine
 import modelcenter as mc
@@ -109,14 +110,6 @@ def gradients(batches, name, policy=False):
         loss = accumulate(model, batches, RANKING_LOSSES[name]())
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.item(), {n: (g.full_tensor() if hasattr(g, "full_tensor") else g) for n, g in found.items()}
-
-
-def assert_same(found, expected):
-    assert found[0] == pytest.approx(expected[0], abs=1e-6)
-    assert found[1].keys() == expected[1].keys()
-    for name, grad in expected[1].items():
-        rounding = 5e-6 * max(1.0, grad.abs().max().item())
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=rounding, msg=name)
 
 
 @pytest.mark.parametrize("name", RANKING_LOSSES)

@@ -5,7 +5,7 @@ from typing import Any
 import engine
 import modelcenter
 from modelcenter.models.base import Model
-from modelcenter.training.setup.resolve import resolve_precision, set_matmul_precision
+from modelcenter.training.setup.resolve import resolve_max_length, resolve_precision, set_matmul_precision
 from modelcenter.training.trained import TrainedModel
 
 
@@ -15,12 +15,11 @@ def start_ranks(cfg: Any) -> None:
     set_matmul_precision(cfg.matmul_precision)
 
 
-def load_model(cfg: Any, trained: TrainedModel, **options: Any) -> Model:
-    """The model on all ranks. cfg: flags of inference. options: of modelcenter.from_pretrained; source: what to load in
-    its place."""
-    source = options.pop("source", trained.source)
+def load_model(cfg: Any, trained: TrainedModel, source: str | None = None, **options: Any) -> Model:
+    """The model on all ranks. cfg: flags of inference. source: what to load in its place. options: of
+    modelcenter.from_pretrained."""
     options = {"policy": load_policy(cfg), "revision": cfg.revision, **options}
-    return modelcenter.from_pretrained(source, None, **options)
+    return modelcenter.from_pretrained(source or trained.source, None, **options)
 
 
 def load_policy(cfg: Any) -> engine.Policy:
@@ -32,3 +31,10 @@ def load_tokenizer(cfg: Any, trained: TrainedModel) -> Any:
     """The tokenizer that the flags name, else the model's."""
     revision = {"revision": cfg.revision} if cfg.revision and cfg.tokenizer is None else {}
     return modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer or trained.source, **revision)
+
+
+def max_length_of(trained: TrainedModel, model: Model, tokenizer: Any, requested: int | None) -> int:
+    """Tokens a row may have: as many as requested, else as in the run that trained the model, else as
+    resolve_max_length. Raises ValueError: see there."""
+    of_run = None if trained.run is None else trained.run.max_length
+    return resolve_max_length(model, tokenizer, requested or of_run)

@@ -29,10 +29,9 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.training.config import MineConfig
 from modelcenter.training.inference.hard_negatives import Choice, Pool, Rules, choose, lowest_positives, search
-from modelcenter.training.inference.loading import load_model, load_tokenizer, start_ranks
+from modelcenter.training.inference.loading import load_model, load_tokenizer, max_length_of, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.setup.model import omit_unused_token_types
-from modelcenter.training.setup.resolve import resolve_max_length
 from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.embedding import tokenize_with_prompts
 from modelcenter.training.tasks.examples import TokenExamples
@@ -133,8 +132,7 @@ def _search(cfg: MineConfig, trained: TrainedModel, table: Table, pool: Pool) ->
         model = load_model(cfg, trained, dtype="float32")
         tokenizer = load_tokenizer(cfg, trained)
     omit_unused_token_types(tokenizer, model)
-    of_run = None if trained.run is None else trained.run.max_length
-    max_length = resolve_max_length(model, tokenizer, cfg.max_length or of_run)
+    max_length = max_length_of(trained, model, tokenizer, cfg.max_length)
     settings = model.config.embedding
     with together("preparing the texts", patient=True):
         kinds = [("query_prompt", pool.queries), ("document_prompt", pool.documents)]
@@ -159,7 +157,7 @@ def _score_anew(
         check_one_label(model)
         tokenizer = load_tokenizer(named, trained)
     omit_unused_token_types(tokenizer, model)
-    max_length = resolve_max_length(model, tokenizer, None if trained.run is None else trained.run.max_length)
+    max_length = max_length_of(trained, model, tokenizer, None)
     there = scores > -torch.inf
     query_of, place = there.nonzero().unbind(1)
     pairs = torch.cat([torch.stack([query_of, documents[query_of, place]], 1), torch.from_numpy(pool.positives)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from modelcenter._paths import naming_full_disk
+from modelcenter.command_line.launcher import launched_rank
 from modelcenter.training.inference.row_formats import ENDINGS, LINES, Row, format_of, text_lines, write_parquet
 from modelcenter.training.output.json_text import json_text
 
@@ -18,7 +19,7 @@ from modelcenter.training.output.json_text import json_text
 def check_output(path: str | None, endings: Sequence[str] = ENDINGS) -> None:
     """Raise OSError before the work is done if its result could not be written, and ValueError if its format is not
     known. endings: of files that the result can be written to."""
-    if path is not None and int(os.environ.get("RANK") or 0) == 0:
+    if path is not None and launched_rank() == 0:
         target = _target(path)
         if target.is_dir():
             raise OSError(f"output: {path} is a directory; give the name of a file, such as {Path(path) / 'out.jsonl'}")

@@ -16,11 +16,10 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import EvaluateConfig, PredictConfig
 from modelcenter.training.config.inference import SearchFlags
 from modelcenter.training.config.seq2seq import ONE_BEAM
-from modelcenter.training.inference.loading import load_model, load_policy, load_tokenizer, start_ranks
+from modelcenter.training.inference.loading import load_model, load_policy, load_tokenizer, max_length_of, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_lines, write_rows
 from modelcenter.training.output.json_text import json_text
 from modelcenter.training.setup.model import omit_unused_token_types
-from modelcenter.training.setup.resolve import resolve_max_length
 from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.tasks.base import Task
 from modelcenter.training.trained import TrainedModel
@@ -94,8 +93,7 @@ def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Mod
         )
     tokenizer = load_tokenizer(cfg, trained)
     omit_unused_token_types(tokenizer, model)
-    of_run = None if trained.run is None else trained.run.max_length
-    max_length = resolve_max_length(model, tokenizer, cfg.max_length or of_run)
+    max_length = max_length_of(trained, model, tokenizer, cfg.max_length)
     with together("preparing the rows", patient=True):
         examples = task.inference_examples(model, tokenizer, max_length)
     cut = getattr(examples, "truncated", 0)  # prompts of some tasks, which are never cut, are lists

@@ -1,6 +1,5 @@
 """How a run starts: it claims its output folder, meets the other ranks and agrees with them on flags and storage."""
 
-import os
 import platform
 import time
 import uuid
@@ -12,6 +11,7 @@ from pathlib import Path
 import engine
 from engine.checkpoint import wait_checkpoint
 from engine.collectives import from_rank_0, together
+from modelcenter.command_line.launcher import launched_rank
 from modelcenter.hub.remote.push import check_push
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.output.folder import prepare_output, remove_if_empty
@@ -29,7 +29,7 @@ def claim_output(cfg: TrainConfig) -> Iterator[None]:
     Inside, other runs are kept out of the folder. Afterwards a new folder in which nothing was written is removed.
     """
     selected_trackers(cfg.trackers)
-    if cfg.output_dir is None or cfg.dry_run or int(os.environ.get("RANK") or 0) != 0:
+    if cfg.output_dir is None or cfg.dry_run or launched_rank() != 0:
         yield
         return
     if cfg.push_to_hub is not None:

@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
-import os
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
+from modelcenter.command_line.launcher import launched_rank
 from modelcenter.data import sources
 from modelcenter.data.batching.mixture import mixed, parse_weights
 from modelcenter.data.schemas.forms import apply_form
@@ -52,7 +52,7 @@ def read_splits(
 def tells_of_rows() -> bool:
     """Whether this process tells people what is the matter with the rows: that of rank 0, also before the ranks are
     started, as rows are read first."""
-    return int(os.environ.get("RANK") or 0) == 0
+    return launched_rank() == 0
 
 
 def column_of_parts(name: str, *tables: Table | None) -> tuple[list[Any], Callable[[int], str]]:

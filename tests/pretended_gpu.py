@@ -199,6 +199,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> Iterator[None]
     """
     import torch._dynamo  # noqa: F401  as long as torch knows that there is no GPU
 
+    from engine import torch_compat
     from engine.ops import library
     from modelcenter.layers import packed_attention
 
@@ -224,10 +225,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> Iterator[None]
         patch.setattr(torch.cuda, "set_sync_debug_mode", debug)
         patch.setattr(torch.cuda, "synchronize", lambda *_: mode.arrive())
         patch.setattr(torch.accelerator, "current_stream", lambda *_: stream)
+        patch.setattr(torch_compat, "_raw_stream", None)  # a torch for GPUs would ask its driver
         patch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
         patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
-        for made in ("Stream", "Event"):
-            patch.setattr(torch.cuda, made, lambda *_, **__: stream)
+        for made in ("Stream", "Event"):  # by a class, which annotations of modules imported later may name
+            patch.setattr(torch.cuda, made, type(made, (), {"__new__": lambda *_, **__: stream}))
         patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
         status = library.Status(library.cpu().loaded, "pretended")
         patch.setattr(library, "cuda", lambda: status)

@@ -32,11 +32,13 @@ class Nccl:
 
     def check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
         """A collective or message of these tensors, which are on the GPU: func is torch's operator for it."""
-        name = func.__name__.partition(".")[0].rstrip("_")
+        name = func.__name__.partition(".")[0]
+        copied = func.namespace == "_c10d_functional" and name in ("all_reduce", "broadcast")  # then sent, as contiguous
+        name = name.rstrip("_")
         for x in tensors:
             if x.dtype not in DTYPES:
                 raise RuntimeError(f"{name}: NCCL has no {x.dtype}")
-            if not x.is_contiguous():
+            if not x.is_contiguous() and not copied:
                 raise RuntimeError(f"{name}: NCCL takes contiguous tensors, this has strides {x.stride()}")
         for value in args:
             if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):

@@ -1,14 +1,17 @@
 #!/usr/bin/env python
-"""Write docs/performance.md and its plots from scripts/bench/results: `python scripts/bench/page.py`.
+"""Write docs/performance.md, its plots and the README's table from scripts/bench/results.
 
-A test compares the page with what this script makes of the JSON. The plots (SVG) show the same rows.
+python scripts/bench/page.py
+
+A test compares page and README with what this script makes of the JSON. The plots (SVG) show the same rows.
 """
 
 import argparse
 import inspect
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from scripts.bench.__main__ import BENCHES, Bench
 from scripts.bench.lib import ROOT, tables
 
 PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots", ROOT / "scripts" / "bench" / "results"
+README = ROOT / "README.md"
+UNNAMED = "AMD"  # the machine whose results have no name in their file's
 SPEED = [name for name in BENCHES if name != "clients"]  # its results are in docs/hub.md
 # `make gpu-check` runs these; their records are all of some GPU.
 ON_GPUS = {name: Bench(name, 5) for name in ("gpu_training", "gpu_optimizer")}
@@ -26,34 +31,38 @@ HEAD = """# Performance
 Every measurement of this project's speed and memory, compared with other libraries. The README has [a summary](../README.md#speed).
 
 - **Peers**: contenders take turns, in processes of their own unless a section says otherwise; numbers are medians of the turns.
-- **"Times as good"** is the ratio of two rates, or the inverse ratio of two times or sizes: above 1 this project is ahead.
+- **Numbers**: how many times as good this project is, which is the ratio of two rates, or the inverse ratio of two times or sizes. Above 1 this project is ahead. In brackets: what was measured here, and there.
 - **"Wanted"** is the target that this project set itself.
 - **Limits**: each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible.
-- **Machines** differ, so compare ratios. Results have the machine's name in the heading, but for those of an AMD CPU with AVX-512: "Zen5" is a newer one, "Intel" has AVX-512 too, "AVX2" is an AMD CPU without it, "H200" is a GPU ([GPU](gpu.md)).
+- **Machines** differ, so compare ratios. "AMD" is a CPU with AVX-512, "Zen5" a newer one, "AVX2" one of AMD without AVX-512, "Intel" one with it, "H200" a GPU ([GPU](gpu.md)).
 
 To repeat the measurements:
 
 ```bash
 make bench ARGS="--data path/to/data"
 python -m scripts.bench --only finetune_classification --quick
-python scripts/bench/page.py     # writes this page and its plots from scripts/bench/results
+python scripts/bench/page.py     # writes this page, its plots and the README's table
 ```
 
 `--data` names a folder that holds `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`); without it, the fine-tuning benchmarks use the samples in `scripts/samples`.
 """  # noqa: E501
 
 
-def records() -> dict[str, dict[str, Any]]:
-    """{name of a benchmark: its record}, in the order in which they run.
+Records = Mapping[str, Mapping[str, Any]]  # of one benchmark: {machine: record}
+
+
+def records() -> dict[str, dict[str, dict[str, Any]]]:
+    """{name of a benchmark: {machine: its record}}, in the order in which they run.
 
     Results of another machine are in NAME.MACHINE.json.
     """
-    return {
-        path.stem: record_in(path)
-        for name in (*SPEED, *ON_GPUS)
-        for path in [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"{name}.*.json"))]
-        if path.exists()
-    }
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in (*SPEED, *ON_GPUS):
+        for path in [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"{name}.*.json"))]:
+            if path.exists():
+                machine = path.stem.partition(".")[2] or UNNAMED
+                found.setdefault(name, {})[machine] = record_in(path)
+    return found
 
 
 def record_in(path: Path) -> dict[str, Any]:
@@ -65,70 +74,89 @@ def record_in(path: Path) -> dict[str, Any]:
 
 
 def bench_of(name: str) -> Bench:
-    """The benchmark of a record."""
-    return (BENCHES | ON_GPUS)[name.split(".")[0]]
+    return (BENCHES | ON_GPUS)[name]
 
 
-def title(name: str) -> str:
-    """families.Intel -> families, Intel. Benchmarks keep the names that `--only` takes."""
-    return name.replace(".", ", ")
-
-
-def render() -> str:
-    found = records()
+def render(found: Mapping[str, Records]) -> str:
     parts = [HEAD, summary(found)]
     scripts = [bench_of(name).script for name in found]
-    parts += [section(name, record, scripts[i] in scripts[:i]) for i, (name, record) in enumerate(found.items())]
-    measured = {name.split(".")[0] for name in found}
-    if missing := [f"`{name}`" for name in SPEED if name not in measured]:
+    parts += [section(name, of, scripts[i] in scripts[:i]) for i, (name, of) in enumerate(found.items())]
+    if missing := [f"`{name}`" for name in SPEED if name not in found]:
         parts.append(f"## Not measured yet\n\n{', '.join(missing)}: they have no JSON file yet.\n")
     return "\n".join(parts)
 
 
-def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Rows where a peer is ahead, and rows that miss their target, with the reason that the benchmark gives."""
-    behind, missed = [], []
-    reasons = reasons_of(found)
-    for name, record in found.items():
-        machine = f"{name.split('.')[1]}: " if "." in name else ""
-        for row in tables.comparisons(record):
-            line = f"- {machine}{row['what']}, against {row['peer']}: {row['ratio']:.2f} times as good"
-            line += f", {tables.wanted(row)} is wanted" if tables.misses(row) else ""
-            reason = row["why"] or reasons.get((name.split(".")[0], row["what"], row["peer"]))
-            line += f": {reason}" if reason else ""
-            if round(row["ratio"], 2) < 1:
-                behind.append(line)
-            elif tables.misses(row):
-                missed.append(line)
-        for row in filter(tables.misses, tables.fractions(record)):
-            reached = f"{100 * row['fraction']:.1f} % of {row['limit']}"
-            missed.append(f"- {machine}{row['what']}: {reached}, {tables.wanted(row)} is wanted")
+def summary(found: Mapping[str, Records]) -> str:
+    """Rows where a peer is ahead, and rows that miss their target, with the reason that a benchmark gives."""
+    behind: list[str] = []
+    missed: list[str] = []
+    for of in found.values():
+        for (what, peer), rows in by_machine(of, tables.comparisons).items():
+            said = f"- {what}, against {peer}: "
+            why = next((f": {row['why']}" for row in rows.values() if row["why"]), "")
+            losses = {machine: row for machine, row in rows.items() if round(row["ratio"], 2) < 1}
+            short = {machine: row for machine, row in rows.items() if machine not in losses and tables.misses(row)}
+            for rows, lines in ((losses, behind), (short, missed)):
+                if rows:
+                    wanted = next(
+                        (f", {tables.wanted(row)} is wanted" for row in rows.values() if tables.misses(row)), ""
+                    )
+                    ratios = listed(rows, lambda row: format(row["ratio"], ".2f"))
+                    lines.append(f"{said}{ratios} times as good{wanted}{why}")
+        for (what, limit), rows in by_machine(of, tables.fractions).items():
+            if rows := {machine: row for machine, row in rows.items() if tables.misses(row)}:
+                reached = listed(rows, lambda row: f"{100 * row['fraction']:.1f} %")
+                wanted = tables.wanted(next(iter(rows.values())))
+                missed.append(f"- {what}: {reached} of {limit}, {wanted} is wanted")
     nothing = ["- Nothing that was measured."]
     lines = ["## Where another library is ahead", "", *(behind or nothing), ""]
     return "\n".join([*lines, "## Not behind, but short of the target", "", *(missed or nothing), ""])
 
 
-def reasons_of(found: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, str], str]:
-    """{(benchmark, what, peer): why}, for records made before their benchmark gave a reason."""
-    return {
-        (name.split(".")[0], row["what"], row["peer"]): row["why"]
-        for name, record in found.items()
-        for row in tables.comparisons(record)
-        if row["why"]
-    }
+def by_machine(
+    of: Records, rows_of: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
+) -> dict[tuple[str, str], dict[str, Mapping[str, Any]]]:
+    """{(what, peer or limit): {machine: row}}."""
+    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for machine, record in of.items():
+        for row in rows_of(record):
+            found.setdefault((row["what"], row.get("peer") or row["limit"]), {})[machine] = row
+    return found
 
 
-def section(name: str, record: Mapping[str, Any], described: bool = False) -> str:
+def listed(rows: Mapping[str, Mapping[str, Any]], show: Callable[[Mapping[str, Any]], str]) -> str:
+    return ", ".join(f"{show(row)} ({machine})" for machine, row in rows.items())
+
+
+def section(name: str, of: Records, described: bool = False) -> str:
     """A benchmark's section; described: an earlier section has the description of its script."""
-    bench, limit, machine = bench_of(name), record["limits"], record["hardware"]
-    lines = [f"## {title(name)}", "", *([] if described else [about(bench.script), ""])]
-    if record["settings"].get("quick"):
+    bench = bench_of(name)
+    lines = [f"## {name}", "", *([] if described else [about(bench.script), ""])]
+    if any(record["settings"].get("quick") for record in of.values()):
         lines += ["**A trial run that only shows that the benchmark works: its numbers mean nothing.**", ""]
-    for head, rows in tables.cells(record):
-        lines += [tables.markdown(head, rows), ""]
-    if tables.comparisons(record):
+    if rows := by_machine(of, tables.comparisons):
+        cells = [
+            [what, peer, *(tables.compared(found.get(machine)) for machine in of), tables.wanted_of(found.values())]
+            for (what, peer), found in rows.items()
+        ]
+        lines += [tables.markdown(["what", "against", *of, "wanted"], cells), ""]
+    if rows := by_machine(of, tables.fractions):
+        cells = [
+            [what, limit, *(tables.reached(found.get(machine)) for machine in of), tables.wanted_of(found.values())]
+            for (what, limit), found in rows.items()
+        ]
+        lines += [tables.markdown(["what", "of which limit", *of, "wanted"], cells), ""]
+    if any(map(tables.comparisons, of.values())):
         lines += [f"![How many times as good](plots/{name}.svg)", ""]
-    lines += [f"{note}\n" for note in record["notes"]]
+    notes = dict.fromkeys(note for record in of.values() for note in record["notes"])
+    lines += [f"{note}\n" for note in notes]
+    lines += [f"- {machine}: {origin(bench, record)}" for machine, record in of.items()]
+    return "\n".join([*lines, f"\n`scripts/bench/{bench.script}.py`\n"])
+
+
+def origin(bench: Bench, record: Mapping[str, Any]) -> str:
+    """Where a record's numbers are from: date, commit, machine, limits, settings and versions."""
+    limit, machine = record["limits"], record["hardware"]
     settings = ", ".join(f"{key} {show(value)}" for key, value in record["settings"].items() if key != "quick")
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items() if value != "absent")
     cpu = " with ".join(filter(None, (machine["cpu"], machine.get("vectors"))))
@@ -138,12 +166,10 @@ def section(name: str, record: Mapping[str, Any], described: bool = False) -> st
         rate = f"fp32 products {limit['gemm_gflops']} GFLOP/s"
         if record["settings"].get("matmul_precision") == "medium":
             rate += f", of numbers rounded to bf16 {limit['rounded_gemm_gflops']}"
-    lines.append(
+    return (
         f"{record['date']}, commit {record['commit'][:12]}; {cpu}, {machine['cores']} cores,"
-        f" {machine['memory_gib']} GiB; {rate}, copy {limit['copy_gb_per_s']}"
-        f" GB/s; {settings}; {versions}. `scripts/bench/{bench.script}.py`\n"
+        f" {machine['memory_gib']} GiB; {rate}, copy {limit['copy_gb_per_s']} GB/s; {settings}; {versions}."
     )
-    return "\n".join(lines)
 
 
 def show(value: Any) -> str:
@@ -159,31 +185,80 @@ def about(script: str) -> str:
     return "\n\n".join(part if part.startswith("-") else " ".join(part.split("\n")) for part in parts)
 
 
-def plot(name: str, record: Mapping[str, Any]) -> None:
-    """Bars of the ratios on a logarithmic axis, with a mark at each target."""
+# What the README says of each benchmark of a whole run.
+TASKS = {
+    "finetune_classification": "BERT, classification, SST-2",
+    "finetune_mlm": "BERT, masked LM, Shakespeare",
+    "finetune_token_classification": "BERT, tags of words, E2E",
+    "finetune_qa": "BERT, answers in texts, E2E",
+    "finetune_multiple_choice": "BERT, choice of a text, E2E",
+    "finetune_embedding": "BERT, embeddings, E2E (sentence-transformers)",
+    "finetune_lm": "GPT-2, answers only, E2E",
+    "finetune_gpt2": "the same in full size (12 layers, 768 wide)",
+    "finetune_dpo": "GPT-2, preferences, E2E (TRL)",
+    "finetune_seq2seq": "T5, E2E",
+    "finetune_2_ranks": "BERT, SST-2, two processes of one thread (DDP)",
+}
+
+
+def readme_table(found: Mapping[str, Records]) -> str:
+    """How the whole runs compare, from the slowest to the fastest of the CPUs on which each was measured."""
+    head = ["", "CPUs", "peer", "peer at its best", "start to export", "memory"]
+    lines = []
+    for name, task in TASKS.items():
+        runs = [tables.comparisons(record) for record in found.get(name, {}).values()]
+        speed = [[row["ratio"] for row in rows if row["what"].endswith("real tokens")] for rows in runs]
+        whole = [row["ratio"] for rows in runs for row in rows if "start to exported model" in row["what"]]
+        memory = [1 / row["ratio"] for rows in runs for row in rows if "peak memory" in row["what"]]
+        if runs:
+            columns = ([ratios[0] for ratios in speed], [min(ratios) for ratios in speed], whole)
+            lines.append([task, f"{len(runs)}", *(span(c, ".1f", "x") for c in columns), span(memory, ".2f")])
+    return tables.markdown(head, lines)
+
+
+def span(values: Iterable[float], form: str, unit: str = "") -> str:
+    """1.4x to 2.6x; a single number where all are equal."""
+    ends = dict.fromkeys(f"{end(values):{form}}{unit}" for values in [list(values)] for end in (min, max))
+    return " to ".join(ends)
+
+
+def readme(found: Mapping[str, Records], text: str) -> str:
+    """The README with the table of today's results."""
+    table = readme_table(found) + "\n"
+    return re.sub(r"(?<=<!-- speed -->\n).*?(?=<!-- end -->)", lambda _: table, text, flags=re.DOTALL)
+
+
+def plot(name: str, of: Records) -> None:
+    """A dot for each machine's ratio on a logarithmic axis, with a mark at each target."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none"}  # reproducible, small files
     import matplotlib.pyplot as plt
 
-    rows = tables.comparisons(record)
-    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.3 * len(rows)), layout="constrained")
+    rows = by_machine(of, tables.comparisons)
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.25 * len(rows)), layout="constrained")
     places = range(len(rows) - 1, -1, -1)
-    ratios = [row["ratio"] for row in rows]
-    axes.barh(places, [r - 1 for r in ratios], left=1, color=["#3a7" if r >= 1 else "#c54" for r in ratios])
-    for place, row in zip(places, rows, strict=True):
-        axes.text(row["ratio"], place, f" {row['ratio']:.2f} ", va="center", fontsize=7,
-                  ha="left" if row["ratio"] >= 1 else "right")  # fmt: skip
-        if row["target"]:
-            axes.plot([row["target"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.2)
+    for machine, marker in zip(of, "os^Dv", strict=False):
+        dots = [
+            (found[machine]["ratio"], i) for i, found in zip(places, rows.values(), strict=True) if machine in found
+        ]
+        if dots:
+            axes.plot(*zip(*dots, strict=True), marker, label=machine, markersize=5, alpha=0.8)
+    for place, found in zip(places, rows.values(), strict=True):
+        if target := next((row["target"] for row in found.values() if row["target"]), None):
+            axes.plot([target] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.2)
+    ratios = [row["ratio"] for found in rows.values() for row in found.values()]
     axes.axvline(1, color="grey", linewidth=0.8)
+    axes.grid(axis="y", linewidth=0.3)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlim(min([0.7, *ratios]) / 1.6, max([1.5, *ratios]) * 1.6)
-    axes.set_yticks(list(places), [f"{row['what']} / {row['peer']}" for row in rows], fontsize=7)
+    axes.set_xlim(min([0.7, *ratios]) / 1.2, max([1.5, *ratios]) * 1.2)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
+    axes.set_yticks(list(places), [f"{what} / {peer}" for what, peer in rows], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
     axes.set_xlabel("times as good as the peer; black: wanted", fontsize=7)
+    figure.legend(loc="outside upper right", ncols=len(of), fontsize=7, frameon=False)
     PLOTS.mkdir(exist_ok=True)
     figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
@@ -192,10 +267,12 @@ def plot(name: str, record: Mapping[str, Any]) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.parse_args()  # --help writes nothing
-    PAGE.write_text(render(), encoding="utf-8")
-    for name, record in records().items():
-        if tables.comparisons(record):
-            plot(name, record)
+    found = records()
+    PAGE.write_text(render(found), encoding="utf-8")
+    README.write_text(readme(found, README.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, of in found.items():
+        if any(map(tables.comparisons, of.values())):
+            plot(name, of)
 
 
 if __name__ == "__main__":

@@ -374,8 +374,8 @@ def test_dropout_draws_as_the_models_own():
     recomputing = copy.deepcopy(model)
     wrap_units_(recomputing.units, "full", compile=False)
     for again in gradients(model, 0, [2], [1, 0]), gradients(recomputing, 0, [0], [1, 2]):
-        for name, grad in whole.items():
-            assert torch.allclose(again[name], grad, rtol=1e-4, atol=1e-6), name
+        for name, grad in whole.items():  # the order of sums is that of torch's products, which its versions choose
+            assert torch.allclose(again[name], grad, rtol=1e-4, atol=5e-6 * grad.abs().max()), name
     other = gradients(model, 1, [0, 1, 2])
     assert not any(torch.allclose(other[name], grad, rtol=1e-2) for name, grad in whole.items())
     dropouts = [module for module in model.modules() if isinstance(module, UpdateDropout)]

@@ -277,7 +277,12 @@ def test_a_damaged_result_is_named(tmp_path: Path, monkeypatch):
 
 
 def test_page_is_the_numbers():
-    assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run python scripts/bench/page.py"
+    found = page.records()
+    assert page.PAGE.read_text(encoding="utf-8") == page.render(found), "run python scripts/bench/page.py"
+    readme = page.README.read_text(encoding="utf-8")
+    assert readme == page.readme(found, readme) and page.readme_table(found) in readme, (
+        "run python scripts/bench/page.py"
+    )
     linked = set(re.findall(r"\(plots/(.*?)\)", page.PAGE.read_text(encoding="utf-8")))
     assert linked == {path.name for path in page.PLOTS.glob("*.svg")}
 
@@ -286,16 +291,49 @@ def test_losses_are_told():
     behind = lib.against("memory", "peer", 200, 100, "MB", why="it holds two")
     slower = lib.against("step", "peer", 1.2, 1.0, "tokens/s", target=1.5)
     short, over = lib.fraction("step", 0.4, "products", 0.65), lib.fraction("start", 1.5, "a second", most=1)
-    told = page.summary({"x": {"rows": [behind, slower, short, over, lib.fraction("end", 0.9, "a second", most=1)]}})
+    late = lib.fraction("end", 0.9, "a second", most=1)
+    told = page.summary({"x": {"AMD": {"rows": [behind, slower, short, over, late]}}})
     ahead, missed = told.split("## Not behind")
     assert (behind["ratio"], slower["ratio"]) == (0.5, 1.2)
-    assert "0.50 times as good: it holds two" in ahead and "1.20" not in ahead
-    assert "1.20 times as good, 1.5 is wanted" in missed and "40.0 % of products, 65 % is wanted" in missed
-    assert "150.0 % of a second, at most 100 % is wanted" in missed and "end" not in missed
-    assert "- Intel: memory, against peer" in page.summary({"x.Intel": {"rows": [behind]}})
-    equal, older = lib.against("loss", "peer", 5.624, 5.616, "loss"), behind | {"why": ""}
-    told = page.summary({"x": {"rows": [equal, older]}, "x.Intel": {"rows": [behind]}, "y": {"rows": [older]}})
-    assert "loss" not in told and told.count("it holds two") == 2  # a record without a reason has the other's
+    assert "against peer: 0.50 (AMD) times as good: it holds two" in ahead and "1.20" not in ahead
+    assert "1.20 (AMD) times as good, 1.5 is wanted" in missed
+    assert "step: 40.0 % (AMD) of products, 65 % is wanted" in missed
+    assert "150.0 % (AMD) of a second, at most 100 % is wanted" in missed and "end" not in missed
+    equal, older = lib.against("loss", "peer", 5.624, 5.616, "loss"), behind | {"why": "", "ratio": 0.4}
+    told = page.summary({"x": {"AMD": {"rows": [equal, older]}, "Intel": {"rows": [behind]}}})
+    # Machines share a line, and a record without a reason the other's.
+    assert "0.40 (AMD), 0.50 (Intel) times as good: it holds two" in told and "loss" not in told
+
+
+def test_machines_are_columns():
+    """A machine without a row leaves its cell empty; the target is the newest one."""
+    fast = lib.against("step", "peer", 3.0, 1.0, "tokens/s", target=1.5)
+    slow, other = fast | {"ratio": 1.25, "target": None}, lib.against("load", "peer", 2.0, 3.0, "s")
+    reached = lib.fraction("step", 0.4, "products", 0.65)
+    about = {
+        "hardware": {"cpu": "a CPU", "cores": 2, "memory_gib": 4},
+        "limits": {"gemm_gflops": 1, "copy_gb_per_s": 2},
+    }
+    about |= {"settings": {"quick": False}, "versions": {}, "notes": ["a note"], "date": "a day", "commit": "c0ffee"}
+    records = {"AMD": about | {"rows": [fast, other]}, "Intel": about | {"rows": [slow, reached]}}
+    lines = page.section("startup", records, described=True).splitlines()
+    assert "| what | against | AMD | Intel | wanted |" in lines
+    assert "| step | peer | 3.00 (3 / 1 tokens/s) | 1.25 (3 / 1 tokens/s) | 1.5 |" in lines
+    assert "| load | peer | 1.50 (2 / 3 s) |  |  |" in lines and "| step | products |  | 40.0 % | 65 % |" in lines
+    assert lines.count("a note") == 1 and [line[:8] for line in lines if "c0ffee" in line] == ["- AMD: a", "- Intel:"]
+
+
+def test_the_readme_spans_the_machines():
+    def run(*ratios: float, best: float) -> dict:
+        whats = ["SST-2: real tokens"] * 2 + ["SST-2: start to exported model", "SST-2: peak memory of a process"]
+        return {
+            "rows": [{"what": what, "ratio": r} for what, r in zip(whats, (ratios[0], best, *ratios[1:]), strict=True)]
+        }
+
+    found = {"finetune_qa": {"AMD": run(3.0, 1.5, 2.0, best=2.0), "Intel": run(4.0, 1.25, 2.0, best=1.75)}}
+    told = page.readme(found, "a\n<!-- speed -->\nold\n<!-- end -->\nz")
+    assert told.splitlines()[0] == "a" and told.splitlines()[-2:] == ["<!-- end -->", "z"] and "old" not in told
+    assert "| BERT, answers in texts, E2E | 2 | 3.0x to 4.0x | 1.8x to 2.0x | 1.2x to 1.5x | 0.50 |" in told
 
 
 def test_flops_are_those_of_the_layers():

@@ -33,7 +33,7 @@ class Nccl:
     def check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
         """A collective or message of these tensors, which are on the GPU: func is torch's operator for it."""
         name = func.__name__.partition(".")[0]
-        copied = func.namespace == "_c10d_functional" and name in ("all_reduce", "broadcast")  # then sent, as contiguous
+        copied = func.namespace == "_c10d_functional" and name in ("all_reduce", "broadcast")  # to contiguous memory
         name = name.rstrip("_")
         for x in tensors:
             if x.dtype not in DTYPES:

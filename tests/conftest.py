@@ -54,6 +54,7 @@ def pytest_collection_finish() -> None:
     """What the imports of all files made stays; the collector need not go through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # of what tests make it collects seldom: by default a tenth of their time
     # Before anything is compiled: after it, on a CUDA build without a GPU, autograd would take the pretended device for
     # one and start a thread for it with the first backward pass, and forked ranks could take none.
     import torch

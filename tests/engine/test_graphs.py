@@ -96,7 +96,8 @@ def same(found, wanted):
     return all(a is b is None or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-PARTS = ("dropout and sum", "RMS norm", "attention")  # of another one
+# Of another one, or its like.
+PARTS = ("dropout", "dropout and sum", "RMS norm", "sum and RMS norm", "attention")
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_one_that_comes_late_is_waited_for(two):
     assert said == "[0, 1]" and 0.4 < seconds < 10
 
 
+@pytest.mark.full  # seconds of waiting
 def test_one_that_does_not_come_is_named():
     with Pool(2) as pool:  # of its own: the group is of no use afterwards
         (said, seconds), _ = pool.run(waits, "hangs", timeout=60)

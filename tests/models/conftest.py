@@ -5,7 +5,7 @@ from harness import ArchitectureTests
 
 EACH_HEAD = ("bert", "roberta", "gpt2", "t5")  # whose heads the other architectures share
 EACH_LEVEL = ("bert", "gpt2", "t5")  # an encoder, a decoder, both: a level knows no more of a model
-# Among whose positions and attention are those of all; the ranks that share tokens know no more of a model.
+# Among whose positions and attention are those of all; ranks that share layers or tokens know no more of a model.
 EACH_SHARE = (*EACH_LEVEL, "cpmant", "deberta-v2", "m2m_100")
 # Of other heads than the main one these prove nothing of the head that the tests which stay do not: the two ranks at
 # level 3 cut the batch, too, and an export writes the same tensors.
@@ -32,7 +32,7 @@ def is_product(item: pytest.Item, cls: type[ArchitectureTests]) -> bool:
     model, main = cls.hf_config["model_type"], values.get("task") in (None, cls.main_task())
     if name == "test_ranks_that_share_a_batch":
         # "sequence" splits the same layers as "tensor"; test_families.py trains all three.
-        return values["sharing"] == "tensor" or (values["sharing"] == "context" and model not in EACH_SHARE)
+        return values["sharing"] == "tensor" or model not in EACH_SHARE
     if name == "test_two_ranks_equal_one":
         one_level = len(values["levels"]) == 1
         return not (main or model in EACH_HEAD) if one_level else not (main and model in EACH_LEVEL)

@@ -191,7 +191,7 @@ CUTS = {
     "tp": (2, {"tp": 2}),
     "cp": (2, {"cp": 2}),
 }
-FAST = {("classification", "zero 3"), ("lm", "zero 3"), ("mlm", "tp")}
+FAST = {("lm", "zero 3"), ("mlm", "tp")}
 # Enough for all kinds: the loss of each is compared with transformers in several microbatches above.
 OF_EACH = {"microbatches": ("classification", "lm"), "zero 2": ("classification", "lm")}
 CASES = [

@@ -144,7 +144,8 @@ def test_losses_do_not_depend_on_how_models_are_split(folder, family, split):
     same(pretrain(folder, family, "two", ranks=2, **{split: 2}), whole)
 
 
-@pytest.mark.parametrize("family", ["electra", pytest.param("deberta-v2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
 def test_killed_runs_go_on_bit_for_bit(folder, monkeypatch, capfd, family):
     sizes = SIZES[family] | {"dropout": 0.3, "max_positions": 32}
     changes = {"save_every": 2, "model_config": sizes, "max_steps": 7}

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from modelcenter.models.mistral import Mistral as Mistral
     from modelcenter.models.modernbert import ModernBert as ModernBert
     from modelcenter.models.mpnet import MPNet as MPNet
+    from modelcenter.models.nomic_bert import NomicBert as NomicBert
     from modelcenter.models.opt import OPT as OPT
     from modelcenter.models.qwen import Qwen2 as Qwen2
     from modelcenter.models.qwen import Qwen3 as Qwen3

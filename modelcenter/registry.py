@@ -109,6 +109,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("roberta", "Roberta"),
         _ours("modernbert", "ModernBert"),
         _ours("mpnet", "MPNet"),
+        _ours("nomic_bert", "NomicBert"),
         _ours("xlm-roberta", "XLMRoberta", "roberta", "roberta:XLM_ROBERTA"),
         _ours("llama", "Llama"),
         _ours("qwen2", "Qwen2", "qwen", "llama:QWEN2"),

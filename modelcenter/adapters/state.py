@@ -78,8 +78,8 @@ def base_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def layout_of(model: Model) -> tuple[ArchMap, Layout]:
-    """The conversion rules of a model and its parameters by them."""
-    arch: ArchMap = get(model.config.model_type).arch_map()
+    """The conversion rules of a model and its parameters by them, in the names of transformers' model."""
+    arch: ArchMap = get(model.config.model_type).arch_map().of_model()
     if model.adapter is not None:
         return arch, model.adapter.layout
     return arch, compile_layout(arch, model.task, model.config, base_shapes(model))

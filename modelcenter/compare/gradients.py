@@ -1,4 +1,5 @@
-"""Gradients of our models, and parameters of transformers' models, under the names of the Hugging Face checkpoint."""
+"""Gradients of our models, and parameters of transformers' models, under the same names: those of its checkpoints, and
+of its models where a checkpoint joins their tensors."""
 
 from collections.abc import Mapping
 
@@ -13,8 +14,8 @@ from modelcenter.models.base import Model
 
 
 def layout_of(model: Model) -> Layout:
-    """The conversion layout of one of our models."""
-    arch = registry.get(model.config.model_type).arch_map()
+    """The conversion layout of one of our models, by the tensors of transformers' model."""
+    arch = registry.get(model.config.model_type).arch_map().of_model()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return compile_layout(arch, model.task, model.config, shapes)
 
@@ -25,7 +26,7 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def hub_gradients(model: Model, grads: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Gradients of one of our models under the names and layouts of its Hugging Face checkpoint, of what is trained.
+    """Gradients of one of our models as transformers' model has them, of what is trained.
 
     Args:
         grads: native name -> gradient; None: each parameter's `grad` (zero where it has none).
@@ -41,12 +42,12 @@ def hub_gradients(model: Model, grads: Mapping[str, Tensor] | None = None) -> di
 
 
 def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Parameter]:
-    """The parameters of a transformers model under the names of its checkpoint, which its modules may not have.
+    """The parameters of a transformers model under the names of `hub_gradients`, which its modules may not have.
 
     Call it after a backward pass: a parameter without a gradient is left out where files only repeat another under its
     name (`cls.predictions.bias` of BERT's untied head, which nothing there uses).
     """
-    layout, arch = layout_of(ours), registry.get(ours.config.model_type).arch_map()
+    layout, arch = layout_of(ours), registry.get(ours.config.model_type).arch_map().of_model()
     parameters = {}
     for name, p in theirs.named_parameters():
         key = to_key(arch, name)

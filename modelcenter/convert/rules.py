@@ -363,6 +363,8 @@ class ArchMap:
     Attributes:
         prefix: what precedes body names in files of models with a head ("bert."); either form is read.
         body: rules of the parameters that every task has; hub names without the prefix.
+        body_in_model: the same of transformers' model, by which peft knows it, where its tensors are not those of its
+            files; (): they are.
         parts, tasks: see Part and Task.
         config: the two-way map of config.json.
         ignore: patterns of hub tensors that hold nothing to learn, or nothing where no rule names them; dropped when
@@ -382,10 +384,15 @@ class ArchMap:
     old_spellings: tuple[tuple[str, str], ...] = ()
     infer_config: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
     files: tuple[str, ...] = ()
+    body_in_model: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         if "embedding" in self.tasks:  # of which every architecture has the same part
             object.__setattr__(self, "parts", {**self.parts, DENSE: _DENSE_LAYERS})
+
+    def of_model(self) -> "ArchMap":
+        """The rules by which the tensors of transformers' model, not of its files, correspond to ours."""
+        return replace(self, body=self.body_in_model, body_in_model=()) if self.body_in_model else self
 
     def ignores(self, key: str) -> bool:
         """Whether a hub tensor that no rule names holds nothing to learn."""

@@ -66,6 +66,8 @@ OTHERS = [
     ("albert", "sequence-classification"),
     ("mpnet", "masked-lm"),
     ("mpnet", "sequence-classification"),
+    ("nomic_bert", "masked-lm"),
+    ("nomic_bert", "sequence-classification"),
 ]
 every_family = pytest.mark.parametrize(
     "family, task", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)]

@@ -93,7 +93,9 @@ def test_fields_of_families(name, changes):
         assert task_sizes(config, "masked-lm") == counted(mc.from_config(config, "masked-lm"))
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "mpnet"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "xlm-roberta", "distilbert", "electra", "albert", "mpnet", "nomic_bert"]
+)
 def test_sizes_that_a_config_leaves_out(name):
     left_out = ["max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups", "inner_group_num"]
     config = {field: value for field, value in preset(f"tiny/{name}")["config"].items() if field not in left_out}

@@ -130,6 +130,16 @@ def _modernbert(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _nomic_bert(c: Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    return {
+        "embeddings": (c.vocab_size + c.type_vocab_size) * d,
+        "attention": layers * _attention(c, False),
+        "mlp": layers * _mlp(c, False, gated=True),
+        "norms": 2 * d * (1 + 2 * layers),
+    }
+
+
 def _gpt2(c: Fields, kind: str) -> dict[str, int]:
     """GPT-2, GPT-J, GPT-NeoX: GPT-J's attention has no biases, and one norm serves both branches of a layer."""
     d, layers = c.hidden_size, c.num_layers
@@ -247,6 +257,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "deberta-v2": _deberta,
     "modernbert": _modernbert,
     "mpnet": _mpnet,
+    "nomic_bert": _nomic_bert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),

@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(task: str, form: str):
 FAMILIES = [
     ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"), ("tiny/gptj", "causal-lm"),
     ("tiny/deberta-v2", "masked-lm"), ("tiny/mpnet", "masked-lm"), ("tiny/cpmant", "causal-lm"),
-    ("tiny/nomic_bert", "masked-lm"),
+    ("tiny/nomic_bert", "masked-lm"), ("tiny/eurobert", "sequence-classification"),
 ]  # fmt: skip
 
 

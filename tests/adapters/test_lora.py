@@ -62,6 +62,8 @@ OTHERS = [
     ("deberta-v2", "sequence-classification"),
     ("electra", "masked-lm"),
     ("electra", "sequence-classification"),
+    ("eurobert", "masked-lm"),
+    ("eurobert", "sequence-classification"),
     ("albert", "masked-lm"),
     ("albert", "sequence-classification"),
     ("mpnet", "masked-lm"),

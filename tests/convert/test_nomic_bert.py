@@ -105,6 +105,15 @@ def test_the_authors_language_model(tmp_path):
         mc.from_pretrained(tmp_path)
 
 
+def test_a_repeated_bias(tmp_path):
+    """As a state that holds each name of transformers' model has it; it must be the same."""
+    theirs, batch = saved("ForMaskedLM", tmp_path), inputs()
+    edit(tmp_path, **{"cls.predictions.decoder.bias": "cls.predictions.bias"})
+    assert_same("logits", mc.from_pretrained(tmp_path)(**batch).logits, theirs(**batch).logits, 1e-5)
+    edit(tmp_path, **{"cls.predictions.bias": "nomic_bert.emb_ln.bias"}, drop=["cls.predictions.bias"])
+    assert torch.equal(mc.from_pretrained(tmp_path).head.bias, theirs.cls.predictions.bias)
+
+
 def test_fields_of_the_authors():
     plain = ARCH.config.read({**AUTHORS, "model_type": "nomic_bert"}, NomicBertConfig)
     assert plain.replace(extra={}, architectures=None, dtype=None) == read(rope_parameters=ROPE)

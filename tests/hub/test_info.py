@@ -82,14 +82,16 @@ def test_fields_that_change_sizes(changes):
             | {"norm_rel_ebd": "none"},
         ),
         ("electra", {"embedding_size": 48, "is_decoder": True, "add_cross_attention": True}),
+        ("eurobert", {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True}),
+        ("nomic_bert", {"head_dim": 10, "type_vocab_size": 3}),
         ("albert", {"embedding_size": 48, "num_hidden_groups": 2, "inner_group_num": 3}),
     ],
 )
 def test_fields_of_families(name, changes):
     config = {**preset(f"tiny/{name}")["config"], **changes}
     assert body_sizes(config) == counted(mc.from_config(config))
-    if name == "modernbert":
-        config |= {"decoder_bias": False}
+    if name in ("eurobert", "modernbert"):
+        config |= {"decoder_bias": False} if name == "modernbert" else {}
         assert task_sizes(config, "masked-lm") == counted(mc.from_config(config, "masked-lm"))
 
 

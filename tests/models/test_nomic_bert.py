@@ -1,6 +1,10 @@
 """NomicBERT against transformers' NomicBertModel and its heads."""
 
+import torch
 from harness import ArchitectureTests
+
+from modelcenter.compare import compare_models
+from modelcenter.layers.mlp import ACTIVATIONS
 
 
 def _neighbours(model):
@@ -21,8 +25,6 @@ def _gate_and_up(model):
 
 
 def _activation_in_the_head(model):
-    from modelcenter.layers.mlp import ACTIVATIONS
-
     model.head.activation = ACTIVATIONS["gelu"]
 
 
@@ -48,3 +50,14 @@ class TestNomicBert(ArchitectureTests):
         "gate and up swapped": _gate_and_up,
         "another activation in the head": _activation_in_the_head,
     }
+
+
+def test_the_padding_token_does_not_train(tmp_path):
+    """Nor where it stands in a text."""
+    tests = TestNomicBert()
+    theirs, ours = tests.reference("token-classification", tmp_path), tests.ours(tmp_path, None)
+    batch = {"input_ids": torch.tensor([[5, 0, 6, 7, 0]]), "labels": torch.tensor([[1, 2, 3, 4, 0]])}
+    batch["attention_mask"] = torch.ones(1, 5, dtype=torch.long)
+    compared = compare_models(ours, theirs, batch)
+    assert compared.equal and "gradients" in compared.values, str(compared)
+    assert not ours.embed.weight.grad[0].any() and ours.embed.weight.grad[5].any()

@@ -15,6 +15,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},
     "modernbert": {"decoder_bias": True},
     "mpnet": {"max_positions": 512, "type_vocab_size": 0, "num_buckets": 32},
+    "eurobert": {"tie_embeddings": False},
     "nomic_bert": {"type_vocab_size": 2},
     "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},
     "gpt2": {"max_positions": 1024},

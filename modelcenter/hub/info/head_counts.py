@@ -43,6 +43,10 @@ def _modernbert_words(c: Fields) -> int:
     return dense + _words(c) + c.decoder_bias * c.vocab_size
 
 
+def _linear_masked_words(c: Fields) -> int:
+    return _words(c) + bool(c.mlp_bias) * c.vocab_size
+
+
 def _words_and_next_sentence(c: Fields) -> int:
     return _masked_words(c) + linear_size(c.hidden_size, 2, True)
 
@@ -65,6 +69,7 @@ HEADS: dict[str, Heads] = {
     **dict.fromkeys(("roberta", "xlm-roberta"), _ROBERTA),
     **dict.fromkeys(("distilbert", "deberta-v2", "mpnet", "nomic_bert"), {"masked-lm": _masked_words}),
     "modernbert": {"masked-lm": _modernbert_words},
+    "eurobert": {"masked-lm": _linear_masked_words},
     "electra": {
         "masked-lm": _narrow_masked_words,
         "causal-lm": _narrow_masked_words,

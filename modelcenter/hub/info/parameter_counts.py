@@ -259,7 +259,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "mpnet": _mpnet,
     "nomic_bert": _nomic_bert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
+    **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian"), _bart),
     "opt": _opt,

@@ -7,6 +7,7 @@ A head has `forward(x, ctx, batch, counts, ...)` -> dict of outputs, with `loss`
 from modelcenter.layers.heads.classification import (
     DenseClassifier,
     DenseMultipleChoice,
+    LateClassifier,
     MultipleChoice,
     ReplacedTokens,
     ReplacedTokensInContext,
@@ -22,6 +23,7 @@ from modelcenter.layers.heads.vocabulary import (
     CausalLM,
     DenseCausalLM,
     DenseSeq2SeqLM,
+    LinearMaskedLM,
     MaskedLM,
     Seq2SeqLM,
     VocabularyHead,
@@ -29,7 +31,8 @@ from modelcenter.layers.heads.vocabulary import (
 
 __all__ = [
     "CausalLM", "DENSE_ACTIVATIONS", "DenseCausalLM", "DenseClassifier", "DenseLayers", "DenseMultipleChoice",
-    "DenseSeq2SeqLM", "ExtractiveQA", "HeadTransform", "MaskedLM", "MultipleChoice", "NextSentence", "PairPretraining",
-    "ReplacedTokens", "ReplacedTokensInContext", "SentenceOrder", "Seq2SeqLM", "SequenceClassifier", "TokenClassifier",
-    "VocabularyHead", "check_labels", "count_labels", "next_labels", "token_labels",
+    "DenseSeq2SeqLM", "ExtractiveQA", "HeadTransform", "LateClassifier", "LinearMaskedLM", "MaskedLM", "MultipleChoice",
+    "NextSentence", "PairPretraining", "ReplacedTokens", "ReplacedTokensInContext", "SentenceOrder", "Seq2SeqLM",
+    "SequenceClassifier", "TokenClassifier", "VocabularyHead", "check_labels", "count_labels", "next_labels",
+    "token_labels",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from modelcenter.layers.heads.labels import (
     count_labels,
     supervised_labels,
 )
-from modelcenter.layers.linear import Linear
+from modelcenter.layers.linear import Linear, activated
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
@@ -100,6 +100,17 @@ class DenseClassifier(SequenceClassifier):
     ) -> dict[str, Tensor]:
         pooled = self.activation(self.dense(self.dense_dropout(pooled, ctx, pooled=True)))
         return super().forward(pooled, batch, counts, ctx)
+
+
+class LateClassifier(DenseClassifier):
+    """The mean of the logits that a DenseClassifier without dropout gives the tokens of a sequence. The last layer is
+    linear, so it takes the mean of what it would read. x: (T, hidden_size), the states of all tokens."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, batch: Batch, counts: Counts, ctx: Packed
+    ) -> dict[str, Tensor]:
+        read = activated(x, self.dense, self.activation)
+        return SequenceClassifier.forward(self, ctx.mean_by_sequence(read), batch, counts, ctx)
 
 
 class MultipleChoice(Smoothing, Linear):

@@ -161,6 +161,20 @@ class MaskedLM(VocabularyHead):
         return self.norm(self.activation(self.dense(x)))
 
 
+class LinearMaskedLM(VocabularyHead):
+    """A masked-language-model head that is the vocabulary's matrix alone."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
+        """`scale` multiplies the hidden states before the output matrix."""
+        super().__init__()
+        self.scale = scale
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
+
+    def transform(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
+
+
 class NextTokenHead(VocabularyHead):
     """The next token: labels are the input's tokens, and token t predicts label t + 1 of its sequence."""
 
@@ -193,18 +207,8 @@ class NextTokenHead(VocabularyHead):
         return ctx.sum_by_sequence(log_probs, labelled)
 
 
-class CausalLM(NextTokenHead):
+class CausalLM(NextTokenHead, LinearMaskedLM):
     """The next token, from the hidden states as they are."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
-        """`scale` multiplies the hidden states before the output matrix."""
-        super().__init__()
-        self.scale = scale
-        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
-        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
-
-    def transform(self, x: Tensor) -> Tensor:
-        return x if self.scale == 1.0 else x * self.scale
 
 
 class DenseCausalLM(NextTokenHead, MaskedLM):

@@ -25,7 +25,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.hub.architecture import find_spec, on_meta
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.convolution import TokenConvolution
-from modelcenter.layers.heads import ExtractiveQA, ReplacedTokens, TokenClassifier, VocabularyHead
+from modelcenter.layers.heads import ExtractiveQA, LateClassifier, ReplacedTokens, TokenClassifier, VocabularyHead
 from modelcenter.models.base import Model
 from modelcenter.training.metrics import sum_over_ranks
 
@@ -177,6 +177,7 @@ def _place(name: str, modules: Mapping[str, nn.Module], two_sides: bool) -> str:
         if any(isinstance(owner, VocabularyHead) for owner in owners):
             return "labelled"
         by_token = any(isinstance(owner, (TokenClassifier, ExtractiveQA, ReplacedTokens)) for owner in owners)
+        by_token = by_token or (isinstance(owners[0], LateClassifier) and rest == ["dense"])
         return "sequences" if not by_token else "target" if two_sides else "source"
     if first == "pooler":
         return "sequences"

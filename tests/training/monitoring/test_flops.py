@@ -79,6 +79,16 @@ def test_windows_latents_and_what_stands_before_a_sequence():
     assert moved.operations(Sizes(TOKENS, NONE, 1)) == plain.operations(Sizes(TOKENS + 4, NONE, 1))
 
 
+def test_a_classifier_of_tokens_whose_mean_counts():
+    """The dense layer reads every token, the last one what is made of each sequence."""
+    shape = {"num_kv_heads": 1, "head_dim": 4, "num_labels": 3, "pad_token_id": 0}
+    layer = 2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 20  # one of the two heads has keys and values
+    body = 2 * (layer * 8 + 2 * 8 * PAIRS)
+    for pooling, dense in (("late", 8), ("mean", 2)):
+        found = of("tiny/eurobert", **shape, pooling=pooling).operations(Sizes(TOKENS, NONE, 0))
+        assert found == 2 * 3 * (body + 8 * 8 * dense + 8 * 3 * 2), pooling
+
+
 @pytest.mark.parametrize("task", ["pretraining", "token-classification", "multiple-choice", "question-answering"])
 def test_what_each_head_reads(task):
     """A batch of 8 tokens in 2 sequences, of which 3 have a label."""

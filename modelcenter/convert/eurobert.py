@@ -1,0 +1,67 @@
+"""EuroBERT's checkpoints: rules and config of transformers' `eurobert` models, whose body has Llama's names.
+
+The published config.json names code of its authors (`auto_map`), whose tensors and arithmetic are those of
+transformers' own class: it is left out of what is written. Some that were fine-tuned with that code say `clf_pooling`
+for `classifier_pooling`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelcenter.convert import llama
+from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.rules import ArchMap, Part, Rename, Task, with_embedding
+
+PARTS = {
+    "lm": Part((*llama.PARTS["lm"].rules, Rename("lm_head.bias", "bias"))),
+    # Two heads of one name: which one a file holds, its `architectures` say.
+    "classifier": Part((Rename("dense.*", "dense.*"), Rename("classifier.*", "*"))),
+    "token classifier": Part((Rename("classifier.*", "*"),)),
+}
+
+TASKS = {
+    "base": Task("EuroBertModel", prefix=""),
+    "masked-lm": Task("EuroBertForMaskedLM", {"lm": "head."}),
+    "sequence-classification": Task("EuroBertForSequenceClassification", {"classifier": "head."}),
+    "token-classification": Task("EuroBertForTokenClassification", {"token classifier": "head."}),
+}
+
+
+class _Fields(llama.LlamaFields):
+    """Llama's, and the authors' name of the pooling."""
+
+    @property
+    def handles(self) -> frozenset[str]:
+        return super().handles | {"auto_map", "clf_pooling"}
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().read(values)
+        values.pop("auto_map", None)
+        given = values.pop("clf_pooling", None)
+        if given is not None and (found := values.setdefault("classifier_pooling", given)) != given:
+            raise ValueError(f"config field 'classifier_pooling' is {found!r}, and 'clf_pooling' says {given!r}")
+        return values
+
+
+CONFIG = ConfigMap(
+    fields={
+        **{hub: ours for hub, ours in llama.FIELDS.items() if ours != "classifier_dropout"},
+        **llama.HEAD_DIM,
+        **llama.BIASES,
+        "classifier_pooling": "pooling",
+    },
+    required={"hidden_dropout": (0.0,), "is_causal": (False,)},
+    # The words of special tokens, which are the tokenizer's; how Meta's pretraining multiplied.
+    ignored=frozenset("bos_token eos_token mask_token pad_token pretraining_tp".split()),
+    translation=_Fields({"rope_theta": "rope_theta"}),
+)
+
+ARCH = ArchMap(
+    model_type="eurobert",
+    prefix="model.",
+    body=llama.BODY,
+    parts=PARTS,
+    tasks=with_embedding(TASKS),
+    config=CONFIG,
+    ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq|(cos|sin)_cached)",),
+)

@@ -82,7 +82,7 @@ class TestEuroBertWithBiases(TestEuroBert):
 class TestEuroBertOfTheFirstToken(TestEuroBert):
     """A classifier that reads the first token's state."""
 
-    hf_config = TestEuroBert.hf_config | {"classifier_pooling": "bos"}
+    hf_config = TestEuroBert.hf_config | {"classifier_pooling": "bos", "attention_bias": True}
     tasks = ("sequence-classification",)
     read_in_part = ArchitectureTests.read_in_part
     test_parity_notices = None  # the harness spoils what it reads token by token

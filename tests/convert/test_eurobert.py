@@ -64,7 +64,8 @@ def test_a_file_with_buffers_and_other_heads(tmp_path):
     """Old files hold the frequencies; a classifier goes on without the vocabulary's matrix."""
     transformers.EuroBertForMaskedLM(hf_config()).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.rotary_emb.inv_freq"] = torch.ones(4)
+    for name in ("inv_freq", "original_inv_freq"):
+        tensors[f"model.rotary_emb.{name}"] = torch.ones(4)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     model = mc.from_pretrained(tmp_path, "sequence-classification", num_labels=3)
     made = {f"head.{name}" for name in ("dense.weight", "dense.bias", "weight", "bias")}

@@ -105,6 +105,16 @@ def test_the_authors_language_model(tmp_path):
         mc.from_pretrained(tmp_path)
 
 
+def test_a_file_with_buffers(tmp_path):
+    theirs, batch = saved("Model", tmp_path), inputs()
+    frequencies = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "encoder.layers.0.attn.rotary_emb.inv_freq")
+    buffers = (*frequencies, "embeddings.position_ids", "embeddings.token_type_ids")
+    edit(tmp_path, **dict.fromkeys(buffers, "emb_ln.bias"))
+    ours = mc.from_pretrained(tmp_path)
+    assert set(ours.load_report.ignored) == set(buffers)
+    assert_same("states", ours(**batch).last_hidden_state, theirs(**batch).last_hidden_state, 1e-5)
+
+
 def test_a_repeated_bias(tmp_path):
     """As a state that holds each name of transformers' model has it; it must be the same."""
     theirs, batch = saved("ForMaskedLM", tmp_path), inputs()

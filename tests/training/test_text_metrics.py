@@ -71,6 +71,9 @@ def test_entity_scores():
 def test_all_labels_together_tell_how_they_are_written():
     assert entities(["I_P", "I_P"], ["O", "B_P", "I_P"]) == [("P", 0, 2)]
     assert entities(["I_P", "I_P"], ["O", "I_P", "LOC"]) == [("I_P", 0, 2)]
+    assert entities(["E", "E", "H", "C"], ["C", "E", "H"]) == [("E", 0, 2), ("H", 2, 3), ("C", 3, 4)]  # of proteins
+    assert entities(["E", "E"], ["B", "E", "S"]) == entities(["E", "E"], ["O", "E", "E-P"]) == [("", 0, 1), ("", 1, 2)]
+    assert TokenLabels(["C", "E", "H"]).types == ["C", "E", "H"]
     names = ["O", "B_P", "I_P"]
     metrics = TokenLabels(names)
     metrics.add([1, 2, 0], [1, 2, 2])

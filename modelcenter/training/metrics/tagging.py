@@ -38,12 +38,23 @@ def split_tag(tag: str, separator: str = "-") -> tuple[str, str]:
     return (_LETTERS[letter], kind) if letter in _LETTERS else ("I", tag)
 
 
+def split_tags(tags: Iterable[str], names: Collection[str]) -> list[tuple[str, str]]:
+    """`split_tag` of each label; names: all labels that there are, which tell how they are written.
+
+    Among bare names a letter is one, too: of the structures of proteins, H, E and C, E is no end.
+    """
+    separator = tag_separator(names)
+    lettered = all(name == OUTSIDE or name.partition(separator)[0] in _LETTERS for name in names)
+    return [
+        split_tag(tag, separator) if lettered or tag not in _LETTERS else ("I", tag)  # with a type it is no bare name
+        for tag in tags
+    ]
+
+
 def entities(tags: Iterable[str], names: Collection[str] | None = None) -> list[Entity]:
-    """The entities of one sequence of labels. names: all labels that there are, which tell how they are written; None:
-    those of the sequence."""
+    """The entities of one sequence of labels. names: as of split_tags; None: those of the sequence."""
     tags = list(tags)
-    separator = tag_separator(tags if names is None else names)
-    return _entities([split_tag(tag, separator) for tag in tags])
+    return _entities(split_tags(tags, tags if names is None else names))
 
 
 def _entities(tags: Sequence[tuple[str, str]]) -> list[Entity]:
@@ -70,8 +81,7 @@ class TokenLabels:
     main = "f1"
 
     def __init__(self, names: Sequence[str]):
-        separator = tag_separator(names)
-        self.tags = [split_tag(name, separator) for name in names]
+        self.tags = split_tags(names, names)
         self.types = sorted({kind for tag, kind in self.tags if tag != OUTSIDE})
         self.number = {kind: i for i, kind in enumerate(self.types)}
         # Per type: entities predicted, labelled, both; and tokens labelled and right.

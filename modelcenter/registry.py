@@ -106,6 +106,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("distilbert", "DistilBert"),
         _ours("electra", "Electra"),
         _ours("eurobert", "EuroBert"),
+        _ours("esm", "Esm"),
         _ours("gpt2", "GPT2"),
         _ours("roberta", "Roberta"),
         _ours("modernbert", "ModernBert"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train BERT, RoBERTa, XLM-R, DistilBERT, ALBERT, DeBERTa, MPNet, ModernBERT, NomicBERT, EuroBERT or an ELECTRA
+"""Train BERT, RoBERTa, XLM-R, DistilBERT, ALBERT, DeBERTa, MPNet, ModernBERT, NomicBERT, EuroBERT, ESM or an ELECTRA
 generator to predict masked tokens.
 
 --whole_word masks whole words. --next_sentence also trains BERT to predict whether two texts follow each other,

@@ -1,4 +1,4 @@
-"""Parity tests of models whose positions count from after the padding's: RoBERTa, XLM-R, MPNet."""
+"""Parity tests of models whose positions count from after the padding's: RoBERTa, XLM-R, MPNet, ESM-1b."""
 
 import torch
 from harness import ArchitectureTests

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ SIZES = {
         "embedding_size": 8,
     },
     "tiny/mpnet": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
+    "tiny/esm": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "mask_token_id": 4},
     "tiny/gpt2": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
     "tiny/t5": {
         "hidden_size": 16,
@@ -36,6 +38,7 @@ STILL = {
     "tiny/bert": {"dropout": 0.0, "attention_dropout": 0.0},
     "tiny/albert": {"dropout": 0.0, "attention_dropout": 0.0, "classifier_dropout": 0.0},
     "tiny/mpnet": {"dropout": 0.0, "attention_dropout": 0.0},
+    "tiny/esm": {"dropout": 0.0, "attention_dropout": 0.0},
     "tiny/gpt2": {"embedding_dropout": 0.0, "dropout": 0.0, "attention_dropout": 0.0},
     "tiny/t5": {"dropout": 0.0},
 }
@@ -81,6 +84,17 @@ def make_mpnet_tokenizer() -> Any:
     return MPNetTokenizer(vocab={word: i for i, word in enumerate(words)})
 
 
+@cache
+def make_esm_tokenizer() -> Any:
+    """ESM's, which is written in Python, with words in place of the letters of proteins."""
+    from transformers import EsmTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "vocab.txt")
+        file.write_text("\n".join(["<cls>", "<pad>", "<eos>", "<unk>", "<mask>", *_ALL, ".", ","]), encoding="utf-8")
+        return EsmTokenizer(str(file))
+
+
 def _words(first: list[str], **special: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -95,6 +109,7 @@ TOKENIZERS = {
     "tiny/bert": make_tokenizer,
     "tiny/albert": make_tokenizer,
     "tiny/mpnet": make_mpnet_tokenizer,
+    "tiny/esm": make_esm_tokenizer,
     "tiny/gpt2": make_decoder_tokenizer,
     "tiny/t5": make_t5_tokenizer,
 }

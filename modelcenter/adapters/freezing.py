@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
 
 from engine.checkpoint import all_tensors
 from engine.names import clean_name
@@ -43,7 +42,7 @@ def freeze(model: Model, patterns: str | Sequence[str]) -> list[str]:
     _, layout = layout_of(model)
     names: dict[str, list[str]] = {clean_name(name): [] for name, _ in model.named_parameters()}
     for key in layout.shapes:
-        for native in layout.natives(key):
+        for native in set(layout.natives(key)) & names.keys():
             names[native] += [layout.written[key], layout.in_model(key)]
     frozen: dict[str, None] = {}
     given = [patterns] if isinstance(patterns, str) else patterns
@@ -82,6 +81,6 @@ def trainable_parameters(model: Model) -> str:
     if model.adapter is None:
         whole = model.num_parameters()
     else:  # 4-bit weights show fewer elements than they hold
-        whole = own + sum(prod(shape) for shape in model.adapter.layout.native_shapes.values())
+        whole = own + model.adapter.layout.num_parameters
     beside = f" ({own:,} of the adapter)" if own else ""
     return f"trainable parameters: {trained:,} of {whole:,}, {100 * trained / max(1, whole):.4g} %{beside}"

@@ -31,9 +31,8 @@ def choose_layers(
 def _layers_of(
     model: Model, layout: Layout, targets: str | Sequence[str] | None, trained: Collection[str]
 ) -> list[str]:
-    linears = [
-        clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not model.is_head(f"{n}.")
-    ]
+    found = [clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linears = [n for n in found if not model.is_head(f"{n}.") and f"{n}.weight" not in model.constants]
     if targets is None or targets == ALL_LINEAR or list(targets) == [ALL_LINEAR]:
         return [name for name in linears if f"{name}.weight" not in trained]
     if not targets:

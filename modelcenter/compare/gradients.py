@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from engine.names import model_tensors
 from modelcenter import registry
 from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.match import to_key
@@ -16,7 +17,7 @@ from modelcenter.models.base import Model
 def layout_of(model: Model) -> Layout:
     """The conversion layout of one of our models, by the tensors of transformers' model."""
     arch = registry.get(model.config.model_type).arch_map().of_model()
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model)}
     return compile_layout(arch, model.task, model.config, shapes)
 
 
@@ -54,6 +55,8 @@ def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Para
         key = layout.aliases.get(key, key)
         if key not in layout.shapes and arch.ignores(key):
             continue  # Marian's sinusoids, which nothing trains
+        if key in layout.shapes and p.grad is None and ours.constants.issuperset(layout.natives(key)):
+            continue  # ESM's head of contacts, which has no loss
         if key in layout.ties and not layout.ties[key].write:
             key = layout.ties[key].to
         elif key in layout.ties and p.grad is None:

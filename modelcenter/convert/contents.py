@@ -194,6 +194,7 @@ def _without_parts(layout: Layout, absent: Collection[str]) -> Layout:
         ties=ties,
         written={key: name for key, name in layout.written.items() if key in key_parts or key in ties},
         optional={key for key in layout.optional if key in key_parts},
+        buffers={key for key in layout.buffers if key in key_parts},
     )
 
 

@@ -1,5 +1,6 @@
 """The layout of one model: the rules of its architecture, compiled to pieces for the parameters that it has."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +21,7 @@ class Layout:
         ties: key -> the rule by which it is a tied name of another.
         renamed: key -> the name in transformers' model, where that is not the one in its files.
         aliases: key under which a file may hold a tensor -> its key here.
-        optional: keys that a file may lack.
+        optional: keys that a file may lack. buffers: keys of tensors that are no parameters (Rule.buffer).
         pads: native name -> boxes that are zero.
         without: see Task.
     """
@@ -35,6 +36,7 @@ class Layout:
     renamed: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
     pads: dict[str, list[Box]] = field(default_factory=dict)
     without: str | None = None
 
@@ -44,6 +46,17 @@ class Layout:
     def natives(self, key: str) -> list[str]:
         """The parameters that a hub tensor fills."""
         return list(dict.fromkeys(piece.names[NATIVE] for piece in self.pieces[key]))
+
+    @property
+    def buffer_names(self) -> set[str]:
+        """The keys of tensors that are no parameters, and our names of them."""
+        return self.buffers.union(*map(self.natives, self.buffers))
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, however it is sharded or stored."""
+        buffers = self.buffer_names
+        return sum(math.prod(shape) for name, shape in self.native_shapes.items() if name not in buffers)
 
     def in_model(self, key: str) -> str:
         """The name of a hub tensor in transformers' model, by which peft knows it."""
@@ -87,9 +100,13 @@ def _apply_rules(layout: Layout, rules: Sequence[Rule], part: str, place: str, p
         if rule.when is not None and not rule.when(config):
             continue
         if isinstance(rule, Tied):
-            layout.ties[rule.hub] = replace(rule, when=None)  # it holds, and may be a closure, which does not pickle
-            if rule.write:
-                layout.written[rule.hub] = prefix + rule.hub
+            every = range(config.num_layers if "{i}" in rule.hub else 1)
+            for hub in dict.fromkeys(fill(rule.hub, {"i": str(i)}) for i in every):
+                if hub == rule.to:
+                    continue
+                layout.ties[hub] = replace(rule, hub=hub, when=None)  # it holds, and a closure does not pickle
+                if rule.write:
+                    layout.written[hub] = prefix + hub
             continue
         templates = [place + template for template in rule.native_templates()]
         for match in map(template_regex(templates[0]).fullmatch, list(layout.native_shapes)):
@@ -127,4 +144,6 @@ def _add(layout: Layout, rule: Rule, expansion: Expansion, part: str, prefix: st
         layout.pieces[key] = [piece for piece in expansion.pieces if piece.names[HUB] == key]
         if rule.optional:
             layout.optional.add(key)
+        if rule.buffer:
+            layout.buffers.add(key)
     layout.pads.update(expansion.pads)

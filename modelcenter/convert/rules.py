@@ -94,12 +94,14 @@ class Rule:
         aliases: other names under which files hold the hub tensor; read, never written.
         in_model: what transformers' model calls the tensor, where that is not its name in files; among the aliases.
         optional: the file may lack the tensor; the parameter is then initialised and listed.
+        buffer: the tensor is a buffer of both models, no parameter, and keeps its dtype whatever that of the weights.
     """
 
     when: Callable[[Config], bool] | None = None
     aliases: tuple[str, ...] = ()
     in_model: str | None = None
     optional: bool = False
+    buffer: bool = False
 
     def hub_templates(self) -> tuple[str, ...]:
         return _as_tuple(getattr(self, "hub", ()))
@@ -283,7 +285,8 @@ class Tied(Rule):
     """A hub name for a tensor that another rule already holds.
 
     Read: it stands in for `to` where the file lacks that; where the file has both they must be equal, unless
-    `compare` is off because the network never reads this one. Written only with `write`.
+    `compare` is off because the network never reads this one. Written only with `write`. With `{i}` it is one name for
+    each of the config's layers, but for that of `to`.
     """
 
     hub: str

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.names import model_tensors
 from modelcenter import registry
 from modelcenter.config import ModelConfig
 from modelcenter.convert.layout import Layout, compile_layout
@@ -23,7 +24,7 @@ class Blueprint:
 
     Attributes:
         arch: the rules that convert it. config: in our names. model: on meta.
-        shapes: of the model's own parameters, without those that adapters add.
+        shapes: of the model's own parameters and persistent buffers, without what adapters add.
     """
 
     arch: ArchMap
@@ -51,7 +52,7 @@ def make_blueprint(
     """
     config = parse_config(spec, task, values, overrides, origin)
     model = on_meta(spec, config, task)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(model)}
     return Blueprint(spec.arch_map(), task, config, model, shapes)
 
 

@@ -112,11 +112,13 @@ def load_model(
     with open_weights(files, blueprint, sidecar.file) as weights:
         weights.check(strict, ignore_mismatched_sizes, head_requested=task is not None)
         parameter_dtype = parse_dtype(dtype) or common_dtype(weights.dtypes(), files.config)
-        _place(model, parameter_dtype, policy, adapters, weights.fresh)
+        buffers = blueprint.layout.buffer_names  # which have their values from the start
+        drawn = [name for name in weights.fresh if name not in buffers]
+        _place(model, parameter_dtype, policy, adapters, drawn)
         weights.fill(model)
-        fresh = [name for name in _without_saved(weights.fresh, model) if name not in model.constants]
-    if weights.fresh:  # what no file holds
-        engine.init.init_parameters_(model, seed, weights.fresh)
+        fresh = [name for name in _without_saved(drawn, model) if name not in model.constants]
+    if drawn:  # what no file holds
+        engine.init.init_parameters_(model, seed, drawn)
     _start(model, policy, adapters, seed)
     report = _report(files, sidecar, blueprint, weights, fresh, time.perf_counter() - began)
     model.load_report = report

@@ -177,7 +177,8 @@ class _Export:
         entries: list[Entry] = []
         for name, key in self.key_of.items():
             held = [self.parameters[native].dtype for native in layout.natives(key)]  # a user may have cast some
-            entries.append((name, dtype or functools.reduce(torch.promote_types, held), layout.shapes[key]))
+            own = functools.reduce(torch.promote_types, held)
+            entries.append((name, own if dtype is None or key in layout.buffers else dtype, layout.shapes[key]))
         self.files = plan_files(entries, max_bytes)
 
     def write(self, directory: Path, activity: str) -> None:

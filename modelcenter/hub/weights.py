@@ -66,7 +66,7 @@ class Weights(Protocol):
         """
 
     def dtypes(self) -> set[torch.dtype]:
-        """Of the tensors that fill the model."""
+        """Of the tensors that fill the model's parameters."""
 
     def fill(self, model: Any) -> None:
         """Fill a model that has its memory, plain or sharded, with the slices of this rank."""
@@ -224,7 +224,8 @@ class FileWeights:
         raise ValueError(f"{files.origin}: {len(errors)} missing in {place}:\n" + "\n".join(errors[:20]) + more + fix)
 
     def dtypes(self) -> set[torch.dtype]:
-        return {self._source.dtype(name) for name in self._match.found.values()}
+        found, buffers = self._match.found.items(), self._layout.buffers
+        return {self._source.dtype(name) for key, name in found if key not in buffers}
 
     def fill(self, model: Any) -> None:
         fill_targets(self._layout, self._match, self._source, engine.local_slices(model), reading_threads())
@@ -315,7 +316,8 @@ class DistributedWeights:
         return [name for name in self._stored_name if name not in fresh]
 
     def dtypes(self) -> set[torch.dtype]:
-        return {self._source.dtype(self._stored_name[name]) for name in self._filled()}
+        buffers = self._layout.buffer_names
+        return {self._source.dtype(self._stored_name[name]) for name in self._filled() if name not in buffers}
 
     def fill(self, model: Any) -> None:
         """Read this rank's slices of the parameters from the checkpoint."""

@@ -4,7 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelcenter.layers.host_copies import host_copy, to_device
 
@@ -134,6 +134,40 @@ class Rotary:
         """positions (T,) -> cos and sin, each (T, 1, dim / 2). longest: see frequencies."""
         angles = (positions.float()[:, None] * self.frequencies(positions.device, longest))[:, None]
         return (self.amplitude * angles.cos()).to(dtype), (self.amplitude * angles.sin()).to(dtype)
+
+
+class StoredRotary(nn.Module):
+    """Angles of each position by frequencies that the checkpoint holds, which may not be those of the formula: those of
+    ESM-2 were rounded to fp16 when it was trained. They start as the formula's, and stay in fp32 in a model of any
+    dtype: in 16 bits the angles of far positions would be others.
+
+    dim, theta: as of Rotary.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, dim: int, theta: float):
+        super().__init__()
+        self.formula = Rotary(dim, theta)
+        self.register_buffer("frequencies", torch.empty(dim // 2, dtype=torch.float32))
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Those of the formula."""
+        self.frequencies.copy_(self.formula.frequencies(self.frequencies.device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "StoredRotary":
+        before = self.frequencies
+        super()._apply(fn, recurse)
+        if self.frequencies.dtype != before.dtype:
+            self.frequencies = before.to(self.frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions (T,) -> cos and sin, each (T, 1, dim / 2)."""
+        positions = positions.to(self.frequencies.device)  # a pipeline asks before the model has its memory
+        angles = (positions.float()[:, None] * self.frequencies)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def mscale(factor: float, by: float = 1.0) -> float:

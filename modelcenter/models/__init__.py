@@ -7,7 +7,7 @@ decoder.py                  decoder-only models: heads, inputs, outputs; llama.p
 encoder.py                  encoders: what they share, and the body of BERT, RoBERTa, DistilBERT and ELECTRA
 encoder_decoder.py          encoder-decoders (T5, BART, CPM-2), whose decoder's inputs are in decoder_inputs.py
 bart_style.py               BART, mBART, Marian, M2M100: what is alike in them
-padding_positions.py        positions of RoBERTa, MPNet, M2M100: counted from after the padding's
+padding_positions.py        positions of RoBERTa, MPNet, ESM-1b, M2M100: counted from after the padding's
 cpm.py                      the CPM decoders
 cross_attention.py          decoders that may attend to an encoder; composed.py puts an encoder before one
 double_heads.py, multiple_choice.py

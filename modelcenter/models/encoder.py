@@ -139,6 +139,7 @@ class Encoder(CrossAttentionMixin):
     # It takes types of tokens (token_type_ids), be their table empty or none.
     tells_types: ClassVar[bool] = True
 
+    embed_norm: nn.Module
     position: Embedding | None  # a table, None: places show in attention only
 
     config: EncoderConfig

@@ -1,4 +1,6 @@
-"""Positions that count tokens from after the padding's: those of fairseq, in RoBERTa, XLM-R, MPNet, M2M100 and NLLB."""
+"""Positions that count tokens from after the padding's: those of fairseq, in RoBERTa, XLM-R, MPNet, ESM-1b, M2M100 and
+NLLB.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -16,7 +16,7 @@ from modelcenter.models.padding_positions import with_positions_after_padding
 
 @dataclass(kw_only=True)
 class RobertaStyleConfig(EncoderConfig):
-    """Fields of RoBERTa and MPNet; the first padding_id + 1 of `max_positions` rows of the position table hold no
+    """Fields of RoBERTa, MPNet and ESM; the first padding_id + 1 of `max_positions` rows of the position table hold no
     token."""
 
     pad_token_id: int | None = 1
@@ -65,14 +65,15 @@ class Roberta(Encoder):
     """RoBERTa with the head of `task`."""
 
     config_class: ClassVar[type[RobertaStyleConfig]] = RobertaConfig
-    pooled_tasks = ("base", "embedding", "multiple-choice")
+    pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "embedding", "multiple-choice")
 
     config: RobertaStyleConfig
 
     def __init__(self, config: RobertaStyleConfig, task: str = "base"):
         super().__init__(config, task)
-        assert self.position is not None
-        self.embed.padding_idx = self.position.padding_idx = config.padding_id
+        self.embed.padding_idx = config.padding_id
+        if self.position is not None:
+            self.position.padding_idx = config.padding_id
 
     def make_head(self, task: str) -> nn.Module | None:
         c = self.config

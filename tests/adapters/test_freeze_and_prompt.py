@@ -42,15 +42,16 @@ def trained(model) -> set[str]:
         ("t5", "embed", "shared"),
         ("t5", "decoder.layers.*.cross", "decoder.block.*.layer.1.EncDecAttention"),
         ("umt5", "encoder.layers.1", "encoder.block.1"),
+        ("esm", "layers.1", "esm.encoder.layer.1"),
         ("encoder-decoder", "decoder.embed", "decoder.bert.embeddings.word_embeddings"),
     ],
 )
 def test_freeze_by_either_name(family, ours, theirs):
-    task = {"bert": "masked-lm", "gpt_neox": "causal-lm"}.get(family, "seq2seq-lm")
+    task = {"bert": "masked-lm", "esm": "masked-lm", "gpt_neox": "causal-lm"}.get(family, "seq2seq-lm")
     models = [mc.from_config(f"tiny/{family}", task) for _ in range(2)]
     names = [freeze(models[0], [ours]), freeze(models[1], [theirs])]
     assert names[0] == names[1]
-    everything = {name for name, _ in models[0].named_parameters()}
+    everything = {name for name, _ in models[0].named_parameters()} - models[0].constants
     wanted = {n for n in everything if re.match(ours.replace("*", r"\d+") + r"(\.|$)", n)}
     assert trained(models[0]) == everything - wanted and wanted
 
@@ -114,6 +115,7 @@ PROMPTED = [
     ("bert", "sequence-classification"),
     ("roberta", "sequence-classification"),
     ("gpt_neox", "causal-lm"),
+    ("esm", "sequence-classification"),
 ]
 
 

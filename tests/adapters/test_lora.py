@@ -70,6 +70,8 @@ OTHERS = [
     ("mpnet", "sequence-classification"),
     ("nomic_bert", "masked-lm"),
     ("nomic_bert", "sequence-classification"),
+    ("esm", "masked-lm"),
+    ("esm", "token-classification"),
 ]
 every_family = pytest.mark.parametrize(
     "family, task", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in OTHERS)]

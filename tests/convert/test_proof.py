@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import modelcenter as mc
+from engine.names import model_tensors
 from modelcenter import registry
 from modelcenter.convert.contents import contents_of_hub, contents_of_native, native_prefix
 from modelcenter.convert.layout import Layout, compile_layout
@@ -26,7 +27,7 @@ def layout_of(kind: str, task: str, **overrides) -> Layout:
         overrides["embedding"] = {"dense": ["12", {"width": 7, "bias": False, "residual": True}]}
     model = mc.from_config(f"tiny/{kind}", task, **overrides)
     arch = registry.get(kind).arch_map()
-    return compile_layout(arch, task, model.config, {n: tuple(p.shape) for n, p in model.named_parameters()})
+    return compile_layout(arch, task, model.config, {n: tuple(t.shape) for n, t in model_tensors(model)})
 
 
 def check(layout: Layout) -> None:
@@ -110,7 +111,7 @@ def test_transformers_saves_these_tensors(kind, task, tmp_path):
     theirs.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    layout = compile_layout(arch, task, ours.config, {n: tuple(p.shape) for n, p in ours.named_parameters()})
+    layout = compile_layout(arch, task, ours.config, {n: tuple(t.shape) for n, t in model_tensors(ours)})
     whole = contents_of_hub(arch, lambda _: layout, saved, [arch.tasks[task].hf_class])
     assert not whole.unknown and {key: saved[name] for key, name in whole.found.items()} == layout.shapes
 

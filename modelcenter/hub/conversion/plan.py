@@ -79,12 +79,12 @@ def _is_made(path: Path, size: int, head: bytes) -> bool:
 
 
 def target_dtype(checkpoint: Checkpoint, side: int, key: str, requested: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor of the target: `requested`, else that of the tensors it is made of.
+    """The dtype of a tensor of the target: `requested`, else, and of buffers, that of the tensors it is made of.
 
     Raises:
         ValueError: it is made of tensors of several dtypes, and none is requested.
     """
-    if requested is not None:
+    if requested is not None and key not in checkpoint.layout.buffer_names:
         return requested
     parts = checkpoint.source_names(side, key)
     dtypes = {checkpoint.source.dtype(name) for name in parts}

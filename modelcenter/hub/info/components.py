@@ -17,7 +17,7 @@ def component(native: str) -> str:
         return "head"
     if words[0] == "pooler":
         return "pooler"
-    if words[0] == "bridge" or "conv" in words:
+    if words[0] in ("bridge", "contacts") or "conv" in words:
         return "other"
     if "attn" in words or "cross" in words:
         return "attention"
@@ -47,7 +47,7 @@ def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str |
             continue
         if (match := _match(rule, (short, name) if part else (short,))) is None:
             continue
-        if isinstance(rule, Tied):
+        if isinstance(rule, Tied) or rule.buffer:
             return None
         if part not in ("", CROSS_ATTENTION):
             return "pooler" if part == "pooler" else "head"

@@ -17,6 +17,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mpnet": {"max_positions": 512, "type_vocab_size": 0, "num_buckets": 32},
     "eurobert": {"tie_embeddings": False},
     "nomic_bert": {"type_vocab_size": 2},
+    "esm": {"max_positions": 1026, "position_type": "absolute"},
     "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},
     "gpt2": {"max_positions": 1024},
     "gptj": {"tie_embeddings": False},
@@ -64,7 +65,7 @@ def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[
 
 _OFF = frozenset(  # unless the config says otherwise
     """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
-    relative_attention norm_distances share_projections conv_width num_groups""".split()
+    relative_attention norm_distances norm_embeddings share_projections conv_width num_groups""".split()
 )
 
 

@@ -140,6 +140,19 @@ def _nomic_bert(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _esm(c: Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    positions = 0 if c.position_type == "rotary" else c.max_positions
+    return {
+        "embeddings": (c.vocab_size + positions) * d,
+        "attention": layers * _attention(c, True),
+        "mlp": layers * _mlp(c, True),
+        "norms": 2 * d * (1 + 2 * layers + bool(c.norm_embeddings)),
+        "pooler": linear_size(d, d, True),
+        "other": linear_size(layers * c.num_heads, 1, True),  # contacts, of the attention of all layers
+    }
+
+
 def _gpt2(c: Fields, kind: str) -> dict[str, int]:
     """GPT-2, GPT-J, GPT-NeoX: GPT-J's attention has no biases, and one norm serves both branches of a layer."""
     d, layers = c.hidden_size, c.num_layers
@@ -254,6 +267,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), _bert),
     "albert": _albert,
+    "esm": _esm,
     "deberta-v2": _deberta,
     "modernbert": _modernbert,
     "mpnet": _mpnet,

@@ -115,7 +115,7 @@ class Arithmetic:
                 scores = module.head_dim * getattr(module, "products", 1)
                 width = module.num_heads * (scores + getattr(module, "value_dim", module.head_dim))
                 attention.append((_pairs(name, module), width * (3.0 if below else 1.0)))
-            if isinstance(module, nn.Linear | TokenConvolution):
+            if isinstance(module, nn.Linear | TokenConvolution) and f"{name}.weight" not in model.constants:
                 passes = 1 + (f"{name}.weight" in own) + reached
                 weights[_place(name, modules, _has_decoder(model))] += module.weight.numel() * passes
             if isinstance(module, VocabularyHead):

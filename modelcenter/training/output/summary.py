@@ -1,6 +1,5 @@
 """summary.json: how a run ended, what it took, and on what machine."""
 
-import math
 import os
 import platform
 import shlex
@@ -59,7 +58,7 @@ def _parameters(model: Model) -> int:
     """Parameters of the model without an adapter, as they are in model/: the same before and after it is merged."""
     if model.adapter is None:
         return model.num_parameters()
-    return sum(math.prod(shape) for shape in model.adapter.layout.native_shapes.values())
+    return model.adapter.layout.num_parameters
 
 
 def _last_and_best(rows: list[dict[str, Any]], selection: "ModelSelection") -> dict[str, dict[str, Any]]:

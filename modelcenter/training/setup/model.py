@@ -49,6 +49,13 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
             f"tokenizer: {cfg.tokenizer or cfg.model} has {len(tokenizer)} tokens, but the model's vocab_size is "
             f"{vocab_size}: {why}"
         )
+    mask = getattr(model.config, "mask_token_id", None)  # of models that embed it unlike other tokens
+    if mask is not None and tokenizer.mask_token_id not in (None, mask):
+        raise ValueError(
+            f"mask_token_id: the model's mask is token {mask}, but {cfg.tokenizer or cfg.model} has "
+            f"{tokenizer.mask_token!r} as {tokenizer.mask_token_id}: --model_config "
+            f"mask_token_id={tokenizer.mask_token_id}, or another tokenizer"
+        )
     if model.task == "causal-lm" and not getattr(model.config, "is_decoder", True):
         raise ValueError(
             f"model: {cfg.model} is an encoder, in which a token sees those it is to predict; take a decoder, such as "

@@ -130,7 +130,7 @@ class Esm(Roberta):
         if not self.config.token_dropout or mask is None or ids is None or self.tuned_prompt is not None:
             return x
         masked = ctx.unpad(ids, self.config.padding_id).eq(mask)
-        lengths = (ctx.cu_seqlens[1:] - ctx.cu_seqlens[:-1])[: ctx.num_sequences].clamp(min=1)
+        lengths = (ctx.cu_seqlens[1:] - ctx.cu_seqlens[:-1])[: ctx.num_sequences]
         seen = 1 - ctx.sum_by_sequence(masked.float()) / lengths  # of each sequence the share that is not masked
         scale = (1 - MASKED_IN_TRAINING) / nn.functional.pad(seen, (0, 1), value=1.0)  # the last: of dummy tokens
         scale = scale.index_select(0, ctx.sequence_of()).masked_fill(masked, 0.0)

@@ -153,6 +153,7 @@ def sharded(folder, sizes):
     return found, out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [{}, {"pp_size": 2}], ids=["zero", "stages"])
 def test_on_two_ranks_in_16_bits(sizes, tmp_path):
     """Angles are computed of frequencies that no rank has cast, and every file comes back."""

@@ -117,6 +117,7 @@ class TestEsm2(EsmTests):
     }
 
 
+@pytest.mark.full
 class TestEsm1b(EsmTests, RobertaTests):
     hf_config = {
         **SIZES,
@@ -139,6 +140,13 @@ def pair(tmp_path):
     """(task, fields of the config) -> a model of transformers, and the same here."""
     tests = TestEsm2()
     return lambda task, **fields: (tests.reference(task, tmp_path, **fields), tests.ours(tmp_path, None))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_learnt_positions(side, tmp_path):
+    """ESM-1b's, for the fast tests."""
+    tests = TestEsm1b()
+    tests.check_parity(tests.reference("masked-lm", tmp_path), tests.ours(tmp_path, None), side)
 
 
 def test_texts_of_masks_alone(pair):

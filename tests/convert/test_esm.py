@@ -80,6 +80,21 @@ def test_where_the_frequencies_are(name, tmp_path):
     assert torch.allclose(model.rotary.frequencies, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("cls", ["EsmForMaskedLM", "EsmModel"])
+def test_a_file_as_transformers_5_writes_it(cls, tmp_path):
+    """Gamma and beta of some norms, the frequencies of a layer `*`; with and without a prefix."""
+    theirs = made(cls, tmp_path)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name.lower():
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    theirs.save_pretrained(tmp_path)
+    model = mc.from_pretrained(tmp_path)
+    assert model.load_report.initialised == model.load_report.unknown == []
+    states = [both(IDS[:1], attention_mask=MASK[:1])[0] for both in (model, theirs)]
+    assert torch.allclose(*states, atol=1e-5)
+
+
 def test_layers_whose_frequencies_differ_are_refused(tmp_path):
     as_published(made("EsmForMaskedLM", tmp_path), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -8,7 +8,7 @@ from roberta_reference import RobertaTests
 from torch import nn
 
 import modelcenter as mc
-from modelcenter.adapters import PromptTuning
+from modelcenter.adapters import PromptTuning, add_lora
 from modelcenter.testing import randomize_
 
 MASK = 130
@@ -253,4 +253,8 @@ def test_a_stage_has_the_angles_and_not_the_words():
 def test_contacts_are_kept_and_not_trained():
     model = randomize_(mc.from_config("tiny/esm", "masked-lm"))
     assert not any(p.requires_grad for p in model.contacts.parameters())
-    assert model.num_parameters() - model.num_parameters(only_trainable=True) == 3 * 6 + 1
+    count = model.num_parameters()
+    assert count - model.num_parameters(only_trainable=True) == 3 * 6 + 1
+    adapted = add_lora(model, 2)
+    assert not any("contacts" in name for name in adapted.adapter.ranks)
+    assert adapted.adapter.layout.num_parameters == count  # without the frequencies

@@ -89,7 +89,8 @@ STEPS = [
     ("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm"), ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"),
     ("tiny/cpmbee", "causal-lm"), ("tiny/cpm3", "causal-lm"), ("tiny/minicpm3", "causal-lm"),
     ("tiny/qwen3", "causal-lm"), ("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/t5", "sequence-classification"),
-    ("tiny/mpnet", "masked-lm"), ("tiny/nomic_bert", "masked-lm"), ("tiny/esm", "masked-lm"), ("tiny/eurobert", "sequence-classification"),
+    ("tiny/mpnet", "masked-lm"), ("tiny/nomic_bert", "masked-lm"), ("tiny/esm", "masked-lm"),
+    ("tiny/eurobert", "sequence-classification"),
     *(("tiny/bert", task) for task in test_gpu.TASKS if task != "multiple-choice"),
 ]  # fmt: skip
 

@@ -105,10 +105,11 @@ def named_checkpoint(path: Path) -> Path:
 def sync_to_disk(path: Path) -> None:
     """fsync all files and directories under ``path``."""
     for entry in [*path.rglob("*"), path]:
-        _fsync(entry)
+        fsync(entry)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Bring a file to the disk, or what the entries of a directory are called."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -188,16 +189,22 @@ def is_irreplaceable(directory: Path) -> bool:
 def _replace(path: Path, target: Path) -> None:
     """Rename ``path`` to ``target``, and what was there to another name if it cannot be exchanged.
 
-    At once where the system can, so that readers, and a run that is killed, always find a whole checkpoint.
+    At once where the system can, so that readers, and a run that is killed, always find a whole checkpoint. What was
+    there is removed when the new name is on the disk, by which a power cut leaves one of the two.
     """
+    old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
     if not target.exists():
         path.rename(target)
     elif not exchange_names(path, target):
-        old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
-        target.rename(old)
-        path.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    _fsync(target.parent)
+        try:
+            target.rename(old)
+            path.rename(target)
+        except BaseException:  # an interruption too must not leave nothing of that name
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+    fsync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def exchange_names(one: Path, other: Path) -> bool:

@@ -65,12 +65,42 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     def note(entry):
         synced.append((entry.name, target.exists()))
 
-    monkeypatch.setattr(files, "_fsync", note)
+    monkeypatch.setattr(files, "fsync", note)
     with atomic_directory(target) as path:
         (path / "part").mkdir()
         (path / "part" / "file").write_text("x")
     assert {name for name, there in synced if not there} >= {"part", "file", files.MANIFEST, path.name}
     assert synced[-1] == (tmp_path.name, True)
+
+
+def test_what_is_replaced_goes_when_the_new_name_is_on_the_disk(tmp_path, monkeypatch):
+    target, there = tmp_path / "saved", []
+    put(target, "first")
+    monkeypatch.setattr(files, "fsync", lambda entry: there.append((entry, names(tmp_path))))
+    for exchanges in (True, False):
+        if not exchanges:
+            monkeypatch.setattr(files, "exchange_names", lambda one, other: False)
+        put(target, "second")
+        (entry, held) = there[-1]
+        assert entry == tmp_path and len(held) == 2 and "saved" in held
+
+
+def test_a_name_that_cannot_be_given_leaves_the_old_one(tmp_path, monkeypatch):
+    """Where the system exchanges no names."""
+    target, rename = tmp_path / "saved", Path.rename
+    put(target, "first")
+    monkeypatch.setattr(files, "exchange_names", lambda one, other: False)
+
+    def refuse(path, to):
+        if ".partial-" in path.name:
+            raise error
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    for error in (OSError(errno.EDQUOT, "Disk quota exceeded"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            put(target, "second")
+        assert (target / "a").read_text() == "first" and os.listdir(tmp_path) == ["saved"]
 
 
 def test_a_file_system_that_cannot_bring_directories_to_the_disk(tmp_path, monkeypatch):

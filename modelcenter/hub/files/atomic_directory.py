@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from os.path import expanduser
 from pathlib import Path
 
-from engine.checkpoint.files import exchange_names, is_irreplaceable, sync_to_disk
+from engine.checkpoint.files import exchange_names, fsync, is_irreplaceable, sync_to_disk
 from modelcenter.hub.files.locks import locked
 from modelcenter.hub.files.names import MANIFEST_FILE, is_replaced
 
@@ -73,11 +73,13 @@ def put_in_place(scratch: Path, target: Path) -> None:
     """Give a finished directory the name `target`, once all of it is on the disk; see new_directory.
 
     Raises:
-        OSError: nothing was changed. ValueError: it has its name, but a file of the old one could not be moved to it.
+        OSError: nothing was changed. ValueError: it has its name, but the disk did not take that, or a file of the old
+            one could not be moved to it.
     """
     if not target.exists():
         sync_to_disk(scratch)
         scratch.rename(target)
+        _keep_name(target)
         return
     place = target.parent / f".{target.name}.exchanged-{secrets.token_hex(4)}"
     _mark(place, scratch).touch()
@@ -85,6 +87,7 @@ def put_in_place(scratch: Path, target: Path) -> None:
     with suppress(OSError):  # file systems without permissions
         shutil.copymode(target, scratch)
     old = place if _exchange(scratch, target, place) else _rename_both(scratch, target)
+    _keep_name(target)
     try:
         _carry_over(old, target)
     except OSError as error:
@@ -92,6 +95,15 @@ def put_in_place(scratch: Path, target: Path) -> None:
             f"{target} is complete, but {error.filename} could not be moved to it: {error.strerror}. What is missing "
             f"there is in {old}; the next save tries again"
         ) from error
+
+
+def _keep_name(target: Path) -> None:
+    """Bring the name of a directory to the disk: a save that has returned, or removes what was there, is to outlive a
+    power cut. Raises ValueError: the disk fails."""
+    try:
+        fsync(target.parent)
+    except OSError as error:
+        raise ValueError(f"{target} is complete, but its disk may not keep it: {error.strerror}") from error
 
 
 def _mark(place: Path, directory: Path) -> Path:

@@ -32,6 +32,32 @@ def test_a_file_that_cannot_be_moved(tmp_path, monkeypatch):
     assert tree(tmp_path) == {"out/config.json": b"newer", "out/notes.txt": b"mine"}
 
 
+def test_its_name_is_on_the_disk_before_the_old_one_goes(tmp_path, monkeypatch):
+    noted, synced = [], []
+    monkeypatch.setattr(atomic_directory, "sync_to_disk", lambda path: synced.append(path.parent))
+    monkeypatch.setattr(atomic_directory, "fsync", lambda path: noted.append((path, len(synced), tree(tmp_path))))
+    write_config(tmp_path / "out", "old", "notes.txt")
+    for exchanged in (True, False):
+        if not exchanged:
+            monkeypatch.setattr(atomic_directory, "exchange_names", lambda one, other: False)
+        write_config(tmp_path / "out", "new")
+    assert [(path, count) for path, count, _ in noted] == [(tmp_path, count) for count in (1, 2, 3)]
+    assert "out/config.json" in noted[0][2]
+    for _, _, held in noted[1:]:
+        assert held["out/config.json"] == b"new" and "out/notes.txt" not in held
+        assert any(name.startswith(".out.") and name.endswith("/config.json") for name in held)
+
+
+def test_a_disk_that_does_not_keep_its_name(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(atomic_directory, "fsync", fail)
+    with pytest.raises(ValueError, match="out is complete, but its disk may not keep it: Input/output error"):
+        write_config(tmp_path / "out", "new")
+    assert tree(tmp_path) == {"out/config.json": b"new"}
+
+
 def test_a_killed_save_leaves_the_old_one(tmp_path):
     """The directory under construction is beside the target, never in it; the next save removes what a kill left."""
     (tmp_path / "out").mkdir()

@@ -3,6 +3,7 @@ mistyped one may mean, which one did not fit on its disk, and files that are who
 
 import difflib
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file; where the disk is full or the process is killed meanwhile, it stays what it was.
+    """Write a file; where the disk is full, the process is killed or the power fails meanwhile, it stays what it was.
 
     Raises:
         OSError: it cannot be written; names the file.
@@ -54,7 +55,10 @@ def write_whole(path: Path, content: bytes) -> None:
     work = path.with_name(f".{path.name}")
     try:
         with naming_full_disk(path):
-            work.write_bytes(content)
+            with work.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # or the new name may reach the disk before the content does
         work.replace(path)
     finally:
         work.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """The rows of a run: on a full disk, and after a stop."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,14 @@ def test_a_summary_that_finds_no_room_is_an_error_with_its_name(tmp_path):
     (tmp_path / ".summary.json").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*/summary.json'"):
         record.close({})
+
+
+def test_a_summary_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Or a power cut may leave an empty one."""
+    summary, synced = tmp_path / "summary.json", []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append((os.fstat(handle).st_size, summary.exists())))
+    Record(tmp_path, 3, writer=True).close({"steps": 2})
+    assert (summary.stat().st_size, False) in synced
 
 
 def test_curves_that_cannot_be_drawn_cost_nothing_else(tmp_path, monkeypatch, capsys):

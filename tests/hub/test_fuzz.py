@@ -547,6 +547,7 @@ def test_another_source_starts_again(good, tmp_path, monkeypatch):
 def test_another_distributed_source_starts_again(good, tmp_path, monkeypatch):
     convert(good / "hub", source := tmp_path / "source", "distributed", workers=1)
     convert_until(monkeypatch, conversion_run._Run, "_finish", source, tmp_path / "out")
+    monkeypatch.chdir(shutil.copytree(source / "model", tmp_path / "another"))  # whose files have the same names
     os.utime(source / "model" / "__0_0.distcp")
     assert convert(source, tmp_path / "out", "hf", workers=1).continued == 0
 

@@ -332,7 +332,8 @@ class _Journal:
 
 
 def _stat(root: Path | None, file: str) -> os.stat_result | None:
-    for path in (Path(file), *([root / "model" / file] if root is not None else [])):
+    # Those of a distributed checkpoint have no folder, and the current directory may be one such, too.
+    for path in (*([root / "model" / file] if root is not None else []), Path(file)):
         if path.is_file():
             return path.stat()
     return None

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.contents import CheckpointContents
 from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.match import match_names, to_key, unknown_message
-from modelcenter.convert.pieces import box_numel, prove
+from modelcenter.convert.pieces import HUB, NATIVE, box_numel, full_box, prove
 from modelcenter.convert.rules import (
     ArchMap,
     Concat,
@@ -24,6 +25,10 @@ from modelcenter.convert.rules import (
     template_regex,
 )
 from modelcenter.convert.stream import export_tensor, fill_targets
+from modelcenter.hub.conversion import blocks
+from modelcenter.hub.conversion.blocks import BlockReader
+from modelcenter.hub.conversion.checkpoint import Checkpoint
+from modelcenter.hub.resolve import ModelFiles
 
 CONFIG = SimpleNamespace(heads=5, vocab=37, prompts=8)
 
@@ -201,6 +206,26 @@ def test_export_is_the_inverse(case):
     for key in layout.shapes:
         out = export_tensor(layout, key, {name: expected[name] for name in layout.natives(key)})
         assert out.is_contiguous() and torch.equal(out, tensors[key]), key
+
+
+@pytest.mark.parametrize("held", [1, 200, 2**20])
+def test_blocks_of_a_conversion(case, held, monkeypatch):
+    """Both ways, in blocks smaller than the tensors, of which whole ones are held meanwhile where they fit."""
+    arch, layout, tensors, expected = case
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 36)
+    monkeypatch.setattr(blocks, "_HELD_BYTES", held)
+    for side, ours, theirs in ((HUB, tensors, expected), (NATIVE, expected, tensors)):
+        names = {name: name for name in ours}
+        contents = CheckpointContents("base", layout, names)
+        reader = BlockReader(Checkpoint(Tensors(ours), side, ModelFiles("toy", {}), arch, CONFIG, contents, names))
+        for of, wanted in ((side, ours), (1 - side, theirs)):
+            for dtype in (torch.float32, torch.float64):
+                for name, values in wanted.items():
+                    out = torch.full_like(values, torch.nan, dtype=dtype)
+                    for box, block in reader.read(of, name, full_box(values.shape), dtype):
+                        assert block.dtype == dtype
+                        out[tuple(slice(*span) for span in box)] = block
+                    assert torch.equal(out, values.to(dtype)), name
 
 
 def test_static_proof(case):

@@ -25,7 +25,7 @@ from modelcenter import registry
 from modelcenter.convert.pieces import NATIVE, full_box
 from modelcenter.convert.stream import copy_values
 from modelcenter.hub import sidecar
-from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, fill, workers
+from modelcenter.hub.conversion import CONVERSION_FILE, convert, export, fill, plan, workers
 from modelcenter.hub.conversion.blocks import BlockReader
 from modelcenter.hub.conversion.checkpoint import Request, open_checkpoint
 from modelcenter.hub.conversion.progress import Progress
@@ -457,6 +457,22 @@ def test_tensors_are_read_in_any_order(tmp_path):
             expected = model.get_parameter(name).detach()
             blocks = reader.read(NATIVE, name, full_box(expected.shape), expected.dtype)
             assert torch.equal(torch.cat([values.clone() for _, values in blocks]), expected), name
+
+
+@pytest.mark.parametrize("together", [1, 1000, 8 * 2**20])
+def test_all_that_is_left_is_written_once_and_the_largest_first(together, saved, monkeypatch):
+    """Wherever an interrupted conversion stopped."""
+    monkeypatch.setattr(fill, "_UNIT_BYTES", together)
+    monkeypatch.setattr(plan, "_SHARDS_BYTES", 9000)
+    with open_checkpoint(saved("base")) as checkpoint:
+        for planned in (plan.plan_hub(checkpoint, None, 50_000)[0], plan.plan_distributed(checkpoint, None)):
+            names = [job.name for job in planned.jobs]
+            for count in range(len(names) + 1):
+                units = fill.work_units(planned, names[:count])
+                assert sorted(job.name for unit in units for job in unit.jobs) == sorted(names[count:])
+                assert all(job.file == unit.file for unit in units if unit.file for job in unit.jobs)
+                sizes = [unit.nbytes for unit in units]
+                assert sizes == sorted(sizes, reverse=True)
 
 
 def test_archives_are_whole(saved, tmp_path, monkeypatch):

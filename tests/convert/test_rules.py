@@ -1,5 +1,6 @@
 """Each rule against the obvious torch expression, whole and in slices of any sharding, there and back bit for bit."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from modelcenter.convert.rules import (
     fill,
     template_regex,
 )
-from modelcenter.convert.stream import export_tensor, fill_targets
+from modelcenter.convert.stream import chunks, export_tensor, fill_targets
 from modelcenter.hub.conversion import blocks
 from modelcenter.hub.conversion.blocks import BlockReader
 from modelcenter.hub.conversion.checkpoint import Checkpoint
@@ -55,7 +56,10 @@ class Tensors:
     def read(self, name, box, out=None):
         part = self.tensors[name][tuple(slice(low, high) for low, high in box)]
         self.elements += part.numel()
-        return part.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(part.view(out.shape))
+        if out is None:
+            return part.clone(memory_format=torch.contiguous_format)
+        assert out.is_contiguous() and out.dtype == part.dtype  # its bytes are read there
+        return out.copy_(part.view(out.shape))
 
 
 QKV = tuple(f"layers.{{i}}.{n}.weight" for n in "qkv")
@@ -144,7 +148,7 @@ def case(request):
     rules, natives, hubs, expected = CASES[request.param]
     layout = compile_layout(arch_of(*rules), "base", CONFIG, natives)
     torch.manual_seed(0)
-    tensors = {name: torch.randn(shape) for name, shape in hubs.items()}
+    tensors = {name: torch.randn(shape) * 99 for name, shape in hubs.items()}
     return arch_of(*rules), layout, tensors, expected(tensors)
 
 
@@ -152,7 +156,7 @@ def load(arch, layout, tensors, boxes, dtype=torch.float32):
     """Fill one local slice per (native name, box)."""
     targets = []
     for name, box in boxes:
-        local = torch.full([high - low for low, high in box], torch.nan, dtype=dtype)
+        local = torch.full([high - low for low, high in box], -99, dtype=dtype)
         targets.append((name, tuple(low for low, _ in box), local))
     source = Tensors(tensors)
     fill_targets(layout, match_names(arch, layout, tensors), source, targets)
@@ -195,10 +199,25 @@ def test_slices_of_any_sharding(case):
 
 def test_chunks_do_not_change_the_result(case, monkeypatch):
     arch, layout, tensors, expected = case
-    monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 4 * 9)
     boxes = [(name, tuple((0, n) for n in shape)) for name, shape in layout.native_shapes.items()]
-    for (name, _), local in zip(boxes, load(arch, layout, tensors, boxes, torch.float64)[0], strict=True):
-        assert torch.equal(local, expected[name].double()), name
+    for size in (2**20, 4 * 9):
+        monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", size)
+        for dtype in (torch.float64, torch.int32):  # of another size, and of the same
+            for (name, _), local in zip(boxes, load(arch, layout, tensors, boxes, dtype)[0], strict=True):
+                assert torch.equal(local, expected[name].to(dtype)), name
+
+
+def test_chunks_are_small_and_hold_each_element_once():
+    rng = random.Random(0)
+    for _ in range(200):
+        shape = [rng.choice((1, 2, 7, 40)) for _ in range(rng.randrange(4))]
+        low = [rng.randrange(3) for _ in shape]
+        limit, count = rng.choice((1, 5, 50, 300, 10**4)), torch.zeros([a + n for a, n in zip(low, shape, strict=True)])
+        for part in chunks(tuple((a, a + n) for a, n in zip(low, shape, strict=True)), limit):
+            assert box_numel(part) <= limit
+            count[tuple(slice(*span) for span in part)] += 1
+        assert torch.equal(count[tuple(slice(a, None) for a in low)], torch.ones(shape)), (shape, limit)
+        assert count.sum() == math.prod(shape)
 
 
 def test_export_is_the_inverse(case):
@@ -208,11 +227,20 @@ def test_export_is_the_inverse(case):
         assert out.is_contiguous() and torch.equal(out, tensors[key]), key
 
 
-@pytest.mark.parametrize("held", [1, 200, 2**20])
-def test_blocks_of_a_conversion(case, held, monkeypatch):
+@pytest.fixture
+def new_memory_is_nan():
+    """Not what a tensor before left there, which may be right."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize(("block", "held"), [(36, 1), (36, 200), (36, 2**20), (400, 700)])
+def test_blocks_of_a_conversion(case, block, held, monkeypatch):
     """Both ways, in blocks smaller than the tensors, of which whole ones are held meanwhile where they fit."""
     arch, layout, tensors, expected = case
-    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 36)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", block)
     monkeypatch.setattr(blocks, "_HELD_BYTES", held)
     for side, ours, theirs in ((HUB, tensors, expected), (NATIVE, expected, tensors)):
         names = {name: name for name in ours}
@@ -222,9 +250,9 @@ def test_blocks_of_a_conversion(case, held, monkeypatch):
             for dtype in (torch.float32, torch.float64):
                 for name, values in wanted.items():
                     out = torch.full_like(values, torch.nan, dtype=dtype)
-                    for box, block in reader.read(of, name, full_box(values.shape), dtype):
-                        assert block.dtype == dtype
-                        out[tuple(slice(*span) for span in box)] = block
+                    for box, part in reader.read(of, name, full_box(values.shape), dtype):
+                        assert part.dtype == dtype
+                        out[tuple(slice(*span) for span in box)] = part
                     assert torch.equal(out, values.to(dtype)), name
 
 

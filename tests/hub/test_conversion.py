@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import SemLock
+from pathlib import Path
 
 import pytest
 import torch
@@ -473,6 +474,18 @@ def test_all_that_is_left_is_written_once_and_the_largest_first(together, saved,
                 assert all(job.file == unit.file for unit in units if unit.file for job in unit.jobs)
                 sizes = [unit.nbytes for unit in units]
                 assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("to", ["hf", "distributed"])
+def test_all_bytes_are_reported_and_all_files_closed(to, saved, tmp_path, monkeypatch):
+    source, bars = saved("base"), []
+    monkeypatch.setattr(Progress, "close", lambda bar: bars.append((bar.what, bar.done, bar.total)))
+    opened = os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else []
+    done = convert(source, tmp_path / "out", to, workers=1, verify=True)
+    assert verify(source, tmp_path / "out").same
+    whats = ("converting", "reading again", "comparing")
+    assert bars == [(what, done.bytes, done.bytes) for what in whats]
+    assert not opened or len(os.listdir("/proc/self/fd")) == len(opened)
 
 
 def test_archives_are_whole(saved, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from modelcenter.convert.layout import Layout
-from modelcenter.convert.match import Match, belongs_to_part, match_names
+from modelcenter.convert.match import Match, belongs_to_part, match_names, to_key
 from modelcenter.convert.pieces import HUB, NATIVE, Shape
 from modelcenter.convert.rules import ArchMap
 
@@ -93,9 +93,10 @@ def contents_of_hub(
             _add_part(contents.layout, source, arch, task, other, part)
             contents.found.update(part_match.found)
             contents.repeats += part_match.repeats
+            contents.dropped += part_match.ignored
             if part_match.found:
                 contents.further_heads.append(part)
-            used = {*part_match.found.values(), *dict(part_match.repeats)}
+            used = {*part_match.found.values(), *dict(part_match.repeats), *part_match.ignored}
             left = [name for name in left if name not in used]
             break
     contents.unknown += left
@@ -199,7 +200,8 @@ def _without_parts(layout: Layout, absent: Collection[str]) -> Layout:
 
 
 def _match_part(arch: ArchMap, layout: Layout, part: str, shapes: Mapping[str, Shape]) -> Match | None:
-    """The tensors among `shapes` that make the part whole, with its repetitions; None where they do not fit it."""
+    """The tensors among `shapes` that make the part whole, with its repetitions, and those of them that the network
+    never reads (`ignored`); None where they do not fit it."""
     expected = [key for key, owner in layout.key_parts.items() if owner == part]
     match = match_names(arch, layout, shapes)
     found = {key: match.found[key] for key in expected if key in match.found}
@@ -209,7 +211,8 @@ def _match_part(arch: ArchMap, layout: Layout, part: str, shapes: Mapping[str, S
     ties = {key: tie for key, tie in layout.ties.items() if belongs_to_part(arch, part, key)}
     tied = [(name, key) for key, name in match.found.items() if key not in found and key in layout.shapes]
     repeats = [(name, key) for name, key in [*tied, *match.repeats] if key in {tie.to for tie in ties.values()}]
-    return Match(found=found, repeats=repeats) if found or repeats else None
+    ignored = [name for name in match.ignored if to_key(arch, name) in ties]
+    return Match(found=found, repeats=repeats, ignored=ignored) if found or repeats else None
 
 
 def _add_part(target: Layout, source: Layout, arch: ArchMap, task: str, other: str, part: str) -> None:

@@ -174,6 +174,17 @@ def test_a_further_head_comes_whole_and_its_copies_of_tied_tensors_are_compared(
         convert(path, tmp_path / "bad", "distributed", workers=1)
 
 
+def test_a_further_head_keeps_what_its_file_holds_twice(saved, config_of, tmp_path):
+    path = saved("pretraining", tie_word_embeddings=False)
+    config_of(path, architectures=["BertModel"])
+    done = convert(path, tmp_path / "shards", "distributed", workers=1)
+    assert done.dropped == ["cls.predictions.bias"] and not done.tied
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    found = weights(tmp_path / "back")
+    same_bits({name.removeprefix("bert."): tensor for name, tensor in weights(path).items()}, found)
+    assert "cls.predictions.bias" in found and "cls.predictions.decoder.bias" in found
+
+
 def test_a_further_head_is_that_of_its_shape(saved, config_of, tmp_path):
     """Of one name there are those of three tasks; a file of the bare model does not say which it is."""
     path = saved("multiple-choice")
@@ -200,6 +211,14 @@ def test_a_head_that_the_class_has_is_not_left_out_unasked(saved, tmp_path):
     for place in (path, tmp_path / "shards"):
         with pytest.raises(ValueError, match="pass task='sequence-classification' to initialise it.*task='base'"):
             mc.from_pretrained(place)
+
+
+def test_a_distributed_checkpoint_that_lacks_a_layer_is_not_converted(saved, tmp_path):
+    convert(saved("base"), tmp_path / "shards", "distributed", workers=1)
+    config = tmp_path / "shards" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(ValueError, match=r"shards: 16 tensors are missing:\n  'layers\.2\.attn\.q\.weight' of shape"):
+        convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
 
 
 def test_old_names_and_masks(tmp_path):

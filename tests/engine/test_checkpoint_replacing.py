@@ -209,6 +209,10 @@ def test_what_is_no_checkpoint_is_not_replaced(two, tmp_path):
     assert "such as step-00000003" in (message := saves_over(tmp_path / "run")) and "or one of many by step=" in message
     with pytest.raises(ValueError, match="such as a.txt"):
         save_model(tmp_path / "notes", run.model)
+    (tmp_path / "notes").rename(tmp_path / "step-3-notes")  # which is no name of a checkpoint
+    with pytest.raises(ValueError, match="such as a.txt"):
+        save_model(tmp_path / "step-3-notes", run.model)
+    (tmp_path / "step-3-notes").rename(tmp_path / "notes")
     assert (tmp_path / "file").read_text() == (tmp_path / "notes" / "a.txt").read_text() == "mine"
     (tmp_path / "run" / "step-00000003" / "manifest.json").unlink()  # broken, but by its name a checkpoint
     engine.save_checkpoint(tmp_path / "run", run.model, step=3)

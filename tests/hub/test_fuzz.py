@@ -393,6 +393,13 @@ def test_a_target_that_cannot_be_written(good, tmp_path):
             convert(tmp_path / source, tmp_path / target, "distributed", workers=1)
 
 
+def test_what_a_killed_process_was_replacing_is_put_right(good, tmp_path):
+    shutil.copytree(good / "hub", tmp_path / ".out.replaced-dead")
+    (tmp_path / ".out.replaced-dead" / "vocab.txt").write_text("a")
+    convert(good / "hub", tmp_path / "out", "distributed", workers=1)
+    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "vocab.txt").read_text() == "a"
+
+
 def test_two_at_once(good, tmp_path):
     with conversion_run._claimed(tmp_path / "out", tmp_path / "scratch"):
         with pytest.raises(ValueError, match="another conversion to .* is running"):

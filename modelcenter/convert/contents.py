@@ -148,9 +148,12 @@ def contents_of_native(
 
 
 def _is_held(layout: Layout, part: str, place: str, names: Collection[str]) -> bool:
-    """Whether `names` has every parameter of the part, which is at `place` in the layout, as a further head."""
-    expected = [name.removeprefix(place) for name, owner in layout.native_parts.items() if owner == part]
-    return bool(expected) and all(f"{OTHER_HEADS}{part}.{name}" in names for name in expected)
+    """Whether `names` has the parameters of the part, which is at `place` in the layout, as a further head; it may lack
+    optional ones."""
+    own = [name for name, owner in layout.native_parts.items() if owner == part]
+    held = {name for name in own if f"{OTHER_HEADS}{part}.{name.removeprefix(place)}" in names}
+    optional = {name for key in layout.optional for name in layout.natives(key)}
+    return bool(held) and all(name in held or name in optional for name in own)
 
 
 def _closest_task(
@@ -205,7 +208,9 @@ def _match_part(arch: ArchMap, layout: Layout, part: str, shapes: Mapping[str, S
     expected = [key for key, owner in layout.key_parts.items() if owner == part]
     match = match_names(arch, layout, shapes)
     found = {key: match.found[key] for key in expected if key in match.found}
-    if any(shapes[name] != layout.shapes[key] for key, name in found.items()) or len(found) < len(expected):
+    if any(shapes[name] != layout.shapes[key] for key, name in found.items()):
+        return None
+    if any(key not in found and key not in layout.optional for key in expected):
         return None
     # A tied tensor stood in for what it repeats, as that is not among the names left.
     ties = {key: tie for key, tie in layout.ties.items() if belongs_to_part(arch, part, key)}

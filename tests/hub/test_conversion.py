@@ -185,6 +185,24 @@ def test_a_further_head_keeps_what_its_file_holds_twice(saved, config_of, tmp_pa
     assert "cls.predictions.bias" in found and "cls.predictions.decoder.bias" in found
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_further_head_may_lack_what_a_named_one_may(tied, biased, tmp_path):
+    """BART's language model has a bias that some files leave out."""
+    mc.from_config("tiny/bart", "base", tie_embeddings=tied).save_pretrained(tmp_path / "hub")
+    held = weights(tmp_path / "hub")
+    head = {"lm_head.weight": held["shared.weight"] + (0 if tied else 1)}
+    head |= {"final_logits_bias": torch.randn(1, len(held["shared.weight"]))} if biased else {}
+    save_file({**held, **head}, tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    done = convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=1)
+    assert done.further_heads == ([] if tied and not biased else ["lm"])
+    assert ("lm_head.weight" in done.tied) == tied
+    convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
+    if tied:
+        del head["lm_head.weight"]
+    same_bits({**held, **head}, weights(tmp_path / "back"))
+
+
 def test_a_further_head_is_that_of_its_shape(saved, config_of, tmp_path):
     """Of one name there are those of three tasks; a file of the bare model does not say which it is."""
     path = saved("multiple-choice")
@@ -285,6 +303,14 @@ def test_checkpoints_of_other_trainers(name, wrapper, prefix, saved, tmp_path):
     same_bits(held, weights(tmp_path / "out"))
     model = mc.from_pretrained(tmp_path / name, config=config, prefix=prefix)
     assert model.task == "sequence-classification" and not model.load_report.initialised
+
+
+def test_several_files_have_an_index(saved, tmp_path):
+    source = saved("base")
+    convert(source, tmp_path / "out", "hf", workers=1, max_shard_size="50KB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1 and index["weight_map"].keys() == weights(source).keys()
+    assert verify(source, tmp_path / "out").same
 
 
 def test_dtype_on_request(saved, tmp_path):
@@ -625,7 +651,7 @@ def test_a_transpose_into_a_part(dtype, width, turned, monkeypatch):
     assert not target[:, :500].any() and not target[:, 800:].any()
 
 
-@pytest.mark.parametrize("damaged", ["elements", "frame", "parts"])
+@pytest.mark.parametrize("damaged", ["elements", "frame", "parts apart", "parts over each other"])
 def test_parts_of_a_manifest(damaged, saved, tmp_path, monkeypatch):
     """Every byte of a converted file is in one hash of its manifest; those of tensors are conversion.json's. Each
     tensor is written once, of whichever two that are hashed together."""
@@ -639,8 +665,8 @@ def test_parts_of_a_manifest(damaged, saved, tmp_path, monkeypatch):
     *held, around = said["files"][name]["parts"]
     assert sorted(part["sha256"] for part in held) == sorted(entry["sha256"] for entry in tensors.values())
     assert engine.checkpoint.check_manifest(tmp_path / "out", hashes=True)
-    if damaged == "parts":
-        held[0]["bytes"][0][0] += 1
+    if damaged.startswith("parts"):
+        held[0]["bytes"][0][0] += 1 if damaged == "parts apart" else -1
         (tmp_path / "out" / "manifest.json").write_text(json.dumps(said))
         message = "the parts of model/__0_0.distcp.*not each byte once"
     else:

@@ -42,6 +42,10 @@ def damage(path, what):
         (path / "manifest.json").write_bytes(b'{"format_version": 1, "files": {"\xff"')
     elif what == "no size":
         (path / "manifest.json").write_text('{"format_version": 1, "files": {"x": {}}}')
+    elif what == "no hash":
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["files"][str(data.relative_to(path))]["sha256"]
+        (path / "manifest.json").write_text(json.dumps(manifest))
     elif what == "a list":
         (path / "manifest.json").write_text('{"format_version": 1, "files": ["x"]}')
     elif what == "a loop":
@@ -66,6 +70,7 @@ def damage(path, what):
         ("half a manifest", "manifest.json is damaged"),
         ("no text", "manifest.json is damaged: UnicodeDecodeError"),
         ("no size", "manifest.json is damaged: KeyError"),
+        ("no hash", "model/__0_0.distcp has sha256 .*, its manifest says None"),
         ("a list", "manifest.json is damaged: AttributeError"),
         ("no end", "manifest.json is damaged: OverflowError"),
         ("a loop", "is incomplete: model/.metadata is missing"),

@@ -507,6 +507,17 @@ def test_what_was_written_is_looked_at_again(good, tmp_path, monkeypatch):
     assert verify(good / "hub", tmp_path / "out").same
 
 
+def test_an_archive_that_is_not_whole_is_written_again(good, tmp_path, monkeypatch):
+    """What lies around the elements of a tensor in a distributed checkpoint is not there, as after a power cut."""
+    convert_until(monkeypatch, conversion_run._Run, "_finish", good / "hub", tmp_path / "out", "distributed")
+    (file,) = tmp_path.glob(".out.converting-*/model/*.distcp")
+    with open(file, "r+b") as opened:
+        opened.write(bytes(100))
+    done = convert(good / "hub", tmp_path / "out", "distributed", workers=1)
+    assert done.continued == done.tensors - 1
+    assert verify(good / "hub", tmp_path / "out").same
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["interrupted", "no power"])
 def test_stopped_before_the_first_tensor(lost, good, tmp_path, monkeypatch):
     """A file that has its size is continued; its header is written although the run was stopped behind the allocation,
@@ -553,8 +564,8 @@ def test_another_source_starts_again(good, tmp_path, monkeypatch):
 
 def test_another_distributed_source_starts_again(good, tmp_path, monkeypatch):
     convert(good / "hub", source := tmp_path / "source", "distributed", workers=1)
-    convert_until(monkeypatch, conversion_run._Run, "_finish", source, tmp_path / "out")
     monkeypatch.chdir(shutil.copytree(source / "model", tmp_path / "another"))  # whose files have the same names
+    convert_until(monkeypatch, conversion_run._Run, "_finish", source, tmp_path / "out")
     os.utime(source / "model" / "__0_0.distcp")
     assert convert(source, tmp_path / "out", "hf", workers=1).continued == 0
 

@@ -43,7 +43,7 @@ def test_replacing_is_one_step_where_the_system_has_it(tmp_path, monkeypatch):
 
 def test_a_sandbox_that_does_not_know_how_to_exchange_names(tmp_path, monkeypatch):
     """An error of the disk is one all the same, and changes nothing."""
-    numbers = [errno.EIO, errno.EPERM]
+    numbers = [errno.EIO, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS]  # the last first
 
     class Library:
         @staticmethod
@@ -53,7 +53,8 @@ def test_a_sandbox_that_does_not_know_how_to_exchange_names(tmp_path, monkeypatc
 
     put(tmp_path / "run", "first")
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Library)
-    put(tmp_path / "run", "second")
+    for _ in numbers[1:]:
+        put(tmp_path / "run", "second")
     with pytest.raises(OSError, match="Input/output error: '.*/run'"):
         put(tmp_path / "run", "third")
     assert (tmp_path / "run" / "a").read_text() == "second" and os.listdir(tmp_path) == ["run"]
@@ -184,9 +185,9 @@ def test_a_link_is_followed(tmp_path, there):
     assert engine.load_checkpoint(link, other) == {}
     assert link.is_symlink() and names(tmp_path) == ["disk", "link"] and names(real.parent) == ["run"]
     (tmp_path / "runs").symlink_to(tmp_path / "disk" / "of" / "runs")
-    for step in (1, 2):
-        engine.save_checkpoint(tmp_path / "runs", model, step=step, keep=1)
-    assert names(tmp_path / "disk" / "of" / "runs") == ["last", "step-00000002"]
+    for step in (1, 2, 3):
+        engine.save_checkpoint(tmp_path / "runs", model, step=step, keep=1, best=step == 1)
+    assert names(tmp_path / "disk" / "of" / "runs") == ["best", "last", "step-00000001", "step-00000003"]
 
 
 def saves_over(place, asynchronous=False):

@@ -20,9 +20,12 @@ def test_keep_and_best_and_last(tmp_path):
     run.step(0)
     for left in ("partial", "old"):
         (tmp_path / f".step-00000009.{left}-dead").mkdir()
+    mine = tmp_path / "step-00000000-mine"
+    mine.mkdir()
     for step in range(1, 6):
         done = engine.save_checkpoint(tmp_path, run.model, run.manager, step=step, keep=2, best=step == 2)
         assert done == tmp_path / f"step-{step:08d}"
+    mine.rmdir()  # which is none of these, and stayed
     assert names(tmp_path) == ["best", "last", "step-00000002", "step-00000004", "step-00000005"]
     assert (tmp_path / "best").resolve().name == "step-00000002" and os.readlink(tmp_path / "last") == "step-00000005"
     assert engine.latest_checkpoint(tmp_path) == tmp_path / "step-00000005"
@@ -88,6 +91,8 @@ def test_the_newest_valid_one_is_found_with_a_word_about_the_broken(tmp_path):
     next((tmp_path / "step-00000011" / "model").glob("*.distcp")).unlink()
     with pytest.warns(UserWarning, match="passed over: .*step-00000011 is incomplete: model/.*distcp is missing"):
         assert engine.load_checkpoint(tmp_path, run.model, run.manager) == {"step": 10}
+    (tmp_path / "step-00000012").write_text("a file")  # no word about that
+    (tmp_path / "step-00000013-mine").mkdir()
     data = next((tmp_path / "step-00000010" / "model").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1] + b"?")
     with pytest.warns(UserWarning) as warned:

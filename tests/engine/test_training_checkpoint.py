@@ -126,12 +126,15 @@ def torch_optimizer(path, level, copies, action):
         engine.save_checkpoint(path / "early", model, optimizer)
         model(toys.microbatch(0)[0]).sum().backward()
         optimizer.step()
+        for number, parameter in enumerate(model.layers.parameters()):
+            optimizer.state[parameter]["count"] = number
         engine.save_checkpoint(path / "late", model, optimizer)
     else:
         optimizer.param_groups[0]["lr"] = 7
         engine.load_checkpoint(path / "early", model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
         engine.load_checkpoint(path / "late", model, optimizer)
+    assert [optimizer.state[p]["count"] for p in model.layers.parameters()] == [*range(len(optimizer.state))]
     return {n: toys.whole(optimizer.state[p]["momentum_buffer"]) for n, p in model.layers.named_parameters()}
 
 
@@ -139,6 +142,20 @@ def test_a_foreign_optimizer_alone(request, tmp_path):
     expected = on(request, LAYOUTS["two"], torch_optimizer, tmp_path, "save")[0]
     for found in on(request, LAYOUTS["one"], torch_optimizer, tmp_path, "load"):
         assert all(torch.equal(found[n], v) for n, v in expected.items()) and found.keys() == expected.keys()
+
+
+def test_a_name_with_slashes(tmp_path):
+    """As a ModuleDict may give them; the names in the file have slashes, too."""
+    model = torch.nn.ModuleDict({"a/b": torch.nn.Linear(2, 3)})
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, lr=0.5)
+    model["a/b"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    engine.save_checkpoint(tmp_path / "c", model, optimizer)
+    expected = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    optimizer.state.clear()
+    engine.load_checkpoint(tmp_path / "c", model, optimizer)
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], value)
 
 
 def test_arguments_that_nothing_can_be_saved_by_are_named(tmp_path):

@@ -231,11 +231,18 @@ def test_a_head_that_the_class_has_is_not_left_out_unasked(saved, tmp_path):
             mc.from_pretrained(place)
 
 
-def test_a_distributed_checkpoint_that_lacks_a_layer_is_not_converted(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (3, r"shards: 16 tensors are missing:\n  'layers\.2\.attn\.q\.weight' of shape"),
+        (1, r"shards: unexpected tensors, unknown to bert(.|\n)*'layers\.1\.attn\.q\.weight'"),
+    ],
+)
+def test_a_distributed_checkpoint_of_other_layers_is_not_converted(layers, said, saved, tmp_path):
     convert(saved("base"), tmp_path / "shards", "distributed", workers=1)
     config = tmp_path / "shards" / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    with pytest.raises(ValueError, match=r"shards: 16 tensors are missing:\n  'layers\.2\.attn\.q\.weight' of shape"):
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', f'"num_hidden_layers": {layers}'))
+    with pytest.raises(ValueError, match=said):
         convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
 
 

@@ -230,6 +230,13 @@ def test_best_does_not_count_a_lost_checkpoint_after_which_another_could_not_be_
     assert selection.best_on_disk == {} and selection.would_be_best_on_disk(1)
 
 
+def test_a_step_that_was_not_judged_is_not_the_best():
+    """Though its checkpoint may be the first behind an evaluation that is."""
+    selection = ModelSelection("accuracy", None)
+    selection.judge({"step": 2, "eval_accuracy": 0.9})
+    assert selection.would_be_best_on_disk(2) and not selection.would_be_best_on_disk(3)
+
+
 def test_a_step_that_was_judged_again_has_its_newest_score():
     """As one is after a stop, where the evaluation data are others."""
     selection = ModelSelection("accuracy", None)

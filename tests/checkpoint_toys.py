@@ -81,4 +81,5 @@ class Run:
         return found, copy.deepcopy((scalars, groups))
 
     def draws(self):
-        return random.random(), np.random.rand(), torch.rand(()).item()
+        """Of numpy's normal numbers one, of which it makes two at a time."""
+        return random.random(), np.random.randn(), torch.rand(()).item()

@@ -25,7 +25,7 @@ from modelcenter.convert.rules import (
     fill,
     template_regex,
 )
-from modelcenter.convert.stream import chunks, export_tensor, fill_targets
+from modelcenter.convert.stream import ReadBuffer, chunks, export_tensor, fill_targets, read_into
 from modelcenter.hub.conversion import blocks
 from modelcenter.hub.conversion.blocks import BlockReader
 from modelcenter.hub.conversion.checkpoint import Checkpoint
@@ -205,6 +205,18 @@ def test_chunks_do_not_change_the_result(case, monkeypatch):
         for dtype in (torch.float64, torch.int32):  # of another size, and of the same
             for (name, _), local in zip(boxes, load(arch, layout, tensors, boxes, dtype)[0], strict=True):
                 assert torch.equal(local, expected[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+def test_a_slice_of_the_same_layout(dtype, monkeypatch):
+    """Of any place and dtype, in memory that is contiguous and that is not."""
+    monkeypatch.setattr("modelcenter.convert.stream.CHUNK_BYTES", 4 * 9)
+    source = Tensors({"w": torch.randn(6, 7, 5) * 99})
+    for low, sizes in (((0, 0, 0), (6, 7, 5)), ((2, 1, 3), (3, 4, 2))):
+        part = tuple(slice(a, a + n) for a, n in zip(low, sizes, strict=True))
+        for local in (torch.full(sizes, -99, dtype=dtype), torch.full(sizes[::-1], -99, dtype=dtype).permute(2, 1, 0)):
+            read_into(source, "w", low, local, ReadBuffer())
+            assert torch.equal(local, source.tensors["w"][part].to(dtype))
 
 
 def test_chunks_are_small_and_hold_each_element_once():

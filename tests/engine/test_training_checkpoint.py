@@ -12,6 +12,7 @@ from directory_toys import names
 import engine
 from engine.checkpoint import check_manifest, files, training
 from engine.checkpoint.optimizer import merge_stages
+from engine.checkpoint.random_state import generator_states, reseed_generators
 
 LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3, 1), "2x2": (4, 3, 2)}
 
@@ -19,6 +20,7 @@ LAYOUTS = {"one": (1, 3, 1), "two": (2, 2, 1), "two-0": (2, 0, 1), "four": (4, 3
 def save(path, level, copies, precision="fp32", dropout=0.0, loss_scale=None, asynchronous=False):
     run = Run(level, copies, precision, dropout, loss_scale)
     run.step(0), run.step(1)
+    run.draws()  # so that none of the generators is at its start
     before = run.everything()
     state = {"rows": 17, "names": ["a", "b"], "table": torch.arange(3)}
     engine.save_checkpoint(path, run.model, run.manager, state, asynchronous=asynchronous)
@@ -115,6 +117,17 @@ def test_generators_on_another_mesh_are_the_same_at_each_load_and_differ_over_ra
     on(request, LAYOUTS["two"], save, tmp_path / "c")
     draws = on(request, LAYOUTS["four"], other_mesh_draws, tmp_path / "c")
     assert len(set(draws)) == 4
+
+
+def test_generators_on_another_mesh_follow_from_those_that_were_saved():
+    """Or each such start would draw the same masks again."""
+    first = generator_states()
+    torch.rand(())
+    drawn = []
+    for states in (first, generator_states(), first):
+        reseed_generators(states)
+        drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
 def torch_optimizer(path, level, copies, action):

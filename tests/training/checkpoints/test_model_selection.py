@@ -230,6 +230,14 @@ def test_best_does_not_count_a_lost_checkpoint_after_which_another_could_not_be_
     assert selection.best_on_disk == {} and selection.would_be_best_on_disk(1)
 
 
+def test_patience_is_over_after_so_many_in_a_row():
+    selection, over = ModelSelection("accuracy", 2), []
+    for step, score in enumerate((0.5, 0.4, 0.6, 0.5, 0.6)):  # which is no better than the third
+        selection.judge({"step": step, "eval_accuracy": score})
+        over.append(selection.patience_is_over)
+    assert over == [False, False, False, False, True]
+
+
 def test_a_step_that_was_not_judged_is_not_the_best():
     """Though its checkpoint may be the first behind an evaluation that is."""
     selection = ModelSelection("accuracy", None)

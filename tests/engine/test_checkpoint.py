@@ -225,5 +225,7 @@ def test_a_rank_that_does_not_see_a_checkpoint_keeps_no_other_waiting(two, tmp_p
 
 
 def test_an_error_of_the_disk_without_a_number_keeps_its_words():
+    """Of several ranks that of the first."""
     with pytest.raises(OSError, match="^here: rank 1: the store is closed$"), dcp._plain_errors(Path("here")):
-        raise CheckpointException("failed", {1: (OSError("the store is closed"), None)})
+        failures = {2: (ValueError("of a later rank"), None), 1: (OSError("the store is closed"), None)}
+        raise CheckpointException("failed", failures)

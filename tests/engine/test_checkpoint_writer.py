@@ -113,15 +113,16 @@ def test_the_copies_of_each_gpu_are_waited_for(monkeypatch):
 
 
 def test_the_writer_works_on_its_ranks_gpu(monkeypatch, tmp_path):
-    """A thread begins on GPU 0, where each rank would take memory."""
+    """A thread begins on GPU 0, where each rank would take memory. It waits for what is copied from there."""
     chosen = []
     monkeypatch.setattr(module, "_write", lambda job, group: chosen.append("written"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
-    writer = module._start_writer(mock.Mock(path=tmp_path / "c", contents=mock.Mock(ready=())), group=None)
+    copies = mock.Mock(ready=[SimpleNamespace(synchronize=lambda n=n: chosen.append(n)) for n in ("copied", "also")])
+    writer = module._start_writer(mock.Mock(path=tmp_path / "c", contents=copies), group=None)
     writer.finish()
-    assert chosen == [(3, writer), "written"]
+    assert chosen == [(3, writer), "copied", "also", "written"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -1,7 +1,10 @@
 """Which model is the best, before and after stops, and when a run waits no longer for a better one."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ import engine.checkpoint.training
 import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.training import loop
-from modelcenter.training.checkpoints import model_selection
+from modelcenter.training.checkpoints import final_model, model_selection
 from modelcenter.training.checkpoints.model_selection import ModelSelection, check_best_metric
 from modelcenter.training.config import ClassificationConfig
 from scripts.finetune_classification import main
@@ -89,6 +92,21 @@ def test_the_best_checkpoint_becomes_the_model(folder, monkeypatch):
     main(command(run_values(folder, "four") | best | {"max_steps": 4}))
     for key, tensor in weights(folder, "four").items():
         assert torch.equal(tensor, weights(folder, "run")[key]), key
+
+
+def test_the_best_becomes_the_model_where_a_metric_is_named_alone(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(final_model, "_load_best_model", lambda run, checkpoints: loaded.append(run.cfg.best_metric))
+    monkeypatch.setattr(final_model, "model_card", lambda run: {})
+    for metric in (None, "accuracy"):
+        cfg = SimpleNamespace(best_metric=metric, lora_rank=None)
+        selection = SimpleNamespace(best={"metric": "eval_accuracy", "value": 0.9, "step": 1})
+        run: Any = SimpleNamespace(cfg=cfg, selection=selection, step=4, model=None, tokenizer=None)
+        run.checkpoints, run.task = mock.Mock(), mock.Mock()
+        final_model.save_final_model(run, Path("run") / "model")
+        run.checkpoints.wait.assert_called_once()
+        run.task.save_model.assert_called_once()
+    assert loaded == ["accuracy"]
 
 
 def test_what_is_the_best_after_a_stop(folder, caplog):

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from directory_toys import files_of_at_most
@@ -93,6 +94,20 @@ def test_a_checkpoint_that_could_not_be_written_does_not_cost_the_next(folder, m
     stop_at(monkeypatch, 2, short_run_values(folder, "run"))
     assert calls == [2, 3] and (folder / "run" / "checkpoints" / "step-00000003").is_dir()
     assert "the last checkpoint could not be written: [Errno 28] No space left on device" in capsys.readouterr().out
+
+
+def test_a_lost_checkpoint_is_not_the_best_though_none_could_be_begun_since(monkeypatch):
+    selection, said = ModelSelection("accuracy", None), []
+    checkpoints = writer.CheckpointWriter(Path("run"), 1, selection, said.append)
+    begins: list = [None, RuntimeError("no memory for the copy")]
+    ends: list = [None, OSError(28, "No space left on device"), None]
+    monkeypatch.setattr(writer, "save_checkpoint", mock.Mock(side_effect=begins))
+    monkeypatch.setattr(writer, "wait_checkpoint", mock.Mock(side_effect=ends))
+    selection.judge({"step": 1, "eval_accuracy": 0.9})
+    for step in (1, 2):
+        checkpoints.write(step, None, None, {}, lambda folder: None, wait=False)
+    checkpoints.wait()
+    assert selection.best_on_disk == {} and len(said) == 2
 
 
 def full_from(monkeypatch, step, rank=0):

@@ -216,6 +216,12 @@ def test_a_damaged_file_of_a_checkpoint_is_named(text, says, tmp_path):
         resume._read_run_file(tmp_path)
 
 
+def test_a_checkpoint_of_another_task_is_named(tmp_path):
+    (tmp_path / "run.json").write_text('{"task": "lm", "step": 3, "flags": {}}')
+    with pytest.raises(ValueError, match="resume: .* is of a run of lm, this one is classification"):
+        resume._read(tmp_path, ClassificationConfig(), forced=True, in_output_dir=False)
+
+
 def test_files_in_another_order_are_other_data(folder, monkeypatch):
     """The rows that are left would not be those that the run has not seen yet, and weights would be of other files."""
     paths = [str(write_jsonl(folder / f"{name}.jsonl", make_rows(9, seed=i))) for i, name in enumerate("xy")]

@@ -54,6 +54,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "nomic_bert": (
+        "masked-lm",
+        {
+            "vocab_size": 30528,
+            "hidden_size": 512,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 8,
+            "intermediate_size": 1408,
+            "type_vocab_size": 2,
+        },
+    ),
+    "esm": (
+        "masked-lm",
+        {
+            **_ENCODER,
+            "vocab_size": 33,
+            "pad_token_id": 1,
+            "mask_token_id": 32,
+            "position_embedding_type": "rotary",
+            "token_dropout": True,
+        },
+    ),
     "gpt2": ("causal-lm", {**_DECODER, "n_embd": 512, "n_layer": 6, "n_head": 8}),
     # CPM-1 is a GPT-2 with 32 heads of 80 channels; this is a smaller one.
     "cpm1": ("causal-lm", {**_DECODER, "n_embd": 480, "n_layer": 8, "n_head": 6}),
@@ -120,7 +142,8 @@ def measure(family: str, setting: str, rounds: int, quick: bool) -> dict[str, fl
     config = transformers.AutoConfig.for_model(model_type, **(workloads.one_layer(fields) if quick else fields))
     ours, theirs = workloads.model_pair(config, task)
     lengths = [64] * 16 if setting == "equal lengths" else workloads.ragged_lengths()
-    rows = workloads.labelled_rows(task, lengths, every=7 if setting == "few labels" else 1)
+    every = 7 if setting == "few labels" else 1
+    rows = workloads.labelled_rows(task, lengths, every, config.vocab_size)
     packed, padded = pack_rows(task, rows), pad_rows(task, rows)
     losses: dict[str, Any] = {}
 

@@ -128,7 +128,8 @@ class WordStarts:
             elif self.marks_inside:
                 self.continues[i] = self.is_marked[i]
             self.texts.append("\ufffc" if i in special else text)
-            self.is_word[i] = i in special or not any(c.isalnum() for c in text) or _is_cjk(text[0])
+            # A space alone is the beginning of the word whose letters follow it.
+            self.is_word[i] = i in special or (bool(text) and (not any(c.isalnum() for c in text) or _is_cjk(text[0])))
         self.cut: Any = None
         if segment:
             try:

@@ -85,6 +85,8 @@ if TYPE_CHECKING:
     from modelcenter.models.opt import OPT as OPT
     from modelcenter.models.qwen import Qwen2 as Qwen2
     from modelcenter.models.qwen import Qwen3 as Qwen3
+    from modelcenter.models.roberta import Camembert as Camembert
+    from modelcenter.models.roberta import Data2VecText as Data2VecText
     from modelcenter.models.roberta import Roberta as Roberta
     from modelcenter.models.roberta import XLMRoberta as XLMRoberta
     from modelcenter.models.t5 import MT5 as MT5

@@ -113,6 +113,8 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("mpnet", "MPNet"),
         _ours("nomic_bert", "NomicBert"),
         _ours("xlm-roberta", "XLMRoberta", "roberta", "roberta:XLM_ROBERTA"),
+        _ours("camembert", "Camembert", "roberta", "roberta:CAMEMBERT"),
+        _ours("data2vec-text", "Data2VecText", "roberta", "roberta:DATA2VEC_TEXT"),
         _ours("llama", "Llama"),
         _ours("qwen2", "Qwen2", "qwen", "llama:QWEN2"),
         _ours("qwen3", "Qwen3", "qwen", "llama:QWEN3"),

@@ -24,6 +24,13 @@ SIZES = {
     },
     "tiny/mpnet": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
     "tiny/esm": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "mask_token_id": 4},
+    "tiny/camembert": {
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "max_positions": 32,
+    },
     "tiny/gpt2": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "max_positions": 32},
     "tiny/t5": {
         "hidden_size": 16,
@@ -39,6 +46,7 @@ STILL = {
     "tiny/albert": {"dropout": 0.0, "attention_dropout": 0.0, "classifier_dropout": 0.0},
     "tiny/mpnet": {"dropout": 0.0, "attention_dropout": 0.0},
     "tiny/esm": {"dropout": 0.0, "attention_dropout": 0.0},
+    "tiny/camembert": {"dropout": 0.0, "attention_dropout": 0.0},
     "tiny/gpt2": {"embedding_dropout": 0.0, "dropout": 0.0, "attention_dropout": 0.0},
     "tiny/t5": {"dropout": 0.0},
 }
@@ -95,6 +103,19 @@ def make_esm_tokenizer() -> Any:
         return EsmTokenizer(str(file))
 
 
+@cache
+def make_camembert_tokenizer() -> Any:
+    """Pieces of words, of which some begin one, after CamemBERT's special tokens."""
+    from transformers import CamembertTokenizer
+
+    words = ["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>", "\u2581", ".", ","]
+    letters = sorted({letter for word in _ALL for letter in word})
+    pieces = [(f"\u2581{word[:4]}", -2.0) for word in dict.fromkeys(word[:4] for word in _ALL)]
+    return CamembertTokenizer(
+        vocab=[*((w, 0.0) for w in words), *pieces, *((x, -5.0) for x in letters), ("<mask>", 0.0)]
+    )
+
+
 def _words(first: list[str], **special: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -110,6 +131,7 @@ TOKENIZERS = {
     "tiny/albert": make_tokenizer,
     "tiny/mpnet": make_mpnet_tokenizer,
     "tiny/esm": make_esm_tokenizer,
+    "tiny/camembert": make_camembert_tokenizer,
     "tiny/gpt2": make_decoder_tokenizer,
     "tiny/t5": make_t5_tokenizer,
 }

@@ -13,8 +13,9 @@ from modelcenter.convert import bert, gpt2, roberta
 from modelcenter.convert.config_map import COMMON, ConfigMap
 from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Rename, Rule, Task, Tied
 
-SIDES = {arch.model_type: arch for arch in (bert.ARCH, roberta.ARCH, roberta.XLM_ROBERTA, gpt2.ARCH)}
-_DECODERS = ((bert.ARCH,), (roberta.ARCH, roberta.XLM_ROBERTA), (gpt2.ARCH,))
+_ROBERTAS = (roberta.ARCH, roberta.XLM_ROBERTA, roberta.CAMEMBERT)
+SIDES = {arch.model_type: arch for arch in (bert.ARCH, *_ROBERTAS, gpt2.ARCH)}
+_DECODERS = ((bert.ARCH,), _ROBERTAS, (gpt2.ARCH,))
 
 
 def _decoder_rule(rule: Rule, hub: Callable[[str], str], place: str, kinds: tuple[str, ...]) -> Rule:

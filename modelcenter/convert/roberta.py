@@ -1,7 +1,8 @@
-"""RoBERTa's and XLM-R's checkpoints: rules and config of transformers' `roberta` and `xlm-roberta` models.
+"""Checkpoints of RoBERTa, XLM-R, CamemBERT and data2vec's text encoder: rules and config of transformers' `roberta`,
+`xlm-roberta`, `camembert` and `data2vec-text` models.
 
-The body has BERT's names under `roberta.`, in files of both. Old files hold the buffer `position_ids`, a pooler that no
-head reads, and repeat the tied decoder under `lm_head.decoder`.
+The body has BERT's names, under `data2vec_text.` in files of the last and under `roberta.` in those of the others. Old
+files hold the buffer `position_ids`, a pooler that no head reads, and repeat the tied decoder under `lm_head.decoder`.
 """
 
 from collections.abc import Mapping
@@ -41,8 +42,13 @@ ARCH = ArchMap(
     old_spellings=OLD_SPELLINGS,
 )
 
-XLM_ROBERTA = replace(
-    ARCH,
-    model_type="xlm-roberta",
-    tasks=with_cross_attention(with_embedding(tasks("XLMRoberta"))),
-)
+
+def _named(model_type: str, name: str, prefix: str = ARCH.prefix) -> ArchMap:
+    """RoBERTa under another name, which begins its classes of transformers."""
+    named = with_cross_attention(with_embedding(tasks(name)))
+    return replace(ARCH, model_type=model_type, prefix=prefix, tasks=named)
+
+
+XLM_ROBERTA = _named("xlm-roberta", "XLMRoberta")
+CAMEMBERT = _named("camembert", "Camembert")
+DATA2VEC_TEXT = _named("data2vec-text", "Data2VecText", "data2vec_text.")

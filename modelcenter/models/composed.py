@@ -21,9 +21,9 @@ from modelcenter.models.encoder_decoder import CACHE_INPUTS, EncoderDecoder
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
-from modelcenter.models.roberta import Roberta, XLMRoberta
+from modelcenter.models.roberta import Camembert, Roberta, XLMRoberta
 
-SIDES: dict[str, Any] = {kind.config_class.model_type: kind for kind in (Bert, Roberta, XLMRoberta, GPT2)}
+SIDES: dict[str, Any] = {kind.config_class.model_type: kind for kind in (Bert, Roberta, XLMRoberta, Camembert, GPT2)}
 _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen")
 
 

@@ -1,5 +1,5 @@
-"""Positions that count tokens from after the padding's: those of fairseq, in RoBERTa, XLM-R, MPNet, ESM-1b, M2M100 and
-NLLB.
+"""Positions that count tokens from after the padding's: those of fairseq, in RoBERTa and its namesakes, MPNet,
+ESM-1b, M2M100 and NLLB.
 """
 
 import torch

@@ -1,4 +1,5 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692) and XLM-R (Conneau et al. 2020, arXiv:1911.02116), after transformers'
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), XLM-R (Conneau et al. 2020, arXiv:1911.02116), CamemBERT (Martin et al.
+2020, arXiv:1911.03894) and data2vec's text encoder (Baevski et al. 2022, arXiv:2202.03555), after transformers'
 RobertaModel and its heads: BERT's body with positions that count from after the padding's.
 """
 
@@ -61,6 +62,20 @@ class XLMRobertaConfig(RobertaConfig):
     model_type: ClassVar[str] = "xlm-roberta"
 
 
+@dataclass(kw_only=True)
+class CamembertConfig(RobertaConfig):
+    """RoBERTa's fields."""
+
+    model_type: ClassVar[str] = "camembert"
+
+
+@dataclass(kw_only=True)
+class Data2VecTextConfig(RobertaConfig):
+    """RoBERTa's fields."""
+
+    model_type: ClassVar[str] = "data2vec-text"
+
+
 class Roberta(Encoder):
     """RoBERTa with the head of `task`."""
 
@@ -102,3 +117,15 @@ class XLMRoberta(Roberta):
     """XLM-R with the head of `task`: RoBERTa in a hundred languages."""
 
     config_class = XLMRobertaConfig
+
+
+class Camembert(Roberta):
+    """CamemBERT with the head of `task`: RoBERTa in French, with words of SentencePiece."""
+
+    config_class = CamembertConfig
+
+
+class Data2VecText(Roberta):
+    """data2vec's text encoder with the head of `task`: RoBERTa that was trained to predict states in place of words."""
+
+    config_class = Data2VecTextConfig

@@ -31,6 +31,7 @@ PARAMETERS = {
     "bert-cross-encoder-4.49": 22_713_216,
     "bert-large-conll03-4.6": 333_579_264,
     "bert-tinybert-4l-312d-2": 14_350_248,
+    "camembert-base-emotexttokids-5.0": 110_621_952,
     "deberta-v2-xlarge-4": 884_593_152,
     "deberta-v3-base-4": 183_831_552,
     "deberta-v3-base-nli-4.13": 183_831_552,

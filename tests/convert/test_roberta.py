@@ -1,4 +1,4 @@
-"""RoBERTa's and XLM-R's files: names of today and of old, positions, config."""
+"""Files of RoBERTa, XLM-R, CamemBERT and data2vec's text encoder: names of today and of old, positions, config."""
 
 import json
 
@@ -8,11 +8,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import modelcenter as mc
+from modelcenter import registry
 from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
-from modelcenter.convert.roberta import ARCH, XLM_ROBERTA
-from modelcenter.models.roberta import Roberta, RobertaConfig, XLMRobertaConfig
+from modelcenter.convert.roberta import ARCH
+from modelcenter.models.roberta import Roberta, RobertaConfig
 
 SIZES = {
     "vocab_size": 131,
@@ -65,20 +66,32 @@ def test_old_files():
     assert (names[3], "lm_head.bias") in found.repeats
 
 
-@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta"])
+# {model_type: what its classes of transformers begin with, and its tensors where they have a prefix}.
+KINDS = {
+    "roberta": ("Roberta", "roberta"),
+    "xlm-roberta": ("XLMRoberta", "roberta"),
+    "camembert": ("Camembert", "roberta"),
+    "data2vec-text": ("Data2VecText", "data2vec_text"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_published_file_loads(kind, tmp_path):
     """As FacebookAI/roberta-base was saved: the whole masked LM with its buffers."""
-    name = {"roberta": "Roberta", "xlm-roberta": "XLMRoberta"}[kind]
+    name, prefix = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**SIZES)
     theirs = getattr(transformers, f"{name}ForMaskedLM")(config)
     theirs.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["roberta.embeddings.position_ids"] = torch.arange(66)[None]
-    tensors["lm_head.decoder.weight"] = tensors["roberta.embeddings.word_embeddings.weight"].clone()
-    tensors["roberta.pooler.dense.weight"], tensors["roberta.pooler.dense.bias"] = torch.zeros(48, 48), torch.zeros(48)
+    tensors[f"{prefix}.embeddings.position_ids"] = torch.arange(66)[None]
+    tensors["lm_head.decoder.weight"] = tensors[f"{prefix}.embeddings.word_embeddings.weight"].clone()
+    tensors |= {
+        f"{prefix}.pooler.dense.{leaf}": torch.zeros(*shape) for leaf, shape in (("weight", (48, 48)), ("bias", (48,)))
+    }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     ids = torch.randint(4, 131, (2, 9))
     model = mc.from_pretrained(str(tmp_path))
+    assert model.load_report.initialised == [] and model.config.model_type == kind
     assert model.task == "masked-lm" and torch.allclose(model(ids).logits, theirs.eval()(ids).logits, atol=1e-5)
     assert mc.from_pretrained(str(tmp_path), "sequence-classification", num_labels=3).head.dense.weight.shape == (
         48,
@@ -86,8 +99,10 @@ def test_a_published_file_loads(kind, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("arch", "ours"), [(ARCH, RobertaConfig), (XLM_ROBERTA, XLMRobertaConfig)])
-def test_config_is_written_as_transformers_writes_it(arch, ours, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_config_is_written_as_transformers_writes_it(kind, tmp_path):
+    spec = registry.get(kind)
+    arch, ours = spec.arch_map(), spec.config_class()
     cls = getattr(transformers, arch.tasks["masked-lm"].hf_class)
     cls(cls.config_class(**SIZES, classifier_dropout=0.2)).save_pretrained(tmp_path)
     theirs = json.loads((tmp_path / "config.json").read_text())
@@ -95,9 +110,11 @@ def test_config_is_written_as_transformers_writes_it(arch, ours, tmp_path):
     assert written == theirs
 
 
-def test_defaults_are_those_of_transformers():
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_those_of_transformers(kind):
     """A config.json that leaves fields out means transformers' defaults."""
-    sizes = {name: SIZES[name] for name in list(SIZES)[:5]}
-    config, theirs = ARCH.config.read(sizes, RobertaConfig), transformers.RobertaConfig(**sizes)
-    for name, field in ARCH.config.fields.items():
+    spec, sizes = registry.get(kind), {name: SIZES[name] for name in list(SIZES)[:5]}
+    config = spec.arch_map().config.read(sizes, spec.config_class())
+    theirs = getattr(transformers, f"{KINDS[kind][0]}Config")(**sizes)
+    for name, field in spec.arch_map().config.fields.items():
         assert getattr(config, field) == getattr(theirs, name), name

@@ -8,6 +8,7 @@ from modelcenter import registry
 from modelcenter.compare import pad_rows, rows_for
 from modelcenter.testing import assert_same
 
+ENCODERS = ("bert", "roberta", "data2vec-text", "electra")  # that write where the config says is_decoder
 LANGUAGE = ("masked-lm", "causal-lm", "seq2seq-lm")
 CASES = [
     (name, task)
@@ -19,7 +20,7 @@ CASES = [
 
 
 def model_and_batch(name, task):
-    more = {"is_decoder": True} if task == "causal-lm" and name.endswith(("bert", "roberta", "electra")) else {}
+    more = {"is_decoder": True} if task == "causal-lm" and name.endswith(ENCODERS) else {}
     torch.manual_seed(0)
     model = mc.from_config(name, task, **more)  # whose gradients are not chaotic, as those of random weights can be
     rows = rows_for(task, model.config, lengths=(9, 4, 6))

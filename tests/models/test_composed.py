@@ -52,7 +52,9 @@ GPT2 = {
     "add_cross_attention": True,
 }
 TOKENS = {"pad_token_id": 0, "decoder_start_token_id": 5, "eos_token_id": 6, "model_type": "encoder-decoder"}
+AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")
 OF_ROBERTA = {"model_type": "roberta", "pad_token_id": 2, "hidden_act": "silu"}
+OF_CAMEMBERT = {"model_type": "camembert", "pad_token_id": 2}
 
 
 def see_the_future(model):
@@ -106,7 +108,7 @@ class Composed(ArchitectureTests):
         batch = pad_rows(task, group)
         counts = {"encoder": (len(group[0].input_ids), longest), "decoder": (len(group[0].labels), self.most)}
         for name, (n, most) in counts.items():
-            if "roberta" not in self.hf_config[name]["model_type"]:  # whose positions do not count padding
+            if self.hf_config[name]["model_type"] not in AFTER_PADDING:  # whose positions do not count padding
                 prefix = "decoder_" if name == "decoder" else ""
                 batch[f"{prefix}position_ids"] = torch.arange(n)[None] + (most - n)
         return theirs(**batch)
@@ -136,6 +138,11 @@ class TestTwoBertsWhole(Composed):
 @pytest.mark.full
 class TestTwoRobertas(Composed):
     hf_config = {"encoder": READER | OF_ROBERTA, "decoder": WRITER | OF_ROBERTA, **TOKENS, "pad_token_id": 2}
+
+
+@pytest.mark.full
+class TestTwoCamemberts(Composed):
+    hf_config = {"encoder": READER | OF_CAMEMBERT, "decoder": WRITER | OF_CAMEMBERT, **TOKENS, "pad_token_id": 2}
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ def subclasses(cls):
     return {found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))}
 
 
+ENCODERS = ("bert", "roberta", "data2vec-text", "electra")  # that write where the config says is_decoder
 FORWARDS = sorted(
     (cls for cls in subclasses(Model) if cls.__module__.startswith("modelcenter.models.") and "forward" in vars(cls)),
     key=lambda cls: cls.__name__,
@@ -48,7 +49,7 @@ def test_inputs_of_another_head_are_refused(name):
     anything, flags = torch.ones(1, dtype=torch.long), {"logits_to_keep", "output_log_probs"}
     ours_alone = {"num_choices", "prompt_lengths", "soft_targets", "decoder_cu_seqlens", "decoder_max_seqlen", *flags}
     for task, info in spec.arch_map().tasks.items():
-        more = {"is_decoder": True} if task == "causal-lm" and name.endswith(("bert", "roberta", "electra")) else {}
+        more = {"is_decoder": True} if task == "causal-lm" and name.endswith(ENCODERS) else {}
         model = make_blueprint(spec, task, config, more, name).model
         ids = torch.ones(1, 1, 3, dtype=torch.long)
         ids = ids if task in ("multiple-choice", "double-heads") else ids[0]

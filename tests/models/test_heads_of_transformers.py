@@ -29,8 +29,8 @@ PARTS = ("PreTrainedModel", "Layer", "RMSNorm")
 
 def classes_of(family: str) -> set[str]:
     """Names of the models in the module of a family, and in transformers' mappings from its `model_type`."""
-    name = family.replace("-", "_")
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    beside = transformers.CONFIG_MAPPING[family].__module__
+    module = importlib.import_module(beside.replace(".configuration_", ".modeling_"))
     found = {each for each in module.__all__ if not each.endswith(PARTS)}
     for mapping, entries in vars(modeling_auto).items():
         if mapping.startswith("MODEL") and mapping.endswith("MAPPING_NAMES") and family in entries:

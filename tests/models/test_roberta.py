@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-R against transformers' models and their heads."""
+"""RoBERTa, XLM-R, CamemBERT and data2vec's text encoder against transformers' models and their heads."""
 
 import pytest
 import torch
@@ -37,6 +37,29 @@ class TestXLMRoberta(TestRoberta):
 
     test_two_ranks_equal_one = test_gradients_do_not_depend_on_the_cut = None  # type: ignore[assignment]
     test_dropout = test_empty_batch = test_bfloat16 = None  # type: ignore[assignment]
+
+
+class TestCamembert(TestXLMRoberta):
+    hf_config = TestXLMRoberta.hf_config | {"model_type": "camembert", "vocab_size": 139}
+    tasks = ("masked-lm",)
+    test_packed_equals_separate = test_ranks_that_share_a_batch = None  # type: ignore[assignment]
+    test_training_leaves_vocabulary_logits_out = test_distributed_checkpoint = None  # type: ignore[assignment]
+
+
+class TestData2VecText(TestCamembert):
+    hf_config = TestXLMRoberta.hf_config | {"model_type": "data2vec-text", "vocab_size": 141}
+
+
+@pytest.mark.full
+class TestCamembertWhole(TestRoberta):
+    hf_config = TestCamembert.hf_config
+    padding = 1
+
+
+@pytest.mark.full
+class TestData2VecTextWhole(TestRoberta):
+    hf_config = TestData2VecText.hf_config
+    padding = 1
 
 
 @pytest.fixture

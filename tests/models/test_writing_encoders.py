@@ -1,4 +1,5 @@
-"""BERT, RoBERTa, XLM-R and ELECTRA as decoders (`is_decoder`), and BERT's next sentence, against transformers."""
+"""BERT, RoBERTa with its namesakes and ELECTRA as decoders (`is_decoder`), and BERT's next sentence, against
+transformers."""
 
 import pytest
 import torch
@@ -101,6 +102,16 @@ class TestXLMRobertaWriterWhole(RobertaWriter):
 
 
 @pytest.mark.full
+class TestCamembertWriterWhole(RobertaWriter):
+    hf_config = RobertaWriter.hf_config | {"model_type": "camembert"}
+
+
+@pytest.mark.full
+class TestData2VecTextWriterWhole(RobertaWriter):
+    hf_config = RobertaWriter.hf_config | {"model_type": "data2vec-text"}
+
+
+@pytest.mark.full
 class TestElectraWriterWhole(ElectraWriter):
     pass
 
@@ -113,7 +124,11 @@ class TestNextSentenceWhole(BertWriter):
 
 
 @pytest.mark.parametrize(
-    "family", ["BertLMHeadModel", *(f"{x}ForCausalLM" for x in ("Roberta", "XLMRoberta", "Electra"))]
+    "family",
+    [
+        "BertLMHeadModel",
+        *(f"{x}ForCausalLM" for x in ("Roberta", "XLMRoberta", "Camembert", "Electra")),
+    ],
 )
 def test_text_is_what_transformers_forward_makes(family, tmp_path):
     """Greedy, with a row padded on the left: token by token of transformers' forward over each row alone, whole.

@@ -48,6 +48,11 @@ PAIRS = {
 OTHERS = {
     "mlm, MPNet": ({"model": "tiny/mpnet"}, "tiny/mpnet", "MPNetForMaskedLM"),
     "mlm, ESM": ({"model": "tiny/esm"}, "tiny/esm", "EsmForMaskedLM"),  # whose loss depends on how many are masked
+    "mlm, CamemBERT, whole words": (
+        {"model": "tiny/camembert", "whole_word": True},
+        "tiny/camembert",
+        "CamembertForMaskedLM",
+    ),
 }
 
 

@@ -9,7 +9,9 @@ from modelcenter.convert.rules import ArchMap
 COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
 # Defaults of the fields that published configs leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), {"max_positions": 512, "type_vocab_size": 2}),
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text"), {"max_positions": 512, "type_vocab_size": 2}
+    ),
     "albert": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128, "num_groups": 1, "group_layers": 1},
     "distilbert": {"max_positions": 512, "type_vocab_size": 0},
     "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},

@@ -66,7 +66,7 @@ _DECODER: Heads = {"causal-lm": _words}
 _ENCODER_DECODER: Heads = {"seq2seq-lm": _words}
 HEADS: dict[str, Heads] = {
     "bert": {**_ROBERTA, "pretraining": _words_and_next_sentence},
-    **dict.fromkeys(("roberta", "xlm-roberta"), _ROBERTA),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "data2vec-text"), _ROBERTA),
     **dict.fromkeys(("distilbert", "deberta-v2", "esm", "mpnet", "nomic_bert"), {"masked-lm": _masked_words}),
     "modernbert": {"masked-lm": _modernbert_words},
     "eurobert": {"masked-lm": _linear_masked_words},

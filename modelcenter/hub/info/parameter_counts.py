@@ -265,7 +265,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
-    **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), _bert),
+    **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta", "camembert", "data2vec-text"), _bert),
     "albert": _albert,
     "esm": _esm,
     "deberta-v2": _deberta,

@@ -29,6 +29,7 @@ _RULES: dict[str, tuple[int, Callable[..., object]]] = {
     "zeros": (0, lambda t, g: t.zero_()),
     "ones": (0, lambda t, g: t.fill_(1.0)),
     "sinusoids": (0, lambda t, g: t.copy_(_sinusoids(*t.shape))),
+    "sinusoids_in_halves": (0, lambda t, g: t.copy_(_in_halves(_sinusoids(*t.shape)))),
 }
 
 
@@ -39,14 +40,19 @@ def _sinusoids(positions: int, width: int) -> torch.Tensor:
     return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
 
 
+def _in_halves(sinusoids: torch.Tensor) -> torch.Tensor:
+    """All sines, and behind them all cosines, as Marian's tables have them; of an odd width one sine more."""
+    return torch.cat([sinusoids[:, 0::2], sinusoids[:, 1::2]], 1)
+
+
 def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None = None) -> None:
     """Give parameters their initial values: bitwise the same on any mesh and in one process.
 
     Each parameter is drawn by the rule of the outermost module that has one:
 
     - ``module.init_spec()``, which returns ``{parameter name below the module: ("normal", std) | ("truncated_normal",
-      std, most deviations) | ("uniform", bound) | ("zeros",) | ("ones",) | ("sinusoids",)}``; the last is of a table of
-      positions;
+      std, most deviations) | ("uniform", bound) | ("zeros",) | ("ones",) | ("sinusoids",) |
+      ("sinusoids_in_halves",)}``; the last two are of tables of positions;
     - ``model._init_weights(module)`` of ``transformers`` models;
     - ``module.reset_parameters()``, as torch's own modules have it.
 

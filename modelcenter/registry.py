@@ -132,6 +132,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("mbart", "MBart"),
         _ours("m2m_100", "M2M100"),
         _ours("marian", "Marian"),
+        _ours("pegasus", "Pegasus"),
     )
 }
 

@@ -1,5 +1,5 @@
-"""transformers' models of BART's kind as the truth: what parity tests of BART, mBART, M2M100 and Marian
-have in common."""
+"""transformers' models of BART's kind as the truth: what parity tests of BART, mBART, M2M100, Marian
+and PEGASUS have in common."""
 
 import torch
 from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers

@@ -55,8 +55,8 @@ def parameters_by_file_name(theirs: nn.Module, ours: Model) -> dict[str, nn.Para
         key = layout.aliases.get(key, key)
         if key not in layout.shapes and arch.ignores(key):
             continue  # Marian's sinusoids, which nothing trains
-        if key in layout.shapes and p.grad is None and ours.constants.issuperset(layout.natives(key)):
-            continue  # ESM's head of contacts, which has no loss
+        if key in layout.shapes and ours.constants.issuperset(layout.natives(key)):
+            continue  # ESM's head of contacts, which has no loss; sinusoids of PEGASUS, which only transformers trains
         if key in layout.ties and not layout.ties[key].write:
             key = layout.ties[key].to
         elif key in layout.ties and p.grad is None:

@@ -7,7 +7,7 @@ without meaning here. Where the vocabulary has a matrix of its own, transformers
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelcenter.config import ModelConfig
@@ -100,34 +100,58 @@ class BartStyleConfigMap(ConfigMap):
 
 
 @dataclass(frozen=True)
-class BartConfigMap(BartStyleConfigMap):
-    """BART's config.json, with transformers' defaults of what this computes: the tokens that a text is forced to begin
-    and to end with, and a number of labels.
+class ForcedTokensConfigMap(BartStyleConfigMap):
+    """With the tokens that a text is forced to begin and to end with.
 
-    labels: of a config.json that says none.
+    tokens: transformers' defaults of these, and of those that they usually are.
     """
 
-    labels: int = 3
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         given, changes = dict(values), dict(overrides or {})
         given["extra"] = extra = dict(given.get("extra") or {})
-        held = {"bos_token_id": 0, "eos_token_id": 2, "forced_eos_token_id": 2} | given | extra
-        if held.get("forced_bos_token_id") is None and held.get("force_bos_token_to_be_generated"):
-            held["forced_bos_token_id"] = held["bos_token_id"]
+        held = {**self.tokens, **given, **extra}
         for forced, usual in _FORCED.items():
             if forced in held:
                 extra[forced] = held[forced]
                 given.pop(forced, None)
-            if usual in changes and forced not in changes and held.get(forced) == held[usual]:
+            as_usual = held.get(forced) is not None and held[forced] == held.get(usual)
+            if usual in changes and forced not in changes and as_usual:
                 changes[forced] = changes[usual]  # another tokenizer's token
         return super().read(given, config_class, changes)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         out = super().write(config, hf_class, dtype)
         out.setdefault("forced_eos_token_id", None)  # else transformers would force a token
+        return dict(sorted(out.items()))
+
+
+@dataclass(frozen=True)
+class BartConfigMap(ForcedTokensConfigMap):
+    """BART's config.json, with an old field of the first token, and transformers' default of the number of labels.
+
+    labels: of a config.json that says none.
+    """
+
+    tokens: Mapping[str, int] = field(
+        default_factory=lambda: {"bos_token_id": 0, "eos_token_id": 2, "forced_eos_token_id": 2}
+    )
+    labels: int = 3
+
+    def read(
+        self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        given, extra = dict(values), dict(values.get("extra") or {})
+        held = {**self.tokens, **given, **extra}
+        if held.get("forced_bos_token_id") is None and held.get("force_bos_token_to_be_generated"):
+            given["extra"] = {**extra, "forced_bos_token_id": held["bos_token_id"]}
+        return super().read(given, config_class, overrides)
+
+    def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
+        out = super().write(config, hf_class, dtype)
         if "id2label" not in out and self.labels != 2 and not hf_class.endswith("QuestionAnswering"):
             out |= {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
         return dict(sorted(out.items()))

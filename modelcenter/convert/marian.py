@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelcenter.config import ModelConfig
-from modelcenter.convert.bart import FIELDS, IGNORED, PARTS, SAME, SHARED, SIDES, BartStyleConfigMap, layers
+from modelcenter.convert.bart import FIELDS, IGNORED, PARTS, SAME, SHARED, SIDES, ForcedTokensConfigMap, layers
 from modelcenter.convert.rules import ArchMap, Task
 
 TASKS = {
@@ -18,8 +18,8 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class MarianConfigMap(BartStyleConfigMap):
-    """Marian's config.json, which repeats the size of the vocabulary, and forces an end where it says nothing."""
+class MarianConfigMap(ForcedTokensConfigMap):
+    """Marian's config.json, which repeats the size of the vocabulary."""
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
@@ -31,13 +31,10 @@ class MarianConfigMap(BartStyleConfigMap):
                 f"config field 'decoder_vocab_size': got {target}, but this marian implements vocab_size ({size}): "
                 "one vocabulary for what is read and what is written"
             )
-        if not {"forced_eos_token_id"} & (given.keys() | (given.get("extra") or {}).keys()):
-            given["forced_eos_token_id"] = 0
         return super().read(given, config_class, overrides)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         out = super().write(config, hf_class, dtype)
-        out.setdefault("forced_eos_token_id", None)  # else transformers would force a token
         return dict(sorted({**out, "decoder_vocab_size": config.vocab_size}.items()))
 
 
@@ -53,6 +50,7 @@ CONFIG = MarianConfigMap(
         "static_position_embeddings": (True,),
     },
     ignored=IGNORED | {"classifier_dropout"},
+    tokens={"eos_token_id": 0, "forced_eos_token_id": 0},
 )
 
 ARCH = ArchMap(

@@ -85,8 +85,12 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         if cpm_class is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "use_fast")}
             return cpm_class.from_pretrained(source, **kwargs)
+        masks = _masks_of_pegasus(files) if model_type_of(fields) == "pegasus" and "mask_token" not in kwargs else None
+        if masks is not None:
+            kwargs |= {"mask_token": masks.sentence, "mask_token_sent": masks.token}  # in the order of their numbers
         kwargs = {**_auto_arguments(files, fields, kwargs["trust_remote_code"]), **kwargs}
-        return _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)
+        made = _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)
+        return made if masks is None else masks.put_right(made)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
         for path in files.held():
             if path.suffix == ".json":
@@ -169,6 +173,35 @@ def _albert_arguments(files: _TokenizerFiles) -> dict[str, Any]:
     if "tokenizer_class" not in settings and not any(files.find(name) is not None for name in others):
         arguments["tokenizer_type"] = "bert"
     return arguments
+
+
+@dataclass(frozen=True)
+class _PegasusMasks:
+    """What stands for a sentence and for a token that is left out, in the order of their numbers in the vocabulary."""
+
+    sentence: str
+    token: str
+
+    def put_right(self, tokenizer: Any) -> Any:
+        """The tokenizer, which was made with the two exchanged, with each under its own name."""
+        tokenizer.mask_token = self.token
+        tokenizer.add_special_tokens({"extra_special_tokens": [self.sentence]}, replace_extra_special_tokens=False)
+        tokenizer.init_kwargs |= {"mask_token": self.token, "mask_token_sent": self.sentence}
+        return tokenizer
+
+
+def _masks_of_pegasus(files: _TokenizerFiles) -> _PegasusMasks | None:
+    """Those of a SentencePiece model without a tokenizer.json, from which transformers 5 makes a vocabulary with the
+    mask of tokens before that of sentences; and where the files name the former alone, without the latter, so that the
+    numbers of all that follow are one too small."""
+    if files.find("tokenizer.json") is not None or files.find("spiece.model") is None:
+        return None
+    named: dict[str, Any] = {"mask_token_sent": "<mask_1>", "mask_token": "<mask_2>"}
+    for name in ("special_tokens_map.json", TOKENIZER_CONFIG_FILE):
+        if (path := files.find(name)) is not None:
+            said = {key: value for key, value in read_json(path).items() if key in named}
+            named |= {key: value["content"] if isinstance(value, dict) else value for key, value in said.items()}
+    return None if None in named.values() else _PegasusMasks(named["mask_token_sent"], named["mask_token"])
 
 
 def _why_not_loaded(files: _TokenizerFiles, error: Exception, class_is_known: bool) -> str:

@@ -1,6 +1,5 @@
 """BART (Lewis et al. 2019, arXiv:1910.13461), after transformers' BartModel and its heads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -76,8 +75,3 @@ class Bart(BartStyle):
         at = ctx.positions
         x = x + self.look_up(side.position, at + OFFSET, at, "position_ids", "max_positions")
         return side.embed_dropout(side.embed_norm(x), ctx)
-
-    def stage_homes(self) -> dict[str, Sequence[int]]:
-        """As EncoderDecoder.stage_homes; positions and the norm of embeddings are called in `begin`, on the first."""
-        first = {f"{side}.{name}" for side in ("encoder", "decoder") for name in ("position", "embed_norm")}
-        return {name: [0] if name in first else units for name, units in super().stage_homes().items()}

@@ -1,10 +1,11 @@
 """What BART and the encoder-decoders that are made as it share: fields, blocks on two sides, scaled embeddings.
 
-Its descendants differ in where the norms stand and in what is added to the words: see bart.py, mbart.py, marian.py and
-m2m_100.py.
+Its descendants differ in where the norms stand and in what is added to the words: see bart.py, mbart.py, marian.py,
+m2m_100.py and pegasus.py.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -148,3 +149,8 @@ class BartStyle(EncoderDecoder):
         x = super().embedded(batch, ctx, table, prefix)
         scaled = self.embedding_scale != 1.0 and batch.get(f"{prefix}input_ids") is not None
         return x * self.embedding_scale if scaled else x
+
+    def stage_homes(self) -> dict[str, Sequence[int]]:
+        """As EncoderDecoder.stage_homes; positions and the norm of embeddings are called in `begin`, on the first."""
+        first = {f"{side}.{name}" for side in ("encoder", "decoder") for name in ("position", "embed_norm")}
+        return {name: [0] if name in first else units for name, units in super().stage_homes().items()}

@@ -51,6 +51,7 @@ OTHERS = [
     ("mbart", "seq2seq-lm"),
     ("m2m_100", "seq2seq-lm"),
     ("marian", "seq2seq-lm"),
+    ("pegasus", "seq2seq-lm"),
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),

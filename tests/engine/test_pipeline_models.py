@@ -85,7 +85,7 @@ def same(results, expected):
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=2e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
-BARTS = ("tiny/bart", "tiny/mbart", "tiny/m2m_100", "tiny/marian")
+BARTS = ("tiny/bart", "tiny/mbart", "tiny/m2m_100", "tiny/marian", "tiny/pegasus")
 CASES = [
     ("tiny/t5", "seq2seq-lm", PP, SIDES),
     ("tiny/umt5", "seq2seq-lm", INTERLEAVED, SIDES),

@@ -1,5 +1,6 @@
 """Tokenizers that come as a SentencePiece model alone, against the pieces of that model."""
 
+import pytest
 import transformers
 from sentencepiece_toys import write_unigrams
 
@@ -23,3 +24,50 @@ def test_camembert(tmp_path):
     write_json(tmp_path / "again" / "config.json", {"model_type": "camembert"})
     for load in (mc.AutoTokenizer, transformers.AutoTokenizer):
         assert load.from_pretrained(tmp_path / "again")(text)["input_ids"] == made(text)["input_ids"]
+
+
+NAMES = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask_2>"}
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        (None, {}),
+        ("special_tokens_map.json", {**NAMES, "additional_special_tokens": ["<mask_1>", "<unk_2>"]}),
+        ("special_tokens_map.json", {**NAMES, "mask_token": {"content": "<mask_2>", "lstrip": False}}),
+        ("tokenizer_config.json", {**NAMES, "mask_token_sent": "<mask_1>", "offset": 103}),
+    ],
+)
+def test_pegasus(file, names, tmp_path):
+    """Its pieces count on from 103, whatever tokens files name; transformers 5 alone is one short, or exchanges the
+    masks."""
+    pieces = write_unigrams(tmp_path / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    write_json(tmp_path / "config.json", {"model_type": "pegasus"})
+    if file is not None:
+        write_json(tmp_path / file, names)
+    made, text = mc.AutoTokenizer.from_pretrained(tmp_path), "the soup has  fish\nin it Œ"
+    ids = [*(i + 103 for i in pieces.encode(text)), 1]
+    made.save_pretrained(tmp_path / "again")
+    write_json(tmp_path / "again" / "config.json", {"model_type": "pegasus"})
+    for load in (None, mc.AutoTokenizer, transformers.AutoTokenizer):
+        own = made if load is None else load.from_pretrained(tmp_path / "again")
+        assert own(text)["input_ids"] == ids and own.unk_token_id == 105 in ids
+        assert own.convert_tokens_to_ids(["<pad>", "</s>", "<mask_1>", "<mask_2>", "<unk_2>", "<unk_102>"]) == [
+            *range(5),
+            104,
+        ]
+        assert own.init_kwargs["mask_token_sent"] == "<mask_1>"
+        assert own.mask_token == "<mask_2>" and len(own) == pieces.get_piece_size() + 103
+        assert own("the<mask_1>")["input_ids"][-2:] == [2, 1] and {2, 3, 4, 104} <= set(own.all_special_ids)
+        assert own.decode(ids, skip_special_tokens=True).strip() == "the soup has fish in it"
+    given = mc.AutoTokenizer.from_pretrained(tmp_path, mask_token="<mask_1>")
+    assert given.mask_token == "<mask_1>"
+
+
+def test_pegasus_without_a_mask_of_sentences(tmp_path):
+    """What another tokenizer of this class says is left as transformers reads it."""
+    write_unigrams(tmp_path / "spiece.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    write_json(tmp_path / "config.json", {"model_type": "pegasus"})
+    write_json(tmp_path / "tokenizer_config.json", {**NAMES, "mask_token_sent": None, "offset": 3})
+    made, theirs = (kind.from_pretrained(tmp_path) for kind in (mc.AutoTokenizer, transformers.AutoTokenizer))
+    assert made("the soup")["input_ids"] == theirs("the soup")["input_ids"] and made.mask_token == "<mask_2>"

@@ -18,8 +18,9 @@ from modelcenter.registry import ARCHITECTURES, TASKS
 ABSENT = {"cpm1", "cpm2", "cpm3", "cpmbee", "minicpm"}
 # transformers' experimental decision head belongs to a model of its own (jev), and stands beside checkpoints of others.
 OF_OTHERS = {"JevForDecision"}
-# Decoders of BART, mBART and Marian without what they read, and old names of a base.
-LEFT_OUT = {"BartForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "PretrainedBartModel", "BartPretrainedModel"}
+# Decoders of BART, mBART, Marian and PEGASUS without what they read, and old names of a base.
+LEFT_OUT = {f"{name}ForCausalLM" for name in ("Bart", "MBart", "Marian", "Pegasus")}
+LEFT_OUT |= {"PretrainedBartModel", "BartPretrainedModel"}
 # Of the code of who published the models: transformers has no class of such a head.
 OF_AUTHORS = {"deberta-v2": {"ReplacedTokenDetectionModel"}}
 FAMILIES = sorted(set(ARCHITECTURES) - ABSENT)

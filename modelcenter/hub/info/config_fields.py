@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {"head_dim": 64, "num_buckets": 32},
     "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
     "umt5": {"head_dim": 64, "num_buckets": 32, "gated": True},
-    **dict.fromkeys(("bart", "mbart", "m2m_100", "marian"), {"max_positions": 1024}),
+    **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), {"max_positions": 1024}),
     "cpm1": {"num_buckets": 32, "tie_embeddings": False},
     "cpm3": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 64, "segment_types": 34},
     "cpmbee": {"num_buckets": 256, "num_relations": 256},

@@ -81,7 +81,7 @@ HEADS: dict[str, Heads] = {
     "opt": {"causal-lm": _narrow_words},
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _DECODER),
     **dict.fromkeys(("t5", "mt5", "umt5", "m2m_100"), _ENCODER_DECODER),
-    **dict.fromkeys(("bart", "mbart", "marian"), {"seq2seq-lm": _biased_words}),
+    **dict.fromkeys(("bart", "mbart", "marian", "pegasus"), {"seq2seq-lm": _biased_words}),
     **dict.fromkeys(("cpm1", "cpm3", "cpmbee"), _DECODER),
     "cpmant": {"causal-lm": _own_words},
 }

@@ -227,12 +227,12 @@ def _t5_encoder(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _bart(c: Fields, kind: str) -> dict[str, int]:
-    """BART and mBART; M2M100 and Marian, whose positions are not stored."""
-    # Norms of a side: of the embeddings, and behind the blocks.
-    positions, norms = {"bart": (True, 1), "mbart": (True, 2), "m2m_100": (False, 1), "marian": (False, 0)}[kind]
+    """BART, mBART and PEGASUS; M2M100 and Marian, whose positions are not stored."""
+    stored = {"bart": c.max_positions + 2, "mbart": c.max_positions + 2, "pegasus": c.max_positions}
+    norms = {"bart": 1, "mbart": 2, "m2m_100": 1, "marian": 0, "pegasus": 1}[kind]  # of the embeddings, of the states
     d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
     return {
-        "embeddings": (c.vocab_size + 2 * positions * (c.max_positions + 2)) * d,  # positions start at 2
+        "embeddings": (c.vocab_size + 2 * stored.get(kind, 0)) * d,
         "attention": (one + 2 * other) * _attention(c, True),
         "mlp": one * _mlp(c, True) + other * _mlp(c, True, inner=c.decoder_intermediate_size),
         "norms": 2 * d * (2 * norms + 2 * one + 3 * other),
@@ -275,7 +275,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
-    **dict.fromkeys(("bart", "mbart", "m2m_100", "marian"), _bart),
+    **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }

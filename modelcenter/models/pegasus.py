@@ -1,0 +1,82 @@
+"""PEGASUS (Zhang et al. 2020, arXiv:1912.08777), after transformers' PegasusModel and its head: BART whose blocks begin
+with their norms, with a norm after the last and a table of sinusoids in place of learnt positions.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from engine.ops import Embedding
+from modelcenter.layers.norm import LayerNorm
+from modelcenter.layers.packing import Packed
+from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide
+from modelcenter.models.encoder_decoder import Side
+from modelcenter.models.inputs import Batch
+
+TABLES = ("encoder.position.weight", "decoder.position.weight")
+
+
+@dataclass(kw_only=True)
+class PegasusConfig(BartStyleConfig):
+    """Fields of PEGASUS, with transformers' defaults. Texts begin with the padding token."""
+
+    model_type: ClassVar[str] = "pegasus"
+
+    pad_token_id: int = 0
+    eos_token_id: int | list[int] = 1
+    decoder_start_token_id: int = 0
+
+
+class PegasusSide(BartStyleSide):
+    """A side with a table of positions, which nothing trains.
+
+    It is a table, and not computed, because files may hold one: transformers 5 trains that of a model that was loaded.
+    """
+
+    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, position: nn.Embedding, dropout: float):
+        super().__init__(layers, final_norm, dropout)
+        self.position = position
+        position.weight.requires_grad_(False)
+
+
+class Pegasus(BartStyle):
+    """PEGASUS with the head of `task`. Body names do not depend on the task."""
+
+    config_class = PegasusConfig
+    bounded = True
+    tasks = ("base", "seq2seq-lm")
+    reads_input_again = ()
+
+    config: PegasusConfig
+
+    def __init__(self, config: PegasusConfig, task: str = "base"):
+        super().__init__(config, task)
+        self.head = self.make_head(task)
+        self.constants |= {*TABLES}
+
+    def make_side(self, layers: nn.ModuleList) -> Side:
+        c = self.config
+        position = Embedding(c.max_positions, c.hidden_size)
+        return PegasusSide(layers, LayerNorm(c.hidden_size, NORM_EPS), position, c.dropout)
+
+    def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
+        return self.pre_norm_block(num_heads, intermediate_size, decodes)
+
+    def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
+        return self.biased_lm_head(logit_scale) if task == "seq2seq-lm" else None
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        return super().init_spec() | dict.fromkeys(TABLES, ("sinusoids_in_halves",))
+
+    def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
+        x = super().embedded(batch, ctx, table, prefix)
+        given = prefix and batch.get("decoder_inputs_embeds") is not None
+        return x * self.embedding_scale if given else x  # in the decoder the caller's embeddings are scaled, too
+
+    def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
+        assert isinstance(side, PegasusSide)
+        self.check_positions({}, ctx, self.config.max_positions, "decoder_" if side is self.decoder else "")
+        at = ctx.positions
+        x = x + self.look_up(side.position, at, at, "position_ids", "max_positions")
+        return side.embed_dropout(x, ctx)

@@ -41,7 +41,7 @@ def _sinusoids(positions: int, width: int) -> torch.Tensor:
 
 
 def _in_halves(sinusoids: torch.Tensor) -> torch.Tensor:
-    """All sines, and behind them all cosines, as Marian's tables have them; of an odd width one sine more."""
+    """All sines, and behind them all cosines, as Marian has them."""
     return torch.cat([sinusoids[:, 0::2], sinusoids[:, 1::2]], 1)
 
 

@@ -196,15 +196,20 @@ def _replace(path: Path, target: Path) -> None:
     if not target.exists():
         path.rename(target)
     elif not exchange_names(path, target):
-        try:
-            target.rename(old)
-            path.rename(target)
-        except BaseException:  # an interruption too must not leave nothing of that name
-            if old.exists() and not target.exists():
-                old.rename(target)
-            raise
+        rename_both(path, target, old)
     fsync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def rename_both(path: Path, target: Path, old: Path) -> None:
+    """Rename ``target`` to ``old`` and then ``path`` to ``target``, with a moment in which nothing has that name."""
+    try:
+        target.rename(old)
+        path.rename(target)
+    except BaseException:  # an interruption too must not leave nothing of that name
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
 
 
 def exchange_names(one: Path, other: Path) -> bool:

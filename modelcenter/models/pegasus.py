@@ -1,5 +1,5 @@
-"""PEGASUS (Zhang et al. 2020, arXiv:1912.08777), after transformers' PegasusModel and its head: BART whose blocks begin
-with their norms, with a norm after the last and a table of sinusoids in place of learnt positions.
+"""PEGASUS (Zhang et al. 2020, arXiv:1912.08777), after transformers' PegasusModel and its head: Marian whose blocks
+begin with their norms, with a norm after the last, and whose sinusoids are tables.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from engine.ops import Embedding
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
-from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide
+from modelcenter.models.bart_style import NORM_EPS, BartStyleSide
 from modelcenter.models.encoder_decoder import Side
-from modelcenter.models.inputs import Batch
+from modelcenter.models.marian import Marian, MarianConfig
 
 TABLES = ("encoder.position.weight", "decoder.position.weight")
 
 
 @dataclass(kw_only=True)
-class PegasusConfig(BartStyleConfig):
+class PegasusConfig(MarianConfig):
     """Fields of PEGASUS, with transformers' defaults. Texts begin with the padding token."""
 
     model_type: ClassVar[str] = "pegasus"
@@ -40,19 +40,15 @@ class PegasusSide(BartStyleSide):
         position.weight.requires_grad_(False)
 
 
-class Pegasus(BartStyle):
+class Pegasus(Marian):
     """PEGASUS with the head of `task`. Body names do not depend on the task."""
 
     config_class = PegasusConfig
-    bounded = True
-    tasks = ("base", "seq2seq-lm")
-    reads_input_again = ()
 
     config: PegasusConfig
 
     def __init__(self, config: PegasusConfig, task: str = "base"):
         super().__init__(config, task)
-        self.head = self.make_head(task)
         self.constants |= {*TABLES}
 
     def make_side(self, layers: nn.ModuleList) -> Side:
@@ -63,16 +59,8 @@ class Pegasus(BartStyle):
     def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
         return self.pre_norm_block(num_heads, intermediate_size, decodes)
 
-    def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
-        return self.biased_lm_head(logit_scale) if task == "seq2seq-lm" else None
-
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
         return super().init_spec() | dict.fromkeys(TABLES, ("sinusoids_in_halves",))
-
-    def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
-        x = super().embedded(batch, ctx, table, prefix)
-        given = prefix and batch.get("decoder_inputs_embeds") is not None
-        return x * self.embedding_scale if given else x  # in the decoder the caller's embeddings are scaled, too
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, PegasusSide)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from os.path import expanduser
 from pathlib import Path
 
-from engine.checkpoint.files import exchange_names, fsync, is_irreplaceable, sync_to_disk
+from engine.checkpoint.files import exchange_names, fsync, is_irreplaceable, rename_both, sync_to_disk
 from modelcenter.hub.files.locks import locked
 from modelcenter.hub.files.names import MANIFEST_FILE, is_replaced
 
@@ -86,7 +86,10 @@ def put_in_place(scratch: Path, target: Path) -> None:
     sync_to_disk(scratch)
     with suppress(OSError):  # file systems without permissions
         shutil.copymode(target, scratch)
-    old = place if _exchange(scratch, target, place) else _rename_both(scratch, target)
+    old = place
+    if not _exchange(scratch, target, place):
+        old = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
+        rename_both(scratch, target, old)
     _keep_name(target)
     try:
         _carry_over(old, target)
@@ -134,19 +137,6 @@ def _exchange(scratch: Path, target: Path, place: Path) -> bool:
     if not exchanged:
         _mark(place, scratch).unlink()
     return exchanged
-
-
-def _rename_both(scratch: Path, target: Path) -> Path:
-    """Rename one after the other, with a moment in which nothing has the name. Returns where the old one is."""
-    old = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
-    try:
-        target.rename(old)
-        scratch.rename(target)
-    except BaseException:  # an interruption too must not leave nothing of that name
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    return old
 
 
 def finish_replacing(target: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def save_pretrained(
     place, activity = Path(expanduser(path)), f"saving to {path}"
     export = _Export(model, weight_dtype, shard_bytes)
     # Outermost, for what can fail on rank 0 alone at the very end: giving the directory its name.
-    with together(activity), ExitStack() as stack:
+    with together(activity), _as_value_errors(), ExitStack() as stack:
         directory, has_tokenizer = Path(), False
         with together(activity):
             if engine.rank() == 0:
@@ -94,6 +94,15 @@ def save_pretrained(
             _write_distributed(
                 model, directory, lambda inner: write_texts(model, inner, export.dtype, tokenizer, card, has_tokenizer)
             )
+
+
+@contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """Make ValueErrors of what the disk of another rank refused: of its own, new_directory has made one."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(str(error)) from error
 
 
 def _write_distributed(model: Any, directory: Path, write_files: Callable[[Path], None]) -> None:

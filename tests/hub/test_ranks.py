@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -198,6 +199,15 @@ def failing_save(target, where):
             kept(*arguments)
 
         sharded_writer.write_at = write
+    if where.startswith("texts"):
+        mock.patch("modelcenter.hub.save.write_texts", side_effect=OSError(28, "No space left on device")).start()
+    if where.startswith("gathered"):  # by rank 0, which writes as the other one still gathers
+        from modelcenter.hub.files import safetensors, sharded_writer
+
+        sharded_writer.ShardedWriter.is_visible = lambda files: engine.rank() == 0
+        safetensors.SafetensorsWriter.write = mock.Mock(
+            side_effect=[None, None, OSError(28, "No space left on device")]
+        )
     try:
         model.save_pretrained(target)
     except Exception as error:
@@ -205,7 +215,7 @@ def failing_save(target, where):
     return None
 
 
-@pytest.mark.parametrize("where", ["start", "midway 0", "midway 1"])
+@pytest.mark.parametrize("where", ["start", "midway 0", "midway 1", "gathered 0", "texts 0"])
 def test_a_failure_on_one_rank_ends_both(where, tmp_path):
     target = "/proc/nothing/here" if where == "start" else tmp_path / "out"
     found = testing.run(failing_save, 2, target, where)

@@ -197,6 +197,8 @@ def test_a_further_head_may_lack_what_a_named_one_may(tied, biased, tmp_path):
     done = convert(tmp_path / "hub", tmp_path / "shards", "distributed", workers=1)
     assert done.further_heads == ([] if tied and not biased else ["lm"])
     assert ("lm_head.weight" in done.tied) == tied
+    model = mc.from_pretrained(tmp_path / "shards", "seq2seq-lm")
+    assert not model.load_report.initialised and bool(model.head.bias.any()) == biased
     convert(tmp_path / "shards", tmp_path / "back", "hf", workers=1)
     if tied:
         del head["lm_head.weight"]

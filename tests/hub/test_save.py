@@ -289,6 +289,14 @@ def test_formats_and_dtypes_that_cannot_be_written_leave_nothing(model, tmp_path
     assert not (tmp_path / "x").exists()
 
 
+def test_another_dtype_is_that_of_the_weights_and_of_the_config(model, tmp_path):
+    model.save_pretrained(tmp_path, dtype="bf16")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    found = mc.from_pretrained(tmp_path)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), found.named_parameters(), strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours.bfloat16(), theirs), name
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_a_tensor_of_parts_of_several_dtypes_is_saved_in_the_widest(gathered, tmp_path, monkeypatch):
     """As where a user cast a layer: no part loses bits. Others keep their dtype."""

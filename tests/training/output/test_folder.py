@@ -8,6 +8,7 @@ import pytest
 from toydata import command, write_folder
 from toyruns import read_summary, short_run_values, train_classifier
 
+from modelcenter.training.output.folder import clear_output
 from scripts.finetune_classification import main
 
 
@@ -32,6 +33,17 @@ def test_a_link_to_a_folder_elsewhere_stays_one(folder, name):
     elsewhere.rename(folder / "gone")
     with pytest.raises(ValueError, match=rf"output_dir: .*{name} is a link to .*elsewhere, which is not there; make"):
         main(command(short_run_values(folder, "run", max_steps=1, overwrite_output_dir=True)))
+
+
+def test_nothing_of_a_run_is_left_by_the_next(tmp_path):
+    """Not even an empty adapter/, by which a run is told from one without."""
+    for name in ("adapter", "model", "checkpoints/step-00000001"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+    for name in ("metrics.jsonl", "mine.txt"):
+        (tmp_path / name).touch()
+    clear_output(tmp_path)
+    assert os.listdir(tmp_path) == ["mine.txt"]
 
 
 def test_output_dir_is_never_overwritten_unasked(folder):

@@ -27,6 +27,21 @@ def _hold(folder, held, done):
         done.wait(30)
 
 
+def test_a_lock_of_a_file_that_is_gone_is_taken_anew(tmp_path, monkeypatch):
+    """Who had it removed the file as this process opened it: the next one would make another."""
+    take, tried = lock._lock, []
+
+    def late(file):
+        tried.append(file)
+        if len(tried) == 1:
+            (tmp_path / ".lock").unlink()
+        return take(file)
+
+    monkeypatch.setattr(lock, "_lock", late)
+    with lock_folder(tmp_path):
+        assert len(tried) == 2 and (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
 def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
     out = folder / "run"
     out.mkdir()

@@ -132,3 +132,5 @@ def test_a_file_system_without_links_has_names_in_files(tmp_path, monkeypatch):
     monkeypatch.undo()
     engine.save_checkpoint(tmp_path, run.model, None, {"n": 6}, step=6, best=True)  # where there are links again
     assert os.readlink(tmp_path / "best") == os.readlink(tmp_path / "last") == "step-00000006"
+    (tmp_path / "last").unlink()  # as of a copy without links
+    assert find_step(tmp_path, None) == find_step(tmp_path, "last") == tmp_path / "step-00000006"

@@ -4,6 +4,7 @@ The proof uses shapes alone. What is not covered is declared: tied, padded or dr
 transformers: the tensors that its own class of the task saves are those that the layout says a file holds.
 """
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ CASES = [
 UNTIED = {"tie_embeddings": False}
 
 
+@functools.cache
 def layout_of(kind: str, task: str, **overrides) -> Layout:
     if task == "embedding":  # with a layer of each kind behind the pooling
         overrides["embedding"] = {"dense": ["12", {"width": 7, "bias": False, "residual": True}]}

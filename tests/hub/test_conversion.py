@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -571,8 +573,8 @@ def test_all_that_is_left_is_written_once_and_the_largest_first(together, saved,
 
 
 @pytest.mark.parametrize("to", ["hf", "distributed"])
-def test_all_bytes_are_reported_and_all_files_closed(to, saved, tmp_path, monkeypatch):
-    source, bars = saved("base"), []
+def test_all_bytes_are_reported_and_nothing_is_left_open(to, saved, tmp_path, monkeypatch):
+    source, bars, others = saved("base"), [], set(multiprocessing.active_children())
     monkeypatch.setattr(Progress, "close", lambda bar: bars.append((bar.what, bar.done, bar.total)))
     opened = os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else []
     done = convert(source, tmp_path / "out", to, workers=1, verify=True)
@@ -580,6 +582,7 @@ def test_all_bytes_are_reported_and_all_files_closed(to, saved, tmp_path, monkey
     whats = ("converting", "reading again", "comparing")
     assert bars == [(what, done.bytes, done.bytes) for what in whats]
     assert not opened or len(os.listdir("/proc/self/fd")) == len(opened)
+    assert set(multiprocessing.active_children()) <= others  # nor is what brings them to the disk left
 
 
 def test_archives_are_whole(saved, tmp_path, monkeypatch):
@@ -632,6 +635,48 @@ def test_a_worker_that_dies_while_it_waits(end, status, monkeypatch):
     monkeypatch.setattr(multiprocessing.connection, "wait", wait_and_end)
     with pytest.raises(ChildProcessError, match=f"a worker process {status}"):
         list(imap_unordered(work, range(4), 2, Progress("testing", 4, shown=False)))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ValueError("damaged"), ValueError, "^damaged$"),
+        (OSError(28, "No space left on device", "file"), OSError, "No space left on device: 'file'"),
+        (RuntimeError("of torch"), RuntimeError, "^of torch$"),
+        (KeyError("x"), RuntimeError, "^KeyError: 'x'$"),
+    ],
+)
+def test_an_error_of_a_worker_is_raised_and_ends_the_others(error, kind, said):
+    began = time.monotonic()
+
+    def work(item, report):
+        if item == 0:
+            raise error
+        time.sleep(20)
+        os._exit(0)
+
+    with pytest.raises(kind, match=said):
+        list(imap_unordered(work, range(4), 2, Progress("testing", 4, shown=False)))
+    assert time.monotonic() - began < 15
+
+
+def test_workers_leave_interruptions_to_their_parent():
+    ignored = imap_unordered(
+        lambda item, report: signal.getsignal(signal.SIGINT) == signal.SIG_IGN, (1, 2), 2, Progress("testing", 2, False)
+    )
+    assert sorted(ignored) == [(0, True), (1, True)]
+
+
+def test_nothing_is_forked_beside_a_thread_that_works():
+    """It may hold a lock, which nobody would release in the fork. One that may end with the program does not count."""
+    go_on = threading.Event()
+    for daemon in (True, False):
+        thread = threading.Thread(target=go_on.wait, args=(30,), daemon=daemon)
+        thread.start()
+        assert workers.can_fork() == daemon
+    go_on.set()
+    thread.join()
+    assert workers.can_fork()
 
 
 def test_a_worker_that_dies_before_its_first_item(monkeypatch):

@@ -94,9 +94,8 @@ def _flush(files: Sequence[Path], pause: float) -> None:
         time.sleep(pause)
         for path in files:
             with contextlib.suppress(OSError):  # whoever writes the file reports it
-                handle = os.open(path, os.O_RDONLY)
-                os.fdatasync(handle)
-                os.close(handle)
+                with open(path, "rb") as file:
+                    os.fdatasync(file.fileno())
 
 
 def _forked(

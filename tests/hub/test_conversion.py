@@ -202,6 +202,19 @@ def test_a_further_head_may_lack_what_a_named_one_may(tied, biased, tmp_path):
     same_bits({**held, **head}, weights(tmp_path / "back"))
 
 
+def test_two_heads_of_one_name_are_not_written_over_each_other(saved, tmp_path):
+    """A training program of one's own may train both; a file has room for one."""
+    path = saved("token-classification")
+    model = mc.from_pretrained(path)
+    model.other_heads = torch.nn.ModuleDict({"choice": torch.nn.Linear(48, 1)})
+    engine.checkpoint.save_model(tmp_path / "both", model, lambda folder: shutil.copy(path / "config.json", folder))
+    with pytest.raises(ValueError, match="two heads hold the tensor 'classifier.weight'; leave one out with --ignore"):
+        convert(tmp_path / "both", tmp_path / "out", "hf", workers=1)
+    one = Request(ignore=("other_heads.*",))
+    convert(tmp_path / "both", tmp_path / "out", "hf", workers=1, request=one)
+    same_bits(weights(path), weights(tmp_path / "out"))
+
+
 def test_a_further_head_is_that_of_its_shape(saved, config_of, tmp_path):
     """Of one name there are those of three tasks; a file of the bare model does not say which it is."""
     path = saved("multiple-choice")

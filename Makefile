@@ -40,7 +40,7 @@ demo: $(READY)  ## tokenizer, model, fine-tuning on 2 sharded ranks, export, pro
 
 # Two halves of the tests run side by side, because most tests use one core. With ARGS, which may name files, one run.
 # Not by pytest-xdist: tests fork ranks, and its workers have threads, which must not fork.
-FIRST_HALF := $(addprefix tests/,training command_line scripts data adapters hub convert generation layers engine/test_checkpoint.py engine/test_checkpoint_meshes.py engine/test_training_checkpoint.py engine/test_csrc.py engine/test_cuda_on_cpu.py engine/test_ops_sanitized.py test_docs.py test_package.py test_imports.py test_cli.py)
+FIRST_HALF := $(addprefix tests/,training command_line scripts data adapters hub convert engine/test_checkpoint.py engine/test_checkpoint_meshes.py engine/test_training_checkpoint.py engine/test_csrc.py engine/test_cuda_on_cpu.py engine/test_ops_sanitized.py test_docs.py test_package.py test_imports.py test_cli.py)
 FAST := not full and not gpu and not network
 FULL := full and not gpu and not network
 ifeq ($(strip $(ARGS)),)

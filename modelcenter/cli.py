@@ -104,10 +104,10 @@ def _list(argv: Sequence[str]) -> None:
     if "--json" in argv:
         print(json.dumps([vars(info) for info in models], indent=2))
         return
-    width = max((len(info.name) for info in models), default=4)
+    name, family = (max((len(getattr(info, field)) for info in models), default=0) for field in ("name", "family"))
     for info in models:
         size = "" if info.parameters is None else f"{info.parameters:,}"
-        print(f"{info.name:<{width}}  {info.family:<8} {size:>14}  {info.hub or 'no weights'}")
+        print(f"{info.name:<{name}}  {info.family:<{family}} {size:>14}  {info.hub or 'no weights'}")
 
 
 def _info(argv: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -86,7 +87,10 @@ def test_list_is_json(capsys):
     assert models["bert-base-uncased"]["hub"] == "google-bert/bert-base-uncased"
     assert not any(name.startswith("tiny/") for name in models)
     cli.run(["list", "--tiny"])
-    assert "tiny/bert" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("tiny/bert ") for line in lines)
+    counts = [re.search(r" [\d,]+  ", line) for line in lines]  # of parameters, in a column of their own
+    assert len({count.end() for count in counts if count}) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from scripts.bench.lib import ROOT, tables
 PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots", ROOT / "scripts" / "bench" / "results"
 README = ROOT / "README.md"
 UNNAMED = "AMD"  # the machine whose results have no name in their file's
+MARKERS = {UNNAMED: "oC0", "AVX2": "sC1", "Intel": "^C2", "Zen5": "DC3", "H200": "vC4"}  # the same in all plots
 SPEED = [name for name in BENCHES if name != "clients"]  # its results are in docs/hub.md
 # `make gpu-check` runs these; their records are all of some GPU.
 ON_GPUS = {name: Bench(name, 5) for name in ("gpu_training", "gpu_optimizer")}
@@ -239,12 +240,12 @@ def plot(name: str, of: Records) -> None:
     rows = by_machine(of, tables.comparisons)
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.25 * len(rows)), layout="constrained")
     places = range(len(rows) - 1, -1, -1)
-    for machine, marker in zip(of, "os^Dv", strict=False):
+    for machine in of:
         dots = [
             (found[machine]["ratio"], i) for i, found in zip(places, rows.values(), strict=True) if machine in found
         ]
         if dots:
-            axes.plot(*zip(*dots, strict=True), marker, label=machine, markersize=5, alpha=0.8)
+            axes.plot(*zip(*dots, strict=True), MARKERS[machine], label=machine, markersize=5, alpha=0.8)
     for place, found in zip(places, rows.values(), strict=True):
         if target := next((row["target"] for row in found.values() if row["target"]), None):
             axes.plot([target] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.2)

@@ -115,8 +115,8 @@ def _refused(model: Model) -> str | None:
         return "leaves prompts out of its pooling, where a learnt one would be counted"
     if model.task in ("multiple-choice", "double-heads"):
         return f"reads several texts of an example for {model.task}, before which peft puts no prompt"
-    if (why := getattr(model, "refuses_prompts", None)) is not None:
-        return str(why)
+    if model.refuses_prompts is not None:
+        return model.refuses_prompts
     if model.is_encoder_decoder and model.task in ("sequence-classification", "question-answering"):
         return (
             f"gives its decoder the input again for {model.task}, and transformers takes no embeddings there, which "

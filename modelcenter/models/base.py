@@ -57,6 +57,8 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
     holds_merged: bool = False
     # The parameters that nothing trains, whatever an adapter asks for: transformers holds them as buffers.
     constants: frozenset[str] = frozenset()
+    # Why a tuned prompt would not be the same as peft's on this model; None: it would, as far as the model knows.
+    refuses_prompts: str | None = None
     # The parameters that modelcenter.adapters.freeze froze: Lora leaves their layers as they are.
     frozen: frozenset[str] = frozenset()
     # Set by engine.shard where this rank is a stage of a pipeline (engine.parallel.pipeline).

@@ -85,11 +85,6 @@ class Esm(Roberta):
 
     config: EsmConfig
 
-    @property
-    def refuses_prompts(self) -> str | None:
-        """Why peft's prompt would not be the same here; None: it would."""
-        return None if self.position is None else "has learnt positions, which transformers adds to no given embeddings"
-
     def make_body(self) -> None:
         c = self.config
         self.embed = Embedding(c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id)
@@ -99,6 +94,8 @@ class Esm(Roberta):
         self.layers = self.make_layers()
         self.final_norm = self._norm()
         self.contacts = Linear(c.num_layers * c.num_heads, 1).requires_grad_(False)
+        if not c.is_rotary:
+            self.refuses_prompts = "has learnt positions, which transformers adds to no given embeddings"
 
     def _norm(self) -> LayerNorm:
         return LayerNorm(self.config.hidden_size, self.config.norm_eps)

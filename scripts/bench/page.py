@@ -97,13 +97,8 @@ def summary(found: Mapping[str, Records]) -> str:
             why = next((f": {row['why']}" for row in rows.values() if row["why"]), "")
             losses = {machine: row for machine, row in rows.items() if round(row["ratio"], 2) < 1}
             short = {machine: row for machine, row in rows.items() if machine not in losses and tables.misses(row)}
-            for rows, lines in ((losses, behind), (short, missed)):
-                if rows:
-                    wanted = next(
-                        (f", {tables.wanted(row)} is wanted" for row in rows.values() if tables.misses(row)), ""
-                    )
-                    ratios = listed(rows, lambda row: format(row["ratio"], ".2f"))
-                    lines.append(f"{said}{ratios} times as good{wanted}{why}")
+            behind += [f"{said}{ratios_of(losses)}{why}"] if losses else []
+            missed += [f"{said}{ratios_of(short)}{why}"] if short else []
         for (what, limit), rows in by_machine(of, tables.fractions).items():
             if rows := {machine: row for machine, row in rows.items() if tables.misses(row)}:
                 reached = listed(rows, lambda row: f"{100 * row['fraction']:.1f} %")
@@ -125,6 +120,12 @@ def by_machine(
     return found
 
 
+def ratios_of(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """0.95 (AMD), 0.78 (Zen5) times as good, 1.1 is wanted."""
+    wanted = next((f", {tables.wanted(row)} is wanted" for row in rows.values() if tables.misses(row)), "")
+    return f"{listed(rows, lambda row: format(row['ratio'], '.2f'))} times as good{wanted}"
+
+
 def listed(rows: Mapping[str, Mapping[str, Any]], show: Callable[[Mapping[str, Any]], str]) -> str:
     return ", ".join(f"{show(row)} ({machine})" for machine, row in rows.items())
 
@@ -135,18 +136,15 @@ def section(name: str, of: Records, described: bool = False) -> str:
     lines = [f"## {name}", "", *([] if described else [about(bench.script), ""])]
     if any(record["settings"].get("quick") for record in of.values()):
         lines += ["**A trial run that only shows that the benchmark works: its numbers mean nothing.**", ""]
-    if rows := by_machine(of, tables.comparisons):
+    for rows_of, second, show_row in (
+        (tables.comparisons, "against", tables.compared),
+        (tables.fractions, "of which limit", tables.reached),
+    ):
         cells = [
-            [what, peer, *(tables.compared(found.get(machine)) for machine in of), tables.wanted_of(found.values())]
-            for (what, peer), found in rows.items()
+            [what, other, *(show_row(found.get(machine)) for machine in of), tables.wanted_of(found.values())]
+            for (what, other), found in by_machine(of, rows_of).items()
         ]
-        lines += [tables.markdown(["what", "against", *of, "wanted"], cells), ""]
-    if rows := by_machine(of, tables.fractions):
-        cells = [
-            [what, limit, *(tables.reached(found.get(machine)) for machine in of), tables.wanted_of(found.values())]
-            for (what, limit), found in rows.items()
-        ]
-        lines += [tables.markdown(["what", "of which limit", *of, "wanted"], cells), ""]
+        lines += [tables.markdown(["what", second, *of, "wanted"], cells), ""] if cells else []
     if any(map(tables.comparisons, of.values())):
         lines += [f"![How many times as good](plots/{name}.svg)", ""]
     notes = dict.fromkeys(note for record in of.values() for note in record["notes"])

@@ -193,12 +193,39 @@ void Exact::pack_rows(const float* x, int64_t stride, int64_t depth, int64_t row
   if (sums) add_sums(to, depth, rows, sums);
 }
 
+// A block of an operand that will be packed next: it is brought into the L2 a little at a time, while sums are worked out.
+struct Coming {
+  const float* from;
+  int64_t stride, rows, numbers, each;  // each: lines at a time
+  int64_t at = 0;
+
+  MC_INLINE void fetch_some() {
+    for (int64_t k = 0; k < each && rows; k++) {
+      __builtin_prefetch(from + at, 0, 2);
+      if ((at += 16) < numbers) continue;
+      at = 0, from += stride, rows--;
+    }
+  }
+};
+
 template <class Words>
 void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch) {
   constexpr int64_t kPacked = kDepth * Words::kSteps;  // steps of the depth that are packed together
   float* const tall = scratch;
   float* const wide = scratch + kHeight / kTall * kTallPanel;
   const bool sums = p.sums && left == 0;
+  auto block_of_b = [&](int64_t t, int64_t j) { return p.b_transposed ? p.b + j * p.b_stride + t : p.b + t * p.b_stride + j; };
+  // The block of b after that of step t and column j, if there is one.
+  auto next_block = [&](int64_t t, int64_t j, int64_t height) {
+    if ((j += kWidth) >= right) j = left, t += kPacked;
+    if (t >= p.depth) return Coming{};
+    const int64_t depth = p.depth - t < kPacked ? p.depth - t : kPacked, width = right - j < kWidth ? right - j : kWidth;
+    Coming next{block_of_b(t, j), p.b_stride, depth, width, 0};
+    if (p.b_transposed) next.rows = width, next.numbers = depth;
+    const int64_t tiles = (height + kTall - 1) / kTall * (kWidth / kWide), lines = next.rows * ((next.numbers + 15) / 16);
+    next.each = (lines + tiles - 1) / tiles;
+    return next;
+  };
   if (sums) memset(p.sums + top, 0, sizeof(float) * (size_t)(bottom - top));
   for (int64_t i = top; i < bottom; i += kHeight) {
     const int64_t height = bottom - i < kHeight ? bottom - i : kHeight;
@@ -211,9 +238,10 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
       else Words::template pack_rows<kTall>(p.a + i * p.a_stride + t, p.a_stride, depth, height, tall, to);
       for (int64_t j = left; j < right; j += kWidth) {
         const int64_t width = right - j < kWidth ? right - j : kWidth;
-        const float* const from = p.b_transposed ? p.b + j * p.b_stride + t : p.b + t * p.b_stride + j;
+        const float* const from = block_of_b(t, j);
         if (p.b_transposed) Words::template pack_rows<kWide>(from, p.b_stride, depth, width, wide, nullptr);
         else Words::template pack<kWide>(from, p.b_stride, depth, width, wide, nullptr);
+        Coming coming = next_block(t, j, height);
         for (int64_t x = 0; x < width; x += kWide) {
           const float* b = wide + x / kWide * kWidePanel;
           const float* bias = p.bias && !t ? p.bias + j + x : nullptr;
@@ -222,6 +250,7 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
             float* out = p.out + (i + y) * p.out_stride + j + x;
             if (y + kTall <= height && x + kWide <= width) {
               fetch_tile(out, p.out_stride);
+              coming.fetch_some();
               tile<kWide, Words>(words, a, 1, kTall, b, kWide, out, p.out_stride, add, bias);
               continue;
             }

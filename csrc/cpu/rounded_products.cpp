@@ -68,6 +68,7 @@ struct Rounded {
           __m256 r[8];
           for (int64_t q = 0; q < 8; q++) {
             const int64_t row = i + k + q;
+            if (row + 8 < rows) fetch(x + (row + 8) * stride + t);
             r[q] = row < rows ? (__m256)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(there, x + row * stride + t))
                               : _mm256_setzero_ps();
           }

@@ -49,7 +49,7 @@ def sections(printed: bytes) -> dict[str, np.ndarray]:
         "adamw8",
         "dropout",
         "cast",
-        "gelu",
+        "activation",
         "rotate",
         "cross_entropy",
         "product",

@@ -17,7 +17,7 @@ NORMS = [(3, 1), (5, 9), (70, 64), (150, 72), (41, 256), (9, 264), (13, 1024), (
 SUMS = [(1, 1), (3, 7), (100, 64), (300, 257), (33, 256), (700, 40), (0, 24), (70, 1000), (5, 0), (40, 5000)]
 # Of one thread, of part of a tile and several, of more numbers than a block takes; none.
 ACTIVATED = [(3, 1), (5, 9), (70, 64), (40, 264), (70, 33), (9, 520), (0, 24), (5, 0)]
-# By their numbers in csrc/cuda/activation.h.
+# By their numbers in csrc/core/activation.h.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.silu, F.relu)
 EPS = 1e-5
 
@@ -130,8 +130,9 @@ def check_sums(rows: int, n: int, dtype: torch.dtype, device: str, odd: int, pla
 
 
 def check_activations(
-    rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd, kinds: Any = range(4)
-) -> None:
+    rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd, kinds: Any = range(4),
+    with_sums: tuple[bool, ...] = (True, False),
+) -> None:  # fmt: skip
     """Alone and with a gate, with and without sums; the gradient also where it is repeated or lies by columns."""
     generator, stream = torch.Generator().manual_seed(rows * n + odd), library.stream(torch.device(device))
     drawn = (torch.randn(rows, n, generator=generator) * scale for scale in (2.0, 1.0, 1.0))
@@ -147,7 +148,7 @@ def check_activations(
             precise(found, wanted.detach(), scale)
             for g in (grad, grad.t().contiguous().t(), grad[:1].expand(rows, n))[: 1 if factor is None or kind else 3]:
                 gradients = torch.autograd.grad(wanted, exact, g.double(), retain_graph=True)
-                for sums in (True, False):
+                for sums in with_sums:
                     found = [back(g, x, factor, kind, sums, stream) for _ in range(1 + sums)]
                     assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
                     dx, dup, total = found[0]

@@ -1,6 +1,7 @@
 // The operators' schemas, for all devices, and their CPU side. Stable ABI: one library for torch 2.11 and later.
 #include <math.h>
 
+#include "../core/activation_arguments.h"
 #include "../core/norm_arguments.h"
 #include "../core/rotary_arguments.h"
 #include "arrays.h"
@@ -161,14 +162,18 @@ void dropout(Tensor out, Tensor x, std::optional<Tensor> residual, std::optional
   });
 }
 
-void gelu(Tensor out, Tensor x, std::optional<Tensor> grad) {
-  Arrays arrays(x);
-  const float* from = arrays.take(x, "x", x.numel());
-  const float* times = grad ? arrays.take(*grad, "grad", x.numel()) : nullptr;
-  float* to = arrays.take(out, "out", x.numel(), true);
-  arrays.check();
-  for_chunks(1, [&](size_t) { return x.numel(); }, [&](size_t, int64_t begin, int64_t end) {
-    kernels().gelu(from + begin, times ? times + begin : nullptr, to + begin, end - begin);
+void activation(const ActivationJob& job, const Tensor&, int64_t) {
+  STD_TORCH_CHECK(job.type == kFloat, "x must hold fp32 numbers");
+  for_chunks(1, [&](size_t) { return job.rows * job.n; }, [&](size_t, int64_t begin, int64_t end) {
+    kernels().activation(job, begin, end);
+  });
+}
+
+void activation_backward(const ActivationJob& job, const Tensor&, const Tensor& total, int64_t) {
+  STD_TORCH_CHECK(job.type == kFloat, "x must hold fp32 numbers");
+  STD_TORCH_CHECK(total.numel() == 0, "on a CPU products add up the gradient of a bias, expected sums=False");
+  for_chunks(1, [&](size_t) { return job.rows * job.n; }, [&](size_t, int64_t begin, int64_t end) {
+    kernels().activation_backward(job, begin, end);
   });
 }
 
@@ -271,7 +276,10 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "dropout_(Tensor(a!) out, Tensor x, Tensor? residual, Tensor? tokens, int first_token, int first_channel, "
       "int key, int site, int threshold, int stream) -> ()");
-  m.def("gelu_tanh_(Tensor(a!) out, Tensor x, Tensor? grad) -> ()");
+  m.def("activation(Tensor x, Tensor? up, int kind, int stream) -> Tensor");
+  m.def(
+      "activation_backward(Tensor grad, Tensor x, Tensor? up, int kind, bool sums, int stream) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def(
       "norm(Tensor x, Tensor weight, Tensor? bias, float eps, Tensor? branch, Tensor? tokens, int key, int site, "
       "int threshold, int stream) -> (Tensor, Tensor, Tensor)");
@@ -318,10 +326,6 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
       " -> (Tensor, Tensor)");
   // Of CUDA alone.
   m.def("column_sums(Tensor x, int stream) -> Tensor");
-  m.def("activation(Tensor x, Tensor? up, int kind, int stream) -> Tensor");
-  m.def(
-      "activation_backward(Tensor grad, Tensor x, Tensor? up, int kind, bool sums, int stream) "
-      "-> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
@@ -334,7 +338,9 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CPU, m) {
   m.impl("cast_scale_copy_", TORCH_BOX(&modelcenter::cast_scale_copy));
   m.impl("split_master_", TORCH_BOX(&modelcenter::split_master));
   m.impl("dropout_", TORCH_BOX(&modelcenter::dropout));
-  m.impl("gelu_tanh_", TORCH_BOX(&modelcenter::gelu));
+  m.impl("activation", TORCH_BOX(&modelcenter::activation_operator<modelcenter::activation>));
+  m.impl("activation_backward",
+         TORCH_BOX(&modelcenter::activation_backward_operator<modelcenter::activation_backward>));
   m.impl("norm", TORCH_BOX(&modelcenter::norm_operator<modelcenter::norm>));
   m.impl("norm_backward", TORCH_BOX(&modelcenter::norm_backward_operator<modelcenter::norm_backward>));
   m.impl("rotate", TORCH_BOX(&modelcenter::rotate_operator<modelcenter::rotate>));

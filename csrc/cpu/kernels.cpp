@@ -373,11 +373,11 @@ void merge_all(const uint16_t* high, const int16_t* low, float* __restrict x, in
 }  // namespace
 }  // namespace modelcenter
 
+#include "activation.h"
 #include "bytes.h"
 #include "dropout.h"
 #include "attention.h"
 #include "few_rows.h"
-#include "gelu.h"
 #include "loss.h"
 #include "norm.h"
 #include "products.h"
@@ -387,8 +387,9 @@ namespace modelcenter {
 namespace {
 
 const CpuKernels kTable = {MC_STRING(MC_ISA), {update<AdamW>, update<Lion>, update<Momentum>}, update8, squares, cast,
-                           split_all, merge_all, dropout, gelu, rotate, norm, norm_backward, cross_entropy,
-                           product<Exact>, product_of_few, kFewRows, attention_scratch, attention, attention_backward,
+                           split_all, merge_all, dropout, activation, activation_backward, rotate, norm,
+                           norm_backward, cross_entropy, product<Exact>, product_of_few, kFewRows, attention_scratch,
+                           attention, attention_backward,
                            distances_scratch, distances_begin, distances_end, transpose, clear_pages, copy_pages, crc32, sha256};
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "../core/activation.h"
 #include "../core/job.h"
 #include "../core/norm.h"
 #include "../core/random.h"
@@ -63,8 +64,9 @@ struct CpuKernels {
   // out = residual + dropout(x) for channels [begin, end) of row i, where the pointers are; residual may be null.
   void (*dropout)(const Draw& draw, int64_t i, const void* x, const void* residual, void* out, int type, int64_t begin,
                   int64_t end);
-  // out = gelu(x) or, where grad is not null, grad times the slope at x.
-  void (*gelu)(const float* x, const float* grad, float* out, int64_t n);
+  // Numbers [begin, end) of an activation, and of its gradients.
+  void (*activation)(const ActivationJob& job, int64_t begin, int64_t end);
+  void (*activation_backward)(const ActivationJob& job, int64_t begin, int64_t end);
   // Tokens [begin, end) of queries and keys, in fp32; `by` has room for half a head.
   void (*rotate)(const Rotation& job, int64_t begin, int64_t end, float* by);
   // Rows [begin, end) through a norm, and back, in fp32. The gradients of weight and bias are added to dweight and

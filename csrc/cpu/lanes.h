@@ -19,20 +19,27 @@ MC_INLINE void clear(float* to, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) *(Sixteen*)unknown(to + i) = Sixteen{};
 }
 
+// a * b + c, rounded once or twice.
+template <bool kFused>
+MC_INLINE float multiply_add(float a, float b, float c) {
+  return kFused ? __builtin_fmaf(a, b, c) : a * b + c;
+}
+
 // e^y to about an ulp, for y between -87 and `most`, 88 or, with infinity for what is above 88.4, 89; what is beyond
 // counts as that. The polynomial is that of Cephes' expf.
+template <bool kFused = false>
 MC_INLINE float exponential(float y, float most) {
   y = y < -87.0f ? -87.0f : y;  // a NaN stays
   y = y > most ? most : y;
-  const float shifted = y * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // to the nearest whole number
-  const float r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  const float shifted = multiply_add<kFused>(y, 1.44269504f, 12582912.0f), n = shifted - 12582912.0f;  // to the nearest whole number
+  const float r = multiply_add<kFused>(n, 2.12194440e-4f, multiply_add<kFused>(n, -0.693359375f, y));
   float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  return ((p * r) * r + r + 1.0f) * float_of((bits_of(shifted) << 23) + (127u << 23));
+  p = multiply_add<kFused>(p, r, 1.3981999507e-3f);
+  p = multiply_add<kFused>(p, r, 8.3334519073e-3f);
+  p = multiply_add<kFused>(p, r, 4.1665795894e-2f);
+  p = multiply_add<kFused>(p, r, 1.6666665459e-1f);
+  p = multiply_add<kFused>(p, r, 5.0000001201e-1f);
+  return (multiply_add<kFused>(p * r, r, r) + 1.0f) * float_of((bits_of(shifted) << 23) + (127u << 23));
 }
 
 // A sum over a row is of this many sums, each of every kLanes-th number: loops that become vectors, in an order that is

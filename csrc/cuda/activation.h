@@ -3,21 +3,9 @@
 #pragma once
 #include <stdint.h>
 
-#include "../core/job.h"
+#include "../core/activation.h"
 
 namespace modelcenter {
-
-enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kActivations = 4 };
-
-// All are (rows, n), contiguous and of one type.
-struct ActivationJob {
-  int type, kind;
-  int64_t rows, n;
-  const void *x, *up;  // up: what multiplies the activation of x; null: nothing
-  void* out;           // of forward
-  const void* grad;    // of backward, with the gradients of x and up
-  void *dx, *dup;
-};
 
 int cuda_activation(const ActivationJob& job, void* stream);
 

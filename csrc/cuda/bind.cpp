@@ -10,6 +10,7 @@
 #include <tuple>
 #include <type_traits>
 
+#include "../core/activation_arguments.h"
 #include "../core/norm_arguments.h"
 #include "../core/rotary_arguments.h"
 #include "activation.h"
@@ -176,53 +177,18 @@ void rotate(const Rotation& job, const Tensor& q, int64_t stream) {
   done(cuda_rotate(job, (void*)stream));
 }
 
-// The tensors hold the memory that the job refers to.
-struct ActivationCall {
-  Tensor x, up;
-  ActivationJob job{};
-};
-
-ActivationCall lay_out_activation(const Tensor& x, const std::optional<Tensor>& up, int64_t kind) {
-  MC_CHECK(x.dim() > 0, "x has no dimensions, expected at least 1");
-  MC_CHECK(kind >= 0 && kind < kActivations, "kind is ", kind, ", expected 0 to ", kActivations - 1);
-  ActivationCall call;
-  call.x = in_a_row(x);
-  const int64_t all = x.numel(), n = x.size(x.dim() - 1);
-  call.job.type = type_of(x, "x"), call.job.kind = (int)kind;
-  call.job.n = n, call.job.rows = n ? all / n : 0;
-  call.job.x = call.x.const_data_ptr();
-  if (!up) return call;
-  call.up = in_a_row(*up);
-  call.job.up = take_numbers(call.up, "up", all, call.job.type, x);
-  return call;
-}
-
-Tensor activation(Tensor x, std::optional<Tensor> up, int64_t kind, int64_t stream) {
-  ActivationCall call = lay_out_activation(x, up, kind);
-  const Tensor out = torch::stable::empty_like(call.x);
-  call.job.out = out.mutable_data_ptr();
+void activation(const ActivationJob& job, const Tensor& x, int64_t stream) {
   const DeviceGuard guard(x.get_device_index());
-  done(cuda_activation(call.job, (void*)stream));
-  return out;
+  done(cuda_activation(job, (void*)stream));
 }
 
-std::tuple<Tensor, Tensor, Tensor> activation_backward(Tensor given, Tensor x, std::optional<Tensor> up, int64_t kind,
-                                                       bool sums, int64_t stream) {
-  ActivationCall call = lay_out_activation(x, up, kind);
-  ActivationJob& job = call.job;
-  const Tensor grad = in_a_row(given), dx = torch::stable::empty_like(call.x);
-  job.grad = take_numbers(grad, "grad", x.numel(), job.type, x);
-  job.dx = dx.mutable_data_ptr();
-  const Tensor dup = up ? torch::stable::empty_like(call.up) : torch::stable::new_empty(x, {0});
-  if (up) job.dup = dup.mutable_data_ptr();
-  const bool adds = sums && job.n;
-  const Tensor total = torch::stable::new_empty(x, {adds ? job.n : 0});
+void activation_backward(const ActivationJob& job, const Tensor& x, const Tensor& total, int64_t stream) {
+  const bool adds = total.numel() > 0;
   Tensor room;
   if (adds) room = room_for(x, [&] { return cuda_activation_room(job); });
   const DeviceGuard guard(x.get_device_index());
   done(cuda_activation_backward(job, adds ? total.mutable_data_ptr() : nullptr,
                                 adds ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
-  return {dx, dup, total};
 }
 
 thread_local std::string failure;  // of this thread's last call, until it is told; empty: it went well
@@ -290,6 +256,7 @@ STABLE_TORCH_LIBRARY_IMPL(modelcenter, CUDA, m) {
   m.impl("norm_backward", REPORTING(modelcenter::norm_backward_operator<modelcenter::norm_backward>));
   m.impl("column_sums", REPORTING(modelcenter::column_sums));
   m.impl("rotate", REPORTING(modelcenter::rotate_operator<modelcenter::rotate>));
-  m.impl("activation", REPORTING(modelcenter::activation));
-  m.impl("activation_backward", REPORTING(modelcenter::activation_backward));
+  m.impl("activation", REPORTING(modelcenter::activation_operator<modelcenter::activation>));
+  m.impl("activation_backward",
+         REPORTING(modelcenter::activation_backward_operator<modelcenter::activation_backward>));
 }

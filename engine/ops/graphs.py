@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.ops import attention, dropout_masks, norm
+from engine.ops import activation, attention, dropout_masks, norm
 
 _LIBRARY = torch.library.Library("modelcenter_graph", "DEF")
 _DRAWN = "Tensor? tokens, Tensor key, Tensor site, SymInt threshold"  # of norms
@@ -32,11 +32,13 @@ def _operator(schema: str, apply: Callable[..., Any]) -> None:
         _LIBRARY.impl(name, apply, key)
 
 
-def _part(schema: str, run: Callable[..., Any], like: Callable[..., Any], key: int) -> None:
+def _part(schema: str, run: Callable[..., Any], like: Callable[..., Any], key: int | None = None) -> None:
     """One direction of it, on any device. like: what it returns, for tensors that hold nothing. key: the place of the
-    key among its arguments, behind which stands the site."""
+    key among its arguments, behind which stands the site, if it has any."""
 
     def call(*arguments: Any) -> Any:
+        if key is None:
+            return run(*arguments)
         return run(*arguments[:key], int(arguments[key]), int(arguments[key + 1]), *arguments[key + 2 :])
 
     name = _define(schema)
@@ -124,4 +126,20 @@ _part(
     _attention_backward,
     _attention_backward_like,
     key=16,
+)
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+def _activation_backward_like(grad: Tensor, x: Tensor, up: Tensor | None, kind: int) -> tuple[Tensor, ...]:
+    return _like(x), _like(x, up is not None), _like(x, False)
+
+
+_ACTIVATION = "Tensor x, Tensor? up, int kind"
+_operator(f"activation({_ACTIVATION}) -> Tensor", lambda *arguments: activation.Activated.apply(*arguments, True))
+_part(f"activation_part({_ACTIVATION}) -> Tensor", activation.run, lambda x, *_: _like(x))
+_part(
+    f"activation_backward_part(Tensor grad, {_ACTIVATION}) -> (Tensor, Tensor, Tensor)",
+    activation.run_backward,
+    _activation_backward_like,
 )

@@ -179,11 +179,19 @@ static void rows_of_numbers() {
   for (int64_t n : {1, 63, 64, 1000}) {
     const int64_t rows = 5;
     const std::string size = " " + std::to_string(n);
-    std::vector<float> x = floats(rows * n), grad = floats(rows * n), w = floats(n), out(x.size());
-    k.gelu(x.data(), nullptr, out.data(), rows * n);
-    show("gelu" + size, out);
-    k.gelu(x.data(), grad.data(), out.data(), rows * n);
-    show("gelu's slope" + size, out);
+    std::vector<float> x = floats(rows * n), grad = floats(rows * n), w = floats(n), out(x.size()), dx(x.size());
+    std::vector<float> up = floats(rows * n), dup(x.size());
+    for (int kind = 0; kind < kActivations; kind++)
+      for (const float* factor : {(const float*)nullptr, (const float*)up.data()}) {
+        const std::string name = "activation " + std::to_string(kind) + (factor ? " times" : "") + size;
+        const ActivationJob job{kFloat, kind, rows, n, x.data(), factor, out.data(), grad.data(), dx.data(),
+                                factor ? dup.data() : nullptr};
+        k.activation(job, 0, rows * n);
+        show(name, out);
+        k.activation_backward(job, 0, rows * n);
+        show(name + ", dx", dx);
+        if (factor) show(name + ", dup", dup);
+      }
     const int64_t target[] = {0, n - 1, n / 2, n / 3, 0};
     for (bool train : {false, true}) {
       std::vector<float> loss(5);

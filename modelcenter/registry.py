@@ -121,6 +121,8 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("mistral", "Mistral", rules="llama:MISTRAL"),
         _ours("minicpm", "MiniCPM"),
         _ours("minicpm3", "MiniCPM3", rules="minicpm:MINICPM3"),
+        _ours("gemma", "Gemma"),
+        _ours("gemma3_text", "Gemma3", "gemma", "gemma:GEMMA3"),
         _ours("gpt_neox", "GPTNeoX"),
         _ours("gptj", "GPTJ"),
         _ours("opt", "OPT"),

@@ -1,5 +1,7 @@
 """Multi-head attention layers over packed tokens."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from engine.ops import rotate
@@ -7,7 +9,6 @@ from modelcenter.layers.distances import Distances
 from modelcenter.layers.dropout import NO_DROPOUT, AttentionDropout, DrawingModule
 from modelcenter.layers.linear import Linear, each, first_output
 from modelcenter.layers.mask import NO_MASK, Mask
-from modelcenter.layers.norm import RMSNorm
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
 
@@ -58,7 +59,7 @@ class SelfAttention(MultiHeadAttention):
         window: int | None = None,
         scale: float | None = None,
         interleaved: bool = False,
-        norm_eps: float | None = None,
+        head_norm: Callable[[int], nn.Module] | None = None,
     ):
         """
         Args:
@@ -66,7 +67,7 @@ class SelfAttention(MultiHeadAttention):
             head_dim: None: hidden_size / num_heads. bias: of q, k and v. out_bias: of the output, None: as `bias`.
             causal: a token sees itself and what is before it. window: only what is less than so many places away.
             scale: of the scores, None: 1 / sqrt(head_dim). interleaved: rotary pairs are neighbours (GPT-J).
-            norm_eps: each head of q and k goes through an RMSNorm first (Qwen3).
+            head_norm: makes the norms, of so many channels, that each head of q and k goes through first (Qwen3).
         """
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
@@ -77,10 +78,9 @@ class SelfAttention(MultiHeadAttention):
         self.k = Linear(hidden_size, keys, bias)
         self.v = Linear(hidden_size, keys, bias)
         self.out = Linear(inner, hidden_size, bias if out_bias is None else out_bias)
-        self.norms = norm_eps is not None
-        if norm_eps is not None:
-            self.q_norm = RMSNorm(self.head_dim, norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, norm_eps)
+        self.norms = head_norm is not None
+        if head_norm is not None:
+            self.q_norm, self.k_norm = head_norm(self.head_dim), head_norm(self.head_dim)
 
     def project(self, x: Tensor, ctx: Packed) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads * head_dim), k and v (T, kv_heads * head_dim); rotated."""

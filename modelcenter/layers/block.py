@@ -90,21 +90,37 @@ class PreNormBlock(nn.Module):
         self.mlp_dropout = Dropout(dropout)
         self.scale = scale
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.scale == 1.0 else branch * self.scale
+    def added(self, part: str, x: Tensor) -> Tensor:
+        """What is added to the hidden states where "attn", "cross" or "mlp" has returned x."""
+        return x if self.scale == 1.0 else x * self.scale
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         cross = self.cross
         own = ctx.with_outputs(None) if cross is not None and cross.sees(ctx) else ctx
         x, normed = pre_norm(self.attn_norm, x)
-        branch, x = Branch(self.attn_dropout, self._scaled(self.attn(normed, own)), own), own.narrow(x)
+        branch, x = Branch(self.attn_dropout, self.added("attn", self.attn(normed, own)), own), own.narrow(x)
         if cross is not None and cross.sees(ctx):
             x, normed = pre_norm(self.cross_norm, x, branch)
-            branch, x = Branch(self.cross_dropout, self._scaled(cross(normed, ctx)), ctx), ctx.narrow(x)
+            branch, x = Branch(self.cross_dropout, self.added("cross", cross(normed, ctx)), ctx), ctx.narrow(x)
         elif cross is not None and self.training:
             x = unused(x, cross, self.cross_norm)
         x, normed = pre_norm(self.mlp_norm, x, branch)
-        return ctx.widen(self.mlp_dropout(self._scaled(self.mlp(normed, ctx)), ctx, x))
+        return ctx.widen(self.mlp_dropout(self.added("mlp", self.mlp(normed, ctx)), ctx, x))
+
+
+class SandwichNormBlock(PreNormBlock):
+    """x + norm(attn(norm(x))), then x + norm(mlp(norm(x))), as Gemma 2 and later. x: (T, hidden_size) -> the same.
+
+    `norm` makes all four norms.
+    """
+
+    def __init__(self, attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module], dropout: float):
+        super().__init__(attn, mlp, norm, dropout)
+        self.attn_post_norm, self.mlp_post_norm = norm(), norm()
+
+    def added(self, part: str, x: Tensor) -> Tensor:
+        normed: Tensor = getattr(self, f"{part}_post_norm")(x)
+        return normed
 
 
 class ParallelBlock(nn.Module):

@@ -47,3 +47,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, _, eps = self.rule(x)
         return rms_norm(x, weight, eps)
+
+
+class UnitOffsetRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * (1 + weight), computed in fp32, as transformers' GemmaRMSNorm."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.eps = eps
+
+    def rule(self, x: Tensor) -> tuple[Tensor, None, float] | None:
+        """(1 + weight, no bias, eps) where it is no more than the operator; else None: in 16 bits that rounds the sum,
+        and what the sum multiplies."""
+        return None if x.dtype in _SIXTEEN_BITS else (1 + self.weight.to(x.dtype), None, self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype in _SIXTEEN_BITS else x
+        return rms_norm(wide, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.ops import Added, is_just, norm_after, norm_before
 from modelcenter.layers.dropout import Dropout
-from modelcenter.layers.norm import LayerNorm, RMSNorm
+from modelcenter.layers.norm import LayerNorm, RMSNorm, UnitOffsetRMSNorm
 from modelcenter.layers.packing import Packed
 
 _FEW = 1 << 14  # numbers, over which a pass takes less time than to prepare one in Python
@@ -54,9 +54,9 @@ def _rule(
     token is generated, for which nothing is gained."""
     if not torch.is_grad_enabled() and x.numel() < _FEW:
         return None
-    if not (is_just(norm, LayerNorm) or is_just(norm, RMSNorm)) or not (
-        branch is None or is_just(branch.drop, Dropout)
-    ):
+    if not (is_just(norm, LayerNorm) or is_just(norm, RMSNorm) or is_just(norm, UnitOffsetRMSNorm)):
+        return None
+    if branch is not None and not is_just(branch.drop, Dropout):
         return None
     rule = norm.rule(x)
     if rule is None:

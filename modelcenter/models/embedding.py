@@ -1,6 +1,6 @@
 """How a model of task "embedding" makes one vector of each sequence (embedding_settings.EmbeddingSettings)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ class EmbeddingMixin(nn.Module):
     """Base of models.base.Model: the pooling, and what follows it. The head is `make_embedding_head`'s."""
 
     # Where the config says none.
-    usual_pooling: ClassVar[str] = "mean"
+    usual_pooling: str = "mean"
     config: ModelConfig
     head: Any
 

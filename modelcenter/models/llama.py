@@ -83,13 +83,8 @@ class LlamaBody(Decoder):
         assert c.head_dim is not None
         self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
         self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling, c.max_positions)
-        self.layers = nn.ModuleList(
-            PreNormBlock(
-                self.attention(i), self.mlp(), lambda: RMSNorm(width, c.norm_eps), 0.0, scale=self.branch_scale
-            )
-            for i in range(c.num_layers)
-        )
-        self.final_norm = RMSNorm(width, c.norm_eps)
+        self.layers = nn.ModuleList(self.block(i) for i in range(c.num_layers))
+        self.final_norm = self.norm(width)
         self.head = self.make_head(
             task, 0.1 if c.classifier_dropout is None else c.classifier_dropout, self.logit_scale
         )
@@ -109,6 +104,15 @@ class LlamaBody(Decoder):
         """Multiplies the hidden states that the vocabulary's matrix takes."""
         return 1.0
 
+    def norm(self, width: int) -> nn.Module:
+        """A norm of so many channels."""
+        return RMSNorm(width, self.config.norm_eps)
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer 0, 1, ..."""
+        width = self.config.hidden_size
+        return PreNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width), 0.0, scale=self.branch_scale)
+
     def attention(self, layer: int, **options: Any) -> nn.Module:
         """The attention of layer 0, 1, ...; options: of SelfAttention."""
         c = self.config
@@ -118,8 +122,7 @@ class LlamaBody(Decoder):
             c.attention_dropout,
             num_kv_heads=c.num_kv_heads,
             head_dim=c.head_dim,
-            causal=True,
-            **options,
+            **{"causal": True, **options},
         )
 
     def mlp(self) -> nn.Module:

@@ -71,7 +71,7 @@ class Qwen3(LlamaBody):
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         c = self.config
-        return super().attention(layer, bias=c.attention_bias, window=c.window(layer), norm_eps=c.norm_eps)
+        return super().attention(layer, bias=c.attention_bias, window=c.window(layer), head_norm=self.norm)
 
     def tp_plan(self) -> dict[str, str]:
         # Each rank norms its own heads.

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from modelcenter import registry
 from modelcenter.auto import from_config
-from modelcenter.layers.norm import LayerNorm
+from modelcenter.layers.norm import LayerNorm, UnitOffsetRMSNorm
 from modelcenter.layers.relative import RelativeBias
 
 
@@ -26,6 +27,28 @@ def test_gradients_of_many_tokens(dtype):
     for name in ("weight", "bias"):
         ours, theirs = (getattr(module, name).grad.double() for module in (norm, wide))
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0.5)  # of some 200
+
+
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_around_one_is_gemmas(dtype, of_weight):
+    """Rounded once: neither 1 + weight nor what it multiplies is rounded to 16 bits."""
+    torch.manual_seed(0)
+    x, gradient = 3 * torch.randn(4096, 16).to(dtype), torch.randn(4096, 16).to(dtype)
+    ours, theirs = UnitOffsetRMSNorm(16, 1e-2).to(of_weight), GemmaRMSNorm(16, 1e-2).to(of_weight)
+    assert not ours.weight.any()
+    theirs.weight.data = ours.weight.data = (0.1 * torch.randn(16)).to(of_weight)
+    found = []
+    for norm in (ours, theirs):
+        inputs = x.clone().requires_grad_()
+        out = norm(inputs)
+        assert out.dtype == dtype
+        found.append([out, *torch.autograd.grad(out, (inputs, norm.weight), gradient)])
+    wide = dtype == torch.float32
+    assert (found[0][0] != found[1][0]).float().mean() < (1 if wide else 1e-3)  # nearly each number has the same bits
+    for mine, wanted in zip(*found, strict=True):
+        close = 1e-5 if wide and mine.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(mine, wanted, rtol=close, atol=close * max(1.0, wanted.abs().max().item()))
 
 
 def test_gradients_of_a_bucket_that_many_distances_share():

@@ -8,10 +8,10 @@ from engine import ops
 from engine.ops import library
 from modelcenter.layers import residual
 from modelcenter.layers.attention import SelfAttention
-from modelcenter.layers.block import ParallelBlock, PostNormBlock, PreNormBlock
+from modelcenter.layers.block import ParallelBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
 from modelcenter.layers.dropout import name_sites
 from modelcenter.layers.mlp import MLP
-from modelcenter.layers.norm import LayerNorm, RMSNorm
+from modelcenter.layers.norm import LayerNorm, RMSNorm, UnitOffsetRMSNorm
 from modelcenter.layers.packing import Packed
 
 WIDTH, EPS = 24, 0.01
@@ -24,6 +24,8 @@ def block(kind, p):
     elif kind.startswith("pre"):
         norm = (lambda: RMSNorm(WIDTH, EPS)) if "rms" in kind else (lambda: LayerNorm(WIDTH, EPS))
         made = PreNormBlock(attn, mlp, norm, p, scale=0.5)
+    elif kind == "sandwich":
+        made = SandwichNormBlock(attn, mlp, lambda: UnitOffsetRMSNorm(WIDTH, EPS), p)
     else:
         made = ParallelBlock(attn, mlp, lambda: LayerNorm(WIDTH, EPS), p, mlp_norm=kind == "parallel, two norms")
     for parameter in made.parameters():
@@ -47,7 +49,7 @@ def run(module, ctx):
     return [out.detach(), *grads]
 
 
-KINDS = ("post", "pre", "pre, rms", "parallel", "parallel, two norms")
+KINDS = ("post", "pre", "pre, rms", "sandwich", "parallel", "parallel, two norms")
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -62,11 +64,13 @@ def test_one_pass_and_modules_give_the_same(kind, p, keyed, monkeypatch):
     monkeypatch.setattr(library, "operator", lambda name: norm_operators.append(name) or operator(name))
     one_pass = run(module, batch(keyed))
     fused = sum(name == "norm" for name in norm_operators)
-    assert fused == (1 if kind == "parallel" else 2) or not library.cpu().loaded
-    norms = [m for m in module.modules() if isinstance(m, (LayerNorm, RMSNorm))]
+    assert fused == {"parallel": 1, "sandwich": 4}.get(kind, 2) or not library.cpu().loaded
+    norms = [m for m in module.modules() if isinstance(m, (LayerNorm, RMSNorm, UnitOffsetRMSNorm))]
     for norm in norms:
         norm.register_forward_hook(lambda module, args, out: calls.append((module, args[0].shape, out.shape)))
     called = run(module, batch(keyed))
+    if kind == "sandwich":  # each part's two norms are called one after the other
+        norms = [norms[i] for i in (0, 2, 1, 3)]
     assert [m for m, *_ in calls] == norms and {shape for _, *shapes in calls for shape in shapes} == {(16, WIDTH)}
     for ours, wanted in zip(one_pass, called, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)

@@ -6,19 +6,11 @@ import re
 import pytest
 import torch
 import transformers
-from harness import ArchitectureTests, assert_same, randomize_
+from harness import assert_same, randomize_
+from llama_reference import LlamaTests
 
 import modelcenter as mc
 from modelcenter.layers.cache import KVCache
-
-
-def _see_the_future(model):
-    for unit in model.units:
-        unit.attn.causal = False
-
-
-def _turn_at_the_default_speed(model):
-    model.rotary.theta = 10000.0
 
 
 def _no_window(model):
@@ -43,34 +35,6 @@ def _no_norm(model):
 def _norm_after_rotary(model):
     for unit in model.units:
         unit.attn.k_norm.weight.data = unit.attn.k_norm.weight.data.flip(0)
-
-
-class LlamaTests(ArchitectureTests):
-    """What all of them share: three query heads to a key head, whose width is not hidden_size / num_heads."""
-
-    sizes = {
-        "vocab_size": 131,
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "intermediate_size": 80,
-        "max_position_embeddings": 37,
-        "rms_norm_eps": 1e-2,
-        "pad_token_id": 0,
-    }
-    no_dropout = {"attention_dropout": 0.0, "classifier_dropout": 0.0}
-    mutations = {"attention to later tokens": _see_the_future, "default theta": _turn_at_the_default_speed}
-
-    def rows(self, task, config, lengths=None, seed=0):
-        """The padding token stands in the text too, where its embedding does not train, and where it ends a text it is
-        not what a classifier reads."""
-        rows = super().rows(task, config, lengths, seed)
-        for row in rows:
-            row.input_ids[0] = 0
-            if task == "sequence-classification" and len(row.input_ids) > 4:
-                row.input_ids[-2:] = [0, 0]
-        return rows
 
 
 class TestLlama(LlamaTests):

@@ -1,0 +1,152 @@
+"""Checkpoints of Gemma 1 and of Gemma 3's text models: rules and config of transformers' `gemma` and `gemma3_text`.
+
+Tensors have Llama's names; Gemma 3's `post_attention_layernorm` stands where the name says, which in Llama and Gemma 1
+it does not. Version 4 of transformers wrote two bases of angles into a config.json of Gemma 3 (`rope_theta`, and of
+layers with a window `rope_local_base_freq`) and a scaling of the first; version 5 writes both, for each type of layers,
+into `rope_parameters`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelcenter.convert import llama
+from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.rules import ArchMap, Rename, Rule, Task, with_embedding
+
+_EVERY, _FULL, _SLIDING = "sliding_window_pattern", "full_attention", "sliding_attention"
+_THETAS = {_FULL: "rope_theta", _SLIDING: "rope_local_base_freq"}
+
+SANDWICH_BODY: tuple[Rule, ...] = (
+    *(rule for rule in llama.BODY if "post_attention_layernorm" not in rule.hub_templates()[0]),
+    Rename("layers.{i}.post_attention_layernorm.weight", "layers.{i}.attn_post_norm.weight"),
+    Rename("layers.{i}.pre_feedforward_layernorm.weight", "layers.{i}.mlp_norm.weight"),
+    Rename("layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.mlp_post_norm.weight"),
+)
+
+
+class _GemmaFields(llama.LlamaFields):
+    """Rotary fields, and two names of the activation. The first files say "gelu" and mean its approximation."""
+
+    @property
+    def handles(self) -> frozenset[str]:
+        return super().handles | {"hidden_activation"}
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().read(values)
+        first, second = values.get("hidden_act"), values.pop("hidden_activation", None)
+        if first == "gelu":
+            values["hidden_act"] = "gelu_pytorch_tanh"
+        if second is not None and values.setdefault("hidden_act", second) != second:
+            raise ValueError(f"config field 'hidden_act' is {first!r}, and 'hidden_activation' says {second!r}")
+        return values
+
+    def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().write(values)
+        return values | {"hidden_activation": values["hidden_act"]}
+
+
+class _Gemma3Fields(llama.LlamaFields):
+    """Both versions' ways to write which layers see all tokens, and how their angles turn."""
+
+    @property
+    def handles(self) -> frozenset[str]:
+        return super().handles | set(_THETAS.values())
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The form of version 4, but for types of layers that it cannot say.
+
+        Raises:
+            ValueError: as `RopeFields.read`, or angles of layers with a window are scaled.
+        """
+        values = dict(values)
+        types, every = values.get("layer_types"), values.get(_EVERY)
+        if isinstance(types, list) and (found := _period(types, every)) is not None:
+            values |= {_EVERY: found, "layer_types": None}
+        kinds = values.pop("rope_parameters", None) or {}
+        if not isinstance(kinds, Mapping) or not all(isinstance(kinds.get(name), Mapping | None) for name in _THETAS):
+            raise ValueError(f"rope_parameters: got {kinds!r:.80}, expected an object for each type of layers")
+        if unknown := sorted(set(kinds) - set(_THETAS)):
+            raise ValueError(
+                f"rope_parameters: got {', '.join(unknown)}, expected types of layers: {', '.join(_THETAS)}"
+            )
+        local = dict(kinds.get(_SLIDING) or {})
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"rope_parameters: got {local!r:.80}, but angles of layers with a window are not scaled here"
+            )
+        for kind, name in _THETAS.items():
+            theta = (kinds.get(kind) or {}).get("rope_theta")
+            if theta is not None and values.setdefault(name, theta) != theta:
+                raise ValueError(f"config field {name!r} is {values[name]!r}, and in rope_parameters {theta!r}")
+        return super().read(values | {"rope_parameters": kinds.get(_FULL)})
+
+    def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The same in the forms of both versions, where version 4 has one."""
+        values = super().write(values)
+        if values["layer_types"] is None:
+            values["layer_types"] = _layer_types(values[_EVERY], values["num_hidden_layers"])
+        else:
+            del values[_EVERY]
+        local = {"rope_type": "default", "rope_theta": values[_THETAS[_SLIDING]]}
+        return values | {"rope_parameters": {_FULL: values["rope_parameters"], _SLIDING: local}}
+
+
+def _layer_types(every: int, layers: int) -> list[str]:
+    return [_SLIDING if (i + 1) % every else _FULL for i in range(layers)]
+
+
+def _period(types: list[Any], likely: Any) -> int | None:
+    """After how many layers one with full attention comes, if that describes them all; `likely` is tried first."""
+    tried = (likely if isinstance(likely, int) and likely > 0 else 6, *range(1, len(types) + 2))
+    return next((n for n in tried if _layer_types(n, len(types)) == types), None)
+
+
+def _tasks(name: str, *left_out: str) -> dict[str, Task]:
+    return {task: found for task, found in llama.tasks(name).items() if task not in left_out}
+
+
+ROPE_THETA = {"rope_theta": "rope_theta"}
+FIELDS = {**llama.FIELDS, **llama.HEAD_DIM, "attention_bias": "attention_bias"}
+
+ARCH = ArchMap(
+    model_type="gemma",
+    prefix="model.",
+    body=llama.BODY,
+    parts=llama.PARTS,
+    tasks=with_embedding(_tasks("Gemma", "question-answering")),
+    config=ConfigMap(
+        FIELDS,
+        required={"use_bidirectional_attention": (False, None)},
+        translation=_GemmaFields(ROPE_THETA),
+    ),
+    ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
+)
+
+GEMMA3 = ArchMap(
+    model_type="gemma3_text",
+    prefix="model.",
+    body=SANDWICH_BODY,
+    parts=llama.PARTS,
+    tasks=with_embedding(
+        {
+            **_tasks("Gemma3", "sequence-classification", "token-classification", "question-answering"),
+            "base": Task("Gemma3TextModel", prefix=""),
+            "sequence-classification": Task("Gemma3TextForSequenceClassification", {"score": "head."}),
+        }
+    ),
+    config=ConfigMap(
+        {
+            **{hub: ours for hub, ours in FIELDS.items() if hub != "hidden_act"},
+            "hidden_activation": "hidden_act",
+            "rope_local_base_freq": "local_rope_theta",
+            "layer_types": "layer_types",
+            _EVERY: "full_every",
+            "sliding_window": "sliding_window",
+            "query_pre_attn_scalar": "query_pre_attn_scalar",
+            "use_bidirectional_attention": "bidirectional",
+        },
+        # transformers does not cap attention's scores whatever the config says, but other programs may.
+        required={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+        translation=_Gemma3Fields(ROPE_THETA),
+    ),
+)

@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from modelcenter.models.electra import Electra as Electra
     from modelcenter.models.esm import Esm as Esm
     from modelcenter.models.eurobert import EuroBert as EuroBert
+    from modelcenter.models.gemma import Gemma as Gemma
+    from modelcenter.models.gemma import Gemma3 as Gemma3
     from modelcenter.models.gpt2 import GPT2 as GPT2
     from modelcenter.models.gpt_neox import GPTNeoX as GPTNeoX
     from modelcenter.models.gptj import GPTJ as GPTJ

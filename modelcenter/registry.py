@@ -139,6 +139,14 @@ ARCHITECTURES: dict[str, ArchSpec] = {
 }
 
 
+# What is not supported although a name here is near -> what can be done.
+REFUSED = {
+    "gemma3": "it reads images and texts. Its half for texts is supported: with transformers, "
+    "Gemma3ForConditionalGeneration.from_pretrained(...).model.language_model.save_pretrained(directory) makes it a "
+    "checkpoint of its own; load that with task=, of a language model 'causal-lm'",
+}
+
+
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """A sentence that offers the names closest to a mistyped one; empty when none is close."""
     close = difflib.get_close_matches(name.lower(), list(dict.fromkeys(names)), n=count, cutoff=0.55)
@@ -159,6 +167,8 @@ def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec
     for spec in ARCHITECTURES.values():
         if spec.architectures and set(named) & set(spec.architectures):
             return spec
+    if model_type in REFUSED:
+        raise ValueError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"model_type {model_type!r} is not supported.{nearest(str(model_type), ARCHITECTURES)} Supported: "

@@ -51,7 +51,7 @@ FAMILIES = [
     ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"), ("tiny/gptj", "causal-lm"),
     ("tiny/deberta-v2", "masked-lm"), ("tiny/mpnet", "masked-lm"), ("tiny/cpmant", "causal-lm"),
     ("tiny/nomic_bert", "masked-lm"), ("tiny/eurobert", "sequence-classification"),
-    ("tiny/esm", "masked-lm"),
+    ("tiny/esm", "masked-lm"), ("tiny/gemma3_text", "causal-lm"),
 ]  # fmt: skip
 
 

@@ -88,7 +88,8 @@ def test_generation(name, task):
 STEPS = [
     ("tiny/bert", "pretraining"), ("tiny/cpmant", "causal-lm"), ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"),
     ("tiny/cpmbee", "causal-lm"), ("tiny/cpm3", "causal-lm"), ("tiny/minicpm3", "causal-lm"),
-    ("tiny/qwen3", "causal-lm"), ("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/t5", "sequence-classification"),
+    ("tiny/qwen3", "causal-lm"), ("tiny/gemma3_text", "causal-lm"),
+    ("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/t5", "sequence-classification"),
     ("tiny/mpnet", "masked-lm"), ("tiny/nomic_bert", "masked-lm"), ("tiny/esm", "masked-lm"),
     ("tiny/eurobert", "sequence-classification"), pytest.param("tiny/pegasus", "seq2seq-lm", marks=pytest.mark.full),
     *(("tiny/bert", task) for task in test_gpu.TASKS if task != "multiple-choice"),

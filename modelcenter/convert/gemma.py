@@ -60,7 +60,8 @@ class _Gemma3Fields(llama.LlamaFields):
         """
         values = dict(values)
         types, every = values.get("layer_types"), values.get(_EVERY)
-        if isinstance(types, list) and (found := _period(types, every)) is not None:
+        whole = isinstance(types, list) and len(types) == values.get("num_hidden_layers", len(types))
+        if whole and (found := _period(types, every)) is not None:
             values |= {_EVERY: found, "layer_types": None}
         kinds = values.pop("rope_parameters", None) or {}
         if not isinstance(kinds, Mapping) or not all(isinstance(kinds.get(name), Mapping | None) for name in _THETAS):
@@ -101,10 +102,6 @@ def _period(types: list[Any], likely: Any) -> int | None:
     return next((n for n in tried if _layer_types(n, len(types)) == types), None)
 
 
-def _tasks(name: str, *left_out: str) -> dict[str, Task]:
-    return {task: found for task, found in llama.tasks(name).items() if task not in left_out}
-
-
 ROPE_THETA = {"rope_theta": "rope_theta"}
 FIELDS = {**llama.FIELDS, **llama.HEAD_DIM, "attention_bias": "attention_bias"}
 
@@ -113,7 +110,7 @@ ARCH = ArchMap(
     prefix="model.",
     body=llama.BODY,
     parts=llama.PARTS,
-    tasks=with_embedding(_tasks("Gemma", "question-answering")),
+    tasks=with_embedding({name: task for name, task in llama.tasks("Gemma").items() if name != "question-answering"}),
     config=ConfigMap(
         FIELDS,
         required={"use_bidirectional_attention": (False, None)},
@@ -129,8 +126,8 @@ GEMMA3 = ArchMap(
     parts=llama.PARTS,
     tasks=with_embedding(
         {
-            **_tasks("Gemma3", "sequence-classification", "token-classification", "question-answering"),
             "base": Task("Gemma3TextModel", prefix=""),
+            "causal-lm": Task("Gemma3ForCausalLM", {"lm": "head."}),
             "sequence-classification": Task("Gemma3TextForSequenceClassification", {"score": "head."}),
         }
     ),
@@ -143,7 +140,7 @@ GEMMA3 = ArchMap(
             _EVERY: "full_every",
             "sliding_window": "sliding_window",
             "query_pre_attn_scalar": "query_pre_attn_scalar",
-            "use_bidirectional_attention": "bidirectional",
+            "use_bidirectional_attention": "use_bidirectional_attention",
         },
         # transformers does not cap attention's scores whatever the config says, but other programs may.
         required={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},

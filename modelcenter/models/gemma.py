@@ -17,6 +17,7 @@ from modelcenter.layers.rotary import Rotary
 from modelcenter.models.inputs import Batch
 from modelcenter.models.layer_types import SLIDING, check_layer_types
 from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
+from modelcenter.models.outputs import ModelOutput
 
 
 @dataclass(kw_only=True)
@@ -41,7 +42,7 @@ class Gemma3Config(GemmaConfig):
     layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see `sliding_window` of them, the
     token itself and those before it, and turn by local_rope_theta, which nothing scales. None: every full_every-th one
     is full.
-    bidirectional: a token sees those after it, too, and a window has half of its tokens before it and half after it.
+    use_bidirectional_attention: a token sees those after it, too, and of a window the half on each side.
     query_pre_attn_scalar: scores are divided by its root.
     """
 
@@ -55,7 +56,7 @@ class Gemma3Config(GemmaConfig):
     full_every: int = 6
     sliding_window: int = 4096
     query_pre_attn_scalar: int = 256
-    bidirectional: bool = False
+    use_bidirectional_attention: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +72,7 @@ class Gemma3Config(GemmaConfig):
         near = (layer + 1) % self.full_every > 0 if types is None else types[layer] == SLIDING
         if not near:
             return None
-        return self.sliding_window // 2 + 1 if self.bidirectional else self.sliding_window
+        return self.sliding_window // 2 + 1 if self.use_bidirectional_attention else self.sliding_window
 
 
 class GemmaBody(LlamaBody):
@@ -116,7 +117,7 @@ class Gemma3(GemmaBody):
         super().__init__(config, task)
         assert config.head_dim is not None
         self.local_rotary = Rotary(config.head_dim, config.local_rope_theta)
-        if config.bidirectional:
+        if config.use_bidirectional_attention:
             self.usual_pooling = "mean"
 
     def block(self, layer: int) -> nn.Module:
@@ -127,26 +128,30 @@ class Gemma3(GemmaBody):
         c = self.config
         return super().attention(
             layer,
-            causal=not c.bidirectional,
+            causal=not c.use_bidirectional_attention,
             window=c.window(layer),
             scale=c.query_pre_attn_scalar**-0.5,
             head_norm=self.norm,
         )
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        if self.config.bidirectional:
-            self._refuse_to_write(batch)
         x, ctx = super().begin(batch)
         ctx.local_rotary = self.local_rotary(ctx.positions, x.dtype)
         return x, ctx
 
+    def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
+        if self.config.use_bidirectional_attention:
+            self._refuse_to_write(batch)
+        return super().run_checked(batch)
+
     def _refuse_to_write(self, batch: Batch) -> None:
         """Raise ValueError for what needs that a token sees none after it."""
         if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
-            self.config.require(False, "bidirectional", "False for causal-lm: else a token sees the one it predicts")
-        used = [name for name in ("use_cache", "past_key_values") if batch.get(name) not in (None, False)]
-        if used:
-            raise ValueError(f"{used[0]}: this model is bidirectional: a token sees those after it; leave it out")
+            decides = "False for causal-lm: else a token sees the one it predicts"
+            self.config.require(False, "use_bidirectional_attention", decides)
+        for name in ("use_cache", "past_key_values"):
+            if batch.get(name, False) is not False:
+                raise ValueError(f"{name}: in this model a token sees those after it, so no past is kept; leave it out")
 
     def tp_plan(self) -> dict[str, str]:
         # Each rank norms its own heads.

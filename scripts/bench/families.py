@@ -27,6 +27,14 @@ _ENCODER = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+_GROUPED = {
+    "vocab_size": 30000,
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1408,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("masked-lm", _ENCODER),
     "roberta": ("masked-lm", {**_ENCODER, "max_position_embeddings": 514}),
@@ -94,18 +102,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_start_token_id": 0,
         },
     ),
-    "llama": (
-        "causal-lm",
-        {
-            "vocab_size": 30000,
-            "hidden_size": 512,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "intermediate_size": 1408,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "llama": ("causal-lm", {**_GROUPED, "tie_word_embeddings": True}),
+    "gemma3_text": ("causal-lm", {**_GROUPED, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 32}),
 }
 
 

@@ -116,6 +116,7 @@ PROMPTED = [
     ("roberta", "sequence-classification"),
     ("gpt_neox", "causal-lm"),
     ("esm", "sequence-classification"),
+    ("gemma3_text", "causal-lm"),
 ]
 
 

@@ -74,6 +74,8 @@ def test_fields_that_change_sizes(changes):
         ("minicpm3", {"attention_bias": True, "q_lora_rank": None}),
         ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": None}),
         ("qwen3", {"attention_bias": True}),
+        ("gemma", {"attention_bias": True, "num_key_value_heads": 3}),
+        ("gemma3_text", {"attention_bias": True, "head_dim": 12}),
         ("modernbert", dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)),
         ("deberta-v2", {"relative_attention": False, "position_biased_input": True, "type_vocab_size": 2}),
         (

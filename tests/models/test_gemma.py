@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import transformers
+from harness import assert_same
 from llama_reference import LlamaTests
 
+import modelcenter as mc
+from modelcenter.layers.cache import KVCache
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.norm import RMSNorm
 from modelcenter.models.gemma import GemmaBody
@@ -168,3 +172,39 @@ def test_parity_notices_another_neighbourhood(spoil, tmp_path):
     spoil(ours)
     with pytest.raises(AssertionError):
         tests.check_parity(theirs, ours, "right")
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma3_text"])
+def test_scales_and_norms_in_16_bits_are_those_of_transformers(kind, tmp_path):
+    """The scale of embeddings is rounded to their type: of 48 channels it is 6.9375 in bfloat16, not 6.9282."""
+    tests = TestGemma() if kind == "gemma" else TestGemma3()
+    tests.reference("base", tmp_path)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    ours, ids = mc.from_pretrained(tmp_path, "base", dtype="bfloat16"), torch.arange(1, 27).view(2, 13)
+    states = [model(ids, output_hidden_states=True).hidden_states for model in (ours, theirs)]
+    assert torch.equal(states[0][0], states[1][0]) and states[0][0].dtype == torch.bfloat16
+    for mine, wanted in zip(*states, strict=True):
+        gap = (mine.float() - wanted.float()).norm() / wanted.float().norm()
+        assert gap < 0.02
+    exact = mc.from_pretrained(tmp_path, "base")
+    assert torch.equal(exact(ids, output_hidden_states=True).hidden_states[0], exact.embed(ids) * 48**0.5)
+
+
+def test_embeddings_that_are_given_are_not_scaled(tmp_path):
+    theirs = TestGemma3().reference("causal-lm", tmp_path)
+    ours, given = mc.from_pretrained(tmp_path), torch.randn(2, 7, 48)
+    assert_same("logits", ours(inputs_embeds=given).logits, theirs(inputs_embeds=given).logits, 1e-5)
+
+
+def test_a_bidirectional_model_writes_nothing():
+    ids, both_ways = torch.full((1, 3), 5), {"use_bidirectional_attention": True}
+    for more, says in (
+        ({"use_cache": True}, "use_cache: in this model a token sees"),
+        ({"past_key_values": KVCache()}, "past_key_values: in this model a token sees"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            mc.from_config("tiny/gemma3_text", **both_ways)(ids, **more)
+    model = mc.from_config("tiny/gemma3_text", "causal-lm", **both_ways)
+    for act in (lambda: model(ids, labels=ids), lambda: model.generate(ids, max_new_tokens=2)):
+        with pytest.raises(ValueError, match="use_bidirectional_attention is True, expected False for causal-lm"):
+            act()

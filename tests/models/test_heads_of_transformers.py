@@ -21,6 +21,8 @@ OF_OTHERS = {"JevForDecision"}
 # Decoders of BART, mBART, Marian and PEGASUS without what they read, and old names of a base.
 LEFT_OUT = {f"{name}ForCausalLM" for name in ("Bart", "MBart", "Marian", "Pegasus")}
 LEFT_OUT |= {"PretrainedBartModel", "BartPretrainedModel"}
+# Of Gemma 3's models of images and texts, in the module of its text models.
+LEFT_OUT |= {"Gemma3Model", "Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification"}
 # Of the code of who published the models: transformers has no class of such a head.
 OF_AUTHORS = {"deberta-v2": {"ReplacedTokenDetectionModel"}}
 FAMILIES = sorted(set(ARCHITECTURES) - ABSENT)

@@ -34,6 +34,7 @@ CASES = [
     pytest.param("tiny/cpmbee", "causal-lm", False, marks=pytest.mark.full),
     pytest.param("tiny/encoder-decoder", "seq2seq-lm", False, marks=pytest.mark.full),
     pytest.param("tiny/gptj", "causal-lm", False, marks=pytest.mark.full),
+    pytest.param("tiny/gemma3_text", "causal-lm", False, marks=pytest.mark.full),
 ]  # fmt: skip
 
 

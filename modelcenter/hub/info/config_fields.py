@@ -29,6 +29,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},
     "mistral": {"num_kv_heads": 8, "tie_embeddings": False},
     "qwen3": {"head_dim": 128, "tie_embeddings": False},
+    "gemma": {"num_kv_heads": 16, "head_dim": 256},
+    "gemma3_text": {"num_kv_heads": 4, "head_dim": 256},
     "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
     "t5": {"head_dim": 64, "num_buckets": 32},
     "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},

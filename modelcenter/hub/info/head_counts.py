@@ -79,7 +79,7 @@ HEADS: dict[str, Heads] = {
     **dict.fromkeys(("gpt2", "gpt_neox"), _DECODER),
     "gptj": {"causal-lm": _biased_words},
     "opt": {"causal-lm": _narrow_words},
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _DECODER),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3", "gemma", "gemma3_text"), _DECODER),
     **dict.fromkeys(("t5", "mt5", "umt5", "m2m_100"), _ENCODER_DECODER),
     **dict.fromkeys(("bart", "mbart", "marian", "pegasus"), {"seq2seq-lm": _biased_words}),
     **dict.fromkeys(("cpm1", "cpm3", "cpmbee"), _DECODER),

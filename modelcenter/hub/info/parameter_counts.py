@@ -179,6 +179,9 @@ def _opt(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+_NORMS_HEADS = ("qwen3", "gemma3_text")  # of queries and of keys
+
+
 def _llama(c: Fields, kind: str) -> dict[str, int]:
     d, layers = c.hidden_size, c.num_layers
     if kind == "minicpm3":
@@ -186,12 +189,12 @@ def _llama(c: Fields, kind: str) -> dict[str, int]:
     elif kind == "qwen2":
         attention = _attention(c, True, out_bias=False)
     else:
-        attention = _attention(c, c.attention_bias) + (2 * c.head_dim if kind == "qwen3" else 0)
+        attention = _attention(c, c.attention_bias) + (2 * c.head_dim if kind in _NORMS_HEADS else 0)
     return {
         "embeddings": c.vocab_size * d,
         "attention": layers * attention,
         "mlp": layers * _mlp(c, c.mlp_bias, gated=True),
-        "norms": d * (1 + 2 * layers),
+        "norms": d * (1 + (4 if kind == "gemma3_text" else 2) * layers),
     }
 
 
@@ -274,6 +277,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "nomic_bert": _nomic_bert,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
+    **dict.fromkeys(("gemma", "gemma3_text"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
     "opt": _opt,

@@ -46,7 +46,13 @@ def check_rows(shape, dtype, layout, smoothing, count, device="cpu"):
     return losses
 
 
-def check_head(rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, frozen=(), count=9, labelled=None, width=16):
+def capped(logits, cap):
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def check_head(
+    rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, frozen=(), count=9, labelled=None, width=16, cap=None
+):
     """linear_cross_entropy of a head; `labelled` rows have a label, all if None. Returns loss and gradients."""
     rng = torch.Generator().manual_seed(vocab)
     start = [torch.randn(*size, generator=rng) for size in ((rows, width), (vocab, width), (vocab,))]
@@ -61,29 +67,33 @@ def check_head(rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, froze
     if labelled is not None:
         targets[torch.randperm(rows, generator=rng)[labelled:]] = -100
     targets = targets.to(device)
-    value = loss.linear_cross_entropy(*inputs, targets, count, label_smoothing=smoothing, all_labelled=labelled is None)
+    how = {"label_smoothing": smoothing, "all_labelled": labelled is None, "cap": cap}
+    value = loss.linear_cross_entropy(*inputs, targets, count, **how)
     doubles = [None if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
-    wanted = F.cross_entropy(F.linear(*doubles), targets, reduction="sum", label_smoothing=smoothing) / count
+    logits = capped(F.linear(*doubles), cap)
+    wanted = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing) / count
     wanted = wanted if targets.numel() else F.linear(*doubles).sum()
     compare(value, wanted, inputs, doubles, dtype)
     return [value.detach(), *(x.grad for x in inputs if x is not None)]
 
 
-def check_log_probs(rows, vocab, dtype, device="cpu", bias=True, width=16):
+def check_log_probs(rows, vocab, dtype, device="cpu", bias=True, width=16, cap=None):
     rng = torch.Generator().manual_seed(vocab)
     start = [torch.randn(*size, generator=rng) for size in ((rows, width), (vocab, width), (vocab,))]
     start[1] /= 4  # logits in 16 bits are not to have more error than what is computed from them
     inputs = [None if i == 2 and not bias else x.to(device, dtype).requires_grad_() for i, x in enumerate(start)]
     targets = torch.randint(0, vocab, (rows,), generator=rng).to(device)
     upstream = torch.randn(rows, generator=rng).to(device)
-    value = (loss.linear_log_probs(*inputs, targets) * upstream).sum()
+    value = (loss.linear_log_probs(*inputs, targets, cap=cap) * upstream).sum()
     doubles = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    wanted = F.linear(*doubles).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    wanted = capped(F.linear(*doubles), cap).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     terms = wanted * upstream.double()
     compare(value, terms.sum(), inputs, doubles, dtype, terms.abs().sum().item())
 
 
-def check_distillation(rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, count=9, width=16):
+def check_distillation(
+    rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, count=9, width=16, cap=None, teacher_cap=None
+):
     """linear_distillation beside a teacher with other hidden states and the same vocabulary."""
     rng = torch.Generator().manual_seed(vocab)
     sizes = ((rows, width), (vocab, width), (vocab,), (rows, width + 8), (vocab, width + 8), (vocab,))
@@ -94,10 +104,11 @@ def check_distillation(rows, vocab, dtype, device="cpu", smoothing=0.0, bias=Tru
     inputs = [None if x is None else x.requires_grad_() for x in drawn[:3]]
     targets = torch.randint(0, vocab, (rows,), generator=rng).to(device)
     share, temperature = 0.6, 2.0
-    soft = loss.SoftTargets(*drawn[3:], share, temperature)
-    value, _ = loss.linear_distillation(*inputs, targets, count, soft, label_smoothing=smoothing)
+    soft = loss.SoftTargets(*drawn[3:], share, temperature, teacher_cap)
+    value, _ = loss.linear_distillation(*inputs, targets, count, soft, label_smoothing=smoothing, cap=cap)
     doubles = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    own, theirs = F.linear(*doubles), F.linear(*(None if x is None else x.double() for x in drawn[3:]))
+    own = capped(F.linear(*doubles), cap)
+    theirs = capped(F.linear(*(None if x is None else x.double() for x in drawn[3:])), teacher_cap)
     of_labels = F.cross_entropy(own, targets, reduction="sum", label_smoothing=smoothing)
     logs = [(x / temperature).log_softmax(-1) for x in (own, theirs)]
     of_teacher = temperature**2 * F.kl_div(*logs, reduction="sum", log_target=True)
@@ -105,15 +116,15 @@ def check_distillation(rows, vocab, dtype, device="cpu", smoothing=0.0, bias=Tru
     compare(value, wanted, inputs, doubles, dtype)
 
 
-def check_logits(rows, vocab, dtype, device="cpu", bias=True, width=16):
+def check_logits(rows, vocab, dtype, device="cpu", bias=True, width=16, cap=None):
     rng = torch.Generator().manual_seed(vocab)
     start = [torch.randn(*size, generator=rng) for size in ((2, rows // 2, width), (vocab, width), (vocab,))]
     inputs = [None if i == 2 and not bias else x.to(device, dtype).requires_grad_() for i, x in enumerate(start)]
     upstream = torch.randn(2, rows // 2, vocab, generator=rng).to(device)
-    found = loss.vocabulary_logits(*inputs)
+    found = loss.vocabulary_logits(*inputs, cap=cap)
     assert found.shape == upstream.shape and found.dtype == dtype
     doubles = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
-    terms = F.linear(*doubles) * upstream
+    terms = capped(F.linear(*doubles), cap) * upstream
     compare((found.float() * upstream).sum(), terms.sum(), inputs, doubles, dtype, terms.abs().sum().item())
 
 

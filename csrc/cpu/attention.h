@@ -10,6 +10,7 @@
 #include "attention_blocks.h"
 #include "distances.h"
 #include "dropout.h"
+#include "tanh.h"
 
 namespace modelcenter {
 namespace {
@@ -19,9 +20,10 @@ struct Scratch {
   int64_t keys, width;
   float *k, *v, *scores, *queries, *out, *bias;            // forward
   float *slopes, *grads, *rows, *dk, *dv, *dbias;          // backward
+  float* steep = nullptr;                                  // the same, where scores are capped
   int64_t numbers;
 
-  Scratch(float* memory, int64_t queries_, int64_t keys_, int64_t channels, bool backward)
+  Scratch(float* memory, int64_t queries_, int64_t keys_, int64_t channels, bool backward, bool capped)
       : keys(whole(keys_, kTall)), width(whole(channels, kWide)) {
     float* next = memory;
     const auto take = [&](int64_t n) { return (next += whole(n, 16)) - whole(n, 16); };
@@ -31,13 +33,14 @@ struct Scratch {
       slopes = take(keys * kQueries), grads = take(width * kQueries);
       rows = take(kQueries * width);
       dk = take(keys * width), dv = take(keys * width), dbias = take(queries_ + keys_ + 2 * kQueries);
+      if (capped) steep = take(keys * kQueries);
     }
     numbers = next - memory;
   }
 };
 
-int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool backward) {
-  return Scratch(nullptr, queries, keys, channels, backward).numbers;
+int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped) {
+  return Scratch(nullptr, queries, keys, channels, backward, capped).numbers;
 }
 
 // By segments: what the queries of a block see of a key's kind, and what is added to their scores. Keys of one kind
@@ -146,10 +149,30 @@ MC_INLINE void cover(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, i
   for (int l = 0; l < kOf; l++) row[l] = l < from || l >= to ? number : row[l];
 }
 
-// Scores from products: scaled, with the bias, and kHidden where a query does not see a key.
+// Capped scores from products. steep: what the gradient of a score is multiplied by on its way to that of the product
+// times scale; null: nothing is asked for.
+template <int64_t kOf>
+MC_INLINE void cap(const Attention& a, const Block<kOf>& b, float* scores, float* steep) {
+  const int64_t begin = b.begin * kOf, end = b.end * kOf;
+  const float before = a.scale / a.cap, after = a.cap;
+  float* __restrict x = scores;
+  float* __restrict slope = steep;
+  for (int64_t i = begin; i < end; i += kOf) {  // a key at a time: its tanh is in registers
+    alignas(64) float t[kOf];
+    for (int64_t l = 0; l < kOf; l++) t[l] = tangent(x[i + l] * before);
+    for (int64_t l = 0; l < kOf; l++) x[i + l] = after * t[l];
+    if (slope)
+      for (int64_t l = 0; l < kOf; l++) slope[i + l] = 1.0f - t[l] * t[l];
+  }
+}
+
+// Scores from products: scaled and capped, with the bias, and kHidden where a query does not see a key. steep: see `cap`.
 template <int64_t kOf>
 MC_INLINE void score(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, const float* bias, int64_t keys,
-                     float* scores) {
+                     float* scores, float* steep) {
+  const bool capped = a.cap > 0.0f;
+  if (capped) cap(a, b, scores, steep);
+  const float scale = capped ? 1.0f : a.scale;
   for (int64_t j = b.begin; j < b.end; j++) {
     float* __restrict row = scores + j * kOf;
     if (bias) {
@@ -158,12 +181,12 @@ MC_INLINE void score(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, c
         seen->at(j);
         const int32_t* __restrict place = seen->place;
         const float* __restrict added = seen->added;
-        for (int64_t l = 0; l < kOf; l++) row[l] = row[l] * a.scale + (place[l] < 0 ? add[l] : added[l]);
+        for (int64_t l = 0; l < kOf; l++) row[l] = row[l] * scale + (place[l] < 0 ? add[l] : added[l]);
       } else {
-        for (int64_t l = 0; l < kOf; l++) row[l] = row[l] * a.scale + add[l];
+        for (int64_t l = 0; l < kOf; l++) row[l] = row[l] * scale + add[l];
       }
     } else {
-      for (int64_t l = 0; l < kOf; l++) row[l] *= a.scale;
+      for (int64_t l = 0; l < kOf; l++) row[l] *= scale;
     }
     cover(a, b, seen, j, kHidden, row);
   }
@@ -232,7 +255,7 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
   transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
   if (a.tables) add_distances(a, tables_of(a, false), b, r.queries, r.k, r.scores);
-  score(a, b, seen, bias, p.keys, r.scores);
+  score(a, b, seen, bias, p.keys, r.scores, nullptr);
   alignas(64) float most[kOf], sum[kOf], total[kOf];
   clear(total, kOf);
   for (int64_t l = 0; l < kOf; l++) most[l] = kHidden;
@@ -289,7 +312,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
   products_with(r.k, r, a.channels, r.queries, b, r.scores);
   if (a.tables) add_distances(a, tables_of(a, true), b, r.queries, r.k, r.scores);
   products_with(r.v, r, a.channels, r.grads, b, r.slopes);
-  score(a, b, seen, bias, p.keys, r.scores);
+  score(a, b, seen, bias, p.keys, r.scores, r.steep);
   uint64_t numbers[kOf];
   number(a, p.query, b, p.head, numbers);
   each_key(a, b, numbers, [&](int64_t j, const uint32_t* words, int half) {
@@ -317,6 +340,11 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
     for (int64_t l = 0; l < kOf; l++) slopes[l] *= a.scale;
   });
   if (seen) seen->finish();
+  if (a.cap > 0.0f) {
+    float* __restrict slopes = r.slopes;
+    const float* __restrict steep = r.steep;
+    for (int64_t i = b.begin * kOf; i < b.end * kOf; i++) slopes[i] *= steep[i];
+  }
   clear_edges(b, r.scores);
   clear_edges(b, r.slopes);
   add_mix(r.scores, rows_of(a.grad + at, stride, a.channels, b.count, r.width, r.rows), r, b, r.dv);
@@ -330,7 +358,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
 // out of queries [query, query + queries) over keys [key, key + keys), of the heads that share key head `group`.
 void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                float* scratch) {
-  const Scratch r(scratch, queries, keys, a.channels, false);
+  const Scratch r(scratch, queries, keys, a.channels, false, a.cap > 0.0f);
   const int64_t share = a.heads / a.kv_heads, k_stride = a.kv_heads * a.channels;
   const int64_t k_at = key * k_stride + group * a.channels;
   copy_head(a.k + k_at, k_stride, a.channels, keys, r.width, r.keys, r.k);
@@ -350,7 +378,7 @@ void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, 
 // added; or null.
 void attention_backward(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                         float* dbias, float* dsegment_bias, float* scratch) {
-  const Scratch r(scratch, queries, keys, a.channels, true);
+  const Scratch r(scratch, queries, keys, a.channels, true, a.cap > 0.0f);
   const int64_t share = a.heads / a.kv_heads, k_stride = a.kv_heads * a.channels;
   const int64_t k_at = key * k_stride + group * a.channels, differences = queries + keys - 1;
   copy_head(a.k + k_at, k_stride, a.channels, keys, r.width, r.keys, r.k);

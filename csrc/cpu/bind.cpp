@@ -295,15 +295,15 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool may_round=False) -> Tensor");
   m.def(
       "attention_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, "
-      "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, int key, int site, "
-      "int first_head, int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, "
-      "Tensor? segment_bias=None) -> ()");
+      "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, float cap, "
+      "int key, int site, int first_head, int threshold, Tensor? kinds=None, Tensor? rules=None, "
+      "Tensor? counts=None, Tensor? segment_bias=None) -> ()");
   m.def(
       "attention_backward_(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, Tensor grad, Tensor out, "
       "Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, "
-      "int heads, int kv_heads, float scale, bool causal, int window, int key, int site, int first_head, "
-      "int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, Tensor? segment_bias=None, "
-      "Tensor(e!)? dsegment_bias=None) -> ()");
+      "int heads, int kv_heads, float scale, bool causal, int window, float cap, int key, int site, "
+      "int first_head, int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, "
+      "Tensor? segment_bias=None, Tensor(e!)? dsegment_bias=None) -> ()");
   m.def(
       "attention_by_distances_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
       "Tensor? of_keys, Tensor? of_queries, Tensor? tokens, int heads, float scale, bool causal, int window, int key, "

@@ -1,5 +1,6 @@
 // Attention of packed sequences: what is checked, and how sequences and heads are shared among threads.
 #pragma once
+#include <cmath>
 #include <memory>
 
 #include "arrays.h"
@@ -36,6 +37,7 @@ struct AttentionHeads {
   double scale;
   bool causal;
   int64_t window;
+  double cap;
 };
 
 struct AttentionDraw {
@@ -94,6 +96,8 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
   Attention& a = call.a;
   a.heads = h.heads, a.kv_heads = h.kv_heads, a.channels = q.size(1) / h.heads;
   a.scale = (float)h.scale, a.causal = h.causal, a.window = h.window, a.first_head = draw.first_head;
+  a.cap = (float)h.cap;
+  STD_TORCH_CHECK(a.cap >= 0.0f && std::isfinite(a.cap), "cap is ", h.cap, ", no positive number, and not 0 for none");
   const int64_t rows = q.size(0), key_rows = k.size(0);
   a.q = arrays.take(q, "q", rows * a.heads * a.channels);
   a.k = arrays.take(k, "k", key_rows * a.kv_heads * a.channels);
@@ -146,7 +150,7 @@ void each_unit(const AttentionCall& call, bool backward, const Body& body) {
     for (; unit < call.units() && call.cost[(size_t)unit] < end; unit++) {
       const int64_t i = call.sequence(unit);
       const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
-      const int64_t needed = kernels().attention_scratch(n, m, call.a.channels, backward);
+      const int64_t needed = kernels().attention_scratch(n, m, call.a.channels, backward, call.a.cap > 0.0f);
       if (needed > size) scratch.reset(new float[(size_t)needed + 16]), size = needed;
       float* const aligned = (float*)(((uintptr_t)scratch.get() + 63) / 64 * 64);
       if (own.kinds) own.num_kinds = call.kinds[(size_t)i], own.rules = call.a.rules + call.rules[(size_t)i];
@@ -164,12 +168,12 @@ inline void clear_heads(const Attention& a, float* to, int64_t query, int64_t qu
 
 void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
                std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads, double scale,
-               bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head, int64_t threshold,
-               std::optional<Tensor> kinds, std::optional<Tensor> rules, std::optional<Tensor> counts,
-               std::optional<Tensor> segment_bias) {
+               bool causal, int64_t window, double cap, int64_t key, int64_t site, int64_t first_head,
+               int64_t threshold, std::optional<Tensor> kinds, std::optional<Tensor> rules,
+               std::optional<Tensor> counts, std::optional<Tensor> segment_bias) {
   Arrays arrays(q);
   AttentionCall call = check_attention(arrays, q, k, v, sums, true, cu_queries, cu_keys, bias, tokens,
-                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold},
+                                       {heads, kv_heads, scale, causal, window, cap}, {key, site, first_head, threshold},
                                        {kinds, rules, counts, segment_bias});
   Attention& a = call.a;
   a.out = arrays.take(out, "out", q.numel(), true);
@@ -184,13 +188,13 @@ void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> dbias, Tensor grad, Tensor out,
                         Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
                         std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads,
-                        double scale, bool causal, int64_t window, int64_t key, int64_t site, int64_t first_head,
-                        int64_t threshold, std::optional<Tensor> kinds, std::optional<Tensor> rules,
+                        double scale, bool causal, int64_t window, double cap, int64_t key, int64_t site,
+                        int64_t first_head, int64_t threshold, std::optional<Tensor> kinds, std::optional<Tensor> rules,
                         std::optional<Tensor> counts, std::optional<Tensor> segment_bias,
                         std::optional<Tensor> dsegment_bias) {
   Arrays arrays(q);
   AttentionCall call = check_attention(arrays, q, k, v, sums, false, cu_queries, cu_keys, bias, tokens,
-                                       {heads, kv_heads, scale, causal, window}, {key, site, first_head, threshold},
+                                       {heads, kv_heads, scale, causal, window, cap}, {key, site, first_head, threshold},
                                        {kinds, rules, counts, segment_bias});
   Attention& a = call.a;
   a.out = arrays.take(out, "out", q.numel());

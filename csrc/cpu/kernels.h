@@ -22,11 +22,11 @@ struct Product {
 using ProductKernel = void (*)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch);
 constexpr int64_t kProductScratch = 224 * 1024;  // numbers that a thread packs operands into
 
-// Attention of packed sequences: out = dropout(softmax(scale q k^T + bias)) v. q, out: rows of `heads` times `channels`
+// Attention of packed sequences: out = dropout(softmax(capped(scale q k^T) + bias)) v. q, out: rows of `heads` times `channels`
 // numbers; k, v: of `kv_heads` times `channels`. bias: (heads, bias_width), its middle for a key at the place of its
 // query. sums: (queries, heads, 2), of each query the largest score and the sum of exponentials. window: a query sees
-// keys less than so many places away; 0: all. tokens: the numbers of the queries, or null. draw: its threshold is 0
-// where nothing is dropped.
+// keys less than so many places away; 0: all. cap: a score s is cap tanh(s / cap); 0: it stays as it is. tokens: the
+// numbers of the queries, or null. draw: its threshold is 0 where nothing is dropped.
 // By segments, if kinds is not null: tokens of some kinds see each other, in place of all others. kinds: of each token.
 // rules: of the sequence at hand, (kinds, kinds), what a query of one kind makes of a key of another: -1: it does not
 // see it; else twice a number, and one more where it only sees what is not after itself. The number is 0 where the bias
@@ -43,7 +43,7 @@ struct Attention {
   const float *segment_bias, *of_keys, *of_queries;
   float* tables;
   int64_t heads, kv_heads, channels, bias_width, window, first_head, num_kinds, segment_width, table_rows, reach;
-  float scale;
+  float scale, cap;
   bool causal;
   Draw draw;
 };
@@ -83,7 +83,7 @@ struct CpuKernels {
   void (*product_of_few)(const Product&, int64_t rows, int64_t left, int64_t right);
   int64_t few_rows;
   // Queries of one sequence over its keys, of the heads that share a key head, and back: see attention.h.
-  int64_t (*attention_scratch)(int64_t queries, int64_t keys, int64_t channels, bool backward);
+  int64_t (*attention_scratch)(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped);
   void (*attention)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                     float* scratch);
   void (*attention_backward)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,

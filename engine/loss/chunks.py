@@ -31,6 +31,7 @@ class ChunkedHead:
     Args:
         fused: the loss and its gradient are `cross_entropy_`'s, which takes no memory where it is compiled. torch's
             operators work on two more sets of logits, in fp32.
+        cap: a logit x is cap tanh(x / cap); None: it is as it comes.
 
     Attributes:
         chunks: all rows.
@@ -38,21 +39,35 @@ class ChunkedHead:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard | None, fused: bool = True
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shard: VocabularyShard | None,
+        fused: bool = True,
+        cap: float | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.classes = hidden, weight, bias, weight.shape[0]
+        self._cap = cap
         number = hidden.shape[0]
-        rows = _rows_of(number, weight, shard, fused)
+        rows = _rows_of(number, weight, shard, fused and cap is None)
         self.chunks = [slice(start, start + rows) for start in range(0, number, rows)]
         self.wide_weight, self._wide_bias = widened(hidden, weight, bias)
         self._room = _logits_room(min(rows, number), self.wide_weight)
 
     def logits(self, chunk: slice) -> Tensor:
-        """(rows, classes and classes of zeros) fp32, bf16 or fp16; in the memory of the chunk before on a CPU."""
+        """(rows, classes and classes of zeros) fp32, bf16 or fp16; in the memory of the chunk before on a CPU. Those
+        that are capped are fp32."""
         hidden = self.hidden[chunk]
         room = None if self._room is None else self._room[: len(hidden)]
         logits = matmul_nt(hidden, self.wide_weight, self._wide_bias, room)
+        if self._cap is not None:
+            return logits.float().div_(self._cap).tanh_().mul_(self._cap)
         return logits.float() if logits.dtype == torch.float64 else logits
+
+    def slopes(self, logits: Tensor) -> Tensor | None:
+        """What the gradient of such logits is multiplied by on its way through the cap; None: there is no cap."""
+        return None if self._cap is None else (logits / self._cap).square_().neg_().add_(1)
 
 
 class HeadGradients:
@@ -73,9 +88,10 @@ class HeadGradients:
         if wanted[2] and bias is not None:
             self._bias = torch.zeros_like(bias, dtype=_sum_dtype(bias, several))
 
-    def add(self, chunk: slice, grad: Tensor) -> None:
-        """grad: of the chunk's logits, zero in the classes of zeros."""
+    def add(self, chunk: slice, grad: Tensor, slopes: Tensor | None) -> None:
+        """grad: of the chunk's logits, zero in the classes of zeros; it may be overwritten. slopes: of the logits."""
         hidden = self._head.hidden[chunk]
+        grad = grad if slopes is None else grad.mul_(slopes)
         grad = grad.to(hidden.dtype)
         if self._hidden is not None:
             self._hidden[chunk] = matmul(grad, self._head.wide_weight)

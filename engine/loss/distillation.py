@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.loss.chunks import ChunkedHead, widened
 from engine.loss.vocabulary import VocabularyShard
-from engine.ops import matmul_nt
+from engine.ops import matmul_nt, soft_capped
 from engine.ops.autocast import as_factors
 from engine.ops.cross_entropy import losses_
 
@@ -30,6 +30,7 @@ class SoftTargets:
         hidden: (n, the teacher's hidden_size). weight: (the teacher's vocab_size, its hidden_size), whole on each rank.
             bias: (its vocab_size,) or None. No gradient goes into them.
         share: of the loss that is the teacher's, above 0 and up to 1; the rest is cross-entropy. temperature: above 0.
+        cap: of the teacher's logits, as of linear_cross_entropy.
     """
 
     hidden: Tensor
@@ -37,6 +38,7 @@ class SoftTargets:
     bias: Tensor | None
     share: float
     temperature: float
+    cap: float | None = None
 
     def check(self, rows: int) -> None:
         """Raise ValueError for another number of rows."""
@@ -66,7 +68,7 @@ class TaughtLosses:
         self._hidden, weight, bias = as_factors(soft.hidden, soft.weight[own], bias)
         self._known = weight.shape[0]  # of the student's classes here, the first, which the teacher has too
         self._weight, self._bias = widened(self._hidden, weight, bias)
-        self._share, self._temperature, self._shard = soft.share, soft.temperature, shard
+        self._share, self._temperature, self._cap, self._shard = soft.share, soft.temperature, soft.cap, shard
 
     def of_(
         self, logits: Tensor, targets: Tensor, chunk: slice, count: Tensor | float, smoothing: float, train: bool
@@ -86,7 +88,8 @@ class TaughtLosses:
         sums = self._sums(z, at, here, smoothing)
         log_q = z / t  # of the student
         log_q -= sums[0] if t == 1 else self._lse(log_q)
-        log_p = matmul_nt(self._hidden[chunk], self._weight, self._bias)[:, : self._known].float() / t
+        u = matmul_nt(self._hidden[chunk], self._weight, self._bias)[:, : self._known].float()
+        log_p = (u if self._cap is None else soft_capped(u, self._cap)) / t
         log_p -= self._lse(log_p)
         p = log_p.exp()
         divergence = log_p.sub_(log_q[:, : self._known]).mul_(p).sum(1)

@@ -14,7 +14,7 @@ from engine.loss.chunks import ChunkedHead, HeadGradients, widened
 from engine.loss.distillation import SoftTargets, TaughtLosses
 from engine.loss.logits import IGNORE_INDEX, at_least_one
 from engine.loss.vocabulary import ExtendedVocabulary, VocabularyShard, local_vocabulary
-from engine.ops import cross_entropy_, linear
+from engine.ops import cross_entropy_, linear, soft_capped
 from engine.ops.autocast import as_factors
 from engine.ops.autograd import once_differentiable
 from engine.ops.cross_entropy import losses_
@@ -32,6 +32,7 @@ def linear_cross_entropy(
     *,
     label_smoothing: float = 0.0,
     all_labelled: bool = False,
+    cap: float | None = None,
 ) -> Tensor:
     """cross_entropy(hidden @ weight.T + bias, targets, count) without ever holding all logits.
 
@@ -39,6 +40,7 @@ def linear_cross_entropy(
         hidden: (n, hidden_size), labelled or not. weight: (vocab_size, hidden_size). bias: (vocab_size,) or None.
         targets: (n,) int64, -100 where there is no label; those rows cost nothing.
         all_labelled: no target is -100, so a GPU need not be asked which are.
+        cap: above 0; a logit x is cap tanh(x / cap) (Gemma 2). None: it is as it comes.
 
     Under tensor parallelism weight and bias are DTensors split by rows of the vocabulary. Each rank computes its part
     of the logits, and the ranks agree on the sums: hidden, targets and the result are the same on all of them.
@@ -51,7 +53,8 @@ def linear_cross_entropy(
     if shard is not None:
         shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, at_least_one(count), label_smoothing, shard, None)
+    options = at_least_one(count), label_smoothing, shard, None, cap
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *options)
 
 
 def linear_distillation(
@@ -63,11 +66,13 @@ def linear_distillation(
     soft: SoftTargets,
     *,
     label_smoothing: float = 0.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """linear_cross_entropy, of which a teacher's predictions take a share, without ever holding all logits of either.
 
     Args:
-        hidden, weight, bias, count: as for linear_cross_entropy. targets: (n,) int64, none of them -100.
+        hidden, weight, bias, count, cap: as for linear_cross_entropy; the teacher's logits have a cap of their own.
+            targets: (n,) int64, none of them -100.
 
     Returns:
         The loss, 0-d, and what it is made of, (2,) fp32 outside autograd: cross_entropy(logits, targets, count), and
@@ -81,12 +86,17 @@ def linear_distillation(
     if shard is not None:
         shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
-    options = at_least_one(count), label_smoothing, shard, soft.detached()
+    options = at_least_one(count), label_smoothing, shard, soft.detached(), cap
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *options)
 
 
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None, targets: Tensor
+    hidden: Tensor,
+    weight: Tensor | ExtendedVocabulary,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    cap: float | None = None,
 ) -> Tensor:
     """log_softmax(hidden @ weight.T + bias) at the target of each row, without ever holding all logits.
 
@@ -94,7 +104,8 @@ def linear_log_probs(
     logits are computed again in backward.
 
     Args:
-        hidden: (n, hidden_size). weight, bias: as for linear_cross_entropy. targets: (n,) int64, none of them -100.
+        hidden: (n, hidden_size). weight, bias, cap: as for linear_cross_entropy. targets: (n,) int64, none of them
+            -100.
 
     Returns:
         (n,) fp32.
@@ -103,18 +114,22 @@ def linear_log_probs(
     if shard is not None:
         shard.check(targets)
     hidden, weight, bias = as_factors(hidden, weight, bias)
-    return _LinearLogProbs.apply(hidden, weight, bias, targets, shard)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, shard, cap)
 
 
-def vocabulary_logits(hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None) -> Tensor:
-    """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split."""
+def vocabulary_logits(
+    hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None, *, cap: float | None = None
+) -> Tensor:
+    """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split. cap: as for
+    linear_cross_entropy."""
     if isinstance(weight, ExtendedVocabulary):
-        return torch.cat([vocabulary_logits(hidden, part, None) for part in (weight.words, weight.more)], -1)
+        return torch.cat([vocabulary_logits(hidden, part, None, cap=cap) for part in (weight.words, weight.more)], -1)
     weight, bias, shard = local_vocabulary(hidden, weight, bias)
     if shard is not None:
         hidden = functional.copy_to(hidden, shard.group)
     classes = weight.shape[0]
     logits = linear(hidden, *widened(hidden, weight, bias))[..., :classes]
+    logits = logits if cap is None else soft_capped(logits, cap)
     if shard is None:
         return logits
     return functional.join_columns(logits.contiguous(), shard.group, shard.vocab)
@@ -132,14 +147,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         shard: VocabularyShard | None,
         soft: SoftTargets | None,
+        cap: float | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The loss; beside a teacher also the two means that it is made of."""
         wanted = ctx.needs_input_grad[:3]
         train = any(wanted)
         ctx.table = weight if wanted[1] and is_plain_table(weight) else None
         ctx.recompute = train and hidden.dtype == torch.float16
-        ctx.count, ctx.smoothing, ctx.shard, ctx.soft = count, smoothing, shard, None
-        head = ChunkedHead(hidden, weight, bias, shard, fused=soft is None)
+        ctx.count, ctx.smoothing, ctx.shard, ctx.soft, ctx.cap = count, smoothing, shard, None, cap
+        head = ChunkedHead(hidden, weight, bias, shard, fused=soft is None, cap=cap)
         gradients = HeadGradients(head, wanted) if train and not ctx.recompute else None
         total = _sum_of_losses(head, targets, count, smoothing, shard, soft, gradients)
         if gradients is not None:
@@ -161,19 +177,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.recompute:
             hidden, weight, bias, targets = ctx.saved_tensors
             scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
-            head = ChunkedHead(hidden, weight, bias, ctx.shard, fused=ctx.soft is None)
+            head = ChunkedHead(hidden, weight, bias, ctx.shard, fused=ctx.soft is None, cap=ctx.cap)
             gradients = HeadGradients(head, ctx.needs_input_grad[:3])
             _sum_of_losses(head, targets, scaled, ctx.smoothing, ctx.shard, ctx.soft, gradients)
             dhidden, dweight, dbias = gradients.finish()
             if ctx.shard is not None and dhidden is not None:
                 dhidden = ctx.shard.sum(dhidden)
-            return dhidden, dweight, dbias, None, None, None, None, None
+            return dhidden, dweight, dbias, *(None,) * 6
         dhidden, dweight, dbias = ctx.saved_tensors
         if ctx.shard is not None and dhidden is not None:
             dhidden = ctx.shard.sum(dhidden.clone())
         if grad.device.type != "cpu" or grad.item() != 1.0:  # reading a scalar costs nothing on a CPU
             dhidden, dweight, dbias = (None if g is None else g * grad.to(g.dtype) for g in (dhidden, dweight, dbias))
-        return dhidden, dweight, dbias, None, None, None, None, None
+        return dhidden, dweight, dbias, *(None,) * 6
 
 
 def _sum_of_losses(
@@ -192,6 +208,7 @@ def _sum_of_losses(
     total = head.hidden.new_zeros(() if taught is None else 2, dtype=torch.float32)
     for chunk in head.chunks:
         whole = head.logits(chunk)  # later their gradient, zero in the classes of zeros
+        slopes = head.slopes(whole) if train else None
         logits = whole[:, : head.classes]
         if taught is not None:
             total += taught.of_(logits, targets[chunk], chunk, count, smoothing, train)
@@ -200,8 +217,8 @@ def _sum_of_losses(
         else:
             total += _losses_of_shard(logits, targets[chunk], count, smoothing, train, shard).sum()
         if gradients is not None:
-            gradients.add(chunk, whole)
-        del whole, logits  # before the next chunk, which takes their memory
+            gradients.add(chunk, whole, slopes)
+        del whole, logits, slopes  # before the next chunk, which takes their memory
     return total
 
 
@@ -222,11 +239,17 @@ def _losses_of_shard(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shard: VocabularyShard | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        shard: VocabularyShard | None,
+        cap: float | None,
     ) -> Tensor:
         sums = hidden.new_empty((hidden.shape[0], 1), dtype=torch.float32)
         found = torch.empty_like(sums)
-        head = ChunkedHead(hidden, weight, bias, shard, fused=False)
+        head = ChunkedHead(hidden, weight, bias, shard, fused=False, cap=cap)
         for chunk in head.chunks:
             logits, t = head.logits(chunk)[:, : head.classes].float(), targets[chunk]
             if shard is None:
@@ -234,7 +257,8 @@ class _LinearLogProbs(torch.autograd.Function):
             else:
                 sums[chunk], found[chunk], _ = shard.reduce(logits, *shard.columns(t, head.classes))
             del logits
-        ctx.shard, ctx.table = shard, weight if ctx.needs_input_grad[1] and is_plain_table(weight) else None
+        ctx.shard, ctx.cap = shard, cap
+        ctx.table = weight if ctx.needs_input_grad[1] and is_plain_table(weight) else None
         ctx.save_for_backward(hidden, weight, bias, targets, sums)
         return (found - sums).squeeze(1)
 
@@ -244,12 +268,12 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         if ctx.table is not None:
             head_gives_gradient(ctx.table, ctx)
-        head = ChunkedHead(hidden, weight, bias, ctx.shard, fused=False)
+        head = ChunkedHead(hidden, weight, bias, ctx.shard, fused=False, cap=ctx.cap)
         gradients = HeadGradients(head, ctx.needs_input_grad[:3])
         for chunk in head.chunks:
             g = grad[chunk, None].float()
             whole = head.logits(chunk)  # later their gradient
-            logits = whole[:, : head.classes]
+            slopes, logits = head.slopes(whole), whole[:, : head.classes]
             d = logits.float().sub_(sums[chunk]).exp_().mul_(-g)
             if ctx.shard is None:
                 at = targets[chunk, None]
@@ -260,9 +284,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 d.scatter_add_(1, at, g)
             if d.dtype != whole.dtype:
                 logits.copy_(d)
-            gradients.add(chunk, whole)
-            del whole, logits, d  # before the next chunk, which takes their memory
+            gradients.add(chunk, whole, slopes)
+            del whole, logits, slopes, d  # before the next chunk, which takes their memory
         dhidden, dweight, dbias = gradients.finish()
         if ctx.shard is not None and dhidden is not None:
             dhidden = ctx.shard.sum(dhidden)
-        return dhidden, dweight, dbias, None, None
+        return dhidden, dweight, dbias, None, None, None

@@ -21,20 +21,27 @@ _BLOCK = 256  # classes whose masses are added up first: only the block that is 
 
 
 @torch.no_grad()
-def sample_classes(hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None, draws: Tensor) -> Tensor:
+def sample_classes(
+    hidden: Tensor,
+    weight: Tensor | ExtendedVocabulary,
+    bias: Tensor | None,
+    draws: Tensor,
+    *,
+    cap: float | None = None,
+) -> Tensor:
     """For each row a class of softmax(hidden @ weight.T + bias): the first whose cumulative probability is greater than
     draws / 2**53. Without a gradient.
 
     Args:
-        hidden: (n, hidden_size). weight, bias: as for linear_cross_entropy. draws: (n,) int64, from 0 to 2**53 - 1;
-            whole numbers, as mixed precision rounds those that are not where a model is called.
+        hidden: (n, hidden_size). weight, bias, cap: as for linear_cross_entropy. draws: (n,) int64, from 0 to
+            2**53 - 1; whole numbers, as mixed precision rounds those that are not where a model is called.
 
     Returns:
         (n,) int64. Under tensor parallelism the same on all ranks. Of logits that are not finite some class.
     """
     table, bias, shard = local_vocabulary(hidden, weight, bias)
     hidden, table, bias = as_factors(hidden, table, bias)
-    head = ChunkedHead(hidden, table, bias, shard, fused=False)
+    head = ChunkedHead(hidden, table, bias, shard, fused=False, cap=cap)
     found = torch.empty_like(draws)
     for chunk in head.chunks:
         logits = head.logits(chunk)[:, : head.classes].float()

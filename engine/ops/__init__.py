@@ -4,7 +4,7 @@
 
     library, build, __main__          finding and loading the compiled operators of csrc/; compiling them
     fused, reference, rounding_bits   steps of optimizers on lists of tensors, and the same in torch
-    gemm, activation, attention, distance_attention, norm, rotary, embeddings, cross_entropy
+    gemm, activation, attention, distance_attention, norm, rotary, embeddings, cross_entropy, soft_cap
                                       what the layers of a model compute
     dropout_masks, philox, triton_dropout
                                       dropout and its random bits
@@ -35,6 +35,7 @@ from engine.ops.embeddings import Embedding, embedding
 from engine.ops.gemm import linear, linear_activated, linears, matmul, matmul_nt, multiplies_in_bf16, onednn_linear
 from engine.ops.norm import Added, layer_norm, norm_after, norm_before, rms_norm
 from engine.ops.rotary import rotate
+from engine.ops.soft_cap import soft_capped
 from engine.torch_compat import is_just
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "is_just", "layer_norm", "leave_to_eager", "linear", "linear_activated", "linears", "matmul", "matmul_nt",
     "multiplies_in_bf16",
     "norm_after", "norm_before", "onednn_linear", "rms_norm", "rotate", "silu",
+    "soft_capped",
 ]  # fmt: skip

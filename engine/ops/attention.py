@@ -15,6 +15,7 @@ from engine.ops.compilation import host_number
 class Heads(NamedTuple):
     """heads: of the queries. kv_heads: of keys and values; `heads` is a multiple. scale: of the scores.
     causal: a query sees itself and what is before it. window: and only what is less than so many places away.
+    cap: above 0; a scaled score s is cap tanh(s / cap), before a bias and the mask (Gemma 2); None: as it is.
     """
 
     heads: int
@@ -22,10 +23,11 @@ class Heads(NamedTuple):
     scale: float
     causal: bool = False
     window: int | None = None
+    cap: float | None = None
 
-    def numbers(self) -> tuple[int, int, float, bool, int]:
+    def numbers(self) -> tuple[int, int, float, bool, int, float]:
         """As the compiled operator takes them."""
-        return self.heads, self.kv_heads, self.scale, self.causal, self.window or 0
+        return self.heads, self.kv_heads, self.scale, self.causal, self.window or 0, self.cap or 0.0
 
 
 class Dropped(NamedTuple):
@@ -64,7 +66,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
 
 NOTHING_DROPPED = Dropped()
 
-_KEY = 5  # its place among the numbers of the compiled operator, behind those of `Heads`
+_KEY = 6  # its place among the numbers of the compiled operator, behind those of `Heads`
 
 
 def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -121,7 +123,7 @@ class Attention(Function):
         in_graph = isinstance(ctx.numbers[_KEY], Tensor)
         call = torch.ops.modelcenter_graph.attention_backward_part if in_graph else run_backward
         dq, dk, dv, dbias = call(grad, need_bias, *ctx.saved_tensors, *ctx.numbers)
-        return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 10
+        return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 11
 
 
 class AttentionBySegments(Function):
@@ -166,7 +168,7 @@ def attention(
     bias: Tensor | None = None,
     dropped: Dropped = NOTHING_DROPPED,
 ) -> Tensor:
-    """dropout(softmax(scale q k^T + bias)) v inside each sequence.
+    """dropout(softmax(capped(scale q k^T) + bias)) v inside each sequence.
 
     Args:
         q: (T, heads * head_dim) fp32. k, v: (S, kv_heads * head_dim). cu_queries, cu_keys: (n + 1,) of an integer type,

@@ -60,6 +60,7 @@ class SelfAttention(MultiHeadAttention):
         scale: float | None = None,
         interleaved: bool = False,
         head_norm: Callable[[int], nn.Module] | None = None,
+        cap: float | None = None,
     ):
         """
         Args:
@@ -68,10 +69,12 @@ class SelfAttention(MultiHeadAttention):
             causal: a token sees itself and what is before it. window: only what is less than so many places away.
             scale: of the scores, None: 1 / sqrt(head_dim). interleaved: rotary pairs are neighbours (GPT-J).
             head_norm: makes the norms, of so many channels, that each head of q and k goes through first (Qwen3).
+            cap: of the scaled scores s, which are then cap tanh(s / cap) (Gemma 2); None: they stay as they are.
         """
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
         self.causal, self.window, self.scale, self.interleaved = causal, window, scale, interleaved
+        self.cap = cap
         self.num_kv_heads = num_kv_heads or num_heads
         inner, keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q = Linear(hidden_size, inner, bias)
@@ -106,11 +109,12 @@ class SelfAttention(MultiHeadAttention):
         if ctx.bias is not None and heads != self.num_heads:
             mask = mask.of_heads(self.first_head, heads)
         if ctx.cache is not None and ctx.cache.extend(self, k, v, kv_heads, ctx):
-            return ctx.cache.attend(self, q, heads, mask, self.scale)
+            return ctx.cache.attend(self, q, heads, mask, self.scale, self.cap)
         drop = self.weights_dropout(ctx)
         return packed_attention(
-            q, k, v, ctx, heads, drop, kv_heads=kv_heads, mask=mask, scale=self.scale, distances=distances
-        )
+            q, k, v, ctx, heads, drop,
+            kv_heads=kv_heads, mask=mask, scale=self.scale, distances=distances, cap=self.cap,
+        )  # fmt: skip
 
 
 class CrossAttention(MultiHeadAttention):
@@ -123,17 +127,21 @@ class CrossAttention(MultiHeadAttention):
         num_heads: int,
         dropout: float,
         *,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = True,
         scale: float | None = None,
+        cap: float | None = None,
+        memory_size: int | None = None,
     ):
+        """As of SelfAttention. memory_size: channels of the encoder's states, None: hidden_size."""
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
-        self.scale = scale
-        inner = num_heads * self.head_dim
+        self.scale, self.cap = scale, cap
+        inner, keys = num_heads * self.head_dim, (num_kv_heads or num_heads) * self.head_dim
         self.q = Linear(hidden_size, inner, bias)
-        self.k = Linear(hidden_size, inner, bias)
-        self.v = Linear(hidden_size, inner, bias)
+        self.k = Linear(memory_size or hidden_size, keys, bias)
+        self.v = Linear(memory_size or hidden_size, keys, bias)
         self.out = Linear(inner, hidden_size, bias)
 
     def sees(self, ctx: Packed) -> bool:
@@ -144,11 +152,15 @@ class CrossAttention(MultiHeadAttention):
         q = self.q(x)
         heads = q.shape[1] // self.head_dim
         if ctx.cache is not None and ctx.cache.has(self):
-            return self.out(ctx.scaled(ctx.narrow(ctx.cache.attend(self, q, heads, NO_MASK, self.scale))))
+            return self.out(ctx.scaled(ctx.narrow(ctx.cache.attend(self, q, heads, NO_MASK, self.scale, self.cap))))
         assert ctx.memory is not None
         states, memory = ctx.memory
         k, v = each(states, self.k, self.v)
+        kv_heads = k.shape[1] // self.head_dim
         if ctx.cache is not None:
-            ctx.cache.remember(self, k, v, heads, memory)
-        mixed = packed_attention(q, k, v, ctx, heads, self.weights_dropout(ctx), memory=memory, scale=self.scale)
+            ctx.cache.remember(self, k, v, kv_heads, memory)
+        mixed = packed_attention(
+            q, k, v, ctx, heads, self.weights_dropout(ctx),
+            kv_heads=kv_heads, memory=memory, scale=self.scale, cap=self.cap,
+        )  # fmt: skip
         return self.out(ctx.scaled(ctx.narrow(mixed)))

@@ -145,7 +145,7 @@ class _BucketedAttention(Function):
         pairs: Pairs,
         options: AttentionOptions,
     ) -> Tensor:
-        of_queries, of_keys, _, _, drop, _ = options
+        of_queries, of_keys, _, _, drop, *_ = options
         ctx.pairs, ctx.options, ctx.bias, ctx.segment_bias = pairs, options, bias, segment_bias
         ctx.tables = tables = Distances(of_distance_k, of_distance_q)
         ctx.key, ctx.numbers, ctx.shapes = drop.key if drop.p else 0, [], (q.shape, k.shape, v.shape)
@@ -161,12 +161,13 @@ class _BucketedAttention(Function):
             ctx.numbers.append(numbers)
             tiles, mixed = _tiles(queries, keys, of_queries), []
             for tile in tiles:
-                dropped = probs = _weights(tile.of(qb), kb, tile, bias, segment_bias, tables, options)
+                probs, slopes = _weights(tile.of(qb), kb, tile, bias, segment_bias, tables, options)
+                dropped = probs
                 if numbers is not None:
                     dropped = drop.drop(probs, ctx.key, tile.of(numbers).flatten())
                 mixed.append(torch.bmm(dropped, vb))
             _scatter(out, _joined(mixed, tiles), queries, of_queries)
-            saved += [qb, kb, vb, probs if len(tiles) == 1 else None]
+            saved += [qb, kb, vb, *((probs, slopes) if len(tiles) == 1 else (None, None))]
         ctx.save_for_backward(*saved)
         return out
 
@@ -174,7 +175,7 @@ class _BucketedAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias, segment_bias, tables = ctx.bias, ctx.segment_bias, ctx.tables
-        of_queries, of_keys, scale, mask, drop, _ = ctx.options
+        of_queries, of_keys, scale, mask, drop, *_ = ctx.options
         dq, dk, dv = (
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.shapes, (0, 1, 1), strict=True)
@@ -183,7 +184,7 @@ class _BucketedAttention(Function):
         dtables = tables.zeros()
         saved = ctx.saved_tensors
         for i, (queries, keys) in enumerate(ctx.pairs):
-            qb, kb, vb, kept = saved[4 * i : 4 * i + 4]
+            qb, kb, vb, probs, slopes = saved[5 * i : 5 * i + 5]
             go = _matrices(grad, queries, of_queries, of_keys)
             if queries.keep is not None:  # a row of padding repeats a token, and must not send its gradient again
                 by_head = go.view(queries.n, of_queries, queries.length, -1)
@@ -193,7 +194,8 @@ class _BucketedAttention(Function):
             dvb: Tensor | None = None
             for tile in tiles:
                 qt, got = tile.of(qb), tile.of(go)
-                probs = _weights(qt, kb, tile, bias, segment_bias, tables, ctx.options) if kept is None else kept
+                if len(tiles) > 1:
+                    probs, slopes = _weights(qt, kb, tile, bias, segment_bias, tables, ctx.options)
                 dprobs, dropped = torch.bmm(got, vb.transpose(1, 2)), probs
                 if drop.p:
                     numbers = tile.of(ctx.numbers[i]).flatten()
@@ -202,7 +204,7 @@ class _BucketedAttention(Function):
                 dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
                 if dbias is not None:
                     _add_gradients_of_bias_(dbias, dsegment_bias, tile.by_head(dscores), tile, mask)
-                dscores.mul_(scale)
+                dscores.mul_(scale if slopes is None else slopes)
                 dqt = torch.bmm(dscores, kb)
                 dkb = _plus(dkb, torch.bmm(dscores.transpose(1, 2), qt))
                 sides = tile.by_head(qt), tile.by_head(kb, tile.keys.length)
@@ -226,13 +228,22 @@ def _weights(
     segment_bias: Tensor | None,
     tables: Distances,
     options: AttentionOptions,
-) -> Tensor:
-    """The softmax of a tile. q: (n * groups, heads / groups * queries, head_dim). k: (n * groups, keys, head_dim)."""
+) -> tuple[Tensor, Tensor | None]:
+    """The softmax of a tile; where scores are capped also the slope of each by its product, else that is the scale.
+
+    q: (n * groups, heads / groups * queries, head_dim). k: (n * groups, keys, head_dim).
+    """
     scores = torch.bmm(q, k.transpose(1, 2))
     add_scores_(tile.by_head(scores), tile.by_head(q), tile.by_head(k, tile.keys.length), tables, tile.start)
-    scores.mul_(options.scale)
+    slopes = None
+    if options.cap is None:
+        scores.mul_(options.scale)
+    else:
+        scores.mul_(options.scale / options.cap).tanh_()
+        slopes = scores.square().neg_().add_(1).mul_(options.scale)
+        scores.mul_(options.cap)
     _add_bias_and_mask_(tile.by_head(scores), bias, segment_bias, options.mask, tile)
-    return torch.softmax(scores, -1)
+    return torch.softmax(scores, -1), slopes
 
 
 def _add_bias_and_mask_(

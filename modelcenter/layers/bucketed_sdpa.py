@@ -1,5 +1,5 @@
 """Attention by rectangles through torch's scaled_dot_product_attention: what a GPU runs, and on a CPU the reference of
-layers.bucketed_attention.
+layers.bucketed_attention. It knows no soft cap of the scores: layers.capped_attention writes that out.
 
 Tokens go into the rectangles of all groups by one gather, and back by one, in both directions.
 """
@@ -17,6 +17,7 @@ from engine.ops import eager
 from engine.ops.autograd import Function
 from modelcenter.layers.attention_options import AttentionOptions
 from modelcenter.layers.buckets import Pairs, Places, make_places
+from modelcenter.layers.capped_attention import capped_attention
 from modelcenter.layers.dropout import AttentionDropout
 
 
@@ -145,7 +146,7 @@ def bucketed_sdpa(
         rectangle = mask.of_buckets(*pairs[i], q) if seen is None else seen[i]
         if distances is not None:
             rectangle = with_scores(distances.scores(qb, kb) * options.scale, rectangle)
-        mixed.append(sdpa(qb, kb, vb, rectangle, options.scale, options.drop))
+        mixed.append(sdpa(qb, kb, vb, rectangle, options))
     return _from_rectangles(mixed, of_queries)
 
 
@@ -156,8 +157,11 @@ def with_scores(scores: Tensor, seen: Tensor | None) -> Tensor:
     return scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: AttentionDropout) -> Tensor:
-    """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, options: AttentionOptions, first: int = 0) -> Tensor:
+    """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it for queries from place `first` on."""
+    scale, drop = options.scale, options.drop
+    if options.cap is not None:
+        return capped_attention(q, k, v, seen, options, first)
     if drop.p and q.device.type == "cpu":
         return _dropping(q, k, v, seen, scale, drop)
     call = F.scaled_dot_product_attention if q.device.type == "cpu" else _without_cudnn

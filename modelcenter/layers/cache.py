@@ -204,9 +204,11 @@ class KVCache:
             padded.append(whole.transpose(1, 2).contiguous())
         self._memory[layer] = (padded[0], padded[1], None if min(lengths) == longest else ~inside)
 
-    def attend(self, layer: nn.Module, q: Tensor, heads: int, mask: Mask, scale: float | None) -> Tensor:
+    def attend(
+        self, layer: nn.Module, q: Tensor, heads: int, mask: Mask, scale: float | None, cap: float | None = None
+    ) -> Tensor:
         """Attention of m new tokens of each sequence to all that is remembered: q (n * m, heads * head_dim) -> the
-        same."""
+        same. scale, cap: of the scores."""
         step = self._step
         assert step is not None
         k, v, hidden, segments = self._remembered(layer, mask, step, q.device)
@@ -225,6 +227,8 @@ class KVCache:
         scores = torch.bmm(queries, k.flatten(0, 1).mT).float()
         if scale != 1.0:
             scores = scores.mul_(1.0 / math.sqrt(head_dim) if scale is None else scale)
+        if cap is not None:
+            scores = scores.div_(cap).tanh_().mul_(cap)
         view = scores.view(rows, groups * (n // rows) * (heads // groups), new, -1)
         if mask.bias is not None:
             added = step.bias(mask.bias)

@@ -1,9 +1,9 @@
 """Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
 
 On a CPU that the compiled operators are made for (engine.ops.attention, engine.ops.distance_attention) they take each
-sequence by itself. On CUDA in 16 bits without a bias it is torch's variable-length flash attention, or where all
-sequences are equally long the fastest kernel that torch has for these. Elsewhere it runs by rectangles
-(layers.bucketed_attention).
+sequence by itself. On CUDA in 16 bits, without a bias or a soft cap of the scores, it is torch's variable-length
+flash attention, or where all sequences are equally long the fastest kernel that torch has for these. Elsewhere it runs
+by rectangles (layers.bucketed_attention).
 """
 
 import math
@@ -41,6 +41,7 @@ def packed_attention(
     memory: Sequences | None = None,
     scale: float | None = None,
     distances: Distances | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention inside each sequence, or of each sequence to the one with the same index in `memory`.
 
@@ -48,13 +49,14 @@ def packed_attention(
         q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or of the tokens of `memory`. packed: where the
             sequences lie. heads, kv_heads: `heads` is a multiple of `kv_heads`, None: the same. drop: which weights are
             dropped. scale: of the scores, None: 1 / sqrt(head_dim). distances: what they add to the scores, None:
-            nothing.
+            nothing. cap: of the scaled scores s, which are then cap tanh(s / cap), None: they stay as they are.
 
     Returns:
         (T, heads * head_dim)
     """
+    assert cap is None or distances is None  # of no architecture
     scale = 1.0 / math.sqrt(q.shape[1] // heads) if scale is None else scale
-    options = AttentionOptions(heads, kv_heads or heads, scale, mask, drop, distances)
+    options = AttentionOptions(heads, kv_heads or heads, scale, mask, drop, distances, cap)
     if packed.split is not None and packed.split.size > 1:
         return _shared_attention(q, k, v, packed, memory, options)
     return _attention(q, k, v, packed.sequences, memory, options)
@@ -64,7 +66,7 @@ def _shared_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
     """Attention of this rank's tokens where several ranks share the tokens (context parallelism)."""
-    split, (heads, kv_heads, _, mask, drop, _) = packed.split, options
+    split, (heads, kv_heads, _, mask, drop, *_) = packed.split, options
     both = torch.stack((k, v), 1)
     if heads % split.size == 0 and kv_heads % split.size == 0:
         q = split.to_heads(q[:, None]).squeeze(1)
@@ -93,7 +95,7 @@ def _shared_attention(
 
 def _attention_of_part(q: Tensor, k: Tensor, v: Tensor, first: int, keys: slice, options: AttentionOptions) -> Tensor:
     """Attention of a part of one sequence, whose first token stands at place `first`, to the tokens `keys`."""
-    heads, kv_heads, scale, mask, drop, distances = options
+    heads, kv_heads, scale, mask, _, distances, _ = options
     parts = ((q, heads), (k, kv_heads), (v, kv_heads))
     q, k, v = (x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts)
     sizes = q.shape[2], k.shape[2]
@@ -102,7 +104,7 @@ def _attention_of_part(q: Tensor, k: Tensor, v: Tensor, first: int, keys: slice,
     seen = mask.rectangle(*sizes, like=q, first=first, segments=(of_queries, of_keys))
     if distances is not None:
         seen = with_scores(distances.scores(q, k, first) * scale, seen)
-    return sdpa(q, k, v, seen, scale, drop)[0].transpose(0, 1).flatten(1)
+    return sdpa(q, k, v, seen, options, first)[0].transpose(0, 1).flatten(1)
 
 
 def _attention(
@@ -110,7 +112,7 @@ def _attention(
 ) -> Tensor:
     """Attention of whole sequences that are all here: flash attention where it serves, else as below."""
     mask, dropout = options.mask, options.drop.p
-    plain = mask.bias is None and mask.segments is None and options.distances is None
+    plain = mask.bias is None and mask.segments is None and options.distances is None and options.cap is None
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // options.heads, dropout) and q.shape[0] and k.shape[0]:
         sides = (q, sequences), (k, memory or sequences)
         equal = mask.window is None and all(_equally_long(x.shape[0], of) for x, of in sides)
@@ -132,11 +134,11 @@ def _by_sequence_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
     """The compiled operator on packed sequences where it serves, else by segments or by bucket."""
-    heads, kv_heads, scale, mask, drop, distances = options
+    heads, kv_heads, scale, mask, drop, distances, cap = options
     offsets = sequences.cu_seqlens, sequences.cu_seqlens if memory is None else memory.cu_seqlens
     alike = mask.segments is None and distances is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
     if alike and attention.serves(q, k, v, mask.bias):
-        shape = attention.Heads(heads, kv_heads, scale, mask.causal, mask.window)
+        shape = attention.Heads(heads, kv_heads, scale, mask.causal, mask.window, cap)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
     return _by_segments_or_bucket(q, k, v, sequences, memory, options)
 
@@ -151,7 +153,7 @@ def _by_segments_or_bucket(
     if mask.segments is not None and attention.serves(q, k, v, mask.bias, mask.segment_bias):
         kinds = None if mask.segment_bias is None else mask.segment_bias.shape[1]
         if (rules := _rules(sequences, mask.segments, kinds)) is not None:
-            heads = attention.Heads(options.heads, options.kv_heads, options.scale)
+            heads = attention.Heads(options.heads, options.kv_heads, options.scale, cap=options.cap)
             drawn = options.drop.rule()
             return attention.attention_by_segments(
                 q, k, v, sequences.cu_seqlens, heads, rules, mask.bias, mask.segment_bias, drawn
@@ -186,7 +188,7 @@ def _varlen(
 ) -> Tensor:
     """The operator below `torch.nn.attention.varlen.varlen_attn`, which has no dropout, and on torch 2.11 may lack
     `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
-    heads, kv_heads, scale, mask, drop, _ = options
+    heads, kv_heads, scale, mask, drop, *_ = options
     parts = (x.view(x.shape[0], n, x.shape[1] // n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
     window = -1 if mask.window is None else mask.window - 1
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -216,7 +218,7 @@ def _of_equal_lengths(
 ) -> Tensor:
     """By scaled_dot_product_attention, with what torch prefers on this GPU. On Hopper and Blackwell this is cuDNN,
     which is far ahead of flash attention 2, the only one for sequences of any length."""
-    heads, kv_heads, scale, mask, drop, _ = options
+    heads, kv_heads, scale, mask, drop, *_ = options
     sides = (q, heads, sequences), (k, kv_heads, memory), (v, kv_heads, memory)
     qs, ks, vs = (x.view(-1, of.max_seqlen, n, x.shape[1] // n).transpose(1, 2) for x, n, of in sides)
     out = F.scaled_dot_product_attention(

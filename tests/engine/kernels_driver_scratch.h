@@ -52,6 +52,7 @@ struct Sequences {
   bool causal, bias;
   uint32_t threshold;
   bool segments = false;
+  float cap = 0.0f;
 };
 
 static std::vector<int64_t> offsets(const std::vector<int64_t>& lengths) {
@@ -70,6 +71,8 @@ static void attention() {
       {"bias", small, small, 4, 2, 3, 0, false, true, 20000},
       {"cross", {5, 40, 0, 33, 1}, {90, 3, 8, 1, 129}, 4, 2, 32, 0, false, false, 6554},
       {"segments", large, large, 2, 1, 8, 0, false, true, 9000, true},
+      {"capped", large, large, 4, 2, 20, 11, true, false, 0, false, 2.0f},
+      {"capped bias", small, small, 2, 2, 33, 0, false, true, 9000, false, 0.5f},
   };
   for (const Sequences& s : all) {
     const std::vector<int64_t> queries = offsets(s.queries), keys = offsets(s.keys);
@@ -86,7 +89,7 @@ static void attention() {
     a.out = out.data(), a.sums = sums.data(), a.dq = dq.data(), a.dk = dk.data(), a.dv = dv.data();
     a.tokens = s.threshold > 8000 ? tokens.data() : nullptr;
     a.heads = s.heads, a.kv_heads = s.kv_heads, a.channels = s.channels, a.bias_width = 2 * longest - 1;
-    a.window = s.window, a.first_head = 2, a.scale = 0.3f, a.causal = s.causal;
+    a.window = s.window, a.first_head = 2, a.scale = 0.3f, a.cap = s.cap, a.causal = s.causal;
     a.draw = {nullptr, 0, 0, 0x12345678u, 0x9ABCDEF0u, 3, s.threshold, 65536.0f / (float)(65536 - s.threshold)};
     // By segments: tokens of three kinds, in runs.
     const std::vector<int32_t> rules{0, 1, -1, 2, 3, 4, -1, 7, 5};
@@ -104,7 +107,7 @@ static void attention() {
         const size_t i = (size_t)(unit / s.kv_heads);
         const int64_t n = s.queries[i], m = s.keys[i], group = unit % s.kv_heads;
         if (!m) return;
-        const Scratch scratch(k.attention_scratch(n, m, s.channels, backward));
+        const Scratch scratch(k.attention_scratch(n, m, s.channels, backward, s.cap > 0.0f));
         if (backward)
           k.attention_backward(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr,
                                s.segments ? dsegments[i].data() : nullptr, scratch.at);
@@ -165,7 +168,7 @@ static void distances() {
         k.distances_begin(own, head, backward);
         for (size_t i = 0; i < s.lengths.size(); i++) {
           const int64_t m = s.lengths[i];
-          const Scratch scratch(k.attention_scratch(m, m, s.channels, backward));
+          const Scratch scratch(k.attention_scratch(m, m, s.channels, backward, false));
           if (backward) k.attention_backward(own, first[i], m, first[i], m, head, nullptr, nullptr, scratch.at);
           else k.attention(own, first[i], m, first[i], m, head, scratch.at);
         }

@@ -25,6 +25,10 @@ KINDS = {
     "bias": dict(lengths=[3, 65, 40, 17], width=33, bias=True, p=0.2),
     "causal bias": dict(lengths=[50, 8], width=16, bias=True, causal=True, kv_heads=2),
     "cross": dict(lengths=[5, 40, 0, 33], keys=[90, 3, 8, 1], width=32, kv_heads=2, p=0.1),
+    # Caps below most scores, among them, and far above.
+    "capped": dict(lengths=[70, 33, 1, 150], width=20, causal=True, window=11, kv_heads=2, cap=0.5),
+    "capped and dropped": dict(lengths=[5, 0, 40, 17], keys=[90, 3, 8, 1], width=33, p=0.2, cap=3.0),
+    "capped bias": dict(lengths=[3, 65, 17], width=16, bias=True, causal=True, kv_heads=1, cap=30.0),
 }
 
 
@@ -63,6 +67,7 @@ def truth(inputs, queries, keys, heads, dropped):
         both = (x[c:d].unflatten(1, (heads.kv_heads, -1)).transpose(0, 1).repeat_interleave(share, 0) for x in (k, v))
         theirs, values = both
         scores = heads.scale * one @ theirs.transpose(1, 2)
+        scores = scores if heads.cap is None else heads.cap * torch.tanh(scores / heads.cap)
         apart = torch.arange(d - c) - torch.arange(b - a)[:, None]  # key minus query
         for table in bias:
             scores = scores + table[:, table.shape[1] // 2 + apart]

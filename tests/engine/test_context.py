@@ -83,14 +83,14 @@ def test_four_ranks_share_the_tokens(four, heads):
 
 # -- attention alone --------------------------------------------------------------------------------------------------
 
-KINDS = ("plain", "causal", "window", "near", "bias", "causal bias", "cross", "grouped")
+KINDS = ("plain", "causal", "window", "near", "bias", "causal bias", "cross", "grouped", "capped", "capped cross")
 
 
 def problem(lengths, heads, kind):
     """Sequences, those they attend to, and q, k, v, bias, gradient of the output."""
     rng = torch.Generator().manual_seed(sum(lengths))
-    keys = [n and 1 + (3 * n) % 7 for n in lengths] if kind == "cross" else list(lengths)
-    of_keys = heads // 2 if kind == "grouped" else heads
+    keys = [n and 1 + (3 * n) % 7 for n in lengths] if "cross" in kind else list(lengths)
+    of_keys = heads // 2 if kind in ("grouped", "capped") else heads
     shapes = [(sum(lengths), heads * 4), (sum(keys), of_keys * 4), (sum(keys), of_keys * 4), (sum(lengths), heads * 4)]
     q, k, v, grad = (torch.randn(shape, generator=rng) for shape in shapes)
     bias = torch.randn(heads, 2 * max(lengths) + 3, generator=rng) if "bias" in kind else None
@@ -113,9 +113,10 @@ def attended(lengths, heads, kind, split=None):
         grad = torch.cat([grad, grad.new_zeros(packed.sequences.dummy, grad.shape[1])]).chunk(split.size)[split.rank]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     bias = None if bias is None else bias.requires_grad_()
-    mask = Mask("causal" in kind or kind in ("window", "grouped"), 3 if kind in ("window", "near") else None, bias)
-    among = memory.sequences if kind == "cross" else None
-    out = packed_attention(q, k, v, packed, heads, kv_heads=of_keys, mask=mask, memory=among)
+    window = 3 if kind in ("window", "near", "capped") else None
+    mask = Mask("causal" in kind or kind in ("window", "grouped"), window, bias)
+    among, cap = memory.sequences if "cross" in kind else None, 0.7 if "capped" in kind else None
+    out = packed_attention(q, k, v, packed, heads, kv_heads=of_keys, mask=mask, memory=among, cap=cap)
     out.backward(grad)
     found = [packed.gather(out), packed.gather(q.grad), memory.gather(k.grad), memory.gather(v.grad)]
     if bias is not None:

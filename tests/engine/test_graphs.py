@@ -61,8 +61,8 @@ def added(t, p):
     return Added(t["y"], p, KEY, SITE, t["tokens"])
 
 
-def attend(t, causal, p, **more):
-    heads = attention.Heads(2, 1, 0.3, causal, 3 if causal else None)
+def attend(t, causal, p, cap=None, **more):
+    heads = attention.Heads(2, 1, 0.3, causal, 3 if causal else None, cap)
     dropped = attention.Dropped(p, KEY, SITE, t["tokens"], 1)
     key, value = t["y"][:, :8], t["x"][:, 8:]
     return attention.attention(t["x"], key, value, t["cu"], t["cu"], heads, dropped=dropped, **more)
@@ -79,6 +79,7 @@ OPERATORS = {
     "attention": lambda t: attend(t, False, 0.0),
     "causal attention with dropout": lambda t: attend(t, True, 0.3),
     "attention with a bias": lambda t: attend(t, False, 0.3, bias=t["table"]),
+    "attention with a cap": lambda t: attend(t, True, 0.3, cap=0.5),
 }
 
 
@@ -136,7 +137,7 @@ def test_what_the_parts_return_is_declared():
     ops, nothing = torch.ops.modelcenter_graph, (None, KEY, SITE, 0)
     total, out, stats = ops.norm_part(t["x"], t["weight"], t["bias"], 1e-5, t["y"], *drawn)
     inputs = t["x"], t["y"][:, :8].contiguous(), t["y"][:, 8:].contiguous(), t["cu"], t["cu"]
-    numbers = 2, 1, 0.3, True, 0, KEY, SITE, 0, 9000
+    numbers = 2, 1, 0.3, True, 0, 0.5, KEY, SITE, 0, 9000
     mixed, sums = ops.attention_part(*inputs, t["table"], t["tokens"], *numbers)
     calls = [
         (ops.dropout_part, (t["x"], t["y"], t["tokens"], 9000, KEY, SITE, 3)),

@@ -31,6 +31,23 @@ def test_linear_cross_entropy(chunk, smoothing, bias, labelled, monkeypatch):
         assert (a - t).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("cap", [0.7, 30.0])  # most logits are beyond it; none is near it
+def test_a_soft_cap_of_the_logits(cap, dtype, monkeypatch):
+    """Of all that is made of a head: chunks of rows, whose logits' memory the gradient takes, whole and split rows."""
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 4 * 48 * 5)
+    for how in (
+        {}, {"smoothing": 0.2, "bias": False}, {"labelled": 7}, {"frozen": (0,)}, {"frozen": (1, 2)}, {"rows": 0},
+    ):  # fmt: skip
+        cases.check_head(**{"rows": 19, "vocab": 37, "dtype": dtype, "cap": cap, **how})
+    for rows in (19, 1):
+        cases.check_log_probs(rows, 37, dtype, cap=cap)
+        cases.check_log_probs(rows, 37, dtype, bias=False, cap=cap)
+    cases.check_logits(18, 37, dtype, cap=cap)
+    for of_student, of_teacher in ((cap, None), (None, cap), (cap, 2 * cap)):
+        cases.check_distillation(19, 37, dtype, smoothing=0.1, cap=of_student, teacher_cap=of_teacher)
+
+
 @pytest.mark.parametrize("chunk", [1 << 26, 4 * 4096 * 5])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

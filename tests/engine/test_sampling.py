@@ -19,9 +19,10 @@ def problem(vocab, rows):
     return hidden, weight, bias, torch.randint(0, LAST + 1, (rows,), generator=rng)
 
 
-def wanted(hidden, weight, bias, draws):
+def wanted(hidden, weight, bias, draws, cap=None):
     """In fp64, class by class."""
     logits = (hidden @ weight.T + bias).double().numpy()
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
     masses = np.exp(logits - logits.max(1, keepdims=True))
     ends = masses.cumsum(1) / masses.sum(1, keepdims=True)
     return [int((row <= draw / 2.0**DRAW_BITS).sum()) for row, draw in zip(ends, draws.tolist(), strict=True)]
@@ -37,6 +38,9 @@ def test_the_inverse_of_the_distribution_function(vocab, monkeypatch):
     assert found.dtype == torch.int64 and not found.requires_grad
     assert found.tolist() == wanted(hidden.detach(), weight, bias, draws)
     assert vocab == 1 or len(set(found.tolist())) > 1
+    capped = sample_classes(hidden, weight, bias, draws, cap=0.8)
+    assert capped.tolist() == wanted(hidden.detach(), weight, bias, draws, 0.8)
+    assert vocab == 1 or not torch.equal(capped, found)
     if vocab == 3:
         shares = torch.softmax(hidden.detach() @ weight.T + bias, -1).mean(0)
         many = [sample_classes(hidden, weight, bias, torch.randint(0, LAST + 1, (300,))) for _ in range(100)]

@@ -11,7 +11,7 @@ from engine.loss import ExtendedVocabulary, linear_cross_entropy, linear_log_pro
 from engine.parallel import tensor
 
 
-def vocabulary_loss(vocab, smoothing, rows):
+def vocabulary_loss(vocab, smoothing, rows, cap):
     engine.init_distributed(tp_size=engine.world_size())
     hidden, weight, bias, targets = vocabulary_problem(vocab, rows)
     table = nn.Linear(hidden.shape[1], vocab)
@@ -22,10 +22,10 @@ def vocabulary_loss(vocab, smoothing, rows):
     hidden.requires_grad_()
     with pytest.MonkeyPatch.context() as patch:  # the pool's ranks go on to other tests
         patch.setattr(engine.loss.chunks, "_CHUNK_BYTES", 4 * 3 * 3)  # several chunks
-        loss = linear_cross_entropy(hidden, table.weight, table.bias, targets, 4, label_smoothing=smoothing)
+        loss = linear_cross_entropy(hidden, table.weight, table.bias, targets, 4, label_smoothing=smoothing, cap=cap)
         (loss * 3).backward()
     with torch.no_grad():
-        logits = vocabulary_logits(hidden, table.weight, table.bias)
+        logits = vocabulary_logits(hidden, table.weight, table.bias, cap=cap)
     return loss.item(), hidden.grad, toys.whole(table.weight.grad), toys.whole(table.bias.grad), logits
 
 
@@ -38,15 +38,16 @@ def vocabulary_problem(vocab, rows):
 
 
 @pytest.mark.parametrize("vocab", [11, 5, 3])  # over 4 ranks: 3 3 3 2, 2 2 1 0, 1 1 1 0
-@pytest.mark.parametrize(("smoothing", "rows"), [(0.0, 7), (0.1, 7), (0.1, 0)])
-def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows):
+@pytest.mark.parametrize(("smoothing", "rows", "cap"), [(0.0, 7, None), (0.1, 7, None), (0.1, 0, None), (0.1, 7, 5.0)])
+def test_vocabulary_parallel_cross_entropy(four, vocab, smoothing, rows, cap):
     hidden, weight, bias, targets = (
         x.requires_grad_() if x.is_floating_point() else x for x in vocabulary_problem(vocab, rows)
     )
     logits = hidden @ weight.T + bias
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     total = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing) / 4
     (total * 3).backward()
-    for loss, *grads, got in four.run(vocabulary_loss, vocab, smoothing, rows):
+    for loss, *grads, got in four.run(vocabulary_loss, vocab, smoothing, rows, cap):
         assert loss == pytest.approx(total.item(), abs=1e-5)
         torch.testing.assert_close(got, logits.detach(), rtol=1e-5, atol=1e-5)
         for mine, parameter in zip(grads, (hidden, weight, bias), strict=True):

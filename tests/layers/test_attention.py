@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.ops import attention, dropout_key, dropout_rows, library
-from modelcenter.layers import bucketed_attention, buckets, sequences
+from modelcenter.layers import bucketed_attention, buckets, capped_attention, sequences
 from modelcenter.layers import packed_attention as packed_attention_module
 from modelcenter.layers.attention_options import AttentionOptions
 from modelcenter.layers.bucketed_sdpa import bucketed_sdpa
@@ -46,6 +46,9 @@ KINDS = (
     "segments with bias",
     "distances",
     "distances of keys",
+    "capped window, grouped",
+    "capped cross",
+    "capped segments with bias",
 )
 KINDS_OF_SEGMENTS = 3
 
@@ -56,12 +59,13 @@ class Problem:
     def __init__(self, packed, kind, heads=4):
         lengths = packed.sequences.host_lengths()
         self.packed, self.kind, self.heads = packed, kind, heads
-        self.kv_heads = 2 if kind == "grouped" else heads
-        keys = [n and 1 + (5 * n) % 23 for n in lengths] if kind == "cross" else lengths
+        self.kv_heads = 2 if "grouped" in kind else heads
+        self.cap = 0.9 if "capped" in kind else None  # of scores of about 1
+        keys = [n and 1 + (5 * n) % 23 for n in lengths] if "cross" in kind else lengths
         self.memory = Packed.from_cu_seqlens(torch.tensor([0, *keys]).cumsum(0).int(), None, sum(keys)).sequences
         self.causal, self.window = (
-            kind in ("causal", "window", "causal bias", "grouped"),
-            5 if kind == "window" else None,
+            "window" in kind or kind in ("causal", "causal bias", "grouped"),
+            5 if "window" in kind else None,
         )
         self.inputs = [torch.randn(packed.num_tokens, heads * 3)]
         self.inputs += [torch.randn(sum(keys), self.kv_heads * 3) for _ in range(2)]
@@ -79,16 +83,17 @@ class Problem:
 
     def ours(self, path, *inputs):
         """path: "compiled", the operator for a sequence; "buckets", rectangles; "tiles", as if these were large;
-        "sdpa", these by torch; "wide", as many and as long as on a GPU; "shared", with masks made once for many layers,
-        for the first heads and the others apart."""
+        "sdpa", these by torch; "sdpa in blocks", as if these were large, where scores are capped; "wide", as many and
+        as long as on a GPU; "shared", with masks made once for many layers, for the first heads and the others apart.
+        """
         q, k, v, *bias = inputs
         distances = self.distances(bias)
         mask = Mask(self.causal, self.window, *(bias[:1] if distances is None else ()))
         if self.segments is not None:
             mask = Mask(bias=bias[0], segments=self.segments, segment_bias=bias[1])
-        memory = self.memory if self.kind == "cross" else None
-        if path in ("sdpa", "wide"):
-            options = AttentionOptions(self.heads, self.kv_heads, self.scale, mask, distances=distances)
+        memory = self.memory if "cross" in self.kind else None
+        if path in ("sdpa", "sdpa in blocks", "wide"):
+            options = AttentionOptions(self.heads, self.kv_heads, self.scale, mask, distances=distances, cap=self.cap)
             return bucketed_sdpa(q, k, v, self.packed.sequences.bucket_pairs(memory), options)
         if path == "shared":
             mask, found = replace(mask, rectangles=aligned_rectangles(self.packed.sequences, mask)), []
@@ -96,11 +101,11 @@ class Problem:
                 own = [x.unflatten(1, (self.heads, -1))[:, first : first + some].flatten(1) for x in (q, k, v)]
                 part = mask.of_heads(first, some)
                 pairs = self.packed.sequences.bucket_pairs()
-                options = AttentionOptions(some, some, self.scale, part)
+                options = AttentionOptions(some, some, self.scale, part, cap=self.cap)
                 found.append(bucketed_sdpa(*own, pairs, options, part.rectangles))
             return torch.cat(found, 1)
-        more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale, "distances": distances}
-        return packed_attention(q, k, v, self.packed, self.heads, **more)
+        more = {"kv_heads": self.kv_heads, "mask": mask, "memory": memory, "scale": self.scale}
+        return packed_attention(q, k, v, self.packed, self.heads, **more, distances=distances, cap=self.cap)
 
     def distances(self, tables):
         """Of the tables that stand behind q, k and v; None: of a kind without."""
@@ -126,6 +131,7 @@ class Problem:
                 if table is not None:
                     apart = torch.arange(n) - torch.arange(n)[:, None]
                     scores = scores + self.scale * (rows * table[:, table.shape[1] // 2 + apart]).sum(3)
+            scores = scores if self.cap is None else self.cap * torch.tanh(scores / self.cap)
             if "distances" in self.kind:
                 bias = segment_bias = None
             for i in range(n):
@@ -161,6 +167,8 @@ def choose(monkeypatch, path):
     if path == "tiles":  # of one query up to a few, the last of them smaller
         monkeypatch.setattr(bucketed_attention, "_KEPT", 40)
         monkeypatch.setattr(bucketed_attention, "_TILE", 300)
+    if path == "sdpa in blocks":
+        monkeypatch.setattr(capped_attention, "_KEPT", 300)
     if path in ("wide", "shared"):
         monkeypatch.setattr(buckets, "length_multiple", lambda device: 16)
         monkeypatch.setattr(sequences, "length_multiple", lambda device: 16)
@@ -175,9 +183,9 @@ def choose(monkeypatch, path):
         pytest.param(
             path, kind, marks=pytest.mark.full if path == "wide" and not ("bias" in kind or kind == "distances") else ()
         )
-        for path in ("compiled", "buckets", "tiles", "sdpa", "wide", "shared")
+        for path in ("compiled", "buckets", "tiles", "sdpa", "sdpa in blocks", "wide", "shared")
         for kind in KINDS
-        if path != "shared" or "bias" in kind
+        if (path != "shared" or "bias" in kind) and (path != "sdpa in blocks" or "capped" in kind)
     ],
 )
 def test_values_and_gradients(monkeypatch, packed, path, kind):
@@ -266,6 +274,39 @@ def test_both_ways_on_a_cpu_drop_the_same_weights(monkeypatch, drawn):
         found.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
     for one, other, third in zip(*found, strict=True):
         assert (one - third).abs().max() < 1e-5 and (other - third).abs().max() < 1e-5
+
+
+def test_all_ways_drop_the_same_weights_of_capped_scores(monkeypatch):
+    """Also in blocks of some queries, as a rank has them that shares a sequence with others."""
+    packed, (layer := DrawingModule()).site = Packed.from_cu_seqlens(torch.tensor([0, 53]), None, 53), 11
+    drop = AttentionDropout(0.3, None, layer, 2, torch.randint(0, 2**40, (53,)))
+    inputs, found = [torch.randn(53, 32, requires_grad=True) for _ in range(3)], []
+    for path in ("compiled", "buckets", "tiles", "sdpa", "sdpa in blocks"):
+        choose(monkeypatch, path)
+        torch.manual_seed(1)
+        if "sdpa" in path:
+            options = AttentionOptions(4, 4, 8**-0.5, Mask(True, 9), drop, cap=0.8)
+            out = bucketed_sdpa(*inputs, packed.sequences.bucket_pairs(), options)
+        else:
+            out = packed_attention(*inputs, packed, 4, drop, mask=Mask(True, 9), cap=0.8)
+        found.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    for ways in zip(*found, strict=True):
+        assert max((way - ways[0]).abs().max() for way in ways[1:]) < 1e-5
+
+
+def test_no_square_of_a_long_sequence_with_capped_scores_is_kept(monkeypatch):
+    """In blocks, which see no more keys than their window has."""
+    choose(monkeypatch, "sdpa in blocks")
+    packed, sizes, wide = Packed.from_cu_seqlens(torch.tensor([0, 100]), None, 100), [], []
+    attend = capped_attention._attend
+    monkeypatch.setattr(capped_attention, "_attend", lambda q, k, *rest: wide.append(k.shape[2]) or attend(q, k, *rest))
+    inputs = [torch.randn(100, 8, requires_grad=True) for _ in range(3)]
+    for mask, most in ((Mask(), 100), (Mask(True), 100), (Mask(True, 7), 9), (Mask(window=7), 15)):
+        options, wide[:] = AttentionOptions(1, 1, 0.3, mask, cap=2.0), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            bucketed_sdpa(*inputs, packed.sequences.bucket_pairs(), options)
+        assert len(wide) == 34 and max(wide) == most and (sum(wide) < 1800) == mask.causal | (most < 100)
+    assert sizes and max(sizes) < 100 * 100
 
 
 def segments_of(kind, tokens):

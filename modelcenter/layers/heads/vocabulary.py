@@ -37,11 +37,13 @@ class VocabularyHead(Smoothing, nn.Module):
     Attributes:
         gives_label_states: of a teacher: in place of loss and logits it gives label_states (labels, width), the hidden
             states that the output matrix takes, of the tokens that have a label.
+        cap: a logit x is cap tanh(x / cap); None: it is as it comes.
     """
 
     bias: Tensor | None
     weight: Tensor | None
     gives_label_states: bool = False
+    cap: float | None = None
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"loss": 0 if batch.get("labels") is None else count_labels(self.targets(batch))}
@@ -97,7 +99,7 @@ class VocabularyHead(Smoothing, nn.Module):
         if self.gives_label_states:
             return {"label_states": self.transform(x.index_select(0, self.labelled(ctx, batch)[1]))}
         if want_logits == "labelled" and given and ctx.split is not None:
-            whole = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
+            whole = ctx.repad(self.logits_of(x, weight))
             out["logits"], want_logits = whole[self.targets(batch) != IGNORE_INDEX], False
         if given:
             labels, labelled = self.labelled(ctx, batch)
@@ -107,27 +109,32 @@ class VocabularyHead(Smoothing, nn.Module):
             smoothing, soft = self.smoothing, batch.get("soft_targets")
             if soft is None:
                 loss = linear_cross_entropy(
-                    hidden, weight, self.bias, targets, count, label_smoothing=smoothing, all_labelled=True
-                )
+                    hidden, weight, self.bias, targets, count,
+                    label_smoothing=smoothing, all_labelled=True, cap=self.cap,
+                )  # fmt: skip
             else:
                 loss, means = linear_distillation(
-                    hidden, weight, self.bias, targets, count, soft, label_smoothing=smoothing
+                    hidden, weight, self.bias, targets, count, soft, label_smoothing=smoothing, cap=self.cap
                 )
                 out["label_loss"], out["teacher_loss"] = ctx.sum_over_ranks(means).unbind()
             out["loss"] = ctx.sum_over_ranks(loss)
             if (draws := batch.get("draws")) is not None:
                 own = ctx.unpad(draws, name="draws").index_select(0, labelled)
                 drawn = labels.new_full(labels.shape, IGNORE_INDEX)
-                drawn.index_copy_(0, labelled, sample_classes(hidden, weight, self.bias, own))
+                drawn.index_copy_(0, labelled, sample_classes(hidden, weight, self.bias, own, cap=self.cap))
                 out["sampled"] = ctx.repad(drawn, IGNORE_INDEX)
             if want_logits == "labelled":
-                out["logits"], want_logits = vocabulary_logits(hidden, weight, self.bias), False
+                out["logits"] = vocabulary_logits(hidden, weight, self.bias, cap=self.cap)
+                want_logits = False
         if want_logits and batch.get("logits_to_keep"):
-            last = self.transform(ctx.select(x, ctx.last_tokens()))
-            out["logits"] = vocabulary_logits(last, weight, self.bias)[:, None]
+            out["logits"] = self.logits_of(ctx.select(x, ctx.last_tokens()), weight)[:, None]
         elif want_logits:
-            out["logits"] = ctx.repad(vocabulary_logits(self.transform(x), weight, self.bias))
+            out["logits"] = ctx.repad(self.logits_of(x, weight))
         return out
+
+    def logits_of(self, x: Tensor, weight: Table) -> Tensor:
+        """Of hidden states (n, hidden_size), by the vocabulary's matrix."""
+        return vocabulary_logits(self.transform(x), weight, self.bias, cap=self.cap)
 
 
 class MaskedLM(VocabularyHead):
@@ -164,10 +171,18 @@ class MaskedLM(VocabularyHead):
 class LinearMaskedLM(VocabularyHead):
     """A masked-language-model head that is the vocabulary's matrix alone."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
-        """`scale` multiplies the hidden states before the output matrix."""
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        tied: bool,
+        bias: bool = False,
+        scale: float = 1.0,
+        cap: float | None = None,
+    ):
+        """`scale` multiplies the hidden states before the output matrix; `cap`: of the logits behind it."""
         super().__init__()
-        self.scale = scale
+        self.scale, self.cap = scale, cap
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
 
@@ -203,7 +218,8 @@ class NextTokenHead(VocabularyHead):
         weight = table if self.weight is None else self.weight
         check_labels(labels, weight.shape[0])
         hidden = self.transform(x.index_select(0, labelled))
-        log_probs = linear_log_probs(hidden, weight, self.bias, labels.index_select(0, labelled))
+        targets = labels.index_select(0, labelled)
+        log_probs = linear_log_probs(hidden, weight, self.bias, targets, cap=self.cap)
         return ctx.sum_by_sequence(log_probs, labelled)
 
 

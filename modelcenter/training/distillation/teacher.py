@@ -63,7 +63,7 @@ class Teacher:
 
         weight = whole(self.model.embed.weight if head.weight is None else head.weight)
         assert weight is not None
-        return SoftTargets(states, weight, whole(head.bias), share, temperature)
+        return SoftTargets(states, weight, whole(head.bias), share, temperature, head.cap)
 
     def _inputs(self, batch: Batch, *without: str) -> dict[str, Any]:
         left_out = {*without, *_OPTIONS, *(() if self.tells_types else ("token_type_ids",))}

@@ -21,7 +21,7 @@ def compiled(cxx: str, out: Path, *flags: str, isas: tuple[str, ...] = ("plain",
     flags = (*build._CPU, "-Wno-psabi", f"-I{build.sources()}", *flags)
     parts = [(cpu / "kernels.cpp", *build._ISAS[isa], f"-DMC_ISA={isa}") for isa in isas]
     rounded = (*build._ISAS["avx512"], *build._ROUNDED) if "avx512" in isas and build.knows(cxx, build._ROUNDED) else ()
-    parts += [(cpu / "rounded_products.cpp", *rounded), (cpu / "dispatch.cpp",)]
+    parts += [(cpu / "rounded.cpp", *rounded), (cpu / "dispatch.cpp",)]
     parts += [(Path(__file__).parent / "engine" / "kernels_driver.cpp",)]
     objects = [f"{out}-{i}.o" for i in range(len(parts))]
     with ThreadPoolExecutor(2) as pool:

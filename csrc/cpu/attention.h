@@ -3,8 +3,12 @@
 //
 // 32 queries are worked on at a time, a lane each, or 16 where no more are left, as in short sequences: scores lie as
 // (keys, lanes), so that a softmax needs no sums across a vector, what a query may not see is not worked out, and scores
-// never leave the caches. Distances may add to them (distances.h). As in FlashAttention (Dao et al. 2022, arXiv:2205.14135) backward works out the weights again,
-// from the largest score and the sum of each query. A query's bits do not depend on the number of lanes.
+// never leave the caches. Distances may add to them (distances.h). As in FlashAttention (Dao et al. 2022,
+// arXiv:2205.14135) backward works out the weights again, from the largest score and the sum of each query. A query's
+// bits do not depend on the number of lanes.
+//
+// What is multiplied are words (products.h): of a product's two operands the numbers of two steps are next to each other
+// where they are rounded (Rounded), so each stands in scratch memory once for each direction in which it is multiplied.
 #pragma once
 
 #include "attention_blocks.h"
@@ -21,9 +25,13 @@ struct Scratch {
   float *k, *v, *scores, *queries, *out, *bias;            // forward
   float *slopes, *grads, *rows, *dk, *dv, *dbias;          // backward
   float* steep = nullptr;                                  // the same, where scores are capped
+  // Where numbers are rounded: words of keys and values along their channels and across their rows, of weights in the
+  // direction at hand, and across the rows of queries.
+  float *k_along = nullptr, *k_across = nullptr, *v_along = nullptr, *v_across = nullptr;
+  float *words = nullptr, *pairs = nullptr;
   int64_t numbers;
 
-  Scratch(float* memory, int64_t queries_, int64_t keys_, int64_t channels, bool backward, bool capped)
+  Scratch(float* memory, int64_t queries_, int64_t keys_, int64_t channels, bool backward, bool capped, bool rounded)
       : keys(whole(keys_, kTall)), width(whole(channels, kWide)) {
     float* next = memory;
     const auto take = [&](int64_t n) { return (next += whole(n, 16)) - whole(n, 16); };
@@ -35,12 +43,18 @@ struct Scratch {
       dk = take(keys * width), dv = take(keys * width), dbias = take(queries_ + keys_ + 2 * kQueries);
       if (capped) steep = take(keys * kQueries);
     }
+    if (rounded) {
+      const auto take_rows = [&] { return take(keys * width / 2); };
+      k_along = take_rows(), words = take(keys * kQueries / 2);
+      if (backward) k_across = take_rows(), v_along = take_rows(), pairs = take(kQueries * width / 2);
+      else v_across = take_rows();
+    }
     numbers = next - memory;
   }
 };
 
-int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped) {
-  return Scratch(nullptr, queries, keys, channels, backward, capped).numbers;
+int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped, bool rounded) {
+  return Scratch(nullptr, queries, keys, channels, backward, capped, rounded).numbers;
 }
 
 // By segments: what the queries of a block see of a key's kind, and what is added to their scores. Keys of one kind
@@ -109,29 +123,48 @@ class Seen {
   }
 };
 
-// (keys, lanes) = the products of keys with queries.
-template <int64_t kOf>
+// (keys, lanes) = the products of keys with queries. rows: words of keys along channels; queries: of channels, across.
+template <int64_t kOf, class Words>
 MC_INLINE void products_with(const float* rows, const Scratch& r, int64_t channels, const float* queries,
                              const Block<kOf>& b, float* to) {
+  constexpr int64_t kSteps = Words::kSteps;
+  const int64_t stride = r.width / kSteps, steps = (channels + kSteps - 1) / kSteps;
   for (int64_t j = b.top; j < b.bottom; j += kTall)
-    tile<kOf>(channels, rows + j * r.width, r.width, 1, queries, kOf, to + j * kOf, kOf, false);
+    tile<kOf, Words>(steps, rows + j * stride, stride, 1, queries, kOf, to + j * kOf, kOf, false);
 }
 
-// (lanes, width) = the sums over the keys of weights (keys, lanes) times rows (keys, width).
-template <int64_t kOf>
+// (lanes, width) = the sums over the keys of weights (keys, lanes) times rows (keys, width), of both words across keys.
+template <int64_t kOf, class Words>
 MC_INLINE void mix_of(const float* weights, const float* rows, const Scratch& r, const Block<kOf>& b, float* to) {
+  constexpr int64_t kSteps = Words::kSteps;
+  const int64_t first = b.begin / kSteps, steps = (b.end + kSteps - 1) / kSteps - first;
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t i = 0; i < b.count; i += kTall)
-      tile(b.end - b.begin, weights + b.begin * kOf + i, 1, kOf, rows + b.begin * r.width + c, r.width,
-           to + i * r.width + c, r.width, false);
+      tile<kWide, Words>(steps, weights + first * kOf + i, 1, kOf, rows + first * r.width + c, r.width,
+                         to + i * r.width + c, r.width, false);
 }
 
-// (keys, width) += the sums over the queries of weights (keys, lanes) times rows (lanes, width).
-template <int64_t kOf>
+// (keys, width) += the sums over the queries of weights (keys, lanes) times rows (lanes, width), words along and across
+// lanes.
+template <int64_t kOf, class Words>
 MC_INLINE void add_mix(const float* weights, const Rows& rows, const Scratch& r, const Block<kOf>& b, float* to) {
+  constexpr int64_t kSteps = Words::kSteps, kStride = kOf / kSteps;
   for (int64_t c = 0; c < r.width; c += kWide)
     for (int64_t j = b.top; j < b.bottom; j += kTall)
-      tile(b.count, weights + j * kOf, kOf, 1, rows.at + c, rows.stride, to + j * r.width + c, r.width, true);
+      tile<kWide, Words>((b.count + kSteps - 1) / kSteps, weights + j * kStride, kStride, 1, rows.at + c, rows.stride,
+                         to + j * r.width + c, r.width, true);
+}
+
+// Weights (keys, lanes) of the tiles of keys that a block sees, as words along lanes or across keys, at their places.
+template <int64_t kOf, class Words>
+MC_INLINE const float* along_lanes(const float* weights, const Scratch& r, const Block<kOf>& b) {
+  const int64_t at = b.top * kOf;
+  return Words::along(weights + at, (b.bottom - b.top) * kOf, r.words + at / 2) - at / Words::kSteps;
+}
+template <int64_t kOf, class Words>
+MC_INLINE const float* across_keys(const float* weights, const Scratch& r, const Block<kOf>& b) {
+  const int64_t at = b.top * kOf;
+  return Words::across({weights + at, kOf}, b.bottom - b.top, kOf, r.words + at / 2).at - at / Words::kSteps;
 }
 
 // A key's row has this number where a query does not see it.
@@ -245,16 +278,22 @@ MC_INLINE const float* reversed_bias(const Attention& a, int64_t head, int64_t q
   return scratch;
 }
 
-template <int64_t kOf>
-void attend(const Attention& a, const Part& p, int64_t first, const float* bias, const Scratch& r) {
+// What is multiplied of the keys and values of a head.
+struct Operands {
+  const float *k_along, *k_across, *v_along, *v_across;
+};
+
+template <int64_t kOf, class Words>
+void attend(const Attention& a, const Part& p, int64_t first, const float* bias, const Operands& of, const Scratch& r) {
+  constexpr bool kRounded = Words::kSteps > 1;
   Block<kOf> b(a, first, p.queries, p.keys);
   Seen<kOf> by_segments(a, p, b, nullptr);
   Seen<kOf>* const seen = a.kinds ? &by_segments : nullptr;
   if (seen) seen->narrow(b);
   const int64_t at = p.at(a, first), stride = p.stride(a);
-  transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
-  products_with(r.k, r, a.channels, r.queries, b, r.scores);
-  if (a.tables) add_distances(a, tables_of(a, false), b, r.queries, r.k, r.scores);
+  Words::template pack_rows<kOf>(a.q + at, stride, a.channels, b.count, r.queries, nullptr);
+  products_with<kOf, Words>(of.k_along, r, a.channels, r.queries, b, r.scores);
+  if (!kRounded && a.tables) add_distances(a, tables_of(a, false), b, r.queries, r.k, r.scores);
   score(a, b, seen, bias, p.keys, r.scores, nullptr);
   alignas(64) float most[kOf], sum[kOf], total[kOf];
   clear(total, kOf);
@@ -267,7 +306,7 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
     clear(sum, kOf);
     for (int64_t i = j; i < b.end && i < j + kNumbers; i++) {
       float* __restrict row = r.scores + i * kOf;
-      for (int64_t l = 0; l < kOf; l++) row[l] = exponential(row[l] - most[l], 0.0f);
+      for (int64_t l = 0; l < kOf; l++) row[l] = exponential<true>(row[l] - most[l], 0.0f);
       cover(a, b, seen, i, 0.0f, row);
       for (int64_t l = 0; l < kOf; l++) sum[l] += row[l];
     }
@@ -280,7 +319,8 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
       drop<kOf>(a, words, half, r.scores + j * kOf);
     });
   }
-  mix_of(r.scores, r.v, r, b, r.out);
+  if (kRounded) clear_edges(b, r.scores);
+  mix_of<kOf, Words>(across_keys<kOf, Words>(r.scores, r, b), of.v_across, r, b, r.out);
   for (int64_t l = 0; l < b.count; l++) {
     const float share_of_sum = 1.0f / total[l];
     const float* __restrict from = r.out + l * r.width;
@@ -291,27 +331,29 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
   }
 }
 
-template <int64_t kOf>
+template <int64_t kOf, class Words>
 void attend_backward(const Attention& a, const Part& p, int64_t first, const float* bias, bool biased,
-                     float* dsegment_bias, const Scratch& r) {
+                     float* dsegment_bias, const Operands& of, const Scratch& r) {
+  constexpr bool kRounded = Words::kSteps > 1;
   Block<kOf> b(a, first, p.queries, p.keys);
   Seen<kOf> by_segments(a, p, b, dsegment_bias);
   Seen<kOf>* const seen = a.kinds ? &by_segments : nullptr;
   if (seen) seen->narrow(b);
   const int64_t at = p.at(a, first), stride = p.stride(a);
-  transpose_panel<kOf>(a.q + at, stride, a.channels, b.count, r.queries);
-  transpose_panel<kOf>(a.grad + at, stride, a.channels, b.count, r.grads);
+  Words::template pack_rows<kOf>(a.q + at, stride, a.channels, b.count, r.queries, nullptr);
+  Words::template pack_rows<kOf>(a.grad + at, stride, a.channels, b.count, r.grads, nullptr);
   alignas(64) float most[kOf], part[kOf], delta[kOf];
   clear(most, kOf), clear(part, kOf), clear(delta, kOf);
   for (int64_t l = 0; l < b.count; l++) {
     const float* sums = p.sums(a, first + l);
     most[l] = sums[0], part[l] = 1.0f / sums[1];
     const float *g = a.grad + at + l * stride, *o = a.out + at + l * stride;
-    delta[l] = row_sum(a.channels, [&](int64_t c) { return g[c] * o[c]; });
+    // Of gradients as they are multiplied with values, so that it is the mean of these products.
+    delta[l] = row_sum(a.channels, [&](int64_t c) { return Words::multiplied(g[c]) * o[c]; });
   }
-  products_with(r.k, r, a.channels, r.queries, b, r.scores);
-  if (a.tables) add_distances(a, tables_of(a, true), b, r.queries, r.k, r.scores);
-  products_with(r.v, r, a.channels, r.grads, b, r.slopes);
+  products_with<kOf, Words>(of.k_along, r, a.channels, r.queries, b, r.scores);
+  if (!kRounded && a.tables) add_distances(a, tables_of(a, true), b, r.queries, r.k, r.scores);
+  products_with<kOf, Words>(of.v_along, r, a.channels, r.grads, b, r.slopes);
   score(a, b, seen, bias, p.keys, r.scores, r.steep);
   uint64_t numbers[kOf];
   number(a, p.query, b, p.head, numbers);
@@ -319,7 +361,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
     float* __restrict weights = r.scores + j * kOf;
     float* __restrict slopes = r.slopes + j * kOf;
     alignas(64) float before[kOf];
-    for (int64_t l = 0; l < kOf; l++) weights[l] = exponential(weights[l] - most[l], 0.0f) * part[l];
+    for (int64_t l = 0; l < kOf; l++) weights[l] = exponential<true>(weights[l] - most[l], 0.0f) * part[l];
     cover(a, b, seen, j, 0.0f, weights);
     memcpy(before, weights, sizeof before);
     if (words) {
@@ -347,28 +389,34 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
   }
   clear_edges(b, r.scores);
   clear_edges(b, r.slopes);
-  add_mix(r.scores, rows_of(a.grad + at, stride, a.channels, b.count, r.width, r.rows), r, b, r.dv);
+  const Rows grads = rows_of(a.grad + at, stride, a.channels, b.count, r.width, r.rows);
+  const Rows grads_across = Words::across(grads, b.count, r.width, r.pairs);
+  add_mix<kOf, Words>(along_lanes<kOf, Words>(r.scores, r, b), grads_across, r, b, r.dv);
   const Rows rows = rows_of(a.q + at, stride, a.channels, b.count, r.width, r.rows);
-  add_mix(r.slopes, rows, r, b, r.dk);
-  mix_of(r.slopes, r.k, r, b, r.out);
-  if (a.tables) add_gradients_of_distances(a, tables_of(a, true), b, r.slopes, rows, r.k, r.dk, r.out);
+  const Rows rows_across = Words::across(rows, b.count, r.width, r.pairs);
+  add_mix<kOf, Words>(along_lanes<kOf, Words>(r.slopes, r, b), rows_across, r, b, r.dk);
+  mix_of<kOf, Words>(across_keys<kOf, Words>(r.slopes, r, b), of.k_across, r, b, r.out);
+  if (!kRounded && a.tables) add_gradients_of_distances(a, tables_of(a, true), b, r.slopes, rows, r.k, r.dk, r.out);
   for (int64_t l = 0; l < b.count; l++) move(r.out + l * r.width, a.channels, a.dq + at + l * stride);
 }
 
 // out of queries [query, query + queries) over keys [key, key + keys), of the heads that share key head `group`.
+template <class Words>
 void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                float* scratch) {
-  const Scratch r(scratch, queries, keys, a.channels, false, a.cap > 0.0f);
+  const Scratch r(scratch, queries, keys, a.channels, false, a.cap > 0.0f, Words::kSteps > 1);
   const int64_t share = a.heads / a.kv_heads, k_stride = a.kv_heads * a.channels;
   const int64_t k_at = key * k_stride + group * a.channels;
   copy_head(a.k + k_at, k_stride, a.channels, keys, r.width, r.keys, r.k);
   copy_head(a.v + k_at, k_stride, a.channels, keys, r.width, r.keys, r.v);
+  const Operands of{Words::along(r.k, r.keys * r.width, r.k_along), nullptr, nullptr,
+                    Words::across({r.v, r.width}, r.keys, r.width, r.v_across).at};
   for (int64_t head = group * share; head < (group + 1) * share; head++) {
     const Part p{query, queries, keys, head};
     const float* bias = reversed_bias(a, head, queries, keys, r.bias);
     for (int64_t first = 0; first < queries; first += kQueries) {
-      if (queries - first > kFew) attend<kQueries>(a, p, first, bias, r);
-      else attend<kFew>(a, p, first, bias, r);
+      if (queries - first > kFew) attend<kQueries, Words>(a, p, first, bias, of, r);
+      else attend<kFew, Words>(a, p, first, bias, of, r);
     }
   }
 }
@@ -376,13 +424,17 @@ void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, 
 // What the gradient a.grad of a.out is of q, k and v, and of the bias: dbias, (heads, queries + keys - 1), of query
 // minus key, from 1 - keys on; null without a bias. dsegment_bias: (heads, segment_width), to which this sequence's is
 // added; or null.
+template <class Words>
 void attention_backward(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                         float* dbias, float* dsegment_bias, float* scratch) {
-  const Scratch r(scratch, queries, keys, a.channels, true, a.cap > 0.0f);
+  const Scratch r(scratch, queries, keys, a.channels, true, a.cap > 0.0f, Words::kSteps > 1);
   const int64_t share = a.heads / a.kv_heads, k_stride = a.kv_heads * a.channels;
   const int64_t k_at = key * k_stride + group * a.channels, differences = queries + keys - 1;
   copy_head(a.k + k_at, k_stride, a.channels, keys, r.width, r.keys, r.k);
   copy_head(a.v + k_at, k_stride, a.channels, keys, r.width, r.keys, r.v);
+  const Operands of{Words::along(r.k, r.keys * r.width, r.k_along),
+                    Words::across({r.k, r.width}, r.keys, r.width, r.k_across).at,
+                    Words::along(r.v, r.keys * r.width, r.v_along), nullptr};
   memset(r.dk, 0, sizeof(float) * (size_t)(r.keys * r.width));
   memset(r.dv, 0, sizeof(float) * (size_t)(r.keys * r.width));
   for (int64_t head = group * share; head < (group + 1) * share; head++) {
@@ -391,8 +443,8 @@ void attention_backward(const Attention& a, int64_t query, int64_t queries, int6
     if (dbias) memset(r.dbias, 0, sizeof(float) * (size_t)(differences + kQueries));
     float* const to = dsegment_bias ? dsegment_bias + head * a.segment_width : nullptr;
     for (int64_t first = 0; first < queries; first += kQueries) {
-      if (queries - first > kFew) attend_backward<kQueries>(a, p, first, bias, dbias != nullptr, to, r);
-      else attend_backward<kFew>(a, p, first, bias, dbias != nullptr, to, r);
+      if (queries - first > kFew) attend_backward<kQueries, Words>(a, p, first, bias, dbias != nullptr, to, of, r);
+      else attend_backward<kFew, Words>(a, p, first, bias, dbias != nullptr, to, of, r);
     }
     if (dbias) memcpy(dbias + head * differences, r.dbias, sizeof(float) * (size_t)differences);
   }

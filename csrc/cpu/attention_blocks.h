@@ -34,10 +34,6 @@ MC_INLINE void copy_head(const float* x, int64_t stride, int64_t channels, int64
 }
 
 // Rows of one head whose number is a multiple of a tile's width: where they are, or copied.
-struct Rows {
-  const float* at;
-  int64_t stride;
-};
 MC_INLINE Rows rows_of(const float* x, int64_t stride, int64_t channels, int64_t rows, int64_t width, float* scratch) {
   if (channels == width) return {x, stride};
   copy_head(x, stride, channels, rows, width, rows, scratch);

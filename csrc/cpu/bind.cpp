@@ -247,7 +247,7 @@ void cross_entropy(Tensor logits, Tensor loss, Tensor targets, std::optional<Ten
 // The name of the instruction set in use; plain C, for Python's ctypes.
 extern "C" __attribute__((visibility("default"))) const char* modelcenter_isa() { return modelcenter::kernels().name; }
 extern "C" __attribute__((visibility("default"))) int modelcenter_rounds() {
-  return modelcenter::rounded_product() != nullptr;
+  return modelcenter::rounded() != nullptr;
 }
 
 STABLE_TORCH_LIBRARY(modelcenter, m) {
@@ -296,12 +296,12 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "attention_(Tensor(a!) out, Tensor(b!) sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, "
       "Tensor? bias, Tensor? tokens, int heads, int kv_heads, float scale, bool causal, int window, float cap, "
-      "int key, int site, int first_head, int threshold, Tensor? kinds=None, Tensor? rules=None, "
+      "bool may_round, int key, int site, int first_head, int threshold, Tensor? kinds=None, Tensor? rules=None, "
       "Tensor? counts=None, Tensor? segment_bias=None) -> ()");
   m.def(
       "attention_backward_(Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dbias, Tensor grad, Tensor out, "
       "Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, "
-      "int heads, int kv_heads, float scale, bool causal, int window, float cap, int key, int site, "
+      "int heads, int kv_heads, float scale, bool causal, int window, float cap, bool may_round, int key, int site, "
       "int first_head, int threshold, Tensor? kinds=None, Tensor? rules=None, Tensor? counts=None, "
       "Tensor? segment_bias=None, Tensor(e!)? dsegment_bias=None) -> ()");
   m.def(

@@ -15,6 +15,7 @@ struct AttentionCall {
   std::vector<int64_t> queries, keys;  // where each sequence begins
   std::vector<int64_t> cost;           // of all units before each
   std::vector<int64_t> kinds, rules;   // by segments: kinds of each sequence, and the rules of those before it
+  bool rounds = false;
 
   int64_t units() const { return (int64_t)cost.size() - 1; }
   int64_t sequence(int64_t unit) const { return unit / a.kv_heads; }
@@ -38,6 +39,7 @@ struct AttentionHeads {
   bool causal;
   int64_t window;
   double cap;
+  bool may_round;  // numbers to bf16 before they are multiplied, where that is faster
 };
 
 struct AttentionDraw {
@@ -97,6 +99,7 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
   a.heads = h.heads, a.kv_heads = h.kv_heads, a.channels = q.size(1) / h.heads;
   a.scale = (float)h.scale, a.causal = h.causal, a.window = h.window, a.first_head = draw.first_head;
   a.cap = (float)h.cap;
+  call.rounds = h.may_round && rounded();
   STD_TORCH_CHECK(a.cap >= 0.0f && std::isfinite(a.cap), "cap is ", h.cap, ", no positive number, and not 0 for none");
   const int64_t rows = q.size(0), key_rows = k.size(0);
   a.q = arrays.take(q, "q", rows * a.heads * a.channels);
@@ -150,7 +153,8 @@ void each_unit(const AttentionCall& call, bool backward, const Body& body) {
     for (; unit < call.units() && call.cost[(size_t)unit] < end; unit++) {
       const int64_t i = call.sequence(unit);
       const int64_t n = call.length(call.queries, i), m = call.length(call.keys, i);
-      const int64_t needed = kernels().attention_scratch(n, m, call.a.channels, backward, call.a.cap > 0.0f);
+      const int64_t needed =
+          kernels().attention_scratch(n, m, call.a.channels, backward, call.a.cap > 0.0f, call.rounds);
       if (needed > size) scratch.reset(new float[(size_t)needed + 16]), size = needed;
       float* const aligned = (float*)(((uintptr_t)scratch.get() + 63) / 64 * 64);
       if (own.kinds) own.num_kinds = call.kinds[(size_t)i], own.rules = call.a.rules + call.rules[(size_t)i];
@@ -168,19 +172,20 @@ inline void clear_heads(const Attention& a, float* to, int64_t query, int64_t qu
 
 void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
                std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads, double scale,
-               bool causal, int64_t window, double cap, int64_t key, int64_t site, int64_t first_head,
-               int64_t threshold, std::optional<Tensor> kinds, std::optional<Tensor> rules,
+               bool causal, int64_t window, double cap, bool may_round, int64_t key, int64_t site,
+               int64_t first_head, int64_t threshold, std::optional<Tensor> kinds, std::optional<Tensor> rules,
                std::optional<Tensor> counts, std::optional<Tensor> segment_bias) {
   Arrays arrays(q);
   AttentionCall call = check_attention(arrays, q, k, v, sums, true, cu_queries, cu_keys, bias, tokens,
-                                       {heads, kv_heads, scale, causal, window, cap}, {key, site, first_head, threshold},
-                                       {kinds, rules, counts, segment_bias});
+                                       {heads, kv_heads, scale, causal, window, cap, may_round},
+                                       {key, site, first_head, threshold}, {kinds, rules, counts, segment_bias});
   Attention& a = call.a;
   a.out = arrays.take(out, "out", q.numel(), true);
   arrays.check();
+  const AttentionKernel attend = call.rounds ? rounded()->attention : kernels().attention;
   each_unit(call, false, [&](const Attention& own, int64_t query, int64_t n, int64_t key, int64_t m, int64_t group,
                              int64_t, float* scratch) {
-    if (m) return kernels().attention(own, query, n, key, m, group, scratch);
+    if (m) return attend(own, query, n, key, m, group, scratch);
     clear_heads(a, a.out, query, n, group);
   });
 }
@@ -188,14 +193,14 @@ void attention(Tensor out, Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> dbias, Tensor grad, Tensor out,
                         Tensor sums, Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys,
                         std::optional<Tensor> bias, std::optional<Tensor> tokens, int64_t heads, int64_t kv_heads,
-                        double scale, bool causal, int64_t window, double cap, int64_t key, int64_t site,
-                        int64_t first_head, int64_t threshold, std::optional<Tensor> kinds, std::optional<Tensor> rules,
-                        std::optional<Tensor> counts, std::optional<Tensor> segment_bias,
+                        double scale, bool causal, int64_t window, double cap, bool may_round, int64_t key,
+                        int64_t site, int64_t first_head, int64_t threshold, std::optional<Tensor> kinds,
+                        std::optional<Tensor> rules, std::optional<Tensor> counts, std::optional<Tensor> segment_bias,
                         std::optional<Tensor> dsegment_bias) {
   Arrays arrays(q);
   AttentionCall call = check_attention(arrays, q, k, v, sums, false, cu_queries, cu_keys, bias, tokens,
-                                       {heads, kv_heads, scale, causal, window, cap}, {key, site, first_head, threshold},
-                                       {kinds, rules, counts, segment_bias});
+                                       {heads, kv_heads, scale, causal, window, cap, may_round},
+                                       {key, site, first_head, threshold}, {kinds, rules, counts, segment_bias});
   Attention& a = call.a;
   a.out = arrays.take(out, "out", q.numel());
   a.grad = arrays.take(grad, "grad", q.numel());
@@ -208,6 +213,8 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> d
   float* slopes = dbias ? arrays.take(*dbias, "dbias", a.heads * a.bias_width, true) : nullptr;
   float* by_segments = dsegment_bias ? arrays.take(*dsegment_bias, "dsegment_bias", of_sequence, true) : nullptr;
   arrays.check();
+  const AttentionBackwardKernel attend_backward =
+      call.rounds ? rounded()->attention_backward : kernels().attention_backward;
   // What each sequence adds to dbias and dsegment_bias, added up in their order below: threads do not show.
   const int64_t sequences = (int64_t)call.queries.size() - 1;
   std::vector<int64_t> first(1, 0);
@@ -220,7 +227,7 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> d
                             int64_t i, float* scratch) {
     float* const to = slopes ? parts.data() + first[(size_t)i] : nullptr;
     float* const to_segments = by_segments ? segment_parts.data() + i * of_sequence : nullptr;
-    if (m) return kernels().attention_backward(own, query, n, key, m, group, to, to_segments, scratch);
+    if (m) return attend_backward(own, query, n, key, m, group, to, to_segments, scratch);
     clear_heads(a, a.dq, query, n, group);
   });
   if (by_segments) memset(by_segments, 0, sizeof(float) * (size_t)of_sequence);

@@ -74,7 +74,7 @@ void each_part(const DistancesCall& call, bool backward, const Body& body, const
       Attention own = call.a;
       own.reach = call.reach[(size_t)p];
       if (!own.reach) continue;
-      const int64_t scratch = kernels().attention_scratch(own.reach, own.reach, own.channels, backward, false);
+      const int64_t scratch = kernels().attention_scratch(own.reach, own.reach, own.channels, backward, false, false);
       const int64_t needed = scratch + kernels().distances_scratch(own.reach, own.channels, backward);
       if (needed > size) memory.reset(new float[(size_t)needed + 16]), size = needed;
       float* const aligned = (float*)(((uintptr_t)memory.get() + 63) / 64 * 64);

@@ -81,8 +81,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::op
     for (int64_t i = 0; i < rows; i++) memset(p.out + i * p.out_stride, 0, sizeof(float) * (size_t)p.columns);
   if (p.depth == 0 && p.sums) memset(p.sums, 0, sizeof(float) * (size_t)rows);
   if (!rows || p.depth == 0 || (!p.columns && !p.sums)) return;
-  const ProductKernel rounded = may_round ? rounded_product() : nullptr;
-  const ProductKernel kernel = rounded ? rounded : kernels().product;
+  const ProductKernel kernel = may_round && rounded() ? rounded()->product : kernels().product;
   const bool taken = p.b_transposed && !p.a_transposed && !p.add && !p.sums;
   if (taken && rows <= kernels().few_rows) return multiply_few(p, rows);
   // Cut into parts of whole tiles, one for each thread. A large product has work for all, and the bits are the same.

@@ -50,6 +50,11 @@ struct Attention {
 
 constexpr int64_t kSquared = 4;  // chunks whose squares are added up at the same time
 
+using AttentionKernel = void (*)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys,
+                                 int64_t group, float* scratch);
+using AttentionBackwardKernel = void (*)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys,
+                                         int64_t group, float* dbias, float* dsegment_bias, float* scratch);
+
 struct CpuKernels {
   const char* name;
   // Steps elements [begin, end) of a slab; gradients are multiplied by `scale` first.
@@ -83,11 +88,9 @@ struct CpuKernels {
   void (*product_of_few)(const Product&, int64_t rows, int64_t left, int64_t right);
   int64_t few_rows;
   // Queries of one sequence over its keys, of the heads that share a key head, and back: see attention.h.
-  int64_t (*attention_scratch)(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped);
-  void (*attention)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-                    float* scratch);
-  void (*attention_backward)(const Attention&, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
-                             float* dbias, float* dsegment_bias, float* scratch);
+  int64_t (*attention_scratch)(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped, bool rounded);
+  AttentionKernel attention;
+  AttentionBackwardKernel attention_backward;
   // A head's tables of distances, before sequences of it are attended, and the gradients of these after all of them, each
   // (2 * reach - 1, channels) or null; and how much memory they take: see distances.h.
   int64_t (*distances_scratch)(int64_t reach, int64_t channels, bool backward);
@@ -105,8 +108,14 @@ struct CpuKernels {
   bool (*sha256)(uint32_t* first, const uint8_t* x, int64_t n, uint32_t* second, const uint8_t* y, int64_t m);
 };
 
-// As `product`, of numbers rounded to bf16; null where this CPU has no instructions for it, or the compiler knows none.
-ProductKernel rounded_product();
+// The same of numbers rounded to bf16 where they are multiplied (not where distances add to scores); null where this CPU
+// has no instructions for it, or the compiler knows none.
+struct RoundedKernels {
+  ProductKernel product;
+  AttentionKernel attention;
+  AttentionBackwardKernel attention_backward;
+};
+const RoundedKernels* rounded();
 
 const CpuKernels& kernels_plain();
 const CpuKernels& kernels_avx2();

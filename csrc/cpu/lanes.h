@@ -31,7 +31,8 @@ template <bool kFused = false>
 MC_INLINE float exponential(float y, float most) {
   y = y < -87.0f ? -87.0f : y;  // a NaN stays
   y = y > most ? most : y;
-  const float shifted = multiply_add<kFused>(y, 1.44269504f, 12582912.0f), n = shifted - 12582912.0f;  // to the nearest whole number
+  const float shifted = multiply_add<kFused>(y, 1.44269504f, 12582912.0f);  // to the nearest whole number
+  const float n = shifted - 12582912.0f;
   const float r = multiply_add<kFused>(n, 2.12194440e-4f, multiply_add<kFused>(n, -0.693359375f, y));
   float p = 1.9875691500e-4f;
   p = multiply_add<kFused>(p, r, 1.3981999507e-3f);

@@ -1,5 +1,5 @@
 // Products of fp32 matrices whose operands lie as they are: a part of cpu/kernels.cpp, compiled for each instruction set,
-// and of cpu/rounded_products.cpp.
+// and of cpu/rounded.cpp.
 //
 // Panels of both operands are packed into scratch memory, in the order in which the innermost loop takes them, so that an
 // operand may be transposed at no cost. Each element of the result is summed over t in the same order, however the
@@ -34,6 +34,12 @@ typedef float Vector __attribute__((vector_size(kBytes), aligned(4), may_alias))
 
 MC_INLINE void fetch(const float* p) { __builtin_prefetch(p, 0, 3); }
 
+// Rows of contiguous numbers.
+struct Rows {
+  const float* at;
+  int64_t stride;
+};
+
 // What is packed: numbers as they are, one in a word.
 struct Exact {
   static constexpr int64_t kSteps = 1;
@@ -54,6 +60,12 @@ struct Exact {
   // The same of the transpose of x: panels of kOf rows, of columns [0, depth).
   template <int64_t kOf>
   static void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums);
+  // A number as it is multiplied.
+  static MC_INLINE float multiplied(float x) { return x; }
+  // Rows as words of numbers that follow one another, n in all, or of numbers above one another, as if zeros followed the
+  // last row. n and the width are multiples of 16. Where a word is one number they are as they lie.
+  static MC_INLINE const float* along(const float* x, int64_t, float*) { return x; }
+  static MC_INLINE Rows across(const Rows& x, int64_t, int64_t, float*) { return x; }
 };
 
 // A tile, of kOf columns, of out = the sum over t of a[i * a_row + t * a_step] b[t * b_step + j], added to what `out`
@@ -214,15 +226,19 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
   float* const tall = scratch;
   float* const wide = scratch + kHeight / kTall * kTallPanel;
   const bool sums = p.sums && left == 0;
-  auto block_of_b = [&](int64_t t, int64_t j) { return p.b_transposed ? p.b + j * p.b_stride + t : p.b + t * p.b_stride + j; };
+  auto block_of_b = [&](int64_t t, int64_t j) {
+    return p.b_transposed ? p.b + j * p.b_stride + t : p.b + t * p.b_stride + j;
+  };
   // The block of b after that of step t and column j, if there is one.
   auto next_block = [&](int64_t t, int64_t j, int64_t height) {
     if ((j += kWidth) >= right) j = left, t += kPacked;
     if (t >= p.depth) return Coming{};
-    const int64_t depth = p.depth - t < kPacked ? p.depth - t : kPacked, width = right - j < kWidth ? right - j : kWidth;
+    const int64_t depth = p.depth - t < kPacked ? p.depth - t : kPacked;
+    const int64_t width = right - j < kWidth ? right - j : kWidth;
     Coming next{block_of_b(t, j), p.b_stride, depth, width, 0};
     if (p.b_transposed) next.rows = width, next.numbers = depth;
-    const int64_t tiles = (height + kTall - 1) / kTall * (kWidth / kWide), lines = next.rows * ((next.numbers + 15) / 16);
+    const int64_t tiles = (height + kTall - 1) / kTall * (kWidth / kWide);
+    const int64_t lines = next.rows * ((next.numbers + 15) / 16);
     next.each = (lines + tiles - 1) / tiles;
     return next;
   };

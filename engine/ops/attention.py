@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.ops import library
 from engine.ops.autograd import Function, once_differentiable
 from engine.ops.compilation import host_number
+from engine.torch_compat import may_round_products
 
 
 class Heads(NamedTuple):
@@ -25,9 +26,10 @@ class Heads(NamedTuple):
     window: int | None = None
     cap: float | None = None
 
-    def numbers(self) -> tuple[int, int, float, bool, int, float]:
-        """As the compiled operator takes them."""
-        return self.heads, self.kv_heads, self.scale, self.causal, self.window or 0, self.cap or 0.0
+    def numbers(self) -> tuple[int, int, float, bool, int, float, bool]:
+        """As the compiled operator takes them, and whether it may round what it multiplies to bf16."""
+        may_round = not torch.compiler.is_compiling() and may_round_products()
+        return self.heads, self.kv_heads, self.scale, self.causal, self.window or 0, self.cap or 0.0, may_round
 
 
 class Dropped(NamedTuple):
@@ -66,7 +68,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
 
 NOTHING_DROPPED = Dropped()
 
-_KEY = 6  # its place among the numbers of the compiled operator, behind those of `Heads`
+_KEY = 7  # its place among the numbers of the compiled operator, behind those of `Heads`
 
 
 def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -123,7 +125,7 @@ class Attention(Function):
         in_graph = isinstance(ctx.numbers[_KEY], Tensor)
         call = torch.ops.modelcenter_graph.attention_backward_part if in_graph else run_backward
         dq, dk, dv, dbias = call(grad, need_bias, *ctx.saved_tensors, *ctx.numbers)
-        return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 11
+        return dq, dk, dv, None, None, dbias if need_bias else None, *(None,) * 12
 
 
 class AttentionBySegments(Function):

@@ -159,10 +159,10 @@ def _cpu_parts() -> list[list[str]]:
 def cpu_kernels(cxx: str) -> list[tuple[str, list[str]]]:
     """The files of kernels for this machine's CPUs, and with which flags this compiler makes each of them."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        return [("kernels.cpp", ["-DMC_ISA=plain"]), ("rounded_products.cpp", [])]
+        return [("kernels.cpp", ["-DMC_ISA=plain"]), ("rounded.cpp", [])]
     kernels = [("kernels.cpp", [*flags, f"-DMC_ISA={isa}"]) for isa, flags in reversed(_ISAS.items())]
     rounded = [*_ISAS["avx512"], *_ROUNDED] if knows(cxx, _ROUNDED) else []
-    return [*kernels, ("rounded_products.cpp", rounded)]
+    return [*kernels, ("rounded.cpp", rounded)]
 
 
 def knows(cxx: str, flags: Sequence[str]) -> bool:

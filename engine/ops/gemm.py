@@ -8,7 +8,7 @@ as oneDNN without either, but for a few rows, as generation has them; without it
 AVX2 alone MKL is as fast as either, but again for a few rows, with which it takes up to six times as long as the
 compiled operator for few (csrc/cpu/few_rows.h). All are exact fp32, unless torch.set_float32_matmul_precision("medium")
 allows to round what is multiplied to bf16: CPUs with instructions for that multiply twice as fast (by the compiled
-operator, csrc/cpu/rounded_products.cpp, or Intel's with AMX by torch), and sums are in fp32 as before. The choice
+operator, csrc/cpu/rounded.cpp, or Intel's with AMX by torch), and sums are in fp32 as before. The choice
 depends on the CPU, on what is built and on the shape, never on a timing, and no sum on the number of threads: a run
 repeats bit for bit.
 

@@ -115,17 +115,17 @@ def _attention_backward_like(
 
 _ATTENTION = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, Tensor? bias, Tensor? tokens, SymInt heads, "
-    "SymInt kv_heads, float scale, bool causal, SymInt window, float cap, Tensor key, Tensor site, SymInt first_head, "
-    "SymInt threshold"
+    "SymInt kv_heads, float scale, bool causal, SymInt window, float cap, bool may_round, Tensor key, Tensor site, "
+    "SymInt first_head, SymInt threshold"
 )
 _operator(f"attention({_ATTENTION}) -> Tensor", attention.Attention.apply)
-_part(f"attention_part({_ATTENTION}) -> (Tensor, Tensor)", attention.run, _attention_like, key=13)
+_part(f"attention_part({_ATTENTION}) -> (Tensor, Tensor)", attention.run, _attention_like, key=14)
 _part(
     f"attention_backward_part(Tensor grad, bool need_bias, Tensor out, Tensor sums, {_ATTENTION})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_like,
-    key=17,
+    key=18,
 )
 
 # -- activations -------------------------------------------------------------------------------------------------------

@@ -158,7 +158,8 @@ def with_scores(scores: Tensor, seen: Tensor | None) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, options: AttentionOptions, first: int = 0) -> Tensor:
-    """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it for queries from place `first` on."""
+    """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it for queries from place `first`
+    on."""
     scale, drop = options.scale, options.drop
     if options.cap is not None:
         return capped_attention(q, k, v, seen, options, first)

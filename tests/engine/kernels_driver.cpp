@@ -253,11 +253,11 @@ int main() {
   rotations();
   products(k.product, "product ");
   products_of_few();
-  attention();
+  attention(false);
   distances();
   bytes();
   counters();
   // Last, since not all instruction sets have it: what others are given stays the same.
-  if (rounded_product()) products(rounded_product(), "rounded product ");
+  if (rounded()) products(rounded()->product, "rounded product "), attention(true);
   return 0;
 }

@@ -61,7 +61,7 @@ static std::vector<int64_t> offsets(const std::vector<int64_t>& lengths) {
   return at;
 }
 
-static void attention() {
+static void attention(bool rounds) {
   const std::vector<int64_t> small{1, 0, 31, 33}, large{40, 7, 150};
   const Sequences all[] = {
       {"plain", small, small, 4, 4, 8, 0, false, false, 0},
@@ -102,19 +102,21 @@ static void attention() {
     for (size_t i = 0; i < s.queries.size(); i++) dsegments.push_back(std::vector<float>(between.size(), 0.0f));
     for (size_t i = 0; i < s.queries.size(); i++)
       dbias.push_back(unwritten(s.heads * std::max((int64_t)0, s.queries[i] + s.keys[i] - 1)));
+    const AttentionKernel attend = rounds ? rounded()->attention : k.attention;
+    const AttentionBackwardKernel back = rounds ? rounded()->attention_backward : k.attention_backward;
     for (bool backward : {false, true})
       on_threads((int64_t)s.keys.size() * s.kv_heads, [&](int64_t unit) {
         const size_t i = (size_t)(unit / s.kv_heads);
         const int64_t n = s.queries[i], m = s.keys[i], group = unit % s.kv_heads;
         if (!m) return;
-        const Scratch scratch(k.attention_scratch(n, m, s.channels, backward, s.cap > 0.0f));
+        const Scratch scratch(k.attention_scratch(n, m, s.channels, backward, s.cap > 0.0f, rounds));
         if (backward)
-          k.attention_backward(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr,
-                               s.segments ? dsegments[i].data() : nullptr, scratch.at);
+          back(a, queries[i], n, keys[i], m, group, s.bias ? dbias[i].data() : nullptr,
+               s.segments ? dsegments[i].data() : nullptr, scratch.at);
         else
-          k.attention(a, queries[i], n, keys[i], m, group, scratch.at);
+          attend(a, queries[i], n, keys[i], m, group, scratch.at);
       });
-    const std::string name = std::string("attention ") + s.name;
+    const std::string name = std::string(rounds ? "rounded attention " : "attention ") + s.name;
     show(name, out);
     show(name + ": sums", sums);
     show(name + ": dq", dq);
@@ -168,7 +170,7 @@ static void distances() {
         k.distances_begin(own, head, backward);
         for (size_t i = 0; i < s.lengths.size(); i++) {
           const int64_t m = s.lengths[i];
-          const Scratch scratch(k.attention_scratch(m, m, s.channels, backward, false));
+          const Scratch scratch(k.attention_scratch(m, m, s.channels, backward, false, false));
           if (backward) k.attention_backward(own, first[i], m, first[i], m, head, nullptr, nullptr, scratch.at);
           else k.attention(own, first[i], m, first[i], m, head, scratch.at);
         }

@@ -22,6 +22,9 @@ KINDS = {
     "causal": dict(lengths=[40, 1, 129, 64, 17], width=3, causal=True, p=0.1),
     "window": dict(lengths=[70, 33, 150], width=20, causal=True, window=11, kv_heads=1),
     "near": dict(lengths=[70, 33, 1, 150, 16], width=20, window=11, kv_heads=2, p=0.1),
+    # The first key that a block sees is the second of a pair, or the last the first of one.
+    "even window": dict(lengths=[70, 33, 150], width=16, causal=True, window=10),
+    "even near": dict(lengths=[70, 33, 150], width=16, window=10, p=0.1),
     "bias": dict(lengths=[3, 65, 40, 17], width=33, bias=True, p=0.2),
     "causal bias": dict(lengths=[50, 8], width=16, bias=True, causal=True, kv_heads=2),
     "cross": dict(lengths=[5, 40, 0, 33], keys=[90, 3, 8, 1], width=32, kv_heads=2, p=0.1),
@@ -102,10 +105,14 @@ def check_attention(**kind):
         torch.testing.assert_close(
             mine.double(), right, rtol=1e-5, atol=2e-6 * right.detach().abs().max().item() + 1e-6
         )
+    same_on_threads(ours, inputs, *rest)
+
+
+def same_on_threads(ours, *problem):
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert all(map(torch.equal, ours, found(inputs, *rest)))
+        assert all(map(torch.equal, ours, found(*problem)))
     finally:
         torch.set_num_threads(threads)
 
@@ -113,6 +120,43 @@ def check_attention(**kind):
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_values_and_gradients(kind):
     check_attention(**kind)
+
+
+@pytest.fixture
+def medium():
+    """torch's setting that lets products of fp32 matrices round to bf16."""
+    if not library.cpu().rounds:
+        pytest.skip("this CPU has no instructions for products in bf16")
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_numbers_rounded_to_bf16(medium, kind):
+    """Of q, k and v that need no rounding, so that what is left is that of weights and slopes to 8 bits: sums, softmax,
+    masks and the bias are those of fp32."""
+    (q, k, v, *bias), *rest = problem(**kind)
+    inputs = [*(x.bfloat16().float() for x in (q, k, v)), *bias]
+    ours = found(inputs, *rest)
+    doubles = [x.double().requires_grad_() for x in inputs]
+    out = truth(doubles, *rest)
+    slope = torch.linspace(-1, 1, out.numel()).view(out.shape).double()
+    for mine, right in zip(ours, [out, *torch.autograd.grad(out, doubles, slope)], strict=True):
+        error = mine.double() - right.detach()
+        assert 1e-4 < error.norm() / right.norm() < 7e-3
+        assert error.abs().max() < 0.02 * right.abs().max()
+    same_on_threads(ours, inputs, *rest)
+
+
+def test_backward_rounds_as_forward_did(medium):
+    inputs, queries, keys, heads, dropped = problem(**KINDS["causal"])
+    wanted = found(inputs, queries, keys, heads, dropped)
+    q, k, v = leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attention.attention(q, k, v, queries, keys, heads, None, dropped)
+    torch.set_float32_matmul_precision("highest")
+    ours = torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view(out.shape))
+    assert all(map(torch.equal, ours, wanted[1:]))
 
 
 @pytest.mark.parametrize("kind", ["window", "near"])

@@ -137,7 +137,7 @@ def test_what_the_parts_return_is_declared():
     ops, nothing = torch.ops.modelcenter_graph, (None, KEY, SITE, 0)
     total, out, stats = ops.norm_part(t["x"], t["weight"], t["bias"], 1e-5, t["y"], *drawn)
     inputs = t["x"], t["y"][:, :8].contiguous(), t["y"][:, 8:].contiguous(), t["cu"], t["cu"]
-    numbers = 2, 1, 0.3, True, 0, 0.5, KEY, SITE, 0, 9000
+    numbers = 2, 1, 0.3, True, 0, 0.5, False, KEY, SITE, 0, 9000
     mixed, sums = ops.attention_part(*inputs, t["table"], t["tokens"], *numbers)
     calls = [
         (ops.dropout_part, (t["x"], t["y"], t["tokens"], 9000, KEY, SITE, 3)),
@@ -149,6 +149,10 @@ def test_what_the_parts_return_is_declared():
             for extra, sums_of, draw in ((None, True, drawn), (total, False, nothing))
         ),
         (ops.attention_part, (*inputs, None, None, *numbers)),
+        (ops.activation_part, (t["x"], None, 0)),
+        (ops.activation_part, (t["x"], t["y"], 2)),
+        (ops.activation_backward_part, (out, t["x"], None, 0)),
+        (ops.activation_backward_part, (out, t["x"], t["y"], 2)),
         *(
             (ops.attention_backward_part, (mixed, need_bias, mixed, sums, *inputs, t["table"], t["tokens"], *numbers))
             for need_bias in (True, False)

@@ -1,7 +1,9 @@
-// Products of fp32 matrices whose numbers are rounded to bf16 as they are packed, with sums in fp32: what
-// torch.set_float32_matmul_precision("medium") allows. For CPUs with AVX512_BF16, which multiply twice as many of them.
+// Products of fp32 matrices, and attention, whose numbers are rounded to bf16 as they are packed, with sums and all else in
+// fp32: what torch.set_float32_matmul_precision("medium") allows. For CPUs with AVX512_BF16, which multiply twice as many
+// of them.
 #include "kernels.h"
 #if defined(__AVX512BF16__)
+#include "attention.h"
 #include "products.h"
 #endif
 
@@ -77,16 +79,39 @@ struct Rounded {
     if (sums)
       for (int64_t i = 0; i < rows; i++) sums[i] += row_sum(depth, [&](int64_t t) { return x[i * stride + t]; });
   }
+
+  static MC_INLINE float multiplied(float x) {
+    const uint32_t bits = bits_of(x);
+    return float_of((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000);
+  }
+
+  static MC_INLINE const float* along(const float* x, int64_t n, float* __restrict to) {
+    for (int64_t i = 0; i < n; i += 16)
+      _mm256_storeu_si256((__m256i*)(to + i / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+    return to;
+  }
+
+  static MC_INLINE Rows across(const Rows& x, int64_t rows, int64_t width, float* __restrict to) {
+    for (int64_t i = 0; i < rows; i += 2)
+      for (int64_t j = 0; j < width; j += 16) {
+        const float* from = x.at + i * x.stride + j;
+        const __m512 second = i + 1 < rows ? _mm512_loadu_ps(from + x.stride) : _mm512_setzero_ps();
+        _mm512_storeu_si512(to + i / 2 * width + j, words(_mm512_loadu_ps(from), second));
+      }
+    return {to, width};
+  }
 };
+
+constexpr RoundedKernels kRounded = {product<Rounded>, attention<Rounded>, attention_backward<Rounded>};
 
 }  // namespace
 
-ProductKernel rounded_product() {
+const RoundedKernels* rounded() {
   static const bool there = __builtin_cpu_supports("avx512bf16") && kernels().product == kernels_avx512().product;
-  return there ? product<Rounded> : nullptr;
+  return there ? &kRounded : nullptr;
 }
 #else
-ProductKernel rounded_product() { return nullptr; }
+const RoundedKernels* rounded() { return nullptr; }
 #endif
 
 }  // namespace modelcenter

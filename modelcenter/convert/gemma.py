@@ -60,9 +60,10 @@ class _Gemma3Fields(llama.LlamaFields):
         """
         values = dict(values)
         types, every = values.get("layer_types"), values.get(_EVERY)
-        whole = isinstance(types, list) and len(types) == values.get("num_hidden_layers", len(types))
-        if whole and (found := _period(types, every)) is not None:
-            values |= {_EVERY: found, "layer_types": None}
+        # Of another length than the file's layers they are an error of the config.
+        if isinstance(types, list) and len(types) == values.get("num_hidden_layers", len(types)):
+            found = _period(types, every)
+            values |= {} if found is None else {_EVERY: found, "layer_types": None}
         kinds = values.pop("rope_parameters", None) or {}
         if not isinstance(kinds, Mapping) or not all(isinstance(kinds.get(name), Mapping | None) for name in _THETAS):
             raise ValueError(f"rope_parameters: got {kinds!r:.80}, expected an object for each type of layers")

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from modelcenter.models.deberta_v2 import DebertaV2 as DebertaV2
     from modelcenter.models.distilbert import DistilBert as DistilBert
     from modelcenter.models.electra import Electra as Electra
+    from modelcenter.models.ernie import Ernie as Ernie
     from modelcenter.models.esm import Esm as Esm
     from modelcenter.models.eurobert import EuroBert as EuroBert
     from modelcenter.models.gemma import Gemma as Gemma

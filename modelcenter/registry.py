@@ -105,6 +105,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("deberta-v2", "DebertaV2", "deberta_v2"),
         _ours("distilbert", "DistilBert"),
         _ours("electra", "Electra"),
+        _ours("ernie", "Ernie"),
         _ours("eurobert", "EuroBert"),
         _ours("esm", "Esm"),
         _ours("gpt2", "GPT2"),

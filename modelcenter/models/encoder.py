@@ -67,6 +67,10 @@ class EncoderConfig(ModelConfig):
         return 0
 
     @property
+    def use_task_id(self) -> bool:
+        return False
+
+    @property
     def is_decoder(self) -> bool:
         return False
 
@@ -307,6 +311,11 @@ class Encoder(CrossAttentionMixin):
             raise ValueError(
                 f"{of_decoders[0]}: this model is an encoder, not a decoder (is_decoder is false); leave it out"
             )
+        if "task_type_ids" in batch and not self.config.use_task_id:
+            raise ValueError(
+                f"task_type_ids: this {type(self).__name__} has no table of types of tasks, which only an ERNIE with "
+                "use_task_id has; leave them out"
+            )
         if not self.tells_types and "token_type_ids" in batch:
             raise ValueError(
                 f"token_type_ids: {type(self).__name__} does not tell types of tokens apart; leave them out (a "
@@ -319,6 +328,7 @@ class Encoder(CrossAttentionMixin):
         attention_mask: Tensor | None = None,
         *,
         token_type_ids: Tensor | None = None,
+        task_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -350,6 +360,7 @@ class Encoder(CrossAttentionMixin):
         Args:
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
+            task_type_ids: as input_ids, of an ERNIE with use_task_id; 0 where they are left out.
             inputs_embeds: (batch, seq, embedding_size) in place of input_ids.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
                 encoder_cu_seqlens: what a decoder with cross_attention attends to; a cache remembers it. Without them
@@ -374,15 +385,15 @@ class Encoder(CrossAttentionMixin):
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
-            position_ids=position_ids, inputs_embeds=inputs_embeds, encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask, labels=labels, next_sentence_label=next_sentence_label,
-            sentence_order_label=sentence_order_label, start_positions=start_positions, end_positions=end_positions,
-            past_key_values=past_key_values, cache=cache, use_cache=use_cache, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens, encoder_max_seqlen=encoder_max_seqlen,
-            num_choices=num_choices, prompt_lengths=prompt_lengths, loss_counts=loss_counts,
-            num_items_in_batch=num_items_in_batch, output_logits=output_logits, logits_to_keep=logits_to_keep,
-            output_log_probs=output_log_probs, output_hidden_states=output_hidden_states,
-            soft_targets=soft_targets,
+            task_type_ids=task_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            encoder_hidden_states=encoder_hidden_states, encoder_attention_mask=encoder_attention_mask, labels=labels,
+            next_sentence_label=next_sentence_label, sentence_order_label=sentence_order_label,
+            start_positions=start_positions, end_positions=end_positions, past_key_values=past_key_values, cache=cache,
+            use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, encoder_cu_seqlens=encoder_cu_seqlens,
+            encoder_max_seqlen=encoder_max_seqlen, num_choices=num_choices, prompt_lengths=prompt_lengths,
+            loss_counts=loss_counts, num_items_in_batch=num_items_in_batch, output_logits=output_logits,
+            logits_to_keep=logits_to_keep, output_log_probs=output_log_probs,
+            output_hidden_states=output_hidden_states, soft_targets=soft_targets,
         )  # fmt: skip
         self._check_inputs(batch)
         if self.task == "multiple-choice" and cu_seqlens is None:

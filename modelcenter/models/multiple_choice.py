@@ -6,7 +6,7 @@ from torch import Tensor
 
 from modelcenter.models.inputs import Batch
 
-TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "task_type_ids", "position_ids", "inputs_embeds")
 
 
 def count_choices(batch: Batch) -> int:

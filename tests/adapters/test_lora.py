@@ -69,6 +69,8 @@ OTHERS = [
     ("deberta-v2", "sequence-classification"),
     ("electra", "masked-lm"),
     ("electra", "sequence-classification"),
+    ("ernie", "masked-lm"),
+    ("ernie", "sequence-classification"),
     ("eurobert", "masked-lm"),
     ("eurobert", "sequence-classification"),
     ("albert", "masked-lm"),

@@ -84,6 +84,7 @@ def test_fields_that_change_sizes(changes):
             | {"norm_rel_ebd": "none"},
         ),
         ("electra", {"embedding_size": 48, "is_decoder": True, "add_cross_attention": True}),
+        ("ernie", {"use_task_id": False, "is_decoder": True, "add_cross_attention": True}),
         ("eurobert", {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True}),
         ("nomic_bert", {"head_dim": 10, "type_vocab_size": 3}),
         ("albert", {"embedding_size": 48, "num_hidden_groups": 2, "inner_group_num": 3}),
@@ -98,10 +99,11 @@ def test_fields_of_families(name, changes):
 
 
 @pytest.mark.parametrize(
-    "name", "bert roberta xlm-roberta camembert data2vec-text distilbert electra albert mpnet nomic_bert".split()
+    "name", "bert roberta xlm-roberta camembert data2vec-text distilbert electra albert ernie mpnet nomic_bert".split()
 )
 def test_sizes_that_a_config_leaves_out(name):
     left_out = ["max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups", "inner_group_num"]
+    left_out += ["task_type_vocab_size"]
     config = {field: value for field, value in preset(f"tiny/{name}")["config"].items() if field not in left_out}
     assert body_sizes(config) == counted(mc.from_config(config))
 

@@ -8,7 +8,7 @@ from modelcenter import registry
 from modelcenter.compare import pad_rows, rows_for
 from modelcenter.testing import assert_same
 
-ENCODERS = ("bert", "roberta", "data2vec-text", "electra")  # that write where the config says is_decoder
+ENCODERS = ("bert", "roberta", "data2vec-text", "electra", "ernie")  # that write where the config says is_decoder
 LANGUAGE = ("masked-lm", "causal-lm", "seq2seq-lm")
 CASES = [
     (name, task)

@@ -1,5 +1,5 @@
-"""Decoders that attend to the states of an encoder (`add_cross_attention`): BERT, RoBERTa, XLM-R, ELECTRA and GPT-2
-against transformers, whose parameters are all random.
+"""Decoders that attend to the states of an encoder (`add_cross_attention`): BERT, RoBERTa, XLM-R, ELECTRA, ERNIE and
+GPT-2 against transformers, whose parameters are all random.
 """
 
 import json
@@ -47,7 +47,7 @@ GPT2 = {
     "eos_token_id": 1,
 }
 FAST = ("BertLMHeadModel", "GPT2LMHeadModel")
-OTHERS = ("Roberta", "XLMRoberta", "Electra")
+OTHERS = ("Roberta", "XLMRoberta", "Electra", "Ernie")
 ALL = [*FAST, *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.full) for name in OTHERS)]
 each = pytest.mark.parametrize("family", ALL)
 
@@ -140,7 +140,7 @@ def test_rows_padded_on_the_left(family, tmp_path):
     assert_same("logits", ours(**batch).logits[real], theirs(**batch).logits[real], 1e-5)
     whole = backward(ours, {**batch, "labels": labels})
     rows = backward(ours, packed({**batch, "labels": labels}))
-    if not family.startswith(("Bert", "Electra", "GPT2")):  # whose positions are columns
+    if not family.startswith(("Bert", "Electra", "Ernie", "GPT2")):  # whose positions are columns
         assert_same("loss", whole[0].loss, rows[0].loss, 1e-5)
 
 

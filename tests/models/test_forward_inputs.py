@@ -24,7 +24,7 @@ def subclasses(cls):
     return {found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))}
 
 
-ENCODERS = ("bert", "roberta", "data2vec-text", "electra")  # that write where the config says is_decoder
+ENCODERS = ("bert", "roberta", "data2vec-text", "electra", "ernie")  # that write where the config says is_decoder
 FORWARDS = sorted(
     (cls for cls in subclasses(Model) if cls.__module__.startswith("modelcenter.models.") and "forward" in vars(cls)),
     key=lambda cls: cls.__name__,

@@ -1,5 +1,5 @@
-"""BERT, RoBERTa with its namesakes and ELECTRA as decoders (`is_decoder`), and BERT's next sentence, against
-transformers."""
+"""BERT, ERNIE, RoBERTa with its namesakes and ELECTRA as decoders (`is_decoder`), and BERT's and ERNIE's next
+sentence, against transformers."""
 
 import pytest
 import torch
@@ -92,6 +92,11 @@ class TestBertWriterWhole(BertWriter):
 
 
 @pytest.mark.full
+class TestErnieWriterWhole(BertWriter):
+    hf_config = BertWriter.hf_config | {"model_type": "ernie", "use_task_id": True}
+
+
+@pytest.mark.full
 class TestRobertaWriterWhole(RobertaWriter):
     pass
 
@@ -121,6 +126,11 @@ class TestNextSentenceWhole(BertWriter):
     hf_config = TestNextSentence.hf_config
     tasks = TestNextSentence.tasks
     test_parity_notices = None  # type: ignore[assignment]
+
+
+@pytest.mark.full
+class TestNextSentenceOfErnie(TestNextSentenceWhole):
+    hf_config = TestNextSentence.hf_config | {"model_type": "ernie", "use_task_id": True}
 
 
 @pytest.mark.parametrize(

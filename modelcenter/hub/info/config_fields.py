@@ -17,6 +17,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},
     "modernbert": {"decoder_bias": True},
     "mpnet": {"max_positions": 512, "type_vocab_size": 0, "num_buckets": 32},
+    "ernie": {"max_positions": 512, "type_vocab_size": 2, "task_type_vocab_size": 3},
     "eurobert": {"tie_embeddings": False},
     "nomic_bert": {"type_vocab_size": 2},
     "esm": {"max_positions": 1026, "position_type": "absolute"},
@@ -69,7 +70,7 @@ def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[
 
 _OFF = frozenset(  # unless the config says otherwise
     """cross_attention attention_bias mlp_bias norm_bias classifier_bias gated remove_final_norm q_lora_rank
-    relative_attention norm_distances norm_embeddings share_projections conv_width num_groups""".split()
+    relative_attention use_task_id norm_distances norm_embeddings share_projections conv_width num_groups""".split()
 )
 
 

@@ -65,7 +65,7 @@ _ROBERTA: Heads = {"masked-lm": _masked_words, "causal-lm": _masked_words}
 _DECODER: Heads = {"causal-lm": _words}
 _ENCODER_DECODER: Heads = {"seq2seq-lm": _words}
 HEADS: dict[str, Heads] = {
-    "bert": {**_ROBERTA, "pretraining": _words_and_next_sentence},
+    **dict.fromkeys(("bert", "ernie"), {**_ROBERTA, "pretraining": _words_and_next_sentence}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "data2vec-text"), _ROBERTA),
     **dict.fromkeys(("distilbert", "deberta-v2", "esm", "mpnet", "nomic_bert"), {"masked-lm": _masked_words}),
     "modernbert": {"masked-lm": _modernbert_words},

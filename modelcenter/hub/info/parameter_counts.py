@@ -94,6 +94,12 @@ def _mpnet(c: Fields, kind: str) -> dict[str, int]:
     return {**sizes, "embeddings": sizes["embeddings"] + c.num_buckets * c.num_heads}
 
 
+def _ernie(c: Fields, kind: str) -> dict[str, int]:
+    sizes = _bert(c, kind)
+    task_types = c.task_type_vocab_size * c.hidden_size if c.use_task_id else 0
+    return {**sizes, "embeddings": sizes["embeddings"] + task_types}
+
+
 def _albert(c: Fields, kind: str) -> dict[str, int]:
     d, narrow, layers = c.hidden_size, c.embedding_size, c.num_groups * c.group_layers  # however often each runs
     return {
@@ -270,6 +276,7 @@ def _composed(config: Mapping[str, Any]) -> dict[str, int]:
 _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta", "camembert", "data2vec-text"), _bert),
     "albert": _albert,
+    "ernie": _ernie,
     "esm": _esm,
     "deberta-v2": _deberta,
     "modernbert": _modernbert,

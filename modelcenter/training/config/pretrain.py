@@ -92,8 +92,8 @@ class MLMConfig(MaskedConfig, TaughtPretrainConfig):
 
     task: ClassVar[str] = "mlm"
 
-    next_sentence: bool = _objective(False, "also train BERT's second task: whether the second part of a row follows "
-        "the first")
+    next_sentence: bool = _objective(False, "also train the second task of BERT and ERNIE: whether the second part of "
+        "a row follows the first")
     sentence_order: bool = _objective(False, "also train ALBERT's second task: whether the two parts of a row stand in "
         "their order")
     # fmt: on

@@ -109,6 +109,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("eurobert", "EuroBert"),
         _ours("esm", "Esm"),
         _ours("gpt2", "GPT2"),
+        _ours("gte", "Gte"),
         _ours("roberta", "Roberta"),
         _ours("modernbert", "ModernBert"),
         _ours("mpnet", "MPNet"),
@@ -148,6 +149,13 @@ REFUSED = {
 }
 
 
+# Other names that files have for a model_type.
+_SPELLINGS = {
+    "encoder_decoder": "encoder-decoder",  # of transformers 3
+    "new": "gte",  # of Alibaba's code
+}
+
+
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """A sentence that offers the names closest to a mistyped one; empty when none is close."""
     close = difflib.get_close_matches(name.lower(), list(dict.fromkeys(names)), n=count, cutoff=0.55)
@@ -182,7 +190,7 @@ def model_type_of(config: Mapping[str, Any]) -> Any:
     """The `model_type` of a config.json; where it has none, that of a class which its `architectures` name, or None."""
     named, kind = config.get("architectures"), config.get("model_type")
     if kind is not None or not isinstance(named, list):
-        return "encoder-decoder" if kind == "encoder_decoder" else kind  # transformers 3 wrote the latter
+        return _SPELLINGS.get(kind, kind) if isinstance(kind, str) else kind
     for spec in ARCHITECTURES.values():
         # Architectures that share a model_type, and that `get` tells apart by their classes, are left out.
         if not spec.architectures and spec.arch_map().declared_task(named) is not None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Train BERT, RoBERTa, XLM-R, CamemBERT, data2vec-text, DistilBERT, ALBERT, ERNIE, DeBERTa, MPNet, ModernBERT,
-NomicBERT, EuroBERT, ESM or an ELECTRA generator to predict masked tokens.
+NomicBERT, GTE, EuroBERT, ESM or an ELECTRA generator to predict masked tokens.
 
 --whole_word masks whole words. --next_sentence also trains BERT or ERNIE to predict whether two texts follow each
 other, --sentence_order trains ALBERT to predict whether they stand in their order.

@@ -6,6 +6,7 @@ from pathlib import Path
 import peft
 import torch
 import transformers
+from harness import skip_unless_transformers_has
 
 import modelcenter as mc
 from modelcenter import registry
@@ -57,6 +58,7 @@ def logits(model, task: str, family: str) -> torch.Tensor:
 
 
 def transformers_model(base: Path, family: str, task: str):
+    skip_unless_transformers_has(family)
     cls = getattr(transformers, registry.get(family).arch_map().tasks[task].hf_class)
     return cls.from_pretrained(base).eval()
 

@@ -8,12 +8,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 
 from modelcenter import testing
 from modelcenter.testing import assert_same, randomize_, run_backward
 
-__all__ = ["ArchitectureTests", "assert_same", "made_once", "randomize_", "run_backward"]
+__all__ = [
+    "ArchitectureTests",
+    "assert_same",
+    "made_once",
+    "randomize_",
+    "run_backward",
+    "skip_unless_transformers_has",
+]
+
+# Families that the oldest supported transformers lacks, and the version that brought them.
+LATER = {"gte": "5.24"}
+
+
+def skip_unless_transformers_has(family: str) -> None:
+    """Skip a test, or a file of tests, that compares with a model which this version of transformers lacks."""
+    if family in LATER and family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"{family} is in transformers from {LATER[family]} on", allow_module_level=True)
 
 
 def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,6 +52,7 @@ FAMILIES = [
     ("tiny/deberta-v2", "masked-lm"), ("tiny/mpnet", "masked-lm"), ("tiny/cpmant", "causal-lm"),
     ("tiny/nomic_bert", "masked-lm"), ("tiny/eurobert", "sequence-classification"),
     ("tiny/esm", "masked-lm"), ("tiny/gemma3_text", "causal-lm"),
+    ("tiny/ernie", "pretraining"), ("tiny/gte", "masked-lm"),
 ]  # fmt: skip
 
 

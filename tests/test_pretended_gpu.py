@@ -92,6 +92,8 @@ STEPS = [
     ("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/t5", "sequence-classification"),
     ("tiny/mpnet", "masked-lm"), ("tiny/nomic_bert", "masked-lm"), ("tiny/esm", "masked-lm"),
     ("tiny/eurobert", "sequence-classification"), pytest.param("tiny/pegasus", "seq2seq-lm", marks=pytest.mark.full),
+    pytest.param("tiny/ernie", "pretraining", marks=pytest.mark.full),
+    pytest.param("tiny/gte", "masked-lm", marks=pytest.mark.full),
     *(("tiny/bert", task) for task in test_gpu.TASKS if task != "multiple-choice"),
 ]  # fmt: skip
 

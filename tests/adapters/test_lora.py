@@ -79,6 +79,8 @@ OTHERS = [
     ("mpnet", "sequence-classification"),
     ("nomic_bert", "masked-lm"),
     ("nomic_bert", "sequence-classification"),
+    ("gte", "masked-lm"),
+    ("gte", "sequence-classification"),
     ("esm", "masked-lm"),
     ("esm", "token-classification"),
 ]

@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 from harness import assert_same, randomize_
-from safetensors.torch import load_file, save_file
+from nomic_toys import edit, inputs, make_directory_of_embeddings
+from safetensors.torch import load_file
 
 import modelcenter as mc
 from modelcenter.compare import layout_of
@@ -51,19 +52,6 @@ def saved(cls, folder, **fields):
     theirs.tie_weights()
     theirs.eval().save_pretrained(folder)
     return theirs
-
-
-def edit(folder, config=None, drop=(), rename=lambda name: name, **more):
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {name: tensors[value].clone() for name, value in more.items()}
-    kept = {rename(name): tensor for name, tensor in tensors.items() if name not in drop}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-
-
-def inputs(length=9):
-    return {"input_ids": torch.randint(1, 131, (2, length)), "token_type_ids": torch.randint(0, 3, (2, length))}
 
 
 def test_the_authors_bare_model(tmp_path):
@@ -231,16 +219,8 @@ def test_a_directory_of_sentence_transformers(tmp_path):
     """As nomic-embed-text-v1.5: the mean of the states, and what its texts begin with."""
     theirs, batch = saved("Model", tmp_path), inputs()
     edit(tmp_path, AUTHORS)
-    home = "sentence_transformers.models."
-    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
-    steps = [{"idx": i, "name": str(i), "path": path, "type": home + kind} for i, (kind, path) in enumerate(kinds)]
     prompts = {"query": "search_query: ", "document": "search_document: ", "Clustering": "clustering: "}
-    (tmp_path / "modules.json").write_text(json.dumps(steps))
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8192, "do_lower_case": False}))
-    (tmp_path / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 48, "pooling_mode_mean_tokens": True}
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    make_directory_of_embeddings(tmp_path, "mean_tokens", prompts=prompts)
     ours = mc.from_pretrained(tmp_path, "embedding")
     found = ours.config.embedding
     assert (found.query_prompt, found.document_prompt) == ("search_query: ", "search_document: ")

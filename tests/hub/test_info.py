@@ -87,6 +87,7 @@ def test_fields_that_change_sizes(changes):
         ("ernie", {"use_task_id": False, "is_decoder": True, "add_cross_attention": True}),
         ("eurobert", {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True}),
         ("nomic_bert", {"head_dim": 10, "type_vocab_size": 3}),
+        ("gte", {"type_vocab_size": 0}),
         ("albert", {"embedding_size": 48, "num_hidden_groups": 2, "inner_group_num": 3}),
     ],
 )
@@ -99,7 +100,8 @@ def test_fields_of_families(name, changes):
 
 
 @pytest.mark.parametrize(
-    "name", "bert roberta xlm-roberta camembert data2vec-text distilbert electra albert ernie mpnet nomic_bert".split()
+    "name",
+    "bert roberta xlm-roberta camembert data2vec-text distilbert electra albert ernie mpnet nomic_bert gte".split(),
 )
 def test_sizes_that_a_config_leaves_out(name):
     left_out = ["max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups", "inner_group_num"]

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 import transformers
-from harness import assert_same, randomize_
+from harness import assert_same, randomize_, skip_unless_transformers_has
 from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto
 
@@ -44,6 +44,7 @@ def classes_of(family: str) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_class_has_a_task(family):
+    skip_unless_transformers_has(family)
     arch, model = ARCHITECTURES[family].arch_map(), ARCHITECTURES[family].model_class()
     ours = {task.hf_class for task in arch.tasks.values()}
     assert classes_of(family) | OF_AUTHORS.get(family, set()) == ours

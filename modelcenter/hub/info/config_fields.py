@@ -20,6 +20,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ernie": {"max_positions": 512, "type_vocab_size": 2, "task_type_vocab_size": 3},
     "eurobert": {"tie_embeddings": False},
     "nomic_bert": {"type_vocab_size": 2},
+    "gte": {"type_vocab_size": 1},
     "esm": {"max_positions": 1026, "position_type": "absolute"},
     "electra": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128},
     "gpt2": {"max_positions": 1024},

@@ -146,6 +146,13 @@ def _nomic_bert(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _gte(c: Fields, kind: str) -> dict[str, int]:
+    """NomicBERT with the biases of attention and of what leads out of the feed-forward."""
+    d, layers = c.hidden_size, c.num_layers
+    sizes = _nomic_bert(c, kind)
+    return {**sizes, "attention": layers * _attention(c, True), "mlp": sizes["mlp"] + layers * d}
+
+
 def _esm(c: Fields, kind: str) -> dict[str, int]:
     d, layers = c.hidden_size, c.num_layers
     positions = 0 if c.position_type == "rotary" else c.max_positions
@@ -282,6 +289,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "modernbert": _modernbert,
     "mpnet": _mpnet,
     "nomic_bert": _nomic_bert,
+    "gte": _gte,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
     **dict.fromkeys(("gemma", "gemma3_text"), _llama),

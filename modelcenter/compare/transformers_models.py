@@ -23,8 +23,9 @@ def hub_class(model_type: str, task: str) -> Any:
     if not arch.files:
         if not hasattr(transformers, name):
             raise ValueError(
-                f"transformers has no {name}: those who published {model_type} ship its code with the weights. Compare "
-                "with another checkpoint: modelcenter compare A B"
+                f"transformers {transformers.__version__} has no {name}: a later version may have it, or those who "
+                f"published {model_type} ship its code with the weights. Compare with another checkpoint: modelcenter "
+                "compare A B"
             )
         return getattr(transformers, name)
     spec = importlib.util.spec_from_file_location("modelcenter_remote_code", registry.shipped_file(arch.files[0]))

@@ -173,6 +173,9 @@ def test_scaling_of_the_authors():
         none = mc.from_config(AUTHORS, rope_scaling={"type": "ntk", "factor": factor}).config
         assert (none.rope_theta, none.rope_scaling) == (THETA, None)
     assert mc.from_config(AUTHORS, rope_scaling={"type": "ntk", "factor": 2, "mixed_b": None}).config.rope_theta == 40.0
+    later = {name: value for name, value in AUTHORS.items() if name not in ("rope_theta", "rope_scaling")}
+    later |= {"rope_parameters": {"rope_type": "ntk", "factor": FACTOR, "rope_theta": THETA}}
+    assert mc.from_config(later).config == mc.from_config(AUTHORS).config
 
 
 def test_config_is_written_as_transformers_writes_it(tmp_path):

@@ -252,11 +252,12 @@ def _check_config(fields: Mapping[str, Any], path: Path) -> None:
 
 
 def _config_that_transformers_lacks(fields: Mapping[str, Any]) -> Any:
-    """What the config of a family that only we have, or only under this name, says of its tokenizer, as transformers'
-    config: it would warn of a model that it cannot use. None: it is to read the config itself."""
+    """What the config of a family that only we have says of its tokenizer, as transformers' config: it would warn of a
+    model that it cannot use. None: it is to read the config itself."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    if str(fields.get("model_type")) in CONFIG_MAPPING or str(model_type_of(fields)) not in ARCHITECTURES:
+    kind = str(fields.get("model_type"))
+    if kind not in ARCHITECTURES or kind in CONFIG_MAPPING:
         return None
     return PreTrainedConfig(**{name: fields[name] for name in ("tokenizer_class", "auto_map") if name in fields})
 

@@ -27,7 +27,7 @@ TRANSLATED = {
     "do_train": Translation("epochs", {True: None}, "`modelcenter evaluate` and `predict` do not train"),
 }
 _PACKED = "rows are packed one after another, so there is no padding to save; leave it out"
-_FEWER = "give a file of fewer rows; --max_steps ends a run early, and --dry_run tries one step"
+_FEWER = "rows of a split are named with it, as in --train_split 'train[:1000]' and --eval_split 'validation[:10%]'"
 _SHARDS = "--zero shards the model"
 _FOUR_BITS = "--quantize nf4 keeps the weights under --lora_rank in 4 bits"
 _GPUS = "CUDA_VISIBLE_DEVICES, if empty, hides the GPUs"
@@ -60,7 +60,7 @@ INSTEAD = {
     "logging_first_step": "it is always logged; leave it out",
     "logging_strategy": "--log_every says after how many steps",
     "max_eval_samples": _FEWER,
-    "max_predict_samples": _FEWER,
+    "max_predict_samples": "`modelcenter predict` takes rows of a split by its flag split, such as 'test[:1000]'",
     "max_train_samples": _FEWER,
     "no_cuda": _GPUS,
     "overwrite_cache": "tokens are made again if the rows, the tokenizer or the flags are others; leave it out",

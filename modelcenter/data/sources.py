@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ SPLITS = {
     "test": "test", "testing": "test",
 }  # fmt: skip
 _SPLIT_WORD = re.compile(rf"({'|'.join(SPLITS)})(set|data|split)?")  # devset.csv, as E2E has it
+_ROWS = re.compile(r"\[(-?\d+%?)?:(-?\d+%?)?\]")  # what may follow the name of a split
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,24 @@ class Source:
         return self.whole(split) in self.splits
 
     def whole(self, split: str) -> str:
-        """The name here of the split that is meant, or that a slice is of: the Hub's slices, such as train[:1000], are
-        the Hub library's to read."""
-        return self._canonical(split).split("[", 1)[0]
-
-    def _canonical(self, split: str) -> str:
-        return split if split in self.splits else SPLITS.get(split.lower(), split)
+        """The name here of the split that is meant, or that rows are meant of, as in train[:1000]."""
+        return _canonical(split, self.splits)[0]
 
     def read(self, split: str) -> Table:
-        """Read one split. Raises ValueError if there is no such split, or for what `read_file` raises."""
+        """Read one split, or the rows of one that are named as the Hub's library has it: train[:1000], dev[10%:20%].
+
+        Raises ValueError if there is no such split, for other brackets, if no row is left, or for what `read_file`
+        raises.
+        """
         if not self.has(split):
             raise ValueError(f"{self.name} has no split {split!r}; its splits: {', '.join(self.splits)}")
-        return self._read(self._canonical(split))
+        return self._read("".join(_canonical(split, self.splits)))
+
+
+def _canonical(split: str, splits: Collection[str]) -> tuple[str, str]:
+    """(name here of a split that may have another usual one, the brackets after it): "dev[:9]" is validation, [:9]."""
+    name, bracket, rows = split.partition("[")
+    return name if name in splits else SPLITS.get(name.lower(), name), bracket + rows
 
 
 def find(data: str | Sequence[str], config: str | None = None) -> Source:
@@ -73,7 +80,8 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
     if splits is None:
         return _hub_source(specs[0], config)
     unsplit = next((spec for spec in specs if not Path(expanduser(spec)).is_dir()), None) if len(splits) > 1 else None
-    return Source(" ".join(specs), tuple(splits), lambda split: read_files(splits[split]), unsplit)
+    name = " ".join(specs)
+    return Source(name, tuple(splits), _reading_parts(name, lambda split: read_files(splits[split])), unsplit)
 
 
 def find_paths(data: str | Sequence[str], config: str | None, split: str) -> list[Path] | None:
@@ -85,10 +93,42 @@ def find_paths(data: str | Sequence[str], config: str | None, split: str) -> lis
     splits = _splits(specs, config)
     if splits is None:
         return None
-    canonical = split if split in splits else SPLITS.get(split.lower(), split)
+    canonical, rows = _canonical(split, splits)
     if canonical not in splits:
         raise ValueError(f"{' '.join(specs)} has no split {split!r}; its splits: {', '.join(splits)}")
+    if rows:
+        raise ValueError(
+            f"{' '.join(specs)}: {split!r} are rows of a split, which is read whole as a stream, and by paragraphs or "
+            f"files; give {canonical}, or a file of fewer rows"
+        )
     return splits[canonical]
+
+
+def _reading_parts(name: str, read_whole: Callable[[str], Table]) -> Callable[[str], Table]:
+    """Reads splits and rows of them, of data that are read whole. The Hub's library does so for its own data sets."""
+
+    def read(split: str) -> Table:
+        whole, bracket, rest = split.partition("[")
+        if not bracket:
+            return read_whole(whole)
+        rows = _ROWS.fullmatch(bracket + rest)
+        bounds = rows.groups() if rows is not None else ()
+        if rows is None or len({bound[-1] == "%" for bound in bounds if bound}) > 1:  # to the library 10:50% is 10%:50%
+            raise ValueError(f"{name}: got the rows {split!r}, expected such as {whole}[:1000] or {whole}[10%:20%]")
+        table = read_whole(whole)
+        chosen = np.arange(len(table))[slice(*(_row_number(bound, len(table)) for bound in bounds))]
+        if not len(chosen):
+            raise ValueError(f"{name}: {split!r} are no rows; {whole} has {len(table)}")
+        return replace(table.subset(chosen), origins=[replace(origin, part=split) for origin in table.origins])
+
+    return read
+
+
+def _row_number(bound: str | None, size: int) -> int | None:
+    """Rows, or percents of them, rounded as the Hub's library rounds them."""
+    if bound is None:
+        return None
+    return round(int(bound[:-1]) * size / 100.0) if bound[-1] == "%" else int(bound)
 
 
 def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | None:
@@ -243,11 +283,9 @@ def _saved_source(name: str) -> Source:
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
     def read(split: str) -> Table:
-        if split not in splits:
-            raise ValueError(f"{name}: {split!r} is a part of a split, which the Hub's data sets alone have")
         return _table_of(splits[split], name if splits is not loaded else f"{name}:{split}")
 
-    return Source(name, tuple(splits), read)
+    return Source(name, tuple(splits), _reading_parts(name, read))
 
 
 def _table_of(rows: Any, name: str) -> Table:

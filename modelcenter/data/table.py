@@ -17,12 +17,16 @@ from modelcenter.data.schemas.class_names import ids_to_names, match_order
 
 @dataclass(frozen=True)
 class Origin:
-    """One file (or Hub split) behind a table: `rows` rows, row i at line `lines[i]` where the format has lines."""
+    """One file (or Hub split) behind a table: `rows` rows, row i at line `lines[i]` where the format has lines.
+
+    part: the split and which rows of it are in the table, as they were named (train[:1000]); None: no rows were named.
+    """
 
     path: str
     rows: int
     sha256: str
     lines: Sequence[int] | None = None
+    part: str | None = None
 
 
 class Share(NamedTuple):
@@ -95,8 +99,11 @@ class Table:
         return np.searchsorted(ends, np.arange(len(self)) if self.index is None else self.index, side="right")
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a run's summary keeps about its data: rows, the SHA-256 of each file, and the weights of a mixture."""
+        """What a run's summary keeps about its data: rows, the SHA-256 of each file, which rows of a split they are if
+        some were named, and the weights of a mixture."""
         about = {"rows": len(self), "sha256": {origin.path: origin.sha256 for origin in self.origins}}
+        if parts := dict.fromkeys(origin.part for origin in self.origins if origin.part is not None):
+            about["split"] = ", ".join(parts)
         return about | ({"weights": [part.weight for part in self.shares]} if self.shares else {})
 
 

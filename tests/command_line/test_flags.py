@@ -87,7 +87,7 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--do_train false", "do_train: got False, expected True; `modelcenter evaluate` and `predict` do not train"),
         ("--do_eval", "--do_eval is no flag here: data to evaluate on"),
         ("--fp16 True --bf16 False", "--fp16 is no flag here: --precision fp16"),
-        ("--max-train-samples 100", "--max_train_samples is no flag here: give a file of fewer rows; --max_steps ends"),
+        ("--max-train-samples 100", "--max_train_samples is no flag here: rows of a split are named with it"),
         ("--lea 3", "unknown flag --lea"),  # no guessing from a beginning
         ("train.csv", "unexpected argument 'train.csv'"),
         ("--batch_size 3.5", "batch_size: got '3.5', expected a whole number or auto"),

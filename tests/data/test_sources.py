@@ -178,6 +178,43 @@ def test_hub_name(monkeypatch):
         source.read("validation")
 
 
+@pytest.mark.parametrize(
+    "rows", ["[:3]", "[2:]", "[1:3]", "[:]", "[-2:]", "[:-4]", "[-9:9]", "[:50%]", "[50%:]", "[10%:30%]", "[-30%:100%]"]
+)
+def test_rows_of_a_split_of_files(folder, rows):
+    """They are those that the Hub's library takes of its own data sets."""
+    datasets = pytest.importorskip("datasets")
+    source = sources.find(str(folder))
+    [theirs] = datasets.ReadInstruction.from_spec(f"train{rows}").to_absolute({"train": 5})
+    table = source.read(f"train{rows}")
+    assert table.columns["1"][:] == [f"train_all.tsv {i}" for i in range(theirs.from_, theirs.to)]
+    assert table.where(0).endswith(f"train_all.tsv, line {theirs.from_ + 1}")
+
+
+def test_rows_of_a_split_under_its_other_names_of_several_files_and_errors(folder, tmp_path_factory, monkeypatch):
+    source = sources.find(str(folder))
+    table = source.read("dev[1:]")
+    assert table.columns == source.read("validation[1:]").columns and len(table) == 2
+    # What a run keeps of its data tells these rows from as many others of the same file.
+    assert table.fingerprint()["split"] == "validation[1:]" != source.read("dev[:2]").fingerprint()["split"]
+    assert "split" not in source.read("dev").fingerprint()
+    other = tmp_path_factory.mktemp("other")
+    (other / "train.tsv").write_text("1\tlast one\n")
+    both = sources.find([str(folder), str(other)]).read("train[4:]")
+    assert both.columns["1"] == ["train_all.tsv 4", "last one"] and both.where(1).endswith("train.tsv, line 1")
+    for wrong in ("train[3]", "train[:x]", "train[1:50%]", "train[:1]+test", "train[", "train[:2", "train[:1:2]"):
+        with pytest.raises(ValueError, match=r"got the rows 'train\[.*', expected such as train\[:1000\] or train\["):
+            source.read(wrong)
+    with pytest.raises(ValueError, match=r"'train\[5:\]' are no rows; train has 5"):
+        source.read("train[5:]")
+    with pytest.raises(ValueError, match=r"has no split 'tset\[:3\]'; its splits: "):
+        source.read("tset[:3]")
+    with pytest.raises(ValueError, match=r"'train\[:3\]' are rows of a split, which is read whole as a stream"):
+        sources.find_paths(str(folder), None, "train[:3]")
+    fake_hub(monkeypatch)
+    assert sources.find("owner/set", "sub").read("training[:1]").columns["text"][0] == "owner/set sub train[:1]"
+
+
 def test_a_split_that_cannot_be_read_is_one_error(monkeypatch):
     """The library's own errors, such as DatasetGenerationError, are of no common kind; what is wrong is their cause."""
 
@@ -221,8 +258,7 @@ def test_a_folder_of_save_to_disk(tmp_path):
     assert source.splits == ("train", "validation") and source.read("dev").columns["text"] == ["b"]
     datasets.Dataset.from_dict({"text": [0.5, float("nan")]}).save_to_disk(str(tmp_path / "nan"))
     assert sources.find(str(tmp_path / "nan")).read("train").columns == {"text": [0.5, None]}  # NaN is no value
-    with pytest.raises(ValueError, match=r"one: 'train\[:1\]' is a part of a split"):
-        sources.find(str(tmp_path / "one")).read("train[:1]")
+    assert sources.find(str(tmp_path / "one")).read("train[1:]").columns == {"text": ["b"], "label": [0]}
     with pytest.raises(ValueError, match="one: a folder of `save_to_disk`, which is read whole and by itself"):
         sources.find([str(tmp_path / "one"), str(tmp_path / "two")])
     with pytest.raises(ValueError, match="one: a folder of `save_to_disk`.* `to_parquet`"):

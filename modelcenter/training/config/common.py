@@ -113,9 +113,10 @@ class TrainConfig(Flags):
         "of train_data, if there is one", "validation_file", "eval_file", "dev_data")
     data_config: str | None = _data(None, "configuration of the Hub data set, such as sst2 of nyu-mll/glue",
         "dataset_config_name", "dataset_config")
-    train_split: str = _data("train", "split to train on", "train_split_name")
-    eval_split: str | None = _data(None, "split to evaluate on; the validation split if not given", "eval_split_name",
-        "validation_split_name")
+    train_split: str = _data("train", "split to train on, or rows of it: train[:1000], train[:80%]",
+        "train_split_name")
+    eval_split: str | None = _data(None, "split to evaluate on, or rows of it: validation[:500], train[80%:]; the "
+        "validation split if not given", "eval_split_name", "validation_split_name")
     eval_fraction: float | None = _data(None, "fraction of the training rows to hold out for evaluation")
     form: str | None = _data(None, "name of a published format that the rows have, from SuperGLUE or CLUE; if not "
         "given, columns are used as named or detected", "task_name", choices=tuple(FORMS))

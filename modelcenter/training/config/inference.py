@@ -132,8 +132,8 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
     output: str | None = _output(None, "file to write, in the format that its ending names: jsonl, json, csv, tsv or "
         "parquet; the terminal if not given", "output_file")
-    split: str | None = _data(None, "split of the data; if not given, test, or else validation, or else the first",
-        "eval_split")
+    split: str | None = _data(None, "split of the data, or rows of it (test[:100]); if not given, test, or else "
+        "validation, or else the first", "eval_split")
     data_config: str | None = _data(None, "configuration of the Hub data set", "dataset_config_name", "dataset_config")
     form: str | None = _data(None, "name of a published format that the rows have, such as wic; raw: columns as named "
         "or detected; if not given, the run's", "task_name", choices=("raw", *FORMS))
@@ -216,8 +216,8 @@ class EvaluateConfig(PredictConfig):
 
     output: str | None = _output(None, "file to write the result to, as one JSON object, in addition to printing it",
         "output_file")
-    split: str | None = _data(None, "split of the data; if not given, validation, or else test, or else the first",
-        "eval_split")
+    split: str | None = _data(None, "split of the data, or rows of it (test[:100]); if not given, validation, or else "
+        "test, or else the first", "eval_split")
     json: bool = _output(False, "print one JSON object")
     # fmt: on
 

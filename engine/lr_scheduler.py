@@ -121,18 +121,49 @@ class Noam(WarmupLRScheduler):
         return self.start_lr / math.sqrt(max(1, num_iter))
 
 
-class Linear(WarmupLRScheduler):
-    """Linear warm-up, then linearly to 0 at ``end_iter``."""
+class _Decay(WarmupLRScheduler):
+    """Linear warm-up, then from ``start_lr`` to ``end_lr`` (0 as in BMTrain, if not given), by the share that is left.
+
+    ValueError: ``end_lr`` is below 0 or above ``start_lr``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        start_lr: float,
+        warmup_iter: int,
+        end_iter: int,
+        num_iter: int = 0,
+        end_lr: float = 0.0,
+    ) -> None:
+        if not 0 <= end_lr <= start_lr:
+            raise ValueError(f"end_lr: got {end_lr}, expected 0 to start_lr, {start_lr}")
+        self.end_lr = end_lr
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        return self.start_lr * (1.0 - self._progress(num_iter))
+        return self.end_lr + (self.start_lr - self.end_lr) * self._left(num_iter)
+
+    def _left(self, num_iter: int) -> float:
+        """From 1 to 0: how much of the decay is still to come."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "end_lr": self.end_lr}
 
 
-class Cosine(WarmupLRScheduler):
-    """Linear warm-up, then half a cosine to 0 at ``end_iter``."""
+class Linear(_Decay):
+    """Linear warm-up, then linearly to ``end_lr`` at ``end_iter``."""
 
-    def get_lr_decay(self, num_iter: int) -> float:
-        return self.start_lr * 0.5 * (1.0 + math.cos(math.pi * self._progress(num_iter)))
+    def _left(self, num_iter: int) -> float:
+        return 1.0 - self._progress(num_iter)
+
+
+class Cosine(_Decay):
+    """Linear warm-up, then half a cosine to ``end_lr`` at ``end_iter``."""
+
+    def _left(self, num_iter: int) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * self._progress(num_iter)))
 
 
 class Exponential(WarmupLRScheduler):
@@ -157,9 +188,9 @@ class Exponential(WarmupLRScheduler):
         return {**super().state_dict(), "gamma": self.gamma}
 
 
-class WSD(WarmupLRScheduler):
-    """Warm-up, stable, decay: constant after the warm-up, linearly to 0 over the last ``decay_iter`` steps (Hu et al.
-    2024, arXiv:2404.06395); None: a tenth of all."""
+class WSD(_Decay):
+    """Warm-up, stable, decay: constant after the warm-up, linearly to ``end_lr`` over the last ``decay_iter`` steps (Hu
+    et al. 2024, arXiv:2404.06395); None: a tenth of all."""
 
     def __init__(
         self,
@@ -169,12 +200,13 @@ class WSD(WarmupLRScheduler):
         end_iter: int,
         num_iter: int = 0,
         decay_iter: int | None = None,
+        end_lr: float = 0.0,
     ) -> None:
         self.decay_iter = math.ceil(end_iter / 10) if decay_iter is None else decay_iter
-        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter, end_lr)
 
-    def get_lr_decay(self, num_iter: int) -> float:
-        return self.start_lr * min(1.0, max(0, self.end_iter - num_iter) / max(1, self.decay_iter))
+    def _left(self, num_iter: int) -> float:
+        return min(1.0, max(0, self.end_iter - num_iter) / max(1, self.decay_iter))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "decay_iter": self.decay_iter}

@@ -59,6 +59,7 @@ INSTEAD = {
     "logging_dir": "tensorboard and aim write into tracking/ of --output_dir, others where their own settings say",
     "logging_first_step": "it is always logged; leave it out",
     "logging_strategy": "--log_every says after how many steps",
+    "lr_scheduler_kwargs": "--min_lr says where the schedule ends, and wsd decays over the last tenth of the steps",
     "max_eval_samples": _FEWER,
     "max_predict_samples": "`modelcenter predict` takes rows of a split by its flag split, such as 'test[:1000]'",
     "max_train_samples": _FEWER,

@@ -69,7 +69,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
          + f" x {parts} parts x {ranks} ranks"
          + "".join(f", {name} {size}" for name, size in split.items() if size > 1)),
         ("steps", f"{source.steps:,}{epoch}, warmup {run.lr_schedule.warmup_iter}, "
-         f"lr {cfg.lr:g} {cfg.lr_scheduler}"),
+         f"lr {cfg.lr:g} {cfg.lr_scheduler}{f' to {cfg.min_lr:g}' if cfg.min_lr else ''}"),
         ("precision", f"{cfg.precision}{products} on {engine.device()}, ZeRO level {cfg.zero}"),
         ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{on_host}{gathered}, "
          "activations apart"),

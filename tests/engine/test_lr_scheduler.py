@@ -36,6 +36,31 @@ def test_rates_are_those_of_the_formulas(kind, expected):
         schedule.step()
 
 
+def test_a_rate_to_end_at():
+    """The cosine is transformers' cosine_with_min_lr; all stay at the last rate after the end."""
+    from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+    sgd, theirs = optimizer(None), optimizer(None, lr=2.0)
+    schedule = schedules.Cosine(sgd, 2.0, 3, 11, end_lr=0.3)
+    other = get_cosine_with_min_lr_schedule_with_warmup(theirs, 3, 11, min_lr=0.3)
+    for _ in range(12):
+        assert schedule.current_lr == pytest.approx(other.get_last_lr()[0], abs=1e-12)
+        theirs.step()
+        other.step()
+        schedule.step()
+    made = {kind: getattr(schedules, kind)(optimizer(None), 2.0, 4, 12, end_lr=0.4) for kind in ("Linear", "WSD")}
+    for step, linear, wsd in ((2, 1, 1), (4, 2, 2), (8, 1.2, 2), (11, 0.6, 1.2), (12, 0.4, 0.4), (30, 0.4, 0.4)):
+        for kind, expected in (("Linear", linear), ("WSD", wsd)):
+            made[kind].step(step)
+            assert made[kind].current_lr == pytest.approx(expected, abs=1e-12)
+    resumed = schedules.WSD(optimizer(None), 2.0, 4, 12)
+    resumed.load_state_dict(made["WSD"].state_dict())
+    assert resumed.current_lr == 0.4
+    for wrong in (-0.1, 2.1):
+        with pytest.raises(ValueError, match=rf"end_lr: got {wrong}, expected 0 to start_lr, 2\.0"):
+            schedules.Linear(sgd, 2.0, 4, 12, end_lr=wrong)
+
+
 def test_constant_and_no_warmup():
     sgd = optimizer(None)
     schedule = schedules.Constant(sgd, 0.5)

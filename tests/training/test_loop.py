@@ -260,11 +260,11 @@ def test_evaluation_times_and_schedule(folder, monkeypatch):
     limits, clip = [], OptimManager.clip_grad_norm
     noted = lambda self, groups, limit, **named: limits.append(limit) or clip(self, groups, limit, **named)  # noqa: E731
     monkeypatch.setattr(OptimManager, "clip_grad_norm", noted)
-    cosine = {"lr_scheduler": "cosine", "warmup": 2, "max_grad_norm": 0, "overwrite_output_dir": True}
+    cosine = {"lr_scheduler": "cosine", "min_lr": 2e-3, "warmup": 2, "max_grad_norm": 0, "overwrite_output_dir": True}
     rows = train_classifier(folder, max_steps=6, eval_every="never", **cosine)
     assert limits == [float("inf")] * 6
     assert [row["step"] for row in rows if "eval_loss" in row] == [6]
-    half = [0.01 * 0.5 * (1 + np.cos(np.pi * i / 4)) for i in range(4)]
+    half = [2e-3 + 8e-3 * 0.5 * (1 + np.cos(np.pi * i / 4)) for i in range(4)]
     assert [row["lr"] for row in rows if "lr" in row] == pytest.approx([0, 0.005, *half])
     rows = train_classifier(
         folder,

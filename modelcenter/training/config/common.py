@@ -86,6 +86,8 @@ class TrainConfig(Flags):
             "for weights of the Hub; leave it out"),
         "ignore_mismatched_sizes": Idle(lambda c: c.from_scratch, "with from_scratch, which reads no weights; leave "
             "one out"),
+        "min_lr": Idle(lambda c: c.lr_scheduler == "constant", "with lr_scheduler constant, which ends at lr; leave it "
+            "out"),
         "adam_beta1": _NO_BETAS,
         "adam_beta2": _NO_BETAS,
         "adam_epsilon": Idle(lambda c: c.optimizer in ("adafactor", "lion"), "with adafactor and lion, which have no "
@@ -170,6 +172,7 @@ class TrainConfig(Flags):
     lr_scheduler: str = _optimisation("linear", "schedule of the learning rate after the warmup; constant, too, comes "
         "after one, unless --warmup is 0", "lr_scheduler_type", "lr_decay_style", choices=SCHEDULERS,
         means={"constant_with_warmup": "constant"})
+    min_lr: float = _optimisation(0.0, "learning rate that the schedule ends at, at most lr")
     warmup: float = _optimisation(0.06, "number of steps over which the learning rate rises to its peak; a value below "
         "1 is a fraction of all steps", "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
     weight_decay: float = _optimisation(0.01, "decoupled weight decay, applied to matrices and tables only (to T5's "
@@ -281,7 +284,9 @@ class TrainConfig(Flags):
         if self.batch_size != "auto" and self.batch_size < 1:
             raise ValueError(f"batch_size: got {self.batch_size}, expected a number above 0 or auto")
         check_positive(self, "dp_replicate", "tp", "cp", "pp", "peak_flops", "adam_epsilon")  # 0 / 0 of rare words
-        check_not_negative(self, "lr", "weight_decay", "max_grad_norm", "warmup", "seed", "prefetch")
+        check_not_negative(self, "lr", "min_lr", "weight_decay", "max_grad_norm", "warmup", "seed", "prefetch")
+        if self.min_lr > self.lr and self.lr_scheduler != "constant":
+            raise ValueError(f"min_lr: got {self.min_lr}, expected at most lr, which is {self.lr}")
         for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 0 or more and less than 1")

@@ -54,8 +54,9 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
     loss_scale = 2.0**16 if cfg.precision == "fp16" else None
     manager = OptimManager(loss_scale, abort_after=_MAX_SKIPS_IN_A_ROW)
+    end = {} if cfg.lr_scheduler == "constant" else {"end_lr": cfg.min_lr}
     for optimizer in optimizers:
-        manager.add_optimizer(optimizer, SCHEDULES[cfg.lr_scheduler](optimizer, cfg.lr, warmup, steps))
+        manager.add_optimizer(optimizer, SCHEDULES[cfg.lr_scheduler](optimizer, cfg.lr, warmup, steps, **end))
     return manager, manager.lr_schedulers[0]
 
 

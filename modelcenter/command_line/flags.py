@@ -6,6 +6,7 @@ and checked. Imports no torch.
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from modelcenter._paths import write_whole
 from modelcenter.command_line.arguments import Parser, is_flag, spelling, unknown_flag, with_numbers
 from modelcenter.command_line.spellings import TRANSLATED, all_spellings, translate, translated, what_instead
 from modelcenter.command_line.values import BOOLEANS, convert, type_of
-from modelcenter.command_line.yaml_file import read_yaml, yaml_text
+from modelcenter.command_line.yaml_file import by_own_names, read_yaml, yaml_text
 
 
 def flag(
@@ -60,6 +61,7 @@ class Flags:
     # other runs.
     _given = dict[str, Any]()
     _idle = frozenset[str]()  # flags that change nothing, given or not
+    words = tuple[str, ...]()  # of a command line that says what a call said; none: there was no call
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -146,11 +148,46 @@ class Flags:
             helps = "; ".join(f"{f.name.upper()} ({f.metadata['help']})" for f in missing)
             names = ", ".join(f.name.upper() for f in missing)
             raise ValueError(f"the following arguments are required: {names}. {helps}")
+        return cls._with_given(values, given)
+
+    @classmethod
+    def from_keywords(cls, keywords: Mapping[str, Any]) -> Self:
+        """Read the arguments of a call as a command line is read: by any name of a flag, over the file of `config`.
+
+        Raises:
+            ValueError: an unknown flag (with the nearest), a wrong value, or a flag that changes nothing.
+        """
+        said = {name: _path_text(value) for name, value in keywords.items()}
+        path = said.pop("config", None)
+        given = by_own_names(cls, said, "the call")
+        config = cls._with_given({**({} if path is None else read_yaml(cls, Path(path))), **given}, given)
+        config.words = (*(() if path is None else ("--config", path)), *_as_words(given))
+        return config
+
+    @classmethod
+    def _with_given(cls, values: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
+        """An instance of these values. given: those that its user has just said, and not a file."""
         config = cls(**values)
         fields = [field for field in dataclasses.fields(cls) if field.name in given]
         config._given = {f.name: convert(f, type_of(cls, f.name), given[f.name]) for f in fields}
         config._check_idle()
         return config
+
+
+def _as_words(given: Mapping[str, Any]) -> list[str]:
+    """Flags and their values as words of a command line."""
+    words = []
+    for name, value in given.items():
+        parts = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value
+        words += [f"--{name}", *map(str, parts if isinstance(parts, list) else [parts])]
+    return words
+
+
+def _path_text(value: Any) -> Any:
+    """A path, or each of several, as text; other values as they are."""
+    if isinstance(value, (list, tuple)):
+        return [_path_text(part) for part in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:

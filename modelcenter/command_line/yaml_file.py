@@ -26,6 +26,18 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
     file_task, task = (None if "task" in known else content.pop("task", None)), getattr(cls, "task", "")
     if file_task is not None and task and file_task != task:
         raise ValueError(f"config: {path} is for the task {file_task!r}, this one is {task!r}")
+    return by_own_names(cls, content, f"config: {path}")
+
+
+def by_own_names(cls: Any, content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """{flag: value} of a mapping whose keys may be other names of the flags, or flags of other programs.
+
+    where: what holds them, for errors.
+
+    Raises:
+        ValueError: a key that is unknown (with the nearest) or given twice.
+    """
+    known = all_spellings(cls)
     values = dict[str, Any]()
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -34,11 +46,11 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
             if value is None:
                 continue
         if name not in known and (instead := what_instead(cls, name)) is not None:
-            raise ValueError(f"config: {path}: {key} is no flag here: {instead}")
+            raise ValueError(f"{where}: {key} is no flag here: {instead}")
         if name not in known:
-            raise ValueError(f"config: {path} has the unknown key {key!r}.{nearest(name, known, 1)}")
+            raise ValueError(f"{where} has the unknown key {key!r}.{nearest(name, known, 1)}")
         if known[name] in values:
-            raise ValueError(f"config: {path} gives {known[name]} twice, the second time as {key!r}")
+            raise ValueError(f"{where} gives {known[name]} twice, the second time as {key!r}")
         values[known[name]] = value
     return values
 

@@ -15,6 +15,7 @@ from typing import Any
 _PUBLIC = {
     "accumulate": "modelcenter.training.accumulation",
     "evaluate": "modelcenter.training.evaluation",
+    "run": "modelcenter.training.script",
     "train": "modelcenter.training.loop",
     "TrainConfig": "modelcenter.training.config",
     "ClassificationConfig": "modelcenter.training.config",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import engine
+from modelcenter.registry import nearest
 from modelcenter.training.tasks import TASKS, TaskInfo
 from modelcenter.training.trained import check_family, class_names, resolve_model_names
 
@@ -33,8 +34,33 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
         ValueError: wrong flags, files or data.
     """
     began = time.monotonic()
-    info = TASKS[name]
-    cfg = info.flags().from_args(sys.argv[1:] if argv is None else argv, prog, about)
+    _run(TASKS[name], TASKS[name].flags().from_args(sys.argv[1:] if argv is None else argv, prog, about), began)
+
+
+def run(task: str, **flags: Any) -> dict[str, Any]:
+    """Train a model from Python, as `modelcenter finetune TASK` and `pretrain TASK` do. Every rank calls it.
+
+        summary = mc.training.run("classification", model="bert-base-uncased", train_data="train.csv", output_dir="run")
+
+    Args:
+        task: classification, lm, ..., mlm; `pretrain-lm` is that of `pretrain lm`. flags: those of the command line, by
+            any of their names; a list where that takes several words, a dict where it takes KEY=VALUE. config: a YAML
+            file of flags, which the others override.
+
+    Returns:
+        The contents of summary.json; {} for a dry run.
+
+    Raises:
+        ValueError: wrong flags, files or data. As `train` of loop.py besides.
+    """
+    began = time.monotonic()
+    if task not in TASKS:
+        raise ValueError(f"task: got {task!r}, expected one of {', '.join(TASKS)}.{nearest(task, TASKS)}")
+    return _run(TASKS[task], TASKS[task].flags().from_keywords(flags), began)
+
+
+def _run(info: TaskInfo, cfg: Any, began: float) -> dict[str, Any]:
+    """Train as the flags say. began: from when max_time counts. Returns the contents of summary.json; {}: a dry run."""
     cfg.require("model", "train_data", *(() if cfg.dry_run else ("output_dir",)))
     resolve_model_names(cfg)
 
@@ -47,10 +73,11 @@ def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, abo
 
             claim.enter_context(claim_output(cfg))  # it can be written, holds no finished run, and no other run writes
             made = _prepare(cfg, info)
+        run_of = made.task, made.model, made.tokenizer, made.train_set, made.eval_set
         if cfg.dry_run:
-            dry_run(cfg, made.task, made.model, made.tokenizer, made.train_set, made.eval_set)
-        else:
-            train(cfg, made.task, made.model, made.tokenizer, made.train_set, made.eval_set, made.continuation, began)
+            dry_run(cfg, *run_of)
+            return {}
+        return train(cfg, *run_of, made.continuation, began)
 
 
 @dataclass(frozen=True)

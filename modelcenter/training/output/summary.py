@@ -14,6 +14,8 @@ import engine
 from engine.memory import peak_resident
 from modelcenter import __version__
 from modelcenter.models.base import Model
+from modelcenter.training.config import TrainConfig
+from modelcenter.training.tasks import TASKS
 
 if TYPE_CHECKING:
     from modelcenter.training.checkpoints.model_selection import ModelSelection
@@ -43,7 +45,7 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
         "data": {"train": run.train_set.fingerprint(), "eval": run.eval_set and run.eval_set.fingerprint()},
         **_last_and_best(run.record.rows, run.selection),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": _command(),
+        "command": _command_of_call(run.cfg) if run.cfg.words else _command(),
         **_versions_and_hardware(),
     }
 
@@ -52,6 +54,12 @@ def _command() -> str:
     """The command line, without a launcher's: as the verb, where the package was run by `python -m`."""
     program, *words = sys.argv
     return shlex.join(["modelcenter" if os.path.basename(program) == "__main__.py" else program, *words])
+
+
+def _command_of_call(cfg: TrainConfig) -> str:
+    """The command line that does what a call of training.run did."""
+    verb = TASKS[cfg.task].verb
+    return shlex.join(["modelcenter", verb, cfg.task.removeprefix(f"{verb}-"), *cfg.words])
 
 
 def _parameters(model: Model) -> int:

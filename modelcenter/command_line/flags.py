@@ -157,7 +157,7 @@ class Flags:
         Raises:
             ValueError: an unknown flag (with the nearest), a wrong value, or a flag that changes nothing.
         """
-        said = {name: _path_text(value) for name, value in keywords.items()}
+        said = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in keywords.items()}
         path = said.pop("config", None)
         given = by_own_names(cls, said, "the call")
         config = cls._with_given({**({} if path is None else read_yaml(cls, Path(path))), **given}, given)
@@ -181,13 +181,6 @@ def _as_words(given: Mapping[str, Any]) -> list[str]:
         parts = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else value
         words += [f"--{name}", *map(str, parts if isinstance(parts, list) else [parts])]
     return words
-
-
-def _path_text(value: Any) -> Any:
-    """A path, or each of several, as text; other values as they are."""
-    if isinstance(value, (list, tuple)):
-        return [_path_text(part) for part in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
-from modelcenter.hub.remote.download import HubOptions, download_file, is_reachable
+from modelcenter.hub.remote.download import HubOptions, download_file, is_offline, is_reachable, not_cached_error
 from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, name_of, repo_of
 from modelcenter.registry import ARCHITECTURES, model_type_of
 
@@ -97,6 +97,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
                 read_json(path)  # a file that was cut off says so itself
         if config_file is not None:
             _check_config(fields, config_file)
+        if directory is None and is_offline(files.options) and not files.are_cached():
+            raise not_cached_error(source, "tokenizer", files.options) from error
         raise ValueError(_why_not_loaded(files, error, class_is_known=cpm_class is not None)) from error
 
 

@@ -403,6 +403,18 @@ def test_a_tokenizer_of_a_newer_library(tokenizer, tmp_path):
         mc.AutoTokenizer.from_pretrained(tmp_path / "new")
 
 
+def test_a_tokenizer_that_the_cache_lacks_offline(tmp_path):
+    """It says so as for a model, and does not advise newer packages."""
+    says = (
+        r"^'google-bert/bert-base-uncased' is no local directory, and its tokenizer( at revision '\w+')? is not in the "
+    )
+    with pytest.raises(
+        ValueError, match=says + r"cache \(.*\) while offline .*\. Download it once online, or give"
+    ) as error:
+        mc.AutoTokenizer.from_pretrained("bert-base-uncased", local_files_only=True, cache_dir=tmp_path)
+    assert "newer versions" not in str(error.value)
+
+
 def test_a_sentencepiece_tokenizer_without_its_packages(tmp_path, monkeypatch):
     """mT5 and T5 v1.1 come with nothing else; transformers asks for tiktoken, which does not read it."""
     write_json(tmp_path / "config.json", {"model_type": "mt5"})

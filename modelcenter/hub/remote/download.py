@@ -275,6 +275,18 @@ def _unreachable(repo: str, name: str, error: BaseException) -> UnreachableError
     )
 
 
+def not_cached_error(repo: str, what: str, options: HubOptions) -> ValueError:
+    """The error for what the cache lacks of a repository, while nothing may be downloaded."""
+    from huggingface_hub import constants
+
+    at = f" at revision {options.revision!r}" if options.revision else ""
+    return ValueError(
+        f"{repo!r} is no local directory, and its {what}{at} is not in the cache "
+        f"({options.cache_dir or constants.HF_HUB_CACHE}) while offline (local_files_only or HF_HUB_OFFLINE is set)"
+        f". Download it once online, or give a directory.{_nearest_preset(repo)}"
+    )
+
+
 def download_config(repo: str, options: HubOptions) -> Path:
     """config.json of a repository.
 
@@ -284,15 +296,8 @@ def download_config(repo: str, options: HubOptions) -> Path:
     path = download_file(repo, CONFIG_FILE, options)
     if path is not None:
         return path
-    from huggingface_hub import constants
-
     if is_offline(options):
-        at = f" at revision {options.revision!r}" if options.revision else ""
-        raise ValueError(
-            f"{repo!r} is no local directory, and its config.json{at} is not in the cache "
-            f"({options.cache_dir or constants.HF_HUB_CACHE}) while offline (local_files_only or HF_HUB_OFFLINE is set)"
-            f". Download it once online, or give a directory.{_nearest_preset(repo)}"
-        )
+        raise not_cached_error(repo, CONFIG_FILE, options)
     adapter = download_file(repo, ADAPTER_CONFIG_FILE, options)
     if adapter is not None:
         raise ValueError(f"{hub_address(repo)} is {describe_adapter(adapter)}")

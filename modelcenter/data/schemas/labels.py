@@ -69,6 +69,7 @@ class Labels:
             return np.array([[float(v) for v in row] for row in lists], dtype=np.float32)
         targets = np.zeros((len(values), len(self.names)), dtype=np.float32)
         for row, members in enumerate(lists):
+            _refuse_repeated_numbers(members, row, where)
             for value in members:
                 targets[row, self._id_of(value, row, where, known_from)] = 1.0
         return targets
@@ -374,6 +375,17 @@ def _as_list(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [part.strip() for part in re.split(r"[|,]", value) if part.strip()]
     return value if isinstance(value, list) else [value]
+
+
+def _refuse_repeated_numbers(members: Sequence[Any], row: int, where: Where) -> None:
+    """One row of zeros and ones that is too short, or too long, makes numbers of classes of all others."""
+    numbers = [value for value in members if not isinstance(value, str)]
+    twice = next((value for value in numbers if numbers.count(value) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{where(row)}: the label {list(members)!r:.60} has {twice!r} twice, expected each class once, or in all "
+            "rows lists of one length, of a zero or a one for each class"
+        )
 
 
 def _zeros_and_ones(lists: Sequence[list[Any]], width: int) -> bool:

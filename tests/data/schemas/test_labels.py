@@ -186,6 +186,17 @@ def test_two_classes_as_zeros_and_ones():
     assert both([[0], [1], [0, 1]])[1] == [[1, 0], [0, 1], [1, 1]]
 
 
+def test_a_row_of_zeros_and_ones_that_is_too_short():
+    """It does not make numbers of classes of the others, in training or in an evaluation."""
+    says = r"line 1: the label \[1, 0, 0\] has 0 twice, expected each class once, or in all rows lists of one length"
+    rows = [[1, 0, 0], [0, 1, 1], [0, 1]]
+    with pytest.raises(ValueError, match=says):
+        both(rows)
+    with pytest.raises(ValueError, match=says):
+        find_labels([[1, 0, 0], [0, 1, 1]], where).encode(rows, where)
+    assert both([["a", "a"], ["b"]])[1] == [[1, 0], [0, 1]]  # a name that recurs says what it says
+
+
 def test_how_two_classes_are_written_does_not_depend_on_the_rows_evaluated():
     ids, names = find_labels([[0], [1], [], [0, 1]], where), find_labels([["a"], ["b"], ["a", "b"]], where)
     again = {"problem_type": "multi_label_classification", "names": ["0", "1"]}

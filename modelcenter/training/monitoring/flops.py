@@ -138,7 +138,9 @@ class Arithmetic:
         tokens = batch["cu_seqlens"].diff()
         # A decoder without inputs of its own reads the encoder's again.
         target = batch.get("decoder_cu_seqlens", batch["cu_seqlens"]).diff() if _has_decoder(self.model) else tokens[:0]
-        labelled, *_ = self.model.loss_counts(batch).values()  # of several terms the vocabulary's is the first
+        labelled = 0
+        if self.weights["labelled"]:  # not every head counts labels: one of embeddings has none
+            labelled, *_ = self.model.loss_counts(batch).values()  # of several terms the vocabulary's is the first
         return Sizes(tokens, target, int(labelled))
 
     def operations(self, sizes: Sizes) -> float:

@@ -109,6 +109,16 @@ def test_what_each_head_reads(task):
     assert found.operations(found.sizes({**batch, **one[task]})) == 2 * 3 * (body + head)
 
 
+def test_labels_count_where_a_vocabulary_is_the_head():
+    """A batch of texts to embed has none, and neither have rows that are learnt from a teacher alone."""
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "cu_seqlens": torch.tensor([0, 5, 8]), "max_seqlen": 5}
+    for task in ("embedding", "sequence-classification", "token-classification", "question-answering"):
+        found = of("tiny/bert", task)
+        assert found.sizes(batch).labelled == 0
+        assert found.operations(found.sizes(batch)) >= 2 * 3 * 2 * (LAYER * 8 + 2 * 8 * PAIRS)
+    assert of("tiny/bert", "masked-lm").sizes(batch | {"labels": torch.tensor([[1] * 3 + [-100] * 5])}).labelled == 3
+
+
 def test_a_decoder_that_reads_the_input_again():
     shape = {"intermediate_size": 20, "head_dim": 3, "num_decoder_layers": 1, "num_layers": 1}
     found = of("tiny/t5", **shape, num_labels=2, hidden_act="relu", is_gated_act=False)

@@ -200,14 +200,16 @@ def _same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextM
 
 
 class _WithGradient(torch.autograd.Function):
-    """A loss whose gradient by the outputs is known."""
+    """A loss whose gradient by the outputs is known. It is scaled before it is rounded: of many items each is below the
+    smallest number of fp16, for which the loss is scaled."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient.to(outputs.dtype))
+        ctx.save_for_backward(gradient)
+        ctx.dtype = outputs.dtype
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype), None, None
+        return (gradient * upstream[0]).to(ctx.dtype), None, None

@@ -240,3 +240,26 @@ def test_the_gradient_takes_the_scale_of_the_loss():
         grads.append(model.embed.weight.grad.clone())
     torch.testing.assert_close(grads[1], grads[0] * 8)
     assert math.isfinite(grads[0].abs().sum()) and grads[0].abs().sum() > 0
+
+
+class ShareOfMany(InBatchNegatives):
+    """The loss as a small part of one over many more rows."""
+
+    part = 2.0**-24
+
+    def share(self, outputs, facts, own, gradient=True):
+        value, found = super().share(outputs, facts, own, gradient)
+        return value * self.part, found * self.part
+
+
+def test_small_gradients_are_scaled_before_they_are_fp16():
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 32, "dropout": 0.0}
+    options = {"policy": engine.Policy(precision="fp16"), "attention_dropout": 0.0}
+    grads = []
+    for loss_fn, scale in ((InBatchNegatives(), 1), (ShareOfMany(), 1 / ShareOfMany.part)):
+        model = mc.from_config("tiny/bert", "embedding", seed=3, **sizes, **options).train()
+        batches = [microbatch(range(4)), microbatch([5])]
+        accumulate(model, batches, loss_fn, backward=lambda loss, s=scale: (loss * s).backward())
+        grads.append(model.embed.weight.grad)
+    assert grads[0].abs().sum() > 0
+    torch.testing.assert_close(grads[1], grads[0])

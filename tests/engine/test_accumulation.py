@@ -476,6 +476,26 @@ def test_a_step_after_one_that_raised_has_its_own_gradients(two, case):
     check_after_a_failure(two, 2, where, level, 1, by_hand)
 
 
+def gradients_of_a_loop_after_a_failure():
+    """Those of a loop of the user's own, after `accumulate` raised in a microbatch that was not its last."""
+    engine.init_distributed(zero_level=1)
+    model = engine.shard(toys.build())
+    batch = toys.microbatch(engine.rank())
+    with pytest.raises(KeyError, match="stopped"):
+        engine.accumulate(model, [batch, batch], lambda batch, totals: {}["stopped"], toys.counts)
+    toys.loss_of(model)(batch, {"tokens": 1}).backward()
+    return {n: None if p.grad is None else toys.whole(p.grad) for n, p in model.named_parameters()}
+
+
+def test_a_loop_after_a_step_that_raised_reduces_its_gradients(two):
+    model = toys.build()
+    for rank in range(2):
+        (toys.loss_of(model)(toys.microbatch(rank), {"tokens": 1}) / 2).backward()
+    for found in two.run(gradients_of_a_loop_after_a_failure):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def gradients_before_a_failure():
     """Those of a step, before and after another that was to add to them raised."""
     engine.init_distributed(zero_level=3)

@@ -48,6 +48,35 @@ def test_adafactor_is_torchs(settings):
             torch.testing.assert_close(mine.state[a][name], value, rtol=2e-6, atol=2e-7)
 
 
+@pytest.mark.parametrize("start", [0.0, 1e-5], ids=["zeros", "small"])
+def test_small_parameters_and_gradients_of_zero(start):
+    """A parameter moves by its size, but not by less than eps2; and no gradient makes none of it a NaN."""
+    found = []
+    for kind, more in ((Adafactor, {}), (torch.optim.Adafactor, {"foreach": False})):
+        torch.manual_seed(0)
+        moved = [nn.Parameter(start * torch.randn(shape)) for shape in ((4, 6), (5,))]
+        still = [nn.Parameter(torch.randn(shape)) for shape in ((3, 7), (2,))]
+        optimizer = kind([*moved, *still], **more)
+        for _ in range(3):
+            for p in moved:
+                p.grad = torch.randn_like(p)
+            for p in still:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        found.append([*moved, *still])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=4e-9)
+    assert all(p.abs().max() > 1e-5 for p in found[0][:2])
+
+
+def test_muon_takes_a_gradient_of_zero():
+    """As of a layer that a batch does not reach, on a rank that has to reduce something."""
+    weight = nn.Parameter(torch.ones(3, 5))
+    weight.grad = torch.zeros_like(weight)
+    Muon([weight], lr=0.5, weight_decay=0.0).step()
+    assert torch.equal(weight, torch.ones(3, 5))
+
+
 class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that an operator makes."""
 

@@ -75,6 +75,7 @@ def test_constant_and_no_warmup():
     ("rates", "lr", "expected"),
     [
         ((None, 0.1), 1.0, [2.0, 0.2]),  # over the optimizer's own
+        ((None, 10.0), 1.0, [2.0, 20.0]),
         ((0.3, 0.1), 1.0, [2.0, 2 / 3]),  # which no group uses: over the largest
         ((None, None), 1e-3, [2.0, 2.0]),
         ((0.0, 0.0), 0.0, [2.0, 2.0]),

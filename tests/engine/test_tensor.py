@@ -264,6 +264,21 @@ def test_layers_compute_on_local_tensors(two):
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
+def given_gradients():
+    """What gradients that were handed to sums over the ranks are afterwards; and those that come out."""
+    engine.init_distributed(tp_size=2)
+    group, found = mesh.device_mesh()["tp"].get_group(), []
+    for collective in (functional.copy_to, functional.sum_over):
+        x, gradient = torch.ones(3, requires_grad=True), torch.ones(3)
+        collective(x, group).backward(gradient)
+        found.append((gradient.tolist(), x.grad.tolist()))
+    return found
+
+
+def test_sums_leave_gradients_that_others_hold(two):
+    assert two.run(given_gradients) == [[([1.0] * 3, [2.0] * 3)] * 2] * 2
+
+
 def masks(sizes, policy, task):
     """Dropout masks of two forwards, told apart by their number of dimensions; and the losses."""
     engine.init_distributed(**sizes, seed=3)

@@ -3,8 +3,8 @@
 import difflib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from modelcenter.generation.settings import Settings, with_defaults
 from modelcenter.generation.state import State, guessed_mask
 from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.layout import check_tensor
+from modelcenter.layers.modes import evaluating
 
 # Arguments of transformers' generate that have another name here.
 _INSTEAD = {
@@ -142,7 +143,7 @@ def generate(
     if streamer is not None and (settings.num_beams > 1 or len(input_ids) * settings.num_return_sequences > 1):
         raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
-    with _evaluating(model), _uncompiled():
+    with evaluating(model), _uncompiled():
         state = State(model, input_ids, attention_mask, settings, token_inputs, other_inputs, banned)
         if streamer is not None:
             streamer.put(state.tokens.cpu())
@@ -172,18 +173,6 @@ def _generator(model: Any, settings: Settings, device: torch.device) -> torch.Ge
     if (pipeline := getattr(model, "pipeline", None)) is not None:  # whose stages draw different seeds
         seed = int(pipeline.from_last(torch.tensor([seed], device=device)))
     return torch.Generator(device).manual_seed(seed)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """The model in eval mode; afterwards its modules are as they were, those that were in eval mode, too."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

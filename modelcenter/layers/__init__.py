@@ -17,4 +17,5 @@ mlp.py, linear.py, norm.py, dropout.py, residual.py
 cache.py                               keys and values of earlier tokens
 heads/                                 what makes outputs and losses of hidden states
 host_copies.py                         tensors that remember their copy on the host
+modes.py                               training and evaluation as modes
 """

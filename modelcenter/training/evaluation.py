@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from modelcenter.layers.host_copies import batch_to_device
+from modelcenter.layers.modes import evaluating
 from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.accumulation import Batch, LossFn, TrainingLoss, training_loss
@@ -65,7 +66,7 @@ def evaluate(
     """The loss over all labelled items of all ranks, and the metrics of all rows. Collective.
 
     Args:
-        model: a model of ours, plain or sharded; it is left in the mode (train or eval) it was in.
+        model: a model of ours, plain or sharded; each of its modules is left in the mode (train or eval) it was in.
         batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
         metrics: Metrics, updated with the logits and labels of every batch; or any Score, with `feed`.
         feed: updates the metrics, `feed(metrics, output, batch)`; it may also be given without metrics.
@@ -155,21 +156,19 @@ def _outputs(
     if pipeline is not None:
         pipeline.check_same(batches)
     rounds = greatest(len(batches))
-    was_training = model.training
-    model.eval()
-    try:
-        for turn in range(rounds):
-            if pipeline is None or turn % _PIPELINE_BATCHES == 0:
-                check_stop()
-            mine = turn < len(batches)
-            batch = batch_to_device(batches[turn] if mine else model.empty_batch(), model.device)
-            given = inputs(batch)
-            forward = functools.partial(model, **given, loss_counts=totals)
-            with torch.no_grad():
-                out = forward() if pipeline is None else pipeline.forward(forward)
-            yield (batch if mine and is_counted() else None), out
-            del out  # or its logits would be held beside those of the next batch
-    finally:
-        if pipeline is not None:
-            pipeline.flush()
-        model.train(was_training)
+    with evaluating(model):
+        try:
+            for turn in range(rounds):
+                if pipeline is None or turn % _PIPELINE_BATCHES == 0:
+                    check_stop()
+                mine = turn < len(batches)
+                batch = batch_to_device(batches[turn] if mine else model.empty_batch(), model.device)
+                given = inputs(batch)
+                forward = functools.partial(model, **given, loss_counts=totals)
+                with torch.no_grad():
+                    out = forward() if pipeline is None else pipeline.forward(forward)
+                yield (batch if mine and is_counted() else None), out
+                del out  # or its logits would be held beside those of the next batch
+        finally:
+            if pipeline is not None:
+                pipeline.flush()

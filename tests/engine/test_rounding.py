@@ -6,7 +6,7 @@ import torch
 
 import engine
 import engine.tensors
-from engine.optim.rounding import _places, place_of, stochastic_round_
+from engine.optim.rounding import _place, _places, place_of, stochastic_round_
 from engine.registry import ROUNDS_AT_RANDOM
 
 
@@ -136,3 +136,10 @@ def test_training_from_meta_keeps_copies_equal(four):
     values, losses = four.run(trained, 0, 1)[0]
     assert all((rows == rows[:1]).all() for rows in values.values())
     assert losses[-1] < losses[0]
+
+
+def test_a_box_inside_two_later_dimensions_has_no_place():
+    """Its elements are no runs at equal distances in the whole, unless the first dimension is one row."""
+    assert _place((2, 3, 4), (0, 3, 4), (2, 6, 8)) is None
+    assert _place((1, 3, 4), (0, 3, 4), (1, 6, 8)) == (4, 8, 28)
+    assert _place((2, 3, 8), (0, 3, 0), (2, 6, 8)) == (24, 48, 24)

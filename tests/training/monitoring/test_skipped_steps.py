@@ -1,4 +1,4 @@
-"""Each skipped step is told of once, whenever the device is read."""
+"""The steps that changed nothing, as they are found out when the device is read."""
 
 from types import SimpleNamespace
 
@@ -7,23 +7,15 @@ import torch
 from modelcenter.training.monitoring.skipped_steps import SkippedSteps
 
 
-def test_a_skipped_step_is_a_row_once():
+def test_a_step_is_told_once():
+    """Also where the one after it is skipped too: of the last steps it still knows."""
+    source = SimpleNamespace(to_remember=lambda rows: rows, where=lambda rows, most: f"rows {rows}")
     manager = SimpleNamespace(skipped=0)
-    source = SimpleNamespace(to_remember=lambda rows: rows, where=lambda rows, most=4: f"{rows} of {most}")
-    steps = SkippedSteps(manager, source)
-
-    def told(first, norms, skipped):
-        """The rows after these steps, of which so many of the run were skipped."""
-        for number, norm in enumerate(norms, first):
-            steps.add(number, f"rows {number}", torch.tensor(norm))
-        manager.skipped = skipped
-        return [(row["step"], row["grad_norm"], row["rows"]) for row in steps.new_rows(first + len(norms) - 1)]
-
-    nan, inf = float("nan"), float("inf")
-    assert told(1, [1.0, nan, 2.0, inf], 2) == [(2, "nan", "rows 2 of 1000000000"), (4, "inf", "rows 4 of 1000000000")]
-    assert told(5, [3.0], 2) == []
-    assert told(6, [-inf], 3) == [(6, "-inf", "rows 6 of 1000000000")]  # not step 4 again, which is remembered
-    steps.add(7, "rows 7", torch.tensor(1.0))
-    assert steps.rows_of_last_steps() == "Rows of the last steps: step 6: rows 6 of 4 | step 7: rows 7 of 4"
-    steps.start_from(9)  # a checkpoint of another step, which knows how many were skipped
-    assert told(9, [nan], 3) == [] and told(10, [nan], 4) == [(10, "nan", "rows 10 of 1000000000")]
+    steps, told = SkippedSteps(manager, source), []
+    for step, norm in enumerate((float("nan"), float("inf"), 1.0, float("nan")), 1):
+        steps.add(step, step * 10, torch.tensor(norm))
+        manager.skipped += norm != 1.0
+        told.append(list(steps.new_rows(step)))
+    found = [[(row["step"], row["rows"]) for row in rows] for rows in told]
+    assert found == [[(1, "rows 10")], [(2, "rows 20")], [], [(4, "rows 40")]]
+    assert steps.count == 3

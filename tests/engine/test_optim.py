@@ -397,3 +397,16 @@ def test_compiled_loops_leave_the_step_to_python(compiled, whole):
         train(models[1], theirs) if whole else (toys.with_gradients(models[1]), theirs.step())
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_what_is_not_clipped_is_looked_at_too():
+    """A gradient that is not finite skips the step of all optimizers, also of one that no norm was taken of."""
+    clipped, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    manager = OptimManager()
+    for parameter in (clipped, other):
+        manager.add_optimizer(AdamOptimizer([parameter], lr=0.5))
+        parameter.grad = torch.ones(3)
+    other.grad[1] = torch.nan
+    manager.clip_grad_norm([clipped], 1.0)
+    manager.step()
+    assert manager.skipped == 1 and torch.equal(clipped, torch.ones(3)) and torch.equal(other, torch.ones(3))

@@ -118,9 +118,9 @@ def _noticing_python(forward: Forward) -> Forward:
 def _warn_of_python(unit: str) -> None:
     runtime.warn(
         f"compile with recompute='selective': torch.compile leaves {unit} to Python in training, as a part of it "
-        "cannot be in its graph (layers split by tensor parallelism; attention of packed rows with a bias or segments "
-        "on a GPU, in 16 bits on a CPU, or by several ranks that share the tokens). Give recompute='full', which "
-        "compiles the rest, or leave out compile",
+        "cannot be in its graph (layers split by tensor parallelism; attention of packed rows with a bias, segments or "
+        "a soft cap on a GPU, in 16 bits on a CPU, or by several ranks that share the tokens). Give recompute='full', "
+        "which compiles the rest, or leave out compile",
         stacklevel=2,
     )
 

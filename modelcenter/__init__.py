@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from modelcenter.models.eurobert import EuroBert as EuroBert
     from modelcenter.models.gemma import Gemma as Gemma
     from modelcenter.models.gemma import Gemma3 as Gemma3
+    from modelcenter.models.gemma2 import Gemma2 as Gemma2
     from modelcenter.models.gpt2 import GPT2 as GPT2
     from modelcenter.models.gpt_neox import GPTNeoX as GPTNeoX
     from modelcenter.models.gptj import GPTJ as GPTJ
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from modelcenter.models.t5 import MT5 as MT5
     from modelcenter.models.t5 import T5 as T5
     from modelcenter.models.t5 import UMT5 as UMT5
+    from modelcenter.models.t5gemma import T5Gemma as T5Gemma
     from modelcenter.registry import ModelInfo as ModelInfo
     from modelcenter.registry import list_models as list_models
 

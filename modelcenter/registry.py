@@ -124,6 +124,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("minicpm", "MiniCPM"),
         _ours("minicpm3", "MiniCPM3", rules="minicpm:MINICPM3"),
         _ours("gemma", "Gemma"),
+        _ours("gemma2", "Gemma2"),
         _ours("gemma3_text", "Gemma3", "gemma", "gemma:GEMMA3"),
         _ours("gpt_neox", "GPTNeoX"),
         _ours("gptj", "GPTJ"),
@@ -137,6 +138,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("m2m_100", "M2M100"),
         _ours("marian", "Marian"),
         _ours("pegasus", "Pegasus"),
+        _ours("t5gemma", "T5Gemma"),
     )
 }
 

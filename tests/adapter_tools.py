@@ -11,6 +11,7 @@ from harness import skip_unless_transformers_has
 import modelcenter as mc
 from modelcenter import registry
 from modelcenter.adapters import add_lora
+from modelcenter.compare.transformers_models import by_written_out_attention
 from modelcenter.testing import randomize_
 
 
@@ -60,7 +61,8 @@ def logits(model, task: str, family: str) -> torch.Tensor:
 def transformers_model(base: Path, family: str, task: str):
     skip_unless_transformers_has(family)
     cls = getattr(transformers, registry.get(family).arch_map().tasks[task].hf_class)
-    return cls.from_pretrained(base).eval()
+    theirs = cls.from_pretrained(base).eval()
+    return by_written_out_attention(theirs) if family in ("gemma2", "t5gemma") else theirs
 
 
 def peft_model(base: Path, family: str, task: str, adapter: Path):

@@ -39,3 +39,24 @@ def attend_to_the_wrong_row(model):
 def causal_encoder(model):
     for unit in model.encoder.layers:
         unit.attn.causal = True
+
+
+def see_the_future(model):
+    for unit in model.decoder.layers:
+        unit.attn.causal = False
+
+
+def swap_k_and_v(model):
+    """Of what the decoder makes of the encoder's states."""
+    cross = model.decoder.layers[1].cross
+    cross.k, cross.v = cross.v, cross.k
+
+
+OF_BOTH_SIDES = {
+    "attention to later tokens": see_the_future,
+    "k and v of what was read swapped": swap_k_and_v,
+    "layers swapped": swap_layers,
+    "attention across rows": merge_rows,
+    "attention to the wrong row": attend_to_the_wrong_row,
+    "a causal encoder": causal_encoder,
+}

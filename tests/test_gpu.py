@@ -51,8 +51,8 @@ FAMILIES = [
     ("tiny/gpt2", "causal-lm"), ("tiny/t5", "seq2seq-lm"), ("tiny/qwen3", "causal-lm"), ("tiny/gptj", "causal-lm"),
     ("tiny/deberta-v2", "masked-lm"), ("tiny/mpnet", "masked-lm"), ("tiny/cpmant", "causal-lm"),
     ("tiny/nomic_bert", "masked-lm"), ("tiny/eurobert", "sequence-classification"),
-    ("tiny/esm", "masked-lm"), ("tiny/gemma3_text", "causal-lm"),
-    ("tiny/ernie", "pretraining"), ("tiny/gte", "masked-lm"),
+    ("tiny/esm", "masked-lm"), ("tiny/gemma3_text", "causal-lm"), ("tiny/gemma2", "causal-lm"),
+    ("tiny/t5gemma", "seq2seq-lm"), ("tiny/ernie", "pretraining"), ("tiny/gte", "masked-lm"),
 ]  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def test_attention_in_16_bits(kind: str, lengths: tuple[int, ...], monkeypatch: 
         assert (ours - wanted).norm() < 0.02 * wanted.norm()
 
 
-KINDS = ("plain", "causal", "window", "near", "grouped", "cross", "segments")
+KINDS = ("plain", "causal", "window", "near", "grouped", "cross", "segments", "capped", "capped cross")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,20 +279,21 @@ def test_attention_in_32_bits(kind: str):
     lengths = [[9, 91, 0, 1, 299, 0, 300], [20, 50, 0, 7, 1, 3, 200]]
     ends = [torch.tensor([0, *some]).cumsum(0).int() for some in lengths]
     tokens = [int(some[-1]) for some in ends]
-    kv_heads, of_keys = 2 if kind == "grouped" else 4, tokens[kind == "cross"]
+    kv_heads, of_keys = 2 if kind in ("grouped", "capped") else 4, tokens["cross" in kind]
     values = [torch.randn(tokens[0], 256), *(torch.randn(of_keys, kv_heads * 64) for _ in range(2))]
     grad, bias, between = torch.randn(tokens[0], 256), torch.randn(4, 2 * 300 - 1), torch.randn(4, 3, 3)
     places = [torch.randint(0, n, (tokens[0],)) for n in (2, 2, 3)]
     found = []
     for device in ("cpu", DEVICE):
         inputs = [x.to(device).requires_grad_() for x in values]
-        mask = Mask(kind in ("causal", "window", "grouped"), 33 if kind in ("window", "near") else None)
+        near = kind in ("window", "near", "capped")
+        mask = Mask(kind in ("causal", "window", "grouped", "capped"), 33 if near else None)
         if kind == "segments":
             inputs += [x.to(device).requires_grad_() for x in (bias, between)]
             mask = Mask(bias=inputs[3], segments=Segments.of(*(x.to(device) for x in places)), segment_bias=inputs[4])
         sides = zip(ends, lengths, tokens, strict=True)
         queries, memory = (Packed.from_cu_seqlens(e.to(device), max(some), total) for e, some, total in sides)
-        more = {"memory": memory.sequences} if kind == "cross" else {}
+        more = {"memory": memory.sequences if "cross" in kind else None, "cap": 0.8 if "capped" in kind else None}
         out = packed_attention(*inputs[:3], queries, 4, kv_heads=kv_heads, mask=mask, **more)
         found.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, inputs, grad.to(device)))])
     for ours, wanted in zip(*reversed(found), strict=True):

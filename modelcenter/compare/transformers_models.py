@@ -35,6 +35,17 @@ def hub_class(model_type: str, task: str) -> Any:
     return getattr(code, name)
 
 
+def by_written_out_attention(theirs: Any) -> Any:
+    """transformers' model with its eager attention: torch's leaves out the soft cap of scores, and version 5.17 takes
+    that for models with one all the same."""
+    for module in theirs.modules():  # 5.17 does not pass it on to a part that has a config of its own
+        if hasattr(module, "set_attn_implementation"):
+            module.set_attn_implementation("eager")
+    return theirs
+
+
 def load_transformers(folder: str | Path, ours: Model) -> Any:
     """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
-    return hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()
+    capped = any(getattr(module, "cap", None) is not None for module in ours.modules())
+    return by_written_out_attention(theirs) if capped else theirs

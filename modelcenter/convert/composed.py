@@ -10,8 +10,8 @@ from typing import Any
 
 from modelcenter.config import ModelConfig
 from modelcenter.convert import bert, gpt2, roberta
-from modelcenter.convert.config_map import COMMON, ConfigMap
 from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Rename, Rule, Task, Tied
+from modelcenter.convert.two_configs import TwoConfigsMap
 
 _ROBERTAS = (roberta.ARCH, roberta.XLM_ROBERTA, roberta.CAMEMBERT)
 SIDES = {arch.model_type: arch for arch in (bert.ARCH, *_ROBERTAS, gpt2.ARCH)}
@@ -62,49 +62,26 @@ def _encoder_rules() -> list[Rule]:
     return rules
 
 
-def _read_side(side: str, values: Any, config_class: type[ModelConfig], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Our config of a side, from that in the file. Raises ValueError: it is of no family that can be one."""
-    kind = values.get("model_type") if isinstance(values, Mapping) else None
-    if kind not in SIDES:
-        raise ValueError(f"config field {side!r}: got a model_type {kind!r}, expected one of {', '.join(SIDES)}")
-    try:
-        read = SIDES[kind].config.read(values, config_class.kinds[kind], overrides)  # type: ignore[attr-defined]
-    except ValueError as error:
-        raise ValueError(f"{side}: {error}") from error
-    return read.to_dict()
-
-
 @dataclass(frozen=True)
-class ComposedMap(ConfigMap):
-    """A config.json that holds those of both sides. An override that is not of the whole is of each side."""
+class ComposedMap(TwoConfigsMap):
+    """Of two families. Whether the vocabulary's matrix is the decoder's table says the decoder's own config."""
+
+    left_out: tuple[str, ...] = ("tie_word_embeddings", "tie_embeddings", "vocab_size")
+    not_of_sides: tuple[str, ...] = ("tie_encoder_decoder",)
+
+    def side_rules(self, side: str, values: Any) -> ArchMap:
+        kind = values.get("model_type") if isinstance(values, Mapping) else None
+        if kind not in SIDES:
+            raise ValueError(f"config field {side!r}: got a model_type {kind!r}, expected one of {', '.join(SIDES)}")
+        return SIDES[kind]
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
-        given, changes = dict(values), dict(overrides or {})
+        given = dict(values)
         if given.get("model_type") == "encoder_decoder":  # transformers 3 wrote it so
             given["model_type"] = config_class.model_type
-        for name in ("tie_word_embeddings", "tie_embeddings", "vocab_size"):  # the decoder's own decides
-            given.pop(name, None)
-        known = {*config_class.field_names(), *self.fields, *COMMON}
-        shared = {name: changes.pop(name) for name in list(changes) if name not in known}  # of both: dropout, sizes
-        ties: dict[str, Any] = {
-            name: changes.pop(name) for name in ("tie_word_embeddings", "tie_embeddings") if name in changes
-        }
-        sides = {side: changes.pop(side, given.get(side)) for side in ("encoder", "decoder")}
-        for side, inner in sides.items():
-            if isinstance(inner, Mapping):  # it says nothing of a side alone
-                sides[side] = {name: value for name, value in inner.items() if name != "tie_encoder_decoder"}
-        held = {name for part in (given, *sides.values()) if isinstance(part, Mapping) for name in part}
-        changes |= {name: None for name, value in shared.items() if value is None and name in given}
-        for side, inner in sides.items():
-            more: dict[str, Any] = {  # a field is dropped where it is, and unknown where it is nowhere
-                name: value
-                for name, value in shared.items()
-                if value is not None or name not in held or (isinstance(inner, Mapping) and name in inner)
-            }
-            given[side] = _read_side(side, inner, config_class, more | (ties if side == "decoder" else {}))
-        return super().read(given, config_class, changes)
+        return super().read(given, config_class, overrides)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         out = super().write(config, hf_class, dtype)

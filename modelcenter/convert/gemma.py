@@ -24,7 +24,7 @@ SANDWICH_BODY: tuple[Rule, ...] = (
 )
 
 
-class _GemmaFields(llama.LlamaFields):
+class GemmaFields(llama.LlamaFields):
     """Rotary fields, and two names of the activation. The first files say "gelu" and mean its approximation."""
 
     @property
@@ -115,7 +115,7 @@ ARCH = ArchMap(
     config=ConfigMap(
         FIELDS,
         required={"use_bidirectional_attention": (False, None)},
-        translation=_GemmaFields(ROPE_THETA),
+        translation=GemmaFields(ROPE_THETA),
     ),
     ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
 )

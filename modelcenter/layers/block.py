@@ -111,12 +111,21 @@ class PreNormBlock(nn.Module):
 class SandwichNormBlock(PreNormBlock):
     """x + norm(attn(norm(x))), then x + norm(mlp(norm(x))), as Gemma 2 and later. x: (T, hidden_size) -> the same.
 
-    `norm` makes all four norms.
+    `norm` makes all norms. `cross`: as of PreNormBlock, with norms of its own (T5Gemma).
     """
 
-    def __init__(self, attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module], dropout: float):
-        super().__init__(attn, mlp, norm, dropout)
+    def __init__(
+        self,
+        attn: nn.Module,
+        mlp: nn.Module,
+        norm: Callable[[], nn.Module],
+        dropout: float,
+        cross: CrossAttention | None = None,
+    ):
+        super().__init__(attn, mlp, norm, dropout, cross)
         self.attn_post_norm, self.mlp_post_norm = norm(), norm()
+        if cross is not None:
+            self.cross_post_norm = norm()
 
     def added(self, part: str, x: Tensor) -> Tensor:
         normed: Tensor = getattr(self, f"{part}_post_norm")(x)

@@ -32,8 +32,8 @@ def capped_attention(
     (n, heads, queries, _), keys, drop = q.shape, k.shape[2], options.drop
     key, numbers = 0, None
     if drop.p and q.device.type == "cpu":
-        rows = n * queries
-        key, numbers = drop.key, drop.numbers(rows, slice(0, rows), n, heads).view(n, heads, queries)
+        total = n * queries
+        key, numbers = drop.key, drop.numbers(total, slice(0, total), n, heads).view(n, heads, queries)
 
     def block(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, numbers: Tensor | None) -> Tensor:
         return _attend(q, k, v, seen, numbers, options, key)

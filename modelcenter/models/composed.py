@@ -4,7 +4,7 @@ arXiv:1907.12461): BERT or RoBERTa reads, and one of them or GPT-2 writes, with 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -22,37 +22,25 @@ from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.models.roberta import Camembert, Roberta, XLMRoberta
+from modelcenter.models.two_configs import TwoConfigs
 
 SIDES: dict[str, Any] = {kind.config_class.model_type: kind for kind in (Bert, Roberta, XLMRoberta, Camembert, GPT2)}
 _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids", "cu_seqlens", "max_seqlen")
 
 
 @dataclass(kw_only=True)
-class ComposedConfig(ModelConfig):
-    """The configurations of both sides, or mappings of their fields and model_type, and the tokens of a written text.
-
-    vocab_size and tie_embeddings are the decoder's; hidden_size is the encoder's.
-    """
+class ComposedConfig(TwoConfigs):
+    """The configurations of both sides, and the tokens of a written text. tie_embeddings is the decoder's."""
 
     model_type: ClassVar[str] = "encoder-decoder"
-    is_encoder_decoder: ClassVar[bool] = True
     kinds: ClassVar[dict[str, type[ModelConfig]]] = {kind: model.config_class for kind, model in SIDES.items()}
 
-    encoder: Any
-    decoder: Any
     pad_token_id: int | None = None
     decoder_start_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("encoder", "decoder"):
-            given = getattr(self, name)
-            if isinstance(given, Mapping):
-                kind = self.kinds.get(str(given.get("model_type")))
-                self.require(kind is not None, name, f"of a model_type among {', '.join(self.kinds)}")
-                assert kind is not None
-                setattr(self, name, kind.from_dict(dict(given)))
         one, other = self.encoder, self.decoder
         reads = isinstance(one, EncoderConfig) and not one.is_decoder
         self.require(reads, "encoder", f"one of {', '.join(self.kinds)} but gpt2, with is_decoder false")
@@ -61,33 +49,8 @@ class ComposedConfig(ModelConfig):
         self.tie_embeddings = other.tie_embeddings
 
     @property
-    def vocab_size(self) -> int:
-        return self.decoder.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.encoder.hidden_size
-
-    @property
     def first_position(self) -> int:
         return getattr(self.encoder, "first_position", 0)
-
-    @property
-    def max_tokens(self) -> int:
-        """What both sides take."""
-        return min(self.encoder.max_tokens, self.decoder.max_tokens)
-
-    @property
-    def max_written_tokens(self) -> int:
-        return self.decoder.max_tokens
-
-    def replace(self, **changes: Any) -> Self:
-        if (words := changes.pop("vocab_size", None)) is not None:
-            changes |= {side: getattr(self, side).replace(vocab_size=words) for side in ("encoder", "decoder")}
-        return super().replace(**changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "encoder": self.encoder.to_dict(), "decoder": self.decoder.to_dict()}
 
 
 class Composed(EncoderDecoder):

@@ -42,10 +42,13 @@ ENCODER_TASKS = ("token-classification", "text-encoding", "embedding")  # which 
 
 
 class Side(nn.Module):
-    """The encoder or the decoder: blocks, the norm after them, and what else a subclass gives it."""
+    """The encoder or the decoder: blocks, the norm after them, words of its own if it has some, and what else a
+    subclass gives it."""
 
-    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module):
+    def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, embed: nn.Embedding | None = None):
         super().__init__()
+        if embed is not None:
+            self.embed = embed
         self.layers = layers
         self.final_norm = final_norm
 
@@ -122,6 +125,14 @@ class EncoderDecoder(DecoderInputs):
     def set_attention_bias(self, ctx: Packed, side: Side) -> None:
         """Give the units of a side the relative position bias that they share."""
 
+    def set_positions(self, x: Tensor, ctx: Packed, side: Side) -> None:
+        """Give the units of a side the angles of its tokens, whose hidden states are x."""
+
+    def table_of(self, side: Side) -> nn.Embedding:
+        """The words of a side: its own, or those that both share."""
+        table: nn.Embedding = getattr(side, "embed", self.embed)
+        return table
+
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         """Embeddings (T, hidden_size) as the units of a side take them."""
         return x
@@ -143,7 +154,7 @@ class EncoderDecoder(DecoderInputs):
         ctx = self._pack_encoder(batch)
         if (given := batch.get("encoder_outputs")) is not None:
             return ctx.unpad(_encoder_states(given)), ctx
-        return self.before_units(self.embedded(batch, ctx, self.embed), ctx, self.encoder), ctx
+        return self.before_units(self.embedded(batch, ctx, self.table_of(self.encoder)), ctx, self.encoder), ctx
 
     def begin_decoder(self, batch: Batch) -> tuple[Tensor, Packed]:
         """The decoder's embeddings.
@@ -154,7 +165,8 @@ class EncoderDecoder(DecoderInputs):
         assert self.decoder is not None
         batch = self.decoder_inputs(batch)
         ctx = self.pack(batch, "decoder_")
-        return self.before_units(self.embedded(batch, ctx, self.embed, "decoder_"), ctx, self.decoder), ctx
+        table = self.table_of(self.decoder)
+        return self.before_units(self.embedded(batch, ctx, table, "decoder_"), ctx, self.decoder), ctx
 
     def _pack_encoder(self, batch: Batch) -> Packed:
         batch = {name: value for name, value in batch.items() if name not in CACHE_INPUTS}
@@ -233,6 +245,7 @@ class EncoderDecoder(DecoderInputs):
         if side.ctx is None or not side.runs:
             return
         self.set_attention_bias(side.ctx, self.encoder)
+        self.set_positions(side.states[-1], side.ctx, self.encoder)
         units = [*self.encoder.layers][part.start : part.stop]
         side.states = self.run_units(units, side.states, side.ctx, side.all_states)
         if part.stop >= len(self.encoder.layers):
@@ -245,6 +258,7 @@ class EncoderDecoder(DecoderInputs):
             seen, split = self.bridge_states(encoder.states[-1]), self.token_split
             side.ctx.attend_to(seen if split is None else split.to_units(seen), encoder.ctx)
         self.set_attention_bias(side.ctx, self.decoder)
+        self.set_positions(side.states[-1], side.ctx, self.decoder)
         units = [*self.decoder.layers][part.start : part.stop]
         side.states = self.run_units(units, side.states, side.ctx, side.all_states)
 
@@ -286,13 +300,13 @@ class EncoderDecoder(DecoderInputs):
             case "seq2seq-lm":
                 out = head(x, ctx, batch, counts["loss"], self.embed.weight, self.wants_logits(batch))
             case "sequence-classification":
-                out = head(ctx.select(x, self._eos_tokens(ctx, batch)), batch, counts, ctx)
+                out = head(ctx.select(x, self.classified_tokens(ctx, batch)), batch, counts, ctx)
             case _:
                 out = head(x, ctx, batch, counts)
         return self.ordered(out)
 
-    def _eos_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
-        """(n,) index, among all tokens, of each sequence's last end-of-sequence token.
+    def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
+        """(n,) index, among all tokens, of the one by which each sequence is classified: its last end of a text.
 
         Raises:
             ValueError: a sequence has none.

@@ -98,6 +98,14 @@ class GemmaBody(LlamaBody):
         return {name: ("zeros",) if rule == ("ones",) else rule for name, rule in spec.items()}
 
 
+class SandwichBody(GemmaBody):
+    """What Gemma 2 and later share: a norm on each side of each part of a block."""
+
+    def block(self, layer: int) -> nn.Module:
+        width = self.config.hidden_size
+        return SandwichNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width), 0.0)
+
+
 class Gemma(GemmaBody):
     """Gemma 1 with the head of `task`."""
 
@@ -105,7 +113,7 @@ class Gemma(GemmaBody):
     tasks = ("base", "embedding", "causal-lm", "sequence-classification", "token-classification")
 
 
-class Gemma3(GemmaBody):
+class Gemma3(SandwichBody):
     """Gemma 3 with the head of `task`."""
 
     config_class = Gemma3Config
@@ -119,10 +127,6 @@ class Gemma3(GemmaBody):
         self.local_rotary = Rotary(config.head_dim, config.local_rope_theta)
         if config.use_bidirectional_attention:
             self.usual_pooling = "mean"
-
-    def block(self, layer: int) -> nn.Module:
-        width = self.config.hidden_size
-        return SandwichNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width), 0.0)
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         c = self.config

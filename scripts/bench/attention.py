@@ -6,8 +6,9 @@ Rows are ragged. Here they are packed; torch's scaled_dot_product_attention gets
 transformers would make of them: of the padding, of later tokens, of those far away on both sides (ModernBERT), with a
 bias for each distance (T5), or by segments (CPM). Its masks are made beforehand, as they are shared by layers, and
 their gradients end there. No operator of torch has scores with products for each distance (DeBERTa): its products are
-those with the vectors of all distances, from which each pair's are gathered. In each round one process times all
-contenders in turn and keeps the best of several runs of each; the results are the medians.
+those with the vectors of all distances, from which each pair's are gathered. Nor has one a soft cap of the scores
+(Gemma 2), which is written out as transformers does. In each round one process times all contenders in turn and keeps
+the best of several runs of each; the results are the medians.
 """
 
 import argparse
@@ -22,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.lib import against, child, finish, machine, median, parse, parser, steps, take_turns, workloads
 
-HEADS, CHANNELS = 8, 64
-KINDS = ("of an encoder", "of a decoder", "in a window", "with a bias", "by segments", "with distances")
+HEADS, CHANNELS, CAP = 8, 64, 50.0
+KINDS = ("of an encoder", "of a decoder", "in a window", "with a bias", "by segments", "with distances", "with a cap")
 ROTARY = ("rotary positions", "rotary positions of one token")
 
 
@@ -132,6 +133,23 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
         torch.autograd.grad(weights @ values, [*padded_leaves, *tables], padded_slope)
 
     calls["with distances"], calls["torch, with distances"] = with_distances, with_distances_by_torch
+
+    def with_a_cap() -> None:
+        queries, keys, values = leaves
+        out = packed_attention(queries, keys, values, packed, HEADS, mask=masks["of a decoder"], cap=CAP)
+        torch.autograd.grad(out, leaves, slope)
+
+    seen = whole["of a decoder"]
+    assert seen is not None
+    unseen = ~seen
+
+    def with_a_cap_by_torch() -> None:
+        queries, keys, values = padded_leaves
+        scores = CAP * torch.tanh(queries @ keys.transpose(2, 3) / CHANNELS**0.5 / CAP)
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        torch.autograd.grad(weights @ values, padded_leaves, padded_slope)
+
+    calls["with a cap"], calls["torch, with a cap"] = with_a_cap, with_a_cap_by_torch
 
     def by_torch(cos: Tensor, sin: Tensor, *both: Tensor) -> tuple[Tensor, ...]:
         return tuple(composed(x, cos, sin, CHANNELS, False) for x in both)

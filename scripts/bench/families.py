@@ -103,6 +103,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama": ("causal-lm", {**_GROUPED, "tie_word_embeddings": True}),
+    "gemma2": ("causal-lm", {**_GROUPED, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 32}),
     "gemma3_text": ("causal-lm", {**_GROUPED, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 32}),
 }
 

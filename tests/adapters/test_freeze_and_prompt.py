@@ -117,6 +117,7 @@ PROMPTED = [
     ("gpt_neox", "causal-lm"),
     ("esm", "sequence-classification"),
     ("gemma3_text", "causal-lm"),
+    ("gemma2", "causal-lm"),
 ]
 
 

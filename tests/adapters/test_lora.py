@@ -55,6 +55,8 @@ OTHERS = [
     ("m2m_100", "seq2seq-lm"),
     ("marian", "seq2seq-lm"),
     ("pegasus", "seq2seq-lm"),
+    ("gemma2", "causal-lm"),
+    ("t5gemma", "seq2seq-lm"),
     ("minicpm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),

@@ -48,6 +48,8 @@ PARAMETERS = {
     "eurobert-2.1b-5.5": 2_107_590_912,
     "eurobert-210m-4.40": 211_766_016,
     "eurobert-610m-classifier-4.49": 607_874_688,
+    "gemma2-2b-it-5.5": 2_614_341_888,
+    "gemma2-9b-4.42": 9_241_705_984,
     "gpt-j-6b-4.18": 5_844_393_984,
     "gpt-neox-h2ogpt-12b-4.30": 11_586_549_760,
     "embeddinggemma-300m-4.57": 302_863_104,
@@ -93,6 +95,7 @@ PARAMETERS = {
     "roberta-base-squad2-2": 124_645_632,
     "t5-small-2": 60_506_624,
     "t5-v1_1-base-4.33": 222_903_552,
+    "t5gemma-2b-2b-ul2-4.52": 5_596_853_760,
     "umt5-pile-t5-xl-4.36": None,  # its encoder alone
     "xlm-roberta-bge-m3-4.33": 567_754_752,
     "xlm-roberta-large-4.52": 559_890_432,

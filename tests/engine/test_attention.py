@@ -28,10 +28,11 @@ KINDS = {
     "bias": dict(lengths=[3, 65, 40, 17], width=33, bias=True, p=0.2),
     "causal bias": dict(lengths=[50, 8], width=16, bias=True, causal=True, kv_heads=2),
     "cross": dict(lengths=[5, 40, 0, 33], keys=[90, 3, 8, 1], width=32, kv_heads=2, p=0.1),
-    # Caps below most scores, among them, and far above.
+    # Caps below most scores, among them, above, and so far above that errors of tanh would show.
     "capped": dict(lengths=[70, 33, 1, 150], width=20, causal=True, window=11, kv_heads=2, cap=0.5),
     "capped and dropped": dict(lengths=[5, 0, 40, 17], keys=[90, 3, 8, 1], width=33, p=0.2, cap=3.0),
     "capped bias": dict(lengths=[3, 65, 17], width=16, bias=True, causal=True, kv_heads=1, cap=30.0),
+    "hardly capped": dict(lengths=[40, 17], width=16, cap=3000.0),
 }
 
 

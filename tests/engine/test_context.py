@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import engine
 from engine.parallel import context, functional, rng
+from modelcenter.layers import capped_attention
 from modelcenter.layers.mask import Mask
 from modelcenter.layers.packed_attention import packed_attention
 from modelcenter.layers.packing import Packed
@@ -116,8 +117,10 @@ def attended(lengths, heads, kind, split=None):
     window = 3 if kind in ("window", "near", "capped") else None
     mask = Mask("causal" in kind or kind in ("window", "grouped"), window, bias)
     among, cap = memory.sequences if "cross" in kind else None, 0.7 if "capped" in kind else None
-    out = packed_attention(q, k, v, packed, heads, kv_heads=of_keys, mask=mask, memory=among, cap=cap)
-    out.backward(grad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capped_attention, "_KEPT", 40)  # as if sequences were long: of some queries at a time
+        out = packed_attention(q, k, v, packed, heads, kv_heads=of_keys, mask=mask, memory=among, cap=cap)
+        out.backward(grad)
     found = [packed.gather(out), packed.gather(q.grad), memory.gather(k.grad), memory.gather(v.grad)]
     if bias is not None:
         found.append(bias.grad if split is None else split.sum(bias.grad))

@@ -10,6 +10,7 @@ import engine
 import modelcenter as mc
 from engine.names import model_tensors
 from engine.registry import stages_of
+from modelcenter import registry
 from modelcenter.compare import pack_rows, pad_rows, rows_for
 from modelcenter.testing import randomize_
 
@@ -19,6 +20,10 @@ FOUR = {"pp_size": 4}
 SIDES = {"num_layers": 2, "num_decoder_layers": 3}
 LENGTHS = ((7, 3, 11, 5), (4, 2, 6), (2,), (1, 9))
 LAST = {"num_layers": 4}
+# Sides of two widths, of which a stage hands on both.
+WIDTHS = {
+    "decoder": registry.preset("tiny/t5gemma")["config"]["decoder"] | {"hidden_size": 36, "intermediate_size": 60}
+}
 
 
 def built(name, task, sizes, fields):
@@ -94,15 +99,17 @@ CASES = [
     ("tiny/cpmbee", "causal-lm", PP, LAST),
 ]
 MORE = [
-    (name, task, sizes, SIDES if "t5" in name or name in ("tiny/cpm2", *BARTS) else LAST)
-    for name, task in [
-        ("tiny/t5", "sequence-classification"),
-        ("tiny/mt5", "question-answering"),
-        ("tiny/mt5", "seq2seq-lm"),
-        ("tiny/t5", "seq2seq-lm"),
-        ("tiny/cpm2", "seq2seq-lm"),
-        *((name, "seq2seq-lm") for name in BARTS),
-        *((f"tiny/{cpm}", "causal-lm") for cpm in ("cpm1", "cpm3", "cpmant", "cpmbee")),
+    (name, task, sizes, fields if fields else SIDES if "t5" in name or name in ("tiny/cpm2", *BARTS) else LAST)
+    for name, task, fields in [
+        ("tiny/t5", "sequence-classification", None),
+        ("tiny/mt5", "question-answering", None),
+        ("tiny/mt5", "seq2seq-lm", None),
+        ("tiny/t5", "seq2seq-lm", None),
+        ("tiny/cpm2", "seq2seq-lm", None),
+        *((name, "seq2seq-lm", None) for name in BARTS),
+        ("tiny/t5gemma", "seq2seq-lm", WIDTHS),
+        ("tiny/t5gemma", "sequence-classification", WIDTHS),
+        *((f"tiny/{cpm}", "causal-lm", None) for cpm in ("cpm1", "cpm3", "cpmant", "cpmbee")),
     ]
     for sizes in (PP, INTERLEAVED)
 ]
@@ -122,6 +129,8 @@ def test_two_stages_train_as_one_process(two, name, task, sizes, fields):
         ("tiny/t5", "seq2seq-lm", FOUR, {"num_layers": 3, "num_decoder_layers": 4}),
         ("tiny/t5", "seq2seq-lm", {**FOUR, "pp_chunks": 2}, {"num_layers": 4, "num_decoder_layers": 5}),
         ("tiny/umt5", "seq2seq-lm", {**PP, "tp_size": 2}, SIDES),
+        ("tiny/t5gemma", "seq2seq-lm", {**PP, "tp_size": 2}, WIDTHS),
+        ("tiny/t5gemma", "seq2seq-lm", {**INTERLEAVED, "cp_size": 2}, WIDTHS),
         ("tiny/bart", "seq2seq-lm", {**PP, "tp_size": 2}, SIDES),
         ("tiny/t5", "seq2seq-lm", {**INTERLEAVED, "cp_size": 2}, SIDES),
         ("tiny/cpmant", "causal-lm", FOUR, {"num_layers": 5}),

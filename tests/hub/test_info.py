@@ -88,6 +88,11 @@ def test_fields_that_change_sizes(changes):
         ("eurobert", {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True}),
         ("nomic_bert", {"head_dim": 10, "type_vocab_size": 3}),
         ("gte", {"type_vocab_size": 0}),
+        ("gemma2", {"attention_bias": True, "head_dim": 12, "num_key_value_heads": 3}),
+        (
+            "t5gemma",
+            {"decoder": preset("tiny/t5gemma")["config"]["decoder"] | {"hidden_size": 36, "attention_bias": True}},
+        ),
         ("albert", {"embedding_size": 48, "num_hidden_groups": 2, "inner_group_num": 3}),
     ],
 )

@@ -177,12 +177,18 @@ def choose(monkeypatch, path):
         pytest.skip("the compiled operators are not built")
 
 
+def is_product(path, kind):
+    """Whether what both change is tested with others: only a few kinds have rectangles as a GPU's of their own, and
+    caps are before all that segments and an encoder change."""
+    if path == "wide" and not ("bias" in kind or kind == "distances"):
+        return True
+    return path in ("tiles", "sdpa", "wide", "shared") and kind in ("capped cross", "capped segments with bias")
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        pytest.param(
-            path, kind, marks=pytest.mark.full if path == "wide" and not ("bias" in kind or kind == "distances") else ()
-        )
+        pytest.param(path, kind, marks=pytest.mark.full if is_product(path, kind) else ())
         for path in ("compiled", "buckets", "tiles", "sdpa", "sdpa in blocks", "wide", "shared")
         for kind in KINDS
         if (path != "shared" or "bias" in kind) and (path != "sdpa in blocks" or "capped" in kind)
@@ -364,6 +370,20 @@ def test_dropout_keeps_the_mean():
     wanted = packed_attention(q, k, v, packed, 2)
     mean = sum(packed_attention(q, k, v, packed, 2, AttentionDropout(0.2)) for _ in range(3000)) / 3000
     assert (mean - wanted).abs().max() < 0.06
+
+
+def test_capped_scores_are_left_to_rectangles_where_there_is_flash_attention(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("it has no cap")
+
+    packed, x = Packed.from_cu_seqlens(torch.tensor([0, 64, 128]), None, 128), torch.randn(128, 16)
+    wanted = packed_attention(x, x, x, packed, 2, cap=0.5)
+    monkeypatch.setattr(packed_attention_module, "_has_flash", lambda *_: True)
+    for name in ("_varlen", "_of_equal_lengths"):
+        monkeypatch.setattr(packed_attention_module, name, refuse)
+    assert torch.equal(packed_attention(x, x, x, packed, 2, cap=0.5), wanted)
+    with pytest.raises(AssertionError, match="it has no cap"):
+        packed_attention(x, x, x, packed, 2)
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "window", "grouped", "cross"])

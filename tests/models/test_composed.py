@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import toydata
-from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
+from encoder_decoder_mutations import OF_BOTH_SIDES
 from harness import ArchitectureTests, assert_same, randomize_
 from safetensors.torch import load_file, save_file
 from seq2seq_toys import WORDS, write_folder
@@ -57,26 +57,9 @@ OF_ROBERTA = {"model_type": "roberta", "pad_token_id": 2, "hidden_act": "silu"}
 OF_CAMEMBERT = {"model_type": "camembert", "pad_token_id": 2}
 
 
-def see_the_future(model):
-    for unit in model.decoder.layers:
-        unit.attn.causal = False
-
-
-def swap_k_and_v(model):
-    cross = model.decoder.layers[1].cross
-    cross.k, cross.v = cross.v, cross.k
-
-
 class Composed(ArchitectureTests):
     has_positions = False
-    mutations = {
-        "attention to later tokens": see_the_future,
-        "k and v of what was read swapped": swap_k_and_v,
-        "layers swapped": swap_layers,
-        "attention across rows": merge_rows,
-        "attention to the wrong row": attend_to_the_wrong_row,
-        "a causal encoder": causal_encoder,
-    }
+    mutations = OF_BOTH_SIDES
     test_base_matches_transformers = None  # type: ignore[assignment]
     most = 0  # tokens of the longest label
 

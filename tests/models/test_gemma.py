@@ -3,35 +3,16 @@
 import pytest
 import torch
 import transformers
+from gemma_reference import OF_GEMMA, OF_SANDWICHES, GemmaTests, see_all, see_one_less, see_one_more
 from harness import assert_same
 from llama_reference import LlamaTests
 
 import modelcenter as mc
 from modelcenter.layers.cache import KVCache
-from modelcenter.layers.mlp import ACTIVATIONS
-from modelcenter.layers.norm import RMSNorm
-from modelcenter.models.gemma import GemmaBody
-from modelcenter.testing.reference import ReferenceModels
-
-
-def _see_the_future(model):
-    model.layers[1].attn.causal = False
 
 
 def _see_the_past_only(model):
     model.layers[1].attn.causal = True
-
-
-def _see_all(model):
-    model.layers[1].attn.window = None
-
-
-def _see_one_more(model):
-    model.layers[1].attn.window += 1
-
-
-def _see_one_less(model):
-    model.layers[1].attn.window -= 1
 
 
 def _turn_alike(model):
@@ -40,14 +21,6 @@ def _turn_alike(model):
 
 def _turn_the_other_way_round(model):
     model.local_rotary, model.rotary = model.rotary, model.local_rotary
-
-
-def _unscaled_angles(model):
-    model.rotary.kind = "default"
-
-
-def _scaled_by_the_heads(model):
-    model.layers[1].attn.scale = None
 
 
 def _no_norms_of_heads(model):
@@ -59,65 +32,13 @@ def _queries_normed_as_keys(model):
     attn.q_norm, attn.k_norm = attn.k_norm, attn.q_norm
 
 
-def _no_norm_behind_attention(model):
-    model.layers[1].attn_post_norm = torch.nn.Identity()
-
-
-def _no_norm_behind_the_feed_forward(model):
-    model.layers[1].mlp_post_norm = torch.nn.Identity()
-
-
-def _norms_swapped(model):
-    layer = model.layers[1]
-    layer.attn_post_norm, layer.mlp_norm = layer.mlp_norm, layer.attn_post_norm
-
-
-def _a_norm_that_multiplies_by_its_weight(model):
-    found = model.final_norm
-    model.final_norm = RMSNorm(found.weight.numel(), found.eps)
-    model.final_norm.weight = found.weight
-
-
-def _unscaled_embeddings(model):
-    model.look_up = super(GemmaBody, model).look_up
-
-
-def _another_activation(model):
-    model.layers[1].mlp.activation = ACTIVATIONS["silu"]
-
-
-def _exact_activation(model):
-    for layer in model.layers:
-        layer.mlp.activation = ACTIVATIONS["gelu"]
-
-
-class GemmaTests(LlamaTests):
-    def reference(self, task, folder, **fields):
-        """With norms around what they start with, which is 0: around 1 they would double what they read, and the
-        gradients of the embeddings would be those of rounding."""
-        theirs = ReferenceModels.reference(self, task, folder, **fields)
-        with torch.no_grad():
-            for name, parameter in theirs.named_parameters():
-                if "norm" in name:
-                    parameter -= 1
-        theirs.save_pretrained(folder)
-        return theirs
-
-
 class TestGemma(GemmaTests):
     hf_config = LlamaTests.sizes | {
         "model_type": "gemma",
         "head_dim": 10,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 73.0, "factor": 3.0},
     }
-    mutations = {
-        "attention to later tokens": _see_the_future,
-        "unscaled angles": _unscaled_angles,
-        "unscaled embeddings": _unscaled_embeddings,
-        "a norm that multiplies by its weight": _a_norm_that_multiplies_by_its_weight,
-        "another activation": _another_activation,
-        "the exact activation": _exact_activation,
-    }
+    mutations = OF_GEMMA
 
     # What depends on the body alone is tested with Gemma 3.
     test_two_ranks_equal_one = test_gradients_do_not_depend_on_the_cut = None
@@ -138,18 +59,13 @@ class TestGemma3(GemmaTests):
             "sliding_attention": {"rope_type": "default", "rope_theta": 11.0},
         },
     }
-    mutations = TestGemma.mutations | {
-        "no window": _see_all,
-        "a wider window": _see_one_more,
-        "a narrower window": _see_one_less,
+    mutations = {
+        **OF_GEMMA,
+        **OF_SANDWICHES,
         "angles of full attention": _turn_alike,
         "angles the other way round": _turn_the_other_way_round,
-        "scaled by the width of heads": _scaled_by_the_heads,
         "no norms of heads": _no_norms_of_heads,
         "queries normed as keys": _queries_normed_as_keys,
-        "no norm behind attention": _no_norm_behind_attention,
-        "no norm behind the feed-forward": _no_norm_behind_the_feed_forward,
-        "norms swapped": _norms_swapped,
     }
 
 
@@ -170,7 +86,7 @@ class TestBidirectionalGemma3(TestGemma3):
     test_dropout_is_where_transformers_has_it = test_padding_costs_nothing = None
 
 
-@pytest.mark.parametrize("spoil", [_see_the_past_only, _see_all, _see_one_more, _see_one_less])
+@pytest.mark.parametrize("spoil", [_see_the_past_only, see_all, see_one_more, see_one_less])
 def test_parity_notices_another_neighbourhood(spoil, tmp_path):
     tests = TestBidirectionalGemma3()
     theirs, ours = tests.reference("sequence-classification", tmp_path), tests.ours(tmp_path, None)

@@ -28,6 +28,8 @@ CASES = [
     pytest.param("tiny/m2m_100", "seq2seq-lm", False, marks=pytest.mark.full),
     pytest.param("tiny/marian", "seq2seq-lm", False, marks=pytest.mark.full),
     pytest.param("tiny/pegasus", "seq2seq-lm", False, marks=pytest.mark.full),
+    pytest.param("tiny/gemma2", "causal-lm", False, marks=pytest.mark.full),
+    pytest.param("tiny/t5gemma", "seq2seq-lm", False, marks=pytest.mark.full),
     ("tiny/cpmant", "causal-lm", False), ("tiny/gpt2", "causal-lm", True),
     pytest.param("tiny/t5", "seq2seq-lm", True, marks=pytest.mark.full),
     pytest.param("tiny/cpm3", "causal-lm", False, marks=pytest.mark.full),

@@ -6,7 +6,8 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.convert.rules import ArchMap
 
-COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")  # a config that holds two
+COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")
+OF_TWO = (COMPOSED, "t5gemma")  # whose config holds one for each side
 # Defaults of the fields that published configs leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -32,7 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_kv_heads": 8, "tie_embeddings": False},
     "qwen3": {"head_dim": 128, "tie_embeddings": False},
     "gemma": {"num_kv_heads": 16, "head_dim": 256},
-    "gemma3_text": {"num_kv_heads": 4, "head_dim": 256},
+    **dict.fromkeys(("gemma2", "gemma3_text", "t5_gemma_module"), {"num_kv_heads": 4, "head_dim": 256}),
     "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
     "t5": {"head_dim": 64, "num_buckets": 32},
     "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
@@ -51,22 +52,25 @@ def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
     if (kind := given.pop("feed_forward_proj", None)) is not None:  # T5's
         given.setdefault("is_gated_act", str(kind).startswith("gated-"))
     ours = {arch.config.fields.get(key, key): value for key, value in given.items()}
-    if arch.model_type == COMPOSED:
+    if arch.model_type in OF_TWO:
         one, other = (side_of(config, name)[0] for name in SIDES)
-        ours = one | ours | {"num_decoder_layers": other.get("num_layers"), "vocab_size": other.get("vocab_size")}
+        of_decoder = {"num_decoder_layers": "num_layers", "decoder_hidden_size": "hidden_size"}
+        ours = one | ours | {"vocab_size": other.get("vocab_size")}
+        ours |= {name: other.get(theirs) for name, theirs in of_decoder.items()}
     return ours
 
 
 def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our names of a side of an encoder and a decoder that were made apart, and its config.json.
+    """Our names of a side of an encoder-decoder whose config holds two, with what that leaves out, and its config.json.
 
     Raises:
         ValueError: it is not there.
     """
-    side = config.get(name)
+    side, kind = config.get(name), registry.model_type_of(config)
     if not isinstance(side, Mapping):
-        raise ValueError(f"config.json of an {COMPOSED} lacks {name}, so its size is not known")
-    return our_names(side, registry.get(str(side.get("model_type"))).arch_map()), dict(side)
+        raise ValueError(f"config.json of an {kind} lacks {name}, so its size is not known")
+    rules = registry.get(str(kind)).arch_map().config.side_rules(name, side)
+    return _DEFAULTS.get(rules.model_type, {}) | our_names(side, rules), dict(side)
 
 
 _OFF = frozenset(  # unless the config says otherwise

@@ -23,6 +23,11 @@ def _own_words(c: Fields) -> int:
     return c.vocab_size * c.hidden_size
 
 
+def _words_of_decoder(c: Fields) -> int:
+    """T5Gemma's, whose sides have a width each."""
+    return 0 if c.tie_embeddings else c.vocab_size * c.decoder_hidden_size
+
+
 def _narrow_words(c: Fields) -> int:
     return _words(c, c.embedding_size)
 
@@ -79,7 +84,9 @@ HEADS: dict[str, Heads] = {
     **dict.fromkeys(("gpt2", "gpt_neox"), _DECODER),
     "gptj": {"causal-lm": _biased_words},
     "opt": {"causal-lm": _narrow_words},
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3", "gemma", "gemma3_text"), _DECODER),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _DECODER),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _DECODER),
+    "t5gemma": {"seq2seq-lm": _words_of_decoder},
     **dict.fromkeys(("t5", "mt5", "umt5", "m2m_100"), _ENCODER_DECODER),
     **dict.fromkeys(("bart", "mbart", "marian", "pegasus"), {"seq2seq-lm": _biased_words}),
     **dict.fromkeys(("cpm1", "cpm3", "cpmbee"), _DECODER),

@@ -1,6 +1,6 @@
 """How many parameters a model has, by component, from its config alone. Imports no torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from modelcenter import registry
@@ -25,6 +25,8 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
     kind = str(config.get("model_type"))
     if kind == COMPOSED:
         return _composed(config)
+    if kind == "t5gemma":
+        return _t5gemma(config, SIDES)
     count = _BODIES.get(kind)
     return None if count is None else _ordered(_counted(kind, count, config_fields(config), kind))
 
@@ -43,6 +45,8 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
         return _ordered(_counted(kind, _ENCODERS[kind], config_fields(config), kind))
     if kind == COMPOSED:
         return sizes if task == "seq2seq-lm" else None
+    if kind == "t5gemma" and task in ("embedding", "text-encoding"):
+        return _t5gemma(config, SIDES[:1])
     heads = HEADS.get(kind, {})
     if sizes is None or task is None or not (task in _HEADLESS or task in heads):
         return None
@@ -193,6 +197,7 @@ def _opt(c: Fields, kind: str) -> dict[str, int]:
 
 
 _NORMS_HEADS = ("qwen3", "gemma3_text")  # of queries and of keys
+_SANDWICHES = ("gemma2", "gemma3_text")  # with norms on both sides of each part of a layer
 
 
 def _llama(c: Fields, kind: str) -> dict[str, int]:
@@ -207,8 +212,24 @@ def _llama(c: Fields, kind: str) -> dict[str, int]:
         "embeddings": c.vocab_size * d,
         "attention": layers * attention,
         "mlp": layers * _mlp(c, c.mlp_bias, gated=True),
-        "norms": d * (1 + (4 if kind == "gemma3_text" else 2) * layers),
+        "norms": d * (1 + (4 if kind in _SANDWICHES else 2) * layers),
     }
+
+
+def _t5gemma(config: Mapping[str, Any], sides: Sequence[str]) -> dict[str, int]:
+    """Gemma 2 on these sides; on the decoder's with attention to the encoder, whose keys are of its width."""
+    found: dict[str, int] = {}
+    one, other = (Fields(side_of(config, name)[0]) for name in SIDES)
+    for name, c in zip(sides, (one, other), strict=False):
+        for part, size in _counted(f"t5gemma's {name}", _llama, c, "gemma2").items():
+            found[part] = found.get(part, 0) + size
+    if len(sides) > 1:
+        widths = (other.num_heads * other.head_dim, other.num_kv_heads * other.head_dim)
+        d, bias, layers = other.hidden_size, other.attention_bias, other.num_layers
+        queries = linear_size(d, widths[0], bias) + linear_size(widths[0], d, bias)
+        found["attention"] += layers * (queries + 2 * linear_size(one.hidden_size, widths[1], bias))
+        found["norms"] += 2 * d * layers
+    return _ordered(found)
 
 
 def _latent(c: Fields) -> int:
@@ -292,7 +313,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "gte": _gte,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _llama),
-    **dict.fromkeys(("gemma", "gemma3_text"), _llama),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
     "opt": _opt,

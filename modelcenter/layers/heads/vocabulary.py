@@ -171,18 +171,10 @@ class MaskedLM(VocabularyHead):
 class LinearMaskedLM(VocabularyHead):
     """A masked-language-model head that is the vocabulary's matrix alone."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        tied: bool,
-        bias: bool = False,
-        scale: float = 1.0,
-        cap: float | None = None,
-    ):
-        """`scale` multiplies the hidden states before the output matrix; `cap`: of the logits behind it."""
+    def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
+        """`scale` multiplies the hidden states before the output matrix."""
         super().__init__()
-        self.scale, self.cap = scale, cap
+        self.scale = scale
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size).normal_(std=0.02))
 

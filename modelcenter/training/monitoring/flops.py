@@ -119,8 +119,9 @@ class Arithmetic:
                 passes = 1 + (f"{name}.weight" in own) + reached
                 weights[_place(name, modules, _has_decoder(model))] += module.weight.numel() * passes
             if isinstance(module, VocabularyHead):
-                table, key = (model.embed.weight, "embed.weight") if module.weight is None else (module.weight, None)
-                taught = bool(own) if key is None else key in trained
+                table = model.embed.weight if module.weight is None else module.weight
+                tied = next(name for name, parameter in model.named_parameters() if parameter is table)
+                taught = tied in trained if module.weight is None else bool(own)
                 weights["labelled"] += table.numel() * (1 + taught + reached)
             reached = reached or bool(own) or (inside and isinstance(module, nn.Linear))
         return cls(model, weights, tuple(attention), prefix)

@@ -28,6 +28,7 @@ _GELU, _GELU_TANH, _SILU, RELU = range(4)
 # Numbers of a tensor on a GPU: below, what is saved is less than what Python adds. With a gate torch has twice the
 # operators.
 _PAYING, _PAYING_GATED = 1 << 24, 1 << 22
+_PAYING_ON_A_CPU = 1 << 15  # of GELU by the error function and of SiLU: with fewer torch takes no longer
 
 
 def run(x: Tensor, up: Tensor | None, kind: int) -> Tensor:
@@ -83,15 +84,16 @@ class _Times(Function):
         return grad * b if need_a else None, grad * a if need_b else None
 
 
-def _pays(numbers: int, x: Tensor, *others: Tensor) -> bool:
-    """Whether the compiled operators take these and are faster: on a GPU so many numbers are worth an autograd function
-    in Python, and torch.compile fuses activations itself."""
+def _pays(numbers: int, on_a_cpu: int, x: Tensor, *others: Tensor) -> bool:
+    """Whether the compiled operators take these and are faster, as so many numbers are worth an autograd function in
+    Python. Where torch.compile takes them, their number may be a symbol, and on a GPU it fuses activations itself."""
     if x.dim() == 0:
         return False
     if torch.compiler.is_compiling():
-        return x.is_cpu and library.loaded_isa not in ("", "plain") and library.plain_fp32(x, *others)
+        here = x.is_cpu and not on_a_cpu and library.loaded_isa not in ("", "plain")
+        return here and library.plain_fp32(x, *others)
     if library.takes_fp32(x, *others):
-        return library.cpu().isa != "plain"
+        return x.numel() >= on_a_cpu and library.cpu().isa != "plain"
     return x.numel() >= numbers and library.plain_cuda(x, *others)
 
 
@@ -104,18 +106,18 @@ def _activate(x: Tensor, up: Tensor | None, kind: int) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """x times how much of a standard normal distribution is below x (Hendrycks and Gimpel 2016), elementwise."""
-    return remade.note(_activate(x, None, _GELU) if _pays(_PAYING, x) else F.gelu(x), gelu, x)
+    return remade.note(_activate(x, None, _GELU) if _pays(_PAYING, _PAYING_ON_A_CPU, x) else F.gelu(x), gelu, x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), elementwise (Hendrycks and Gimpel 2016)."""
-    out = _activate(x, None, _GELU_TANH) if _pays(_PAYING, x) else F.gelu(x, approximate="tanh")
+    out = _activate(x, None, _GELU_TANH) if _pays(_PAYING, 0, x) else F.gelu(x, approximate="tanh")
     return remade.note(out, gelu_tanh, x)
 
 
 def silu(x: Tensor) -> Tensor:
     """x / (1 + e^-x), elementwise (Hendrycks and Gimpel 2016)."""
-    return remade.note(_activate(x, None, _SILU) if _pays(_PAYING, x) else F.silu(x), silu, x)
+    return remade.note(_activate(x, None, _SILU) if _pays(_PAYING, _PAYING_ON_A_CPU, x) else F.silu(x), silu, x)
 
 
 _KINDS: dict[Activation, int] = {gelu: _GELU, gelu_tanh: _GELU_TANH, silu: _SILU, F.relu: RELU}
@@ -136,7 +138,7 @@ def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
         activation: `gelu`, `gelu_tanh`, `silu` and torch's relu may be part of the operator.
         gate, up: (..., n).
     """
-    if not _pays(_PAYING_GATED, gate, up) or gate.shape != up.shape or (kind := kind_of(activation)) is None:
+    if not _pays(_PAYING_GATED, 0, gate, up) or gate.shape != up.shape or (kind := kind_of(activation)) is None:
         activated = activation(gate)
         plain = gate.shape == up.shape and gate.dtype == up.dtype and remade.is_on(up)
         out: Tensor = _Times.apply(activated, up) if plain else activated * up

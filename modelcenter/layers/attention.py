@@ -18,6 +18,7 @@ class MultiHeadAttention(DrawingModule):
 
     head_dim: int
     dropout: float
+    cap: float | None = None
     q: Linear
 
     @property

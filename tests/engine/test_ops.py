@@ -1,12 +1,14 @@
 """Operators against torch's own, on the paths that this machine can take."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from engine import ops
-from engine.ops import gemm, library
+from engine.ops import activation, gemm, library
 
 
 @pytest.fixture(params=["torch", "onednn", "compiled"])
@@ -156,6 +158,7 @@ def test_a_second_derivative_is_refused_and_not_wrong(onednn):
             torch.autograd.grad(function(ops.linear(x, w)).sum(), x, create_graph=True)
 
 
+@mock.patch.object(activation, "_PAYING_ON_A_CPU", 0)
 @pytest.mark.parametrize("operator", ["gelu", "gelu_tanh", "gated", "rms_norm"])
 def test_second_derivatives_are_right_or_refused(either, operator):
     """As in a product of the Hessian with a vector, where the gradient that comes in does not depend on x."""
@@ -452,6 +455,7 @@ ACTIVATIONS = [
 ]  # fmt: skip
 
 
+@mock.patch.object(activation, "_PAYING_ON_A_CPU", 0)
 def check_activations():
     """Against float64, far out and at odd places, and as torch's where numbers end."""
     torch.manual_seed(0)
@@ -483,6 +487,7 @@ def check_activations():
             assert torch.autograd.grad(ours(large).sum(), large)[0].tolist() == [1.0, 0.0]
 
 
+@mock.patch.object(activation, "_PAYING_ON_A_CPU", 0)
 def test_gelu_is_exact_to_the_last_places_far_below_zero(compiled):
     """There torch's is 1 - 1: it loses all of it."""
     if library.cpu().isa == "plain":
@@ -490,6 +495,18 @@ def test_gelu_is_exact_to_the_last_places_far_below_zero(compiled):
     x = torch.linspace(-12.5, -0.5, 2001)
     wanted = x.double() * torch.special.erfc(-x.double() / 2**0.5) / 2
     torch.testing.assert_close(ops.gelu(x).double(), wanted, rtol=4e-6, atol=0)
+
+
+def test_only_many_numbers_are_worth_an_operator(compiled):
+    least = activation._PAYING_ON_A_CPU
+    if library.cpu().isa == "plain":
+        pytest.skip("this instruction set has torch's")
+    x = torch.randn(least)
+    for ours, torchs in ((ops.gelu, F.gelu), (ops.silu, F.silu)):
+        assert torch.equal(ours(x[1:]), torchs(x[1:]))  # torch's own bits
+        with torch.no_grad():
+            assert torch.equal(ours(x), torch.ops.modelcenter.activation(x, None, activation.kind_of(ours), 0))
+        assert not torch.equal(ours(x), torchs(x))
 
 
 def test_a_gate_keeps_nothing_but_what_it_is_given(compiled):

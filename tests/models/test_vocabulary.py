@@ -94,6 +94,9 @@ def test_more_words_and_fewer(name, fields, tmp_path):
         resized = hf.from_pretrained(tmp_path / "old")
         resized.resize_token_embeddings(NEW)
         shapes = [{k: v.shape for k, v in m.state_dict().items() if k != "lm_head.bias"} for m in (resized, theirs)]
+        if name == "t5gemma" and not model.config.tie_embeddings:
+            # transformers leaves the decoder's table, of which the file's config says how large it is
+            shapes = [{k: v for k, v in found.items() if k != "model.decoder.embed_tokens.weight"} for found in shapes]
         assert shapes[0] == shapes[1]  # RoBERTa's lm_head.bias, which an untied head never reads, stays as it was there
     model.resize_token_embeddings(OLD)
     assert all(torch.equal(p, before[key]) for key, p in model.named_parameters())

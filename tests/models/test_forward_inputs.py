@@ -57,6 +57,8 @@ def test_inputs_of_another_head_are_refused(name):
         known, own = inspect.signature(model.forward).parameters.keys() & of_heads, set(model.head_inputs[task])
         if (theirs := getattr(transformers, info.hf_class, None)) is not None:
             shared = known - ours_alone
+            if (name, task) == ("tiny/t5gemma", "token-classification"):  # which there may have a decoder
+                shared = {given for given in shared if not given.startswith("decoder_")}
             assert shared & inspect.signature(theirs.forward).parameters.keys() == shared & own, task
         for other in known - own - flags:
             with pytest.raises(ValueError, match=f"{other}: {type(model).__name__} of task '{task}' does not take it"):

@@ -435,9 +435,9 @@ def test_numbers_of_a_source_mean_what_it_calls_them(folder, tmp_path, names, ca
         (
             "finetune seq2seq",
             {"source": "a", "target": "b"},
-            "finetune seq2seq takes .*mt5, .*t5, umt5. bert is for finetune c",
+            "finetune seq2seq takes .*mt5, .*t5gemma, umt5. bert is for finetune c",
         ),
-        ("pretrain span-corruption", {"text": "a"}, r"span-corruption takes .*t5, umt5\. .*; pretrain mlm, lm$"),
+        ("pretrain span-corruption", {"text": "a"}, r"span-corruption takes .*t5gemma, umt5\. .*; pretrain mlm, lm$"),
     ],
 )
 def test_a_model_of_another_family_is_refused(folder, tmp_path, verb, row, says):

@@ -306,7 +306,7 @@ void attend(const Attention& a, const Part& p, int64_t first, const float* bias,
     clear(sum, kOf);
     for (int64_t i = j; i < b.end && i < j + kNumbers; i++) {
       float* __restrict row = r.scores + i * kOf;
-      for (int64_t l = 0; l < kOf; l++) row[l] = exponential<true>(row[l] - most[l], 0.0f);
+      for (int64_t l = 0; l < kOf; l++) row[l] = exponential<kRounded>(row[l] - most[l], 0.0f);
       cover(a, b, seen, i, 0.0f, row);
       for (int64_t l = 0; l < kOf; l++) sum[l] += row[l];
     }
@@ -361,7 +361,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
     float* __restrict weights = r.scores + j * kOf;
     float* __restrict slopes = r.slopes + j * kOf;
     alignas(64) float before[kOf];
-    for (int64_t l = 0; l < kOf; l++) weights[l] = exponential<true>(weights[l] - most[l], 0.0f) * part[l];
+    for (int64_t l = 0; l < kOf; l++) weights[l] = exponential<kRounded>(weights[l] - most[l], 0.0f) * part[l];
     cover(a, b, seen, j, 0.0f, weights);
     memcpy(before, weights, sizeof before);
     if (words) {

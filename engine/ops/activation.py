@@ -28,7 +28,7 @@ _GELU, _GELU_TANH, _SILU, RELU = range(4)
 # Numbers of a tensor on a GPU: below, what is saved is less than what Python adds. With a gate torch has twice the
 # operators.
 _PAYING, _PAYING_GATED = 1 << 24, 1 << 22
-_PAYING_ON_A_CPU = 1 << 15  # of GELU by the error function and of SiLU: with fewer torch takes no longer
+_PAYING_ON_A_CPU = 1 << 15  # of all but the tanh approximation of GELU alone: with fewer torch takes no longer
 
 
 def run(x: Tensor, up: Tensor | None, kind: int) -> Tensor:
@@ -138,7 +138,8 @@ def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
         activation: `gelu`, `gelu_tanh`, `silu` and torch's relu may be part of the operator.
         gate, up: (..., n).
     """
-    if not _pays(_PAYING_GATED, 0, gate, up) or gate.shape != up.shape or (kind := kind_of(activation)) is None:
+    pays = gate.shape == up.shape and _pays(_PAYING_GATED, _PAYING_ON_A_CPU, gate, up)
+    if not pays or (kind := kind_of(activation)) is None:
         activated = activation(gate)
         plain = gate.shape == up.shape and gate.dtype == up.dtype and remade.is_on(up)
         out: Tensor = _Times.apply(activated, up) if plain else activated * up

@@ -225,8 +225,10 @@ def test_ranks_wait_for_a_long_upload_and_for_rows(tmp_path, monkeypatch):
         final_model.push_final_model(run, tmp_path, "me/toy")
         ended.append("all")
 
+    words = command(classification(tmp_path))  # which writes the files
+
     def on_a_rank():
-        main(["finetune", "classification", *command(classification(tmp_path))])
+        main(["finetune", "classification", *words])
         return ended
 
     monkeypatch.setattr(resolve, "resolve_for_model", impatient)

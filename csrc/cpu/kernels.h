@@ -22,8 +22,8 @@ struct Product {
 using ProductKernel = void (*)(const Product&, int64_t top, int64_t bottom, int64_t left, int64_t right, float* scratch);
 constexpr int64_t kProductScratch = 224 * 1024;  // numbers that a thread packs operands into
 
-// Attention of packed sequences: out = dropout(softmax(capped(scale q k^T) + bias)) v. q, out: rows of `heads` times `channels`
-// numbers; k, v: of `kv_heads` times `channels`. bias: (heads, bias_width), its middle for a key at the place of its
+// Attention of packed sequences: out = dropout(softmax(capped(scale q k^T) + bias)) v. q, out: rows of `heads` times
+// `channels` numbers; k, v: of `kv_heads` times `channels`. bias: (heads, bias_width), its middle for a key at the place of its
 // query. sums: (queries, heads, 2), of each query the largest score and the sum of exponentials. window: a query sees
 // keys less than so many places away; 0: all. cap: a score s is cap tanh(s / cap); 0: it stays as it is. tokens: the
 // numbers of the queries, or null. draw: its threshold is 0 where nothing is dropped.

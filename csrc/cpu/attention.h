@@ -51,6 +51,7 @@ struct Scratch {
     }
     numbers = next - memory;
   }
+  MC_INLINE float* words_at(int64_t n) const { return words ? words + n : nullptr; }
 };
 
 int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool backward, bool capped, bool rounded) {
@@ -159,12 +160,12 @@ MC_INLINE void add_mix(const float* weights, const Rows& rows, const Scratch& r,
 template <int64_t kOf, class Words>
 MC_INLINE const float* along_lanes(const float* weights, const Scratch& r, const Block<kOf>& b) {
   const int64_t at = b.top * kOf;
-  return Words::along(weights + at, (b.bottom - b.top) * kOf, r.words + at / 2) - at / Words::kSteps;
+  return Words::along(weights + at, (b.bottom - b.top) * kOf, r.words_at(at / 2)) - at / Words::kSteps;
 }
 template <int64_t kOf, class Words>
 MC_INLINE const float* across_keys(const float* weights, const Scratch& r, const Block<kOf>& b) {
   const int64_t at = b.top * kOf;
-  return Words::across({weights + at, kOf}, b.bottom - b.top, kOf, r.words + at / 2).at - at / Words::kSteps;
+  return Words::across({weights + at, kOf}, b.bottom - b.top, kOf, r.words_at(at / 2)).at - at / Words::kSteps;
 }
 
 // A key's row has this number where a query does not see it.

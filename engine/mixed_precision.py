@@ -6,7 +6,7 @@ Here a unit casts its parameters by one operator, and backward casts their gradi
 
 A unit's modules have its parameters in ``_parameters`` at all other times. But a backward may run modules again, where
 forward has used ``torch.utils.checkpoint``: from where it reaches a unit's outputs on, or has computed the unit again,
-they see the casts once more.
+they see the casts once more. Casts that were not kept for that are made again by whoever looks at one of them first.
 """
 
 from __future__ import annotations
@@ -32,6 +32,18 @@ _ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own mig
 _device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 
+class _ShownWhenRead(dict[str, Any]):
+    """In place of a module's ``_parameters``, in a backward that will mostly not look at them."""
+
+    def __init__(self, parameters: dict[str, Any], show: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self.parameters, self._show = parameters, show
+
+    def __getitem__(self, name: str) -> Any:
+        self._show()
+        return self.parameters[name]
+
+
 class _Casts:
     """The parameters of one call of a unit, their casts, and where they stand."""
 
@@ -45,12 +57,18 @@ class _Casts:
             return
         if self._casts is None:
             self._casts = _casts([p for _, _, p in self.places], self.dtype)
-        for (parameters, name, _), cast in zip(self.places, self._casts, strict=True):
-            parameters[name] = cast  # type: ignore[assignment]
+        for (module, name, _), cast in zip(self.places, self._casts, strict=True):
+            module["_parameters"][name] = cast
 
     def hide(self) -> None:
-        for parameters, name, parameter in self.places:
+        for module, name, parameter in self.places:
+            if isinstance(parameters := module["_parameters"], _ShownWhenRead):
+                module["_parameters"] = parameters = parameters.parameters
             parameters[name] = parameter
+
+    def forget(self) -> None:
+        """After a forward: keep no cast that nothing else keeps."""
+        self._casts = None
 
     def show_in_backward(self, output: Any) -> None:
         """Show the casts again in a backward that reaches a tensor in ``output``."""
@@ -60,13 +78,22 @@ class _Casts:
 
     def show_again(self) -> None:
         """In a backward, until it ends."""
-        self.show()
+        if self._casts is not None:
+            self.show()
+        else:
+            modules = {id(module): module for module, _, _ in self.places}
+            for module in modules.values():
+                module["_parameters"] = _ShownWhenRead(module["_parameters"], self._show_read)
         SHOWN.set(self.unit, self)
+
+    def _show_read(self) -> None:
+        self.hide()
+        with torch.enable_grad():  # as in the forward that is computed again
+            self.show()
 
     def _reached(self, _: torch.Tensor) -> None:
         hide_casts_of(self.unit)
-        with torch.enable_grad():  # as in the forward that is computed again
-            self.show_again()
+        self.show_again()
         run_after_backward(self.end)
 
     def stay_shown(self) -> None:
@@ -79,7 +106,7 @@ class _Casts:
 
     def end(self) -> None:
         hide_casts_of(self.unit)
-        self._casts = None  # who keeps a loss would keep these too; another backward makes them anew
+        self.forget()  # who keeps a loss would keep them too
 
 
 _last_recomputed: weakref.ref[_Casts] | None = None  # of the unit that a backward has last computed again
@@ -130,6 +157,8 @@ def casting(forward: Forward, dtype: torch.dtype, recomputed: bool = False) -> F
             elif shown is not None and in_backward():  # this is computed again; else a backward raised
                 shown.show_again()
         if casts.places and not recomputed and torch.is_grad_enabled():
+            if remade.in_force():
+                casts.forget()
             casts.show_in_backward(output)
         return output
 
@@ -149,17 +178,16 @@ def _cast_input(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _own_parameters(
-    unit: nn.Module, dtype: torch.dtype
-) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
-    """Where the parameters stand that the unit is to cast. Looked for in each forward: modules may come and go."""
+def _own_parameters(unit: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+    """The parameters that the unit is to cast: (attributes of the module that has it, its name there, it). Looked for
+    in each forward: modules may come and go."""
     found, left, noted = [], [unit], CASTS.name
     while left:  # each module of a model in each step: without a call for what is an attribute
         module = left.pop().__dict__
         parameters, modules = module["_parameters"], module["_modules"]
         for name, p in parameters.items():
             if p is not None and (kind := p.dtype) is not dtype and kind.is_floating_point and p.ndim:
-                found.append((parameters, name, p))
+                found.append((module, name, p))
         for child in modules.values():
             if child is not None and not child.__dict__.get(noted):
                 left.append(child)

@@ -144,7 +144,7 @@ def test_numbers_are_fsdps(precision, policy):
     assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "cheap"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_backward_runs_again_sees_the_casts(reentrant, recompute):
     """As FSDP's units stay gathered in backward; also where the policy computes again the unit that does so itself."""

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -308,6 +310,20 @@ def test_models_have_the_same_gradients_and_keep_less(model, precision):
     wanted, more = step(model, "none", precision)
     same(found, wanted)
     assert kept < MODELS[model][1] * more
+
+
+@pytest.mark.parametrize(("recompute", "alive"), [("none", True), ("cheap", False)])
+def test_nothing_holds_a_cast_that_is_made_again(recompute, alive):
+    """Not even what would show the casts to modules that backward runs again."""
+    model = engine.shard(MODELS["llama"][0]().train(), policy=engine.Policy(recompute=recompute, precision="bf16"))
+    seen = []
+    for module in model.modules():
+        if type(module) is Linear:
+            module.register_forward_hook(lambda module, *_: seen.append(weakref.ref(module.weight)))
+    ids = torch.randint(3, 50, (2, 9))
+    loss = model(input_ids=ids, labels=ids).loss
+    gc.collect()
+    assert len(seen) >= 7 and all((cast() is not None) is alive for cast in seen) and loss.requires_grad
 
 
 @pytest.mark.parametrize("recompute", ["cheap", "none"])

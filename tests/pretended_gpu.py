@@ -25,7 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Whose result the host reads, or whose size depends on values.
 WAITING = (
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
-    aten._unique2.default, aten.unique_consecutive.default,
+    aten._unique2.default, aten.unique_consecutive.default, aten.masked_scatter_backward.default,
 )  # fmt: skip
 SETTING = (aten.index_put_.default, aten.index_put.default)  # what comes from the host is copied, and waited for
 INDEXING = (aten.index.Tensor, *SETTING)  # by a mask, the size depends on its values

@@ -14,6 +14,8 @@ from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, OptimManager
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import packing
+from modelcenter.layers.heads.classification import MultipleChoice
+from modelcenter.layers.host_copies import to_device
 from modelcenter.layers.mask import Mask
 from modelcenter.layers.rotary import Rotary
 from modelcenter.testing import randomize_
@@ -95,7 +97,7 @@ STEPS = [
     pytest.param("tiny/ernie", "pretraining", marks=pytest.mark.full),
     pytest.param("tiny/gte", "masked-lm", marks=pytest.mark.full),
     ("tiny/gemma2", "causal-lm"), pytest.param("tiny/t5gemma", "seq2seq-lm", marks=pytest.mark.full),
-    *(("tiny/bert", task) for task in test_gpu.TASKS if task != "multiple-choice"),
+    *(("tiny/bert", task) for task in test_gpu.TASKS),
 ]  # fmt: skip
 
 
@@ -109,6 +111,15 @@ def test_a_step_waits_without_the_copies_of_the_host(name, task, monkeypatch):
     monkeypatch.setattr(packing, "host_copy", lambda value: value)
     with pytest.raises(Waited):
         test_gpu.test_a_step_waits_for_nothing(name, task)
+
+
+def test_examples_with_other_numbers_of_choices_wait_for_nothing():
+    head, pooled = MultipleChoice(4, 0.0).to("cuda"), torch.randn(5, 4, device="cuda", requires_grad=True)
+    labels, choices = (to_device(torch.tensor(x), torch.device("cuda", 0)) for x in ([1, 2], [2, 3]))
+    torch.cuda.set_sync_debug_mode("error")
+    head(pooled, {"labels": labels}, {"loss": 2}, choices)["loss"].backward()
+    torch.cuda.set_sync_debug_mode("default")
+    assert pooled.grad.cpu().any(1).all()
 
 
 def test_frequencies_of_given_factors_wait_for_nothing():

@@ -18,6 +18,19 @@ from modelcenter.layers.segments import Segments
 from modelcenter.layers.sequences import Sequences
 
 
+def in_rows(x: Tensor, lengths: Tensor, longest: int, fill: float) -> Tensor:
+    """(sum of lengths,) numbers -> (n, longest), each row's next to one another, and behind them `fill`.
+
+    Args:
+        lengths: (n,) of each row, 64-bit. longest: of these, as the host knows it.
+    """
+    places = torch.arange(longest, device=x.device)
+    at = (lengths.cumsum(0) - lengths)[:, None] + places
+    at = torch.where(places < lengths[:, None], at, x.shape[0])
+    # Not by masked_scatter: its gradient is as long as the mask has it, for which a GPU is waited for.
+    return torch.cat([x, x.new_full((1,), fill)]).index_select(0, at.flatten()).view(at.shape)
+
+
 @dataclass
 class Packed:
     """A batch of n sequences with T tokens, and what the layers of a model share in its forward.
@@ -310,8 +323,7 @@ class Packed:
             return x.view(layout.shape)
         n, longest = self.num_sequences, max(self.max_seqlen - before, 0)
         seqlens = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()[:n] - before
-        inside = torch.arange(longest, device=x.device) < seqlens[:, None]
-        return x.new_full((n, longest), fill).masked_scatter(inside, x)
+        return in_rows(x, seqlens, longest, fill)
 
     def first_tokens(self) -> Tensor:
         """(n,) index of each sequence's first token. Raises ValueError where a sequence has none."""

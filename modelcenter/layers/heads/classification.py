@@ -14,10 +14,11 @@ from modelcenter.layers.heads.labels import (
     count_labels,
     supervised_labels,
 )
+from modelcenter.layers.host_copies import host_copy
 from modelcenter.layers.linear import Linear, activated
 from modelcenter.layers.mlp import ACTIVATIONS
 from modelcenter.layers.norm import LayerNorm
-from modelcenter.layers.packing import Packed
+from modelcenter.layers.packing import Packed, in_rows
 
 
 class SequenceClassifier(Smoothing, Linear):
@@ -155,8 +156,7 @@ class DenseMultipleChoice(MultipleChoice):
 
 def _pad_choices(scores: Tensor, counts: Tensor) -> Tensor:
     """(rows, most): the scores of each row, and behind them the lowest number, whose probability is 0."""
-    there = torch.arange(int(counts.max()), device=scores.device) < counts[:, None]
-    return torch.full_like(there, torch.finfo(scores.dtype).min, dtype=scores.dtype).masked_scatter(there, scores)
+    return in_rows(scores, counts.long(), int(host_copy(counts).max()), torch.finfo(scores.dtype).min)
 
 
 class TokenClassifier(Smoothing, Linear):

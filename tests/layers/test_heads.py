@@ -167,6 +167,21 @@ def test_problem_types_match_transformers(fields, labels, tmp_path):
     assert abs(ours(IDS, labels=labels, loss_counts=cut).loss.item() - scale * a.loss.item()) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
+@pytest.mark.parametrize("labels", [torch.tensor([2023.0, -301.7]), torch.rand(2, 3)], ids=["numbers", "labels"])
+def test_losses_of_numbers_are_not_made_in_16_bits(dtype, labels):
+    """bf16 has no 2023, and fp16 no square of it."""
+    ours = model("sequence-classification", num_labels=1 if labels.dim() == 1 else 3)
+    ours = ours if dtype == "autocast" else ours.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+        out = ours(IDS, labels=labels)
+    logits, loss = out.logits.float(), torch.nn.functional.binary_cross_entropy_with_logits
+    wanted = loss(logits, labels) if labels.dim() == 2 else torch.nn.functional.mse_loss(logits[:, 0], labels)
+    assert out.loss.dtype == torch.float32 and out.loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    out.loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in ours.parameters() if p.grad is not None)
+
+
 def test_an_unlabelled_pair_of_sentences_counts_nothing(tmp_path):
     """The means of the words and of the pairs are each over what is labelled, as in transformers."""
     import transformers

@@ -71,9 +71,11 @@ class SequenceClassifier(Smoothing, Linear):
                     f"labels: got shape {tuple(labels.shape)} for {kind}, expected {tuple(logits.shape)} (num_labels "
                     f"is {self.out_features})"
                 )
-            labels = labels.reshape(logits.shape).to(logits.dtype)
+            # Never in 16 bits: those of bf16 make 2024 of a target of 2023, and in fp16 the square of 300 is no number.
+            wide = torch.promote_types(logits.dtype, torch.float32)
             loss_fn = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
-            loss = loss_fn(logits, labels, reduction="sum") / (max(counts["loss"], 1) * self.out_features)
+            total = loss_fn(logits.to(wide), labels.reshape(logits.shape).to(wide), reduction="sum")
+            loss = total / (at_least_one(counts["loss"]) * self.out_features)
         return {"loss": loss, "logits": logits}
 
 

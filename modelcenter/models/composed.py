@@ -151,17 +151,7 @@ class Composed(EncoderDecoder):
     def resize_token_embeddings(
         self, size: int | None = None, pad_to_multiple_of: int | None = None, *, seed: int = 0
     ) -> nn.Embedding:
-        """As of every model, on both sides, if they have one vocabulary.
-
-        Raises:
-            ValueError: they have vocabularies of two sizes.
-        """
-        c = self.config
-        if c.encoder.vocab_size != c.decoder.vocab_size:
-            raise ValueError(
-                f"resize_token_embeddings: the encoder has {c.encoder.vocab_size} words and the decoder "
-                f"{c.decoder.vocab_size}, so they have two vocabularies; only one that both share can be resized"
-            )
+        """As of every model, on both sides, which must have one vocabulary."""
         table = super().resize_token_embeddings(size, pad_to_multiple_of, seed=seed)
         self.encoder.config, self.decoder.config = self.config.encoder, self.config.decoder
         return table

@@ -51,7 +51,18 @@ class TwoConfigs(ModelConfig):
         return self.decoder.max_tokens
 
     def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed; vocab_size of both sides.
+
+        Raises:
+            ValueError: an unknown field; another vocab_size, where the sides have vocabularies of two sizes.
+        """
         if (words := changes.pop("vocab_size", None)) is not None:
+            sizes = self.encoder.vocab_size, self.decoder.vocab_size
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"vocab_size: the encoder has {sizes[0]} words and the decoder {sizes[1]}, so they have two "
+                    f"vocabularies; only one that both share can become one of {words}"
+                )
             changes |= {side: getattr(self, side).replace(vocab_size=words) for side in ("encoder", "decoder")}
         return super().replace(**changes)
 

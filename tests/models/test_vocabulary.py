@@ -6,6 +6,7 @@ import transformers
 
 import engine
 import modelcenter as mc
+from modelcenter import registry
 from modelcenter.hub.tokenizer import add_tokens
 from modelcenter.registry import ARCHITECTURES
 from modelcenter.testing import randomize_
@@ -144,6 +145,17 @@ def test_a_padding_token_beyond_the_words_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match="pad_token_id"):
         model.resize_token_embeddings(50)
     assert model.embed.weight.shape[0] == OLD == model.config.vocab_size
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "t5gemma"])
+def test_two_vocabularies_have_no_size_that_could_change(name):
+    config = registry.preset(f"tiny/{name}")["config"]
+    model = mc.from_config({**config, "encoder": {**config["encoder"], "vocab_size": 150}}, "seq2seq-lm")
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="vocab_size: the encoder has 150 words and the decoder 131, so they have two"):
+        model.resize_token_embeddings(160)
+    assert (model.config.encoder.vocab_size, model.config.vocab_size) == (150, 131)
+    assert all(torch.equal(p, before[key]) for key, p in model.named_parameters())
 
 
 def test_words_are_added_to_tokenizer_and_model(tmp_path):

@@ -186,6 +186,8 @@ class FileWeights:
                 match.resized.append(key)
                 match.skipped.append(match.found.pop(key))
                 del wrong[key]
+            match.skipped += [name for name, key in match.repeats if key in heads]
+            match.repeats = [(name, key) for name, key in match.repeats if key not in heads]
         if wrong:
             lines = [
                 f"  {match.found[key]!r} in {tensors[match.found[key]].file.name} has shape {shape}, expected "
@@ -200,6 +202,13 @@ class FileWeights:
                 )
                 fix = f"\nThey belong to the head: {how}"
             raise ValueError(f"{self._files.origin}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines[:20]) + fix)
+        for name, key in match.repeats:
+            if (shape := tuple(tensors[name].shape)) != layout.shapes[key]:
+                raise ValueError(
+                    f"{self._files.origin}: tensor {name!r} in {tensors[name].file.name} has shape {shape}, but it "
+                    f"should repeat {match.found[key]!r} (they are tied), which has {layout.shapes[key]}. If the "
+                    "checkpoint is meant to be untied, load it with tie_embeddings=False"
+                )
 
     def _check_missing(self, head_requested: bool) -> None:
         """Raise for parameters that may not be initialised: of the body, of a head that the caller did not name, or of

@@ -230,6 +230,36 @@ def test_tied_tensors_that_differ(saved):
     assert torch.equal(model.head.weight, model.embed.weight + 1)
 
 
+@pytest.mark.parametrize("more", [torch.zeros(5, 48), None], ids=["more rows", "fewer"])
+def test_tied_tensors_of_two_sizes(saved, more):
+    """Also where the rows that both have are equal."""
+
+    def lengthen(tensors):
+        words = tensors["bert.embeddings.word_embeddings.weight"]
+        tensors["cls.predictions.decoder.weight"] = words[:100].clone() if more is None else torch.cat((words, more))
+
+    path = changed(saved("masked-lm"), lengthen)
+    rows = 100 if more is None else 136
+    said = rf"decoder.weight' in model.safetensors has shape .{rows}, 48., but it should repeat .* which has .131, 48."
+    for options in ({}, {"ignore_mismatched_sizes": True}):
+        with pytest.raises(ValueError, match=said):
+            mc.from_pretrained(path, **options)
+    assert mc.from_pretrained(path, "base").load_report.skipped  # of a model without the head nobody asks
+
+
+def test_a_misshapen_bias_that_is_there_twice_is_set_aside_twice(saved):
+    def shorten(tensors):
+        for name in ("cls.predictions.bias", "cls.predictions.decoder.bias"):
+            tensors[name] = torch.ones(100)
+
+    path = changed(saved("masked-lm"), shorten)
+    with pytest.raises(ValueError, match="'cls.predictions.bias' in model.safetensors has shape .100,., expected .131"):
+        mc.from_pretrained(path)
+    model = mc.from_pretrained(path, ignore_mismatched_sizes=True)
+    assert model.load_report.initialised == ["head.bias"] and not model.head.bias.any()
+    assert sorted(model.load_report.skipped) == ["cls.predictions.bias", "cls.predictions.decoder.bias"]
+
+
 def test_weights_of_another_architecture(saved):
     path = changed(saved("base"), lambda t: [t.pop(n) for n in list(t)] and t.update({"wte.weight": torch.ones(3)}))
     with pytest.raises(ValueError, match="unexpected tensors"):

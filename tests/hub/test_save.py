@@ -216,11 +216,27 @@ def test_a_model_is_not_saved_into_the_folder_of_a_run(model, saved, tmp_path):
     convert(saved("base"), run / "model", "hf")
 
 
-def test_a_folder_called_model_is_no_checkpoint_of_ours(model, tmp_path):
+def test_what_is_called_as_parts_of_a_checkpoint_is_none_without_its_manifest(model, tmp_path):
     (tmp_path / "out/model").mkdir(parents=True)
-    (tmp_path / "out/model/mine").write_text("x")
+    for name in ("model/mine", "run.json", "generator.json"):
+        (tmp_path / "out" / name).write_text("x")
     model.save_pretrained(tmp_path / "out")
-    assert (tmp_path / "out/model/mine").read_text() == "x"
+    assert {"model/mine", "run.json", "generator.json"} < tree(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize("format", ["hf", "distributed"])
+def test_nothing_of_a_training_checkpoint_stays(format, model, tmp_path):
+    """Of what a run notes in one, another model would be taken for two, or for one with an adapter."""
+    target = tmp_path / "step-00000002"
+    model.save_pretrained(target, format="distributed")
+    for name in ("optim/x", "state/x", "run.json", "generator.json"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text('{"flags": {"lora_rank": 4}}')
+    with pytest.raises(ValueError, match="which holds two models"):
+        mc.from_pretrained(target)
+    model.save_pretrained(target, format=format)
+    assert not {"optim", "state", "run.json", "generator.json"} & {path.name for path in target.iterdir()}
+    assert mc.from_pretrained(target).task == model.task
 
 
 def test_a_model_is_saved_over_the_files_it_came_from(saved):

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from engine.checkpoint.files import exchange_names, fsync, is_irreplaceable, rename_both, sync_to_disk
 from modelcenter.hub.files.locks import locked
-from modelcenter.hub.files.names import MANIFEST_FILE, is_replaced
+from modelcenter.hub.files.names import GENERATOR_FILE, MANIFEST_FILE, RUN_FILE, is_replaced
 
-_TENSOR_FOLDERS = ("model", "optim", "state")  # of a distributed checkpoint
+# Of a distributed checkpoint, beside what every model has: it goes with the manifest, without which these names may be
+# anybody's.
+_PARTS = ("model", "optim", "state", RUN_FILE, GENERATOR_FILE)
 
 
 @contextmanager
@@ -164,8 +166,8 @@ def _carry_over(old: Path, target: Path) -> None:
     """Move to `target` the files of the directory that it replaced, but those of its checkpoint; remove the rest."""
     _mark(old, target).unlink(missing_ok=True)
     new = {path.name for path in target.iterdir()}
-    # The folders go with the manifest, and both stay beside an adapter.
-    parts = _TENSOR_FOLDERS if (old / MANIFEST_FILE).is_file() and is_replaced(MANIFEST_FILE, new) else ()
+    # Beside an adapter all of it stays.
+    parts = _PARTS if (old / MANIFEST_FILE).is_file() and is_replaced(MANIFEST_FILE, new) else ()
     for path in old.iterdir():
         if path.name not in new and path.name not in parts and not is_replaced(path.name, new):
             path.rename(target / path.name)

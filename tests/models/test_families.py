@@ -41,6 +41,28 @@ def step(name, sizes):
     return loss.item(), {key: toys.whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
 
 
+def held(path):
+    """What a stage holds of the parameters of a checkpoint: {name: (first indices, values)}."""
+    engine.init_distributed(pp_size=2)
+    model = mc.from_pretrained(path)
+    return {name: (offsets, local.detach().clone()) for name, offsets, local in engine.local_slices(model)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "tiny/bart" else pytest.mark.full) for name in TINY]
+)
+def test_each_stage_loads_its_part(two, name, tmp_path):
+    """Without a whole model on any rank, whose stages are cut before it has memory."""
+    randomize_(mc.from_config(name, task_of(name))).save_pretrained(tmp_path)
+    whole = dict(mc.from_pretrained(tmp_path).state_dict())
+    parts = two.run(held, tmp_path)
+    assert parts[0].keys() | parts[1].keys() == whole.keys() and not parts[0].keys() >= whole.keys()
+    for part in parts:
+        for key, (offsets, values) in part.items():
+            places = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
+            assert torch.equal(values, whole[key][places]), key
+
+
 SIZES = {"pipeline": {"pp_size": 2}, "tensor": {"tp_size": 2}, "context": {"cp_size": 2}}
 # Every gradient of the others is compared in the parity tests of their architectures.
 OTHERS = [(name, how) for name in TINY if name != "tiny/cpm2" for how in ("tensor", "context")]

@@ -134,14 +134,15 @@ class Pipeline(Stages):
         Raises ValueError if that depends on what these modules compute.
         """
         zeros: list[Tensor] = []
-        # An attribute hides the module of the same name.
-        model.__dict__.update({name: _Blank(zeros) for name in self._begin})
+        hidden = [(model.get_submodule(owner), name) for owner, _, name in (n.rpartition(".") for n in self._begin)]
+        for owner, name in hidden:  # an attribute hides the module of the same name
+            owner.__dict__[name] = _Blank(zeros)
         try:
             with torch.enable_grad():  # which shows what depends on the zeros
                 _, ctx = model.begin(batch)  # type: ignore[operator]
         finally:
-            for name in self._begin:
-                model.__dict__.pop(name)
+            for owner, name in hidden:
+                owner.__dict__.pop(name)
         if any(isinstance(x, Tensor) and _depends(x, zeros) for x in tree_leaves(vars(ctx))):
             raise ValueError(
                 f"{type(model).__name__} cannot be split into stages: its begin computes more than the first hidden "

@@ -3,9 +3,15 @@
 import pytest
 import transformers
 from sentencepiece_toys import write_unigrams
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
 import modelcenter as mc
+from modelcenter.hub.conversion import convert
 from modelcenter.hub.files.json_files import write_json
+from modelcenter.hub.files.names import TOKENIZER_FILES
+from modelcenter.hub.remote.download import HubOptions
+from modelcenter.hub.remote.snapshot import needed_files
+from modelcenter.registry import ARCHITECTURES
 
 
 def test_camembert(tmp_path):
@@ -24,6 +30,37 @@ def test_camembert(tmp_path):
     write_json(tmp_path / "again" / "config.json", {"model_type": "camembert"})
     for load in (mc.AutoTokenizer, transformers.AutoTokenizer):
         assert load.from_pretrained(tmp_path / "again")(text)["input_ids"] == made(text)["input_ids"]
+
+
+def test_deberta(tmp_path):
+    """What is published of v2 and v3 is a SentencePiece model that no other family's is called as; a model keeps it."""
+    base, saved, converted = tmp_path / "base", tmp_path / "saved", tmp_path / "converted"
+    mc.from_config("tiny/deberta-v2", "masked-lm").save_pretrained(base)
+    special = {"pad": "[PAD]", "bos": "[CLS]", "eos": "[SEP]", "unk": "[UNK]"}
+    numbers = {f"{name}_id": i for i, name in enumerate(special)}
+    pieces = write_unigrams(
+        base / "spm.model", **numbers, **{f"{name}_piece": piece for name, piece in special.items()}
+    )
+    write_json(base / "tokenizer_config.json", {"do_lower_case": False, "vocab_type": "spm"})
+    mc.from_pretrained(base).save_pretrained(saved)
+    convert(base, converted, "distributed", workers=1)
+    text = "the soup has fish in it Œ"
+    for path in (base, saved, converted):
+        made = mc.AutoTokenizer.from_pretrained(path)
+        assert made(text)["input_ids"] == [1, *pieces.encode(text), 2] and len(made) == pieces.get_piece_size() + 1
+        assert (made.pad_token_id, made.unk_token_id, made.mask_token_id) == (0, 3, pieces.get_piece_size())
+    (base / "tokenizer_config.json").unlink()
+    assert len(mc.AutoTokenizer.from_pretrained(base)) == len(made)
+    held = [path.name for path in saved.iterdir()]
+    assert {"spm.model", "tokenizer_config.json"} <= set(needed_files("me/deberta", held, HubOptions()))
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_all_files_of_a_tokenizer_are_known(kind):
+    """Those that the class of transformers reads: others stay behind where a model is saved or downloaded."""
+    name = TOKENIZER_MAPPING_NAMES.get(kind)
+    files = {} if name is None else tokenizer_class_from_name(name).vocab_files_names
+    assert {*files.values()} <= {*TOKENIZER_FILES}
 
 
 NAMES = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask_2>"}

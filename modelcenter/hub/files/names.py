@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
     "bpe.codes",
     "byte_maps.json",
     "spiece.model",
+    "spm.model",
     "tokenizer.model",
     "tekken.json",
     "sentencepiece.bpe.model",

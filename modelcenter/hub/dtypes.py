@@ -34,10 +34,21 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def common_dtype(dtypes: set[torch.dtype], config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype for "as the files hold them": their one dtype; of several, the one in config.json, else the widest."""
+    """The dtype for "as the files hold them": their one dtype; of several, the one in config.json, else the widest.
+
+    Raises:
+        ValueError: several, and config.json names no dtype that a model can have.
+    """
     if len(dtypes) == 1:
         return next(iter(dtypes))
-    named = parse_dtype(config.get("dtype") or config.get("torch_dtype"))
+    key = "dtype" if config.get("dtype") else "torch_dtype"
+    try:
+        named = parse_dtype(config.get(key))
+    except ValueError as error:
+        raise ValueError(
+            f"the weights are of several dtypes and config.json says {key}={config.get(key)!r}, which no model can "
+            "have: pass the dtype to load in (dtype='float32')"
+        ) from error
     if named in dtypes:
         return named
     return functools.reduce(torch.promote_types, dtypes, torch.float16) if dtypes else torch.float32

@@ -48,6 +48,11 @@ def test_mixed_dtypes(saved, config_of):
     tensors = {n: t.bfloat16() if t.dtype == torch.float32 else t for n, t in tensors.items()}
     save_file(tensors, path / "model.safetensors")
     assert mc.from_pretrained(path).dtype == torch.float32
+    for key in ("torch_dtype", "dtype"):
+        config_of(path, **{key: "int8"})
+        with pytest.raises(ValueError, match=f"of several dtypes and config.json says {key}='int8', which .* pass the"):
+            mc.from_pretrained(path)
+    assert mc.from_pretrained(path, dtype="float32").dtype == torch.float32
 
 
 def test_dtype_by_its_old_name():

@@ -339,6 +339,20 @@ def test_what_a_pickle_holds_is_named(content, holds, new, tmp_path):
         open_weight_files(tmp_path / "model.bin")
 
 
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_sparse_tensors_of_a_pickle_are_refused(new, tmp_path):
+    torch.save({"a": torch.eye(2).to_sparse()}, tmp_path / "model.bin", _use_new_zipfile_serialization=new)
+    with pytest.raises(ValueError, match=r"tensor 'a' is sparse \(torch.sparse_coo\). Save its .to_dense\(\)"):
+        open_weight_files(tmp_path / "model.bin")
+
+
+def test_negatives_of_what_a_pickle_holds_are_refused(tmp_path):
+    """They were read with the wrong sign: the file has the number, and a note that its negative is meant."""
+    torch.save({"a": torch._neg_view(torch.ones(2))}, tmp_path / "model.bin")
+    with pytest.raises(ValueError, match=r"tensor 'a' is the negative of what lies in the file. Save its .resolve_neg"):
+        open_weight_files(tmp_path / "model.bin")
+
+
 def test_torchscript_is_no_file_of_weights(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "model.bin")
     with zipfile.ZipFile(tmp_path / "model.bin", "a") as archive:

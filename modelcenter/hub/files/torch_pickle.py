@@ -53,6 +53,10 @@ def _locate_tensors(path: Path) -> dict[str, TensorInfo]:
         fakes = _state_dict(_torch_load(path), path)
     tensors, size = {}, path.stat().st_size
     for name, fake in fakes.items():
+        if fake.is_neg():
+            raise ValueError(
+                f"{path}: tensor {name!r} is the negative of what lies in the file. Save its .resolve_neg()"
+            )
         item = fake.dtype.itemsize
         storage = fake.untyped_storage()._checkpoint_offset
         if storage is None:
@@ -97,4 +101,7 @@ def _state_dict(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
     others = [name for name in loaded if name not in tensors]
     if others or not tensors:
         raise ValueError(f"{path}: expected a dictionary of tensors by name, but {others[:3] or 'it'} holds none")
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{path}: tensor {name!r} is sparse ({tensor.layout}). Save its .to_dense()")
     return tensors

@@ -177,6 +177,25 @@ def test_plain_texts_and_empty_rows(folder, tmp_path, capsys):
     assert word_tags.joined(["\u5f20", "\u4e09", "a", "b", "\u5728"]) == "\u5f20\u4e09 a b \u5728"
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "\u0939\u093f\u0928\u094d\u0926\u0940 \u092e\u0947\u0902!",
+            ["\u0939\u093f\u0928\u094d\u0926\u0940", "\u092e\u0947\u0902", "!"],
+        ),
+        ("a cafe\u0301-the\u0301's", ["a", "cafe\u0301-the\u0301's"]),
+        ("\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"]),
+        ("I \u2764\ufe0f\u5317\u4eac.", ["I", "\u2764\ufe0f", "\u5317", "\u4eac", "."]),
+        ("^a] \u0301", ["^", "a", "]", "\u0301"]),
+    ],
+    ids=["Hindi", "accents", "Persian", "signs", "alone"],
+)
+def test_marks_are_no_words(text, words):
+    """Vowel signs, accents that are characters of their own, and joiners belong to the character before them."""
+    assert word_tags.split_text(text) == words
+
+
 def test_all_tokens_of_a_word(folder, capsys):
     names = ("B-PER", "I-PER", "B-LOC", "O")
     assert word_tags.inside_tags(names).tolist() == [1, 1, 2, 3]

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from modelcenter.data.characters import belongs_to_word
+
 IGNORED = -100
 MASKED, REPLACED = 0.8, 0.1  # of the tokens chosen; the others stay
 Words = Literal["none", "words", "rjieba"]
@@ -129,7 +131,7 @@ class WordStarts:
                 self.continues[i] = self.is_marked[i]
             self.texts.append("\ufffc" if i in special else text)
             # A space alone is the beginning of the word whose letters follow it.
-            self.is_word[i] = i in special or (bool(text) and (not any(c.isalnum() for c in text) or _is_cjk(text[0])))
+            self.is_word[i] = i in special or (bool(text) and (not any(map(belongs_to_word, text)) or _is_cjk(text[0])))
         self.cut: Any = None
         if segment:
             try:

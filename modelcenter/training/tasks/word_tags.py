@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from modelcenter.data.characters import is_mark
 from modelcenter.data.readers.literals import parse_lists
 from modelcenter.data.schemas.class_names import ids_to_names, reordered_ids_to_names
 from modelcenter.data.schemas.entity_spans import has_entity_spans, spans_to_tags
@@ -16,8 +18,6 @@ from modelcenter.training.tasks.column_roles import find_named
 
 WORDS = ("words", "tokens", "token", "word", "sentence", "text")
 TAGS = ("tags", "ner_tags", "ner", "ner_tag", "tag", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
-# Of a plain text: words with what is written inside them, Chinese characters and other signs each by itself.
-_TEXT = re.compile(r"\w+(?:[-'\u2019.]\w+)*|[^\w\s]")
 _FEW_WORDS = 10  # that may all be in rows of their own
 
 
@@ -64,9 +64,17 @@ def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
 
 
 def split_text(text: str) -> list[str]:
-    """The words of a plain text."""
+    """The words of a plain text, with what is written inside them, and Chinese characters and other signs each by
+    itself. Marks, such as the vowel signs of Hindi, belong to the character before them."""
     spaced = "".join(f" {character} " if is_han(character) else character for character in text)
-    return _TEXT.findall(spaced)
+    marks = "" if text.isascii() else "".join(sorted(filter(is_mark, set(text))))
+    return _word_pattern(marks).findall(spaced)
+
+
+@lru_cache(maxsize=64)
+def _word_pattern(marks: str) -> re.Pattern[str]:
+    """Finds words. marks: those of the text, as regular expressions have no name for them."""
+    return re.compile(rf"[\w{marks}]+(?:[-'\u2019.][\w{marks}]+)*|[^\w\s{marks}]" + (f"[{marks}]*" if marks else ""))
 
 
 def joined(words: list[str]) -> str:

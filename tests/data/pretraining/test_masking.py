@@ -130,6 +130,26 @@ def test_words_of_tokenizers_that_mark_spaces(kind):
             WordStarts(made, segment=True)
 
 
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
+def test_marks_belong_to_the_word_before_them(kind):
+    """Vowel signs of Hindi, and accents that are characters of their own, are no punctuation."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    texts = ["_\u0939", "\u093f", "\u0928\u094d", "\u0926", "\u0940", "!", "_cafe", "\u0301", "s"]
+    mark, tokens = "\u2581", [text.replace("_", "\u2581") for text in texts]
+    if kind == "byte level":
+        mark, split = "\u0120", pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+        tokens = ["".join(part for part, _ in split(text.replace("_", " "))) for text in texts]
+    assert tokens[0].startswith(mark)
+    vocabulary = {"<unk>": 0} | {token: i + 1 for i, token in enumerate(tokens)}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")), unk_token="<unk>"
+    )
+    starts = WordStarts(made)(np.array([vocabulary[token] for token in tokens]))
+    assert starts.tolist() == [True, False, False, False, False, True, True, False, False]
+
+
 def test_characters_of_byte_level_tokens():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 

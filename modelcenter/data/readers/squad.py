@@ -20,31 +20,43 @@ def flatten_questions(path: Path, articles: list[dict[str, Any]]) -> list[dict[s
     answers are {"text": [...], "answer_start": [...]} as on the Hub, and empty where is_impossible says so.
 
     Raises:
-        ValueError: a paragraph without context, a question without text, answers in another format.
+        ValueError: a paragraph without context, a question without text, answers in another format, something else in
+            the place of one of these.
     """
     return list(_questions(path, articles))
 
 
 def _questions(path: Path, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for number, article in enumerate(articles, 1):
-        for place, paragraph in enumerate(article.get("paragraphs", [article]), 1):
+        paragraphs = article.get("paragraphs")
+        if not isinstance(paragraphs, list):  # it is a paragraph itself
+            paragraphs = [article]
+        for place, paragraph in enumerate(_objects(f"{path}, article {number}", "paragraphs", paragraphs), 1):
             where = f"{path}, article {number}, paragraph {place}"
             context = paragraph.get("context", paragraph.get("context_text"))
             if not isinstance(context, str):
                 raise ValueError(f"{where}: it has no text called context")
-            for n, entry in enumerate(paragraph.get("qas", ()), 1):
+            for n, entry in enumerate(_objects(where, "qas", paragraph.get("qas", [])), 1):
                 question = entry.get("question", entry.get("query_text"))
                 if not isinstance(question, str):
                     raise ValueError(f"{where}, question {n}: it has no text called question")
                 row = {"id": entry.get("id", entry.get("query_id", f"{number}-{place}-{n}"))}
                 row |= {"title": article.get("title"), "context": context, "question": question}
-                if "answers" in entry or entry.get("is_impossible"):
+                if entry.get("answers") is not None or entry.get("is_impossible"):
                     row["answers"] = _answers(f"{where}, question {n}", entry)
                 yield row
 
 
+def _objects(where: str, name: str, value: Any) -> list[dict[str, Any]]:
+    """A list of objects. Raises ValueError: it is none."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{where}: got {value!r:.80} as {name}, expected a list of objects")
+    return value
+
+
 def _answers(where: str, entry: dict[str, Any]) -> dict[str, list[Any]]:
     answers = [] if entry.get("is_impossible") else entry["answers"]
-    if not all(isinstance(answer, dict) and {"text", "answer_start"} <= set(answer) for answer in answers):
+    is_list = isinstance(answers, list)
+    if not is_list or not all(isinstance(a, dict) and {"text", "answer_start"} <= set(a) for a in answers):
         raise ValueError(f'{where}: answers {answers!r:.80}, expected [{{"text": ..., "answer_start": ...}}]')
     return {name: [answer[name] for answer in answers] for name in ("text", "answer_start")}

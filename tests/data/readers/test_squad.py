@@ -33,3 +33,27 @@ def test_squad_of_cmrc_and_without_answers(tmp_path):
         read_file(write(tmp_path / "c.json", json.dumps([{"paragraphs": [{"qas": []}]}])))
     with pytest.raises(ValueError, match="question 1: it has no text called question"):
         read_file(write(tmp_path / "d.json", json.dumps([{"context": "a", "qas": [{}]}])))
+
+
+@pytest.mark.parametrize(
+    ("article", "says"),
+    [
+        ({"paragraphs": ["a text"]}, "article 1: got .* as paragraphs, expected a list of objects"),
+        ({"context": "a", "qas": ["why"]}, "paragraph 1: got .* as qas, expected a list of objects"),
+        ({"paragraphs": [{"context": "a", "qas": None}]}, "paragraph 1: got None as qas, expected"),
+        ({"context": "a", "qas": [{"question": "b", "answers": 3}]}, "question 1: answers 3, expected"),
+        ({"context": "a", "qas": [{"question": "b", "answers": {"text": "a"}}]}, "question 1: answers .*, expected"),
+    ],
+)
+def test_something_else_in_squad(tmp_path, article, says):
+    with pytest.raises(ValueError, match=f"a.json, article 1.*{says}|a.json, {says}"):
+        read_file(write(tmp_path / "a.json", json.dumps([article])))
+
+
+@pytest.mark.parametrize("paragraphs", [None, "a"])
+def test_squad_with_null(tmp_path, paragraphs):
+    """Exporters write null for what is not there; a paragraph may have something else under that name."""
+    asked = [{"question": "b", "answers": None}, {"question": "c", "answers": [{"text": "a", "answer_start": 0}]}]
+    article = {"paragraphs": paragraphs, "context": "a", "qas": asked}
+    table = read_file(write(tmp_path / "a.json", json.dumps([article])))
+    assert table.columns["answers"] == [None, {"text": ["a"], "answer_start": [0]}]

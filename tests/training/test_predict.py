@@ -1,9 +1,11 @@
 """predict and evaluate on a finished run, against transformers and on two ranks."""
 
 import csv
+import datetime
 import json
 import os
 import shutil
+import uuid
 from unittest.mock import Mock
 
 import chat_toys
@@ -240,6 +242,25 @@ def test_the_ending_of_a_file_names_its_format(tmp_path, ending):
         assert columns == {name: [row.get(name) for row in nested] for name in columns} and len(columns) == 5
     else:
         assert read_jsonl(path) == nested
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+def test_values_that_json_has_no_type_for(tmp_path, ending):
+    """Rows of parquet files have dates, and `mine` writes rows as they were; it does so when all is found."""
+    day, time, number = datetime.date(2026, 1, 2), datetime.datetime(2026, 1, 2, 3, 4), uuid.UUID(int=7)
+    row = {"day": day, "all": [time, None], "number": number, "in": {"day": day}, "raw": b"\xff"}
+    path = tmp_path / f"out.{ending}"
+    write_rows(str(path), [row])
+    found = {name: values[0] for name, values in read_file(path).columns.items()}
+    if ending == "parquet":  # which has types for them
+        assert found | {"number": number} == row
+        return
+    as_texts = {"day": str(day), "all": [str(time), None], "number": str(number), "in": {"day": str(day)}}
+    as_texts["raw"] = r"b'\xff'"
+    if ending == "csv":
+        inner = as_texts.pop("in")
+        as_texts |= {"all": json.dumps(as_texts["all"]), "in.day": inner["day"]}
+    assert found == as_texts
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no file that is always full")

@@ -23,6 +23,7 @@ from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.table import Origin, Table
 from modelcenter.training import metrics
 from modelcenter.training.config import EvaluateConfig, QAConfig
+from modelcenter.training.inference.output_file import write_rows
 from modelcenter.training.tasks import qa, questions
 from modelcenter.training.tasks.answer_spans import Answer
 from scripts.finetune_qa import main
@@ -58,7 +59,7 @@ def test_metrics_to_choose_by_are_those_that_the_rows_have(folder):
 @pytest.mark.parametrize(
     ("id_", "text"), [(datetime.date(2026, 1, 2), "2026-01-02"), (uuid.UUID(int=7), str(uuid.UUID(int=7)))]
 )
-def test_ids_that_json_has_no_type_for(id_, text):
+def test_ids_that_json_has_no_type_for(tmp_path, id_, text):
     """Parquet files have dates and UUIDs; predictions are written when the model has run on all rows."""
     columns = {"id": [id_], "question": ["what"], "context": ["a b c"]}
     table = Table(columns, [Origin("d.parquet", 1, "0")])
@@ -66,7 +67,8 @@ def test_ids_that_json_has_no_type_for(id_, text):
     settings = qa.AnswerSettings.from_flags(QAConfig(doc_stride=8), None, asked.contexts)
     task = qa.QuestionAnswering(table=table, columns=("question", "context", None), questions=asked, settings=settings)
     line = task.prediction(task._windows(table, asked, make_tokenizer(), 48), 0, [])
-    assert json.loads(json.dumps(line))["id"] == text
+    write_rows(str(tmp_path / "out.jsonl"), [line])
+    assert read_jsonl(tmp_path / "out.jsonl")[0]["id"] == text
 
 
 def encoded(rows: list[dict], targets: bool = True):

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 from modelcenter._paths import naming_full_disk
 from modelcenter.command_line.launcher import launched_rank
 from modelcenter.training.inference.row_formats import ENDINGS, LINES, Row, format_of, text_lines, write_parquet
-from modelcenter.training.output.json_text import json_text
 
 
 def check_output(path: str | None, endings: Sequence[str] = ENDINGS) -> None:
@@ -40,7 +39,7 @@ def write_rows(path: str | None, rows: Iterable[Row]) -> int:
     they were. See write_lines."""
     ending = LINES if path is None else format_of(path)
     if ending == LINES:
-        return write_lines(path, map(json_text, rows))
+        return write_lines(path, text_lines(rows, ending))
     rows = list(rows)
     if ending == ".parquet":
         with _whole_file(str(path), mode="wb") as file:

@@ -1,6 +1,7 @@
 """The formats of files of rows that verbs write, by their endings."""
 
 import csv
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,9 @@ _OTHERS = frozenset(
 )
 
 Row = Mapping[str, Any]
+
+# Of dates, times, UUIDs and bytes, which rows of parquet files and of the Hub have, their texts.
+_row_text = functools.partial(json_text, default=str)
 
 
 def format_of(path: str, endings: Sequence[str] = ENDINGS) -> str:
@@ -41,7 +45,7 @@ def text_lines(rows: Iterable[Row], ending: str) -> Iterator[str]:
     """The lines of a file of rows, of any format but parquet."""
     if ending in (".csv", ".tsv"):
         return _delimited_lines(list(rows), "," if ending == ".csv" else "\t")
-    return _array_lines(rows) if ending == ".json" else map(json_text, rows)
+    return _array_lines(rows) if ending == ".json" else map(_row_text, rows)
 
 
 def _array_lines(rows: Iterable[Row]) -> Iterator[str]:
@@ -50,7 +54,7 @@ def _array_lines(rows: Iterable[Row]) -> Iterator[str]:
     for row in rows:
         if before is not None:
             yield f"{before},"
-        before = json_text(row)
+        before = _row_text(row)
     if before is not None:
         yield before
     yield "]"
@@ -102,7 +106,9 @@ def _flattened(row: Row, wide: Collection[str]) -> dict[str, str]:
 
 def _field(value: Any) -> str:
     value = finite(value)
-    return value if isinstance(value, str) else "" if value is None else json_text(value)
+    if isinstance(value, (bool, int, float, list, dict)):
+        return _row_text(value)
+    return "" if value is None else str(value)
 
 
 def write_parquet(rows: Sequence[Row], file: IO[bytes]) -> None:
@@ -116,5 +122,5 @@ def write_parquet(rows: Sequence[Row], file: IO[bytes]) -> None:
         try:
             columns[name] = pyarrow.array(values)
         except (pyarrow.ArrowException, OverflowError):
-            columns[name] = pyarrow.array([None if value is None else json_text(value) for value in values])
+            columns[name] = pyarrow.array([None if value is None else _row_text(value) for value in values])
     pyarrow.parquet.write_table(pyarrow.table(columns), file)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -14,7 +15,10 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
-    """A value as JSON that any file takes: bytes of a path that are not UTF-8 become escapes, and read back alike."""
-    text = json.dumps(finite(value), indent=indent, ensure_ascii=False)
+def json_text(value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """A value as JSON that any file takes: bytes of a path that are not UTF-8 become escapes, and read back alike.
+
+    default: what is written for a value that JSON has no type for; None: it raises a TypeError.
+    """
+    text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=default)
     return text.encode("utf-8", "backslashreplace").decode()

@@ -247,17 +247,12 @@ class QuestionAnswering(WindowTask):
         """
         answer = self._answer(examples, row, results)
         names = examples.table.columns
-        line: dict[str, Any] = {"id": _jsonable(names["id"][row])} if "id" in names else {}
+        line: dict[str, Any] = {"id": names["id"][row]} if "id" in names else {}
         line |= {"answer": answer.text, "score": round(answer.score, 6), "start": answer.start, "end": answer.end}
         return line if self.settings.null_threshold is None else {**line, "null_score": round(answer.null, 6)}
 
     def count_rows(self, examples: Any) -> int:
         return len(examples.questions.questions)
-
-
-def _jsonable(value: Any) -> Any:
-    """A value that JSON has no type for as text: parquet files have dates, UUIDs and bytes as ids."""
-    return value if value is None or isinstance(value, (str, int, float, list, dict)) else str(value)
 
 
 def _describe_wrong(table: Table, questions: Questions, wrong_answers: str) -> str:

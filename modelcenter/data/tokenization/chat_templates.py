@@ -153,20 +153,12 @@ class ChatTemplate:
     def _answer_end(self, turns: Conversation, i: int, whole: str, start: int) -> int:
         """Where the answer in turn i ends: after the special token that ends it."""
         upto = whole if i + 1 == len(turns) else self.render(turns[: i + 1])
-        if not whole.startswith(upto):
-            # Some templates render an answer differently once a question follows. The token that ends it is the same.
-            stop = self._end_word(upto)
-            at = whole.find(stop, start) if stop else -1
-            # Unless that stands at the end of the conversation alone, after the turns that follow.
-            followed = self.render([*turns[: i + 1], {**turns[i + 1], "content": _PLACEHOLDER}])
-            if at < 0 or stop not in followed[start:].partition(_PLACEHOLDER)[0]:
-                raise ValueError(
-                    f"template {self.name}: writes turn {i + 1} in another way when turns follow, and no special token "
-                    "ends it there, so it cannot be told where the answer ends; give --train_on last, or change the "
-                    "template (--template FILE)"
-                )
-            return at + len(stop)
         end = len(upto.rstrip())
+        if not whole.startswith(upto):
+            shared = self._end_of_shared(upto, whole, start)
+            if shared is None:
+                return self._end_once_followed(turns, i, upto, whole, start)
+            end = shared
         stop, content = self._end_word(whole[start:end]), turns[i]["content"].rstrip()
         # A word of --add_tokens ends an answer where the template puts it, not where the content happens to end in it.
         in_content = stop not in self.special_words and content.endswith(stop) and whole[:end].endswith(content)
@@ -176,6 +168,31 @@ class ChatTemplate:
                 "not learn to stop; write {{ eos_token }} after the answers (--template FILE)"
             )
         return end
+
+    def _end_of_shared(self, upto: str, whole: str, start: int) -> int | None:
+        """Where an answer ends of templates that write another special token behind it if it is the last, as Phi's end
+        a conversation. None: the conversation up to it begins in another way than the whole."""
+        text = upto.rstrip()
+        while word := self._end_word(text):
+            text = text.removesuffix(word).rstrip()
+            if whole.startswith(text) and self._end_word(text[start:]):
+                return len(text)
+        return None
+
+    def _end_once_followed(self, turns: Conversation, i: int, upto: str, whole: str, start: int) -> int:
+        """Where an answer ends of templates that render it differently once a question follows. The token that ends it
+        is the same."""
+        stop = self._end_word(upto)
+        at = whole.find(stop, start) if stop else -1
+        # Unless that stands at the end of the conversation alone, after the turns that follow.
+        followed = self.render([*turns[: i + 1], {**turns[i + 1], "content": _PLACEHOLDER}])
+        if at < 0 or stop not in followed[start:].partition(_PLACEHOLDER)[0]:
+            raise ValueError(
+                f"template {self.name}: writes turn {i + 1} in another way when turns follow, and no special token "
+                "ends it there, so it cannot be told where the answer ends; give --train_on last, or change the "
+                "template (--template FILE)"
+            )
+        return at + len(stop)
 
     def _end_word(self, text: str) -> str:
         """The special token that a text ends with, white space aside; "" if there is none."""

@@ -134,6 +134,28 @@ def test_an_end_behind_later_turns_is_not_that_of_an_answer():
     ]
 
 
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_templates_that_end_the_conversation_too(space):
+    """As Phi's: behind the token that ends the last answer there is the one that ends the conversation."""
+    ended = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>" + space + "{% endfor %}"
+    ended += "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+    tokenizer = make_tokenizer(ended)
+    template, earlier = ChatTemplate(tokenizer), "Chinese food.<|im_end|>"
+    found = labelled(template, [CHAT, [*PAIR, CHAT[3]], [*PAIR, PAIR[1] | {"content": "No."}, CHAT[3]]])
+    assert answers(found, tokenizer) == [earlier, f"Italian food.<|im_end|>{space}<|endoftext|>"]
+    assert answers(found, tokenizer, 1) == [earlier] and answers(found, tokenizer, 2) == [earlier, "No.<|im_end|>"]
+    assert found.stops == sorted(map(tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|endoftext|>")))
+    # An answer that is written otherwise once turns follow ends in the same token, if the whole has that there.
+    tokenizer.chat_template = THINKS + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    with pytest.raises(ValueError, match="template chat: writes turn 3 in another way"):
+        labelled(ChatTemplate(tokenizer), [CHAT])
+    # Where the content alone ends in such a token, no token ends the answer.
+    tokenizer.chat_template = ended.replace("<|im_end|>", "")
+    tokenizer.add_tokens(["END"])
+    with pytest.raises(ValueError, match="turn 3 in another way|no special token ends the answer"):
+        labelled(ChatTemplate(tokenizer), [[*PAIR[:1], PAIR[1] | {"content": "So END"}, *CHAT[3:]]])
+
+
 @pytest.mark.parametrize("text", [CHATML, MARKED])
 def test_a_chat_that_begins_with_an_answer(text):
     """What stands before the first answer is no part of it either; transformers' marks, where there are, agree."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from modelcenter.registry import nearest
 
-BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 class Unquoted(str):

@@ -332,6 +332,8 @@ def test_words_by_place_stand_anywhere(words, prompt):
         (["run", "a b", "--chat"], ["a b"], True),
         (["run", "--chat", "no", "a b"], ["a b"], False),
         (["run", "--chat=no", "a b"], ["a b"], False),
+        (["run", "--chat", "Off", "a b"], ["a b"], False),
+        (["run", "--chat=on", "a b"], ["a b"], True),
         (["run", "--chat", "--", "yes"], ["yes"], True),
     ],
 )

@@ -8,7 +8,7 @@ Where to look::
 
     startup, process_group, rendezvous   ``init_distributed``: what the launcher says, and how ranks meet and part
     runtime                              this rank's number, device, seed and settings
-    precision                            ``Policy``: ZeRO level, precision, recomputation, offload, compilation
+    policy                               ``Policy``: ZeRO level, precision, recomputation, offload, compilation
     parallel/                            ``shard``: FSDP2, and tensor, context, sequence and pipeline parallelism
     mixed_precision, recompute           what wraps the forward of a unit
     init, shards, names, tensors         initial values; what a rank holds of a model; DTensors
@@ -20,7 +20,7 @@ Where to look::
     bmtrain/, nn, utils, inspect, debug  the rest of BMTrain's API
     description, profiler, memory        what a model costs: computed, traced, measured
     testing                              a function on several ranks of this machine, or a pretended cluster
-    registry, outputs, torch_compat      notes on foreign objects; tensors in outputs; versions of torch
+    notes, outputs, torch_compat         what is noted on models and parameters; tensors in outputs; versions of torch
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PUBLIC = {
     "print_rank": "engine.runtime",
     "sum_loss": "engine.collectives",
     "gather_result": "engine.collectives",
-    "Policy": "engine.precision",
+    "Policy": "engine.policy",
     "shard": "engine.parallel.shard",
     "materialize": "engine.shards",
     "accumulate": "engine.accumulation",
@@ -87,10 +87,10 @@ _SUBMODULES = (
     "nn",
     "ops",
     "optim",
+    "parallel",
+    "policy",
     "profiler",
     "recompute",
-    "parallel",
-    "precision",
     "runtime",
     "testing",
     "utils",

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from engine import runtime
 from engine.memory import readable
 from engine.names import clean_name
+from engine.notes import STAYS_GATHERED, policy_of, stages_of, zero_level
 from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
 from engine.parallel.over_ranks import mixed_precision
 from engine.parallel.units import unit_parameters
-from engine.registry import STAYS_GATHERED, policy_of, stages_of, zero_level
 from engine.shards import show_own_parameters
 from engine.tensors import is_shard, local_tensor
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engine.names import clean_name
-from engine.registry import stages_of
+from engine.notes import stages_of
 from engine.tensors import box_slices, is_shard, local_box, local_tensor
 
 Rule = tuple[str, *tuple[float, ...]]

@@ -25,7 +25,7 @@ from torch import nn
 
 from engine import runtime
 from engine.names import clean_name
-from engine.registry import STAGE_ROLE, stages_of
+from engine.notes import STAGE_ROLE, stages_of
 from engine.shards import is_first_holder, show_own_parameters
 from engine.tensors import is_shard, local_tensor
 from engine.torch_compat import all_gather_flat, in_backward

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from engine.notes import CASTS, SHOWN
 from engine.ops import fused, library, remade
 from engine.ops.autograd import Function
 from engine.outputs import trained_tensors
-from engine.registry import CASTS, SHOWN
 from engine.torch_compat import in_backward, run_after_backward, unflattened
 
 Forward = Callable[..., Any]

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from engine import runtime
 from engine.mixed_precision import Forward, casting, is_cast
+from engine.notes import CASTS
 from engine.ops import leave_to_eager, remade
-from engine.registry import CASTS
 from engine.torch_compat import compile_often, run_scripts_as_written
 
 _MARK = "recompute"  # attribute of such a forward: the way in which it computes activations again

@@ -18,8 +18,8 @@ from engine import runtime
 from engine.init import init_parameters_, module_rule, on_meta, stand_in
 from engine.mixed_precision import hide_casts_of
 from engine.names import clean_name, model_tensors
+from engine.notes import note_parameters, stages_of
 from engine.parallel.mesh import device_mesh
-from engine.registry import note_parameters, stages_of
 from engine.tensors import detached, is_shard, local_box, local_tensor
 
 if TYPE_CHECKING:

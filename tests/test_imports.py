@@ -166,10 +166,10 @@ def test_nobody_imports_what_the_design_forbids():
 # too. The longest matching prefix decides. What is imported inside a function is there for the time its import takes.
 ENGINE_LAYERS = (
     (
-        "debug", "lr_scheduler", "memory", "names", "ops", "outputs", "precision", "rendezvous", "tensors",
+        "debug", "lr_scheduler", "memory", "names", "ops", "outputs", "policy", "rendezvous", "tensors",
         "torch_compat",
     ),
-    ("background", "process_group", "registry", "runtime"),
+    ("background", "notes", "process_group", "runtime"),
     ("collectives", "parallel.fsdp", "parallel.functional", "parallel.mesh", "parallel.rng"),
     (
         "distributed", "init", "lockstep", "loss", "mixed_precision", "profiler", "recompute", "shards", "startup",

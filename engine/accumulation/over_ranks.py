@@ -13,10 +13,10 @@ from engine.accumulation.microbatches import checked_loss, run_in_turn, shown_pa
 from engine.accumulation.reduction import average_plain_gradients, reduce_lazily, sum_over_ranks
 from engine.accumulation.shares import agree_on_counts
 from engine.accumulation.uses import Uses
+from engine.notes import LEAVES_UNUSED
 from engine.parallel.fp32_accumulation import accumulate_in_fp32
 from engine.parallel.pipeline.execution import Reached, pipeline_of
 from engine.parallel.scalars import left_to_caller
-from engine.registry import LEAVES_UNUSED
 from engine.shards import sharded_roots
 
 

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine import runtime
 from engine.accumulation.uses import of_any_rank
+from engine.notes import zero_level
 from engine.optim.checks import mark_gradients_averaged
 from engine.parallel.fsdp import drop_pass
 from engine.parallel.unused import ORDERS_DIFFER
-from engine.registry import zero_level
 from engine.tensors import is_shard
 
 _BUCKET = 1 << 24  # elements of plain gradients that are reduced together

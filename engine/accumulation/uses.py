@@ -15,8 +15,8 @@ from torch import nn
 
 from engine import runtime
 from engine.names import clean_name
+from engine.notes import LEAVES_UNUSED, stages_of
 from engine.parallel.fsdp import reducing_unused, reshard
-from engine.registry import LEAVES_UNUSED, stages_of
 
 
 class Uses:

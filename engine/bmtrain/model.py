@@ -13,11 +13,11 @@ from engine.bmtrain.block import Block, apply_settings
 from engine.bmtrain.parameter import DistributedParameter, declared_attributes, set_declared_attributes
 from engine.init import draw_, init_parameters_
 from engine.names import clean_name
+from engine.notes import AWAITS_SHARDING
 from engine.parallel.checks import check_ranks
 from engine.parallel.shard import lay_over_ranks
 from engine.parallel.units import find_units
-from engine.precision import Policy
-from engine.registry import AWAITS_SHARDING
+from engine.policy import Policy
 from engine.shards import is_sharded, materialize, sharded_roots, show_own_parameters
 from engine.tensors import as_bytes, is_shard
 

@@ -24,9 +24,9 @@ from engine.checkpoint.safe_pickle import refuse_compressed
 from engine.collectives import from_rank_0, together
 from engine.init import write_
 from engine.names import state_dict_tensors, unmatched
+from engine.notes import stages_of
 from engine.parallel.pipeline.stages import is_absent, whole_tensor
-from engine.precision import Policy
-from engine.registry import stages_of
+from engine.policy import Policy
 from engine.shards import show_own_parameters
 from engine.tensors import is_shard
 

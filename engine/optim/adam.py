@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from engine.notes import ROUNDING_KEY
 from engine.ops import fused, library
 from engine.optim.base import Batch, FusedOptimizer
 from engine.optim.rounding import stochastic_round_
-from engine.registry import ROUNDING_KEY
 
 _CHUNK = 1 << 24  # elements of 16-bit gradients that are raised to fp32 at a time
 

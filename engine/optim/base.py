@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engine.notes import ROUNDING_KEY, ROUNDS_AT_RANDOM
 from engine.ops import fused
 from engine.ops.compilation import outside_graphs
 from engine.ops.library import FLOATS
@@ -36,7 +37,6 @@ from engine.optim.states import (
     with_parts,
     with_strides_of,
 )
-from engine.registry import ROUNDING_KEY, ROUNDS_AT_RANDOM
 from engine.tensors import gradients_of, local_tensor, local_tensors, with_local
 
 MASTERS = ("fp32", "remainder")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from engine.notes import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS, STATES_ON_HOST
 from engine.ops.compilation import outside_graphs
-from engine.registry import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS, STATES_ON_HOST
 from engine.tensors import is_shard
 
 # How many parameters an optimizer had when they were looked at, since a model was last sharded; and at a step.

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from engine import runtime
+from engine.notes import NORM_LAYOUT, STAGE_ROLE
 from engine.ops import fused, library
 from engine.optim.checks import check_not_gathered
 from engine.optim.states import placed_alike, placed_gradient, scalar_on, sparse_gradient
 from engine.parallel.mesh import device_mesh, once_per_world
-from engine.registry import NORM_LAYOUT, STAGE_ROLE
 from engine.tensors import cut_dims, gradients_of, is_shard, local_tensor, local_tensors
 
 _EPS = 1e-6

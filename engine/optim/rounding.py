@@ -14,9 +14,9 @@ import math
 
 import torch
 
+from engine.notes import SHARD_PLACE
 from engine.ops.reference import at_random
 from engine.ops.rounding_bits import random_bits
-from engine.registry import SHARD_PLACE
 from engine.tensors import is_shard, local_box, local_tensor
 
 _CHUNK = 1 << 20  # elements hashed at a time: int64 temporaries

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from engine import runtime
+from engine.notes import STAYS_GATHERED, set_sharding
 from engine.optim.checks import mark_replaced
 from engine.parallel.context import split_tokens
 from engine.parallel.forward_hooks import ForwardHooks
@@ -25,8 +26,7 @@ from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
 from engine.parallel.pipeline.execution import pipeline_of, split_into_stages
 from engine.parallel.pipeline.stages import absent_names, split_block_lists
 from engine.parallel.tensor import parallelize
-from engine.precision import Policy
-from engine.registry import STAYS_GATHERED, set_sharding
+from engine.policy import Policy
 from engine.shards import set_user_attributes, user_attributes
 from engine.tensors import shard_of
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from engine import runtime
 from engine.mixed_precision import casting
+from engine.notes import note_parameters, set_sharding, stages_of
 from engine.optim.checks import watch_optimizers
 from engine.parallel.checks import (
     check_model,
@@ -25,9 +26,8 @@ from engine.parallel.checks import (
     check_units,
 )
 from engine.parallel.units import choose_units, repeated_units, unit_parameters
-from engine.precision import Policy
+from engine.policy import Policy
 from engine.recompute import wrap_units_
-from engine.registry import note_parameters, set_sharding, stages_of
 from engine.shards import is_sharded
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import engine
+from engine.notes import STAGE_ROLE
 from engine.optim import AdamOptimizer, Lion, OptimManager, clip_grad_norm_
 from engine.optim.clip import grad_norm
-from engine.registry import STAGE_ROLE
 from engine.tensors import local_tensor
 from engine.testing import run
 

@@ -196,7 +196,7 @@ def test_parameters_are_stepped_once_whatever_the_chunk_of_torchs_kernel(either,
         engine.Policy(precision=precision).cast_parameters_(model)
         if precision == "bf16-sr":
             for name, parameter in model.named_parameters():
-                engine.registry.round_at_random(parameter, name)
+                engine.notes.round_at_random(parameter, name)
         optimizer = AdamOptimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
         for step in range(3):
             toys.with_gradients(model, step)

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import engine
 import engine.tensors
+from engine.notes import note_name
 from engine.optim import Adafactor, AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, Lion, Muon, OptimManager
-from engine.registry import note_name
 
 FP32_ONLY = ("muon", "adafactor")
 
@@ -406,7 +406,7 @@ def test_resident_bytes_are_those_of_the_documentation(make_it, precision, resid
     model = nn.Linear(256, 48, bias=False)
     engine.Policy(precision=precision).cast_parameters_(model)
     if precision == "bf16-sr":
-        engine.registry.round_at_random(model.weight, "weight")
+        engine.notes.round_at_random(model.weight, "weight")
     optimizer = make_it(model.parameters())
     give_gradients(model, 0)
     optimizer.step()

@@ -11,7 +11,7 @@ from parallel_bert import FOUR_LAYERS, INTERLEAVED, PP
 
 import engine
 import modelcenter as mc
-from engine.registry import LEAVES_UNUSED
+from engine.notes import LEAVES_UNUSED
 from engine.testing import Pool
 from modelcenter.models.gpt2 import GPT2, GPT2Config
 from modelcenter.training import evaluation, metrics

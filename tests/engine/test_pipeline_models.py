@@ -9,7 +9,7 @@ from engine_toys import union
 import engine
 import modelcenter as mc
 from engine.names import model_tensors
-from engine.registry import stages_of
+from engine.notes import stages_of
 from modelcenter import registry
 from modelcenter.compare import pack_rows, pad_rows, rows_for
 from modelcenter.testing import randomize_

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import engine
 from engine import recompute as recompute_module
 from engine.ops import compilation, dropout_key, dropout_rows, gemm, library
-from engine.precision import RECOMPUTE
+from engine.policy import RECOMPUTE
 from engine.recompute import _warn_of_python, wrap_units_
 from engine.testing import Pool
 from modelcenter.layers.linear import Linear

@@ -6,8 +6,8 @@ import torch
 
 import engine
 import engine.tensors
+from engine.notes import ROUNDS_AT_RANDOM
 from engine.optim.rounding import _place, _places, place_of, stochastic_round_
-from engine.registry import ROUNDS_AT_RANDOM
 
 
 def rounded(values, key=5, step=1):
@@ -97,7 +97,7 @@ def test_small_updates_count_where_rounding_to_nearest_loses_them():
     for precision in ("bf16", "bf16-sr"):
         parameter = torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
         if precision == "bf16-sr":
-            engine.registry.round_at_random(parameter, "w")
+            engine.notes.round_at_random(parameter, "w")
         optimizer = engine.optim.AdamOptimizer([parameter], lr=2e-5)
         for _ in range(400):
             if precision == "bf16":
@@ -111,7 +111,7 @@ def test_small_updates_count_where_rounding_to_nearest_loses_them():
 
 def test_a_skipped_step_changes_nothing():
     parameter = torch.nn.Parameter(torch.randn(100).bfloat16())
-    engine.registry.round_at_random(parameter, "w")
+    engine.notes.round_at_random(parameter, "w")
     optimizer = engine.optim.AdamOptimizer([parameter], lr=1.0)
     before = parameter.detach().clone()
     parameter.grad = torch.ones_like(parameter)

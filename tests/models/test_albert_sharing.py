@@ -9,8 +9,8 @@ from parallel_bert import noted_masks
 
 import engine
 import modelcenter as mc
+from engine.notes import stages_of
 from engine.ops import dropout_key, dropout_rows
-from engine.registry import stages_of
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.testing import assert_same, randomize_
 

@@ -30,11 +30,11 @@ from torch.utils._pytree import tree_leaves
 from engine import runtime
 from engine.collectives import first_difference
 from engine.names import clean_name, model_tensors
+from engine.notes import set_stages, stages_of
 from engine.parallel.inputs import digest
 from engine.parallel.pipeline.p2p import Neighbours, group_of
 from engine.parallel.pipeline.schedule import split_units, stage_actions
 from engine.parallel.pipeline.stages import Stages, remove_tensors
-from engine.registry import set_stages, stages_of
 from engine.tensors import local_tensor
 
 Shape = tuple[int, int]

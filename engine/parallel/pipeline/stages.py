@@ -14,10 +14,10 @@ from engine import runtime
 from engine.collectives import gather_objects
 from engine.lockstep import where_to_look
 from engine.names import clean_name, model_tensors, state_dict_tensors
+from engine.notes import ABSENT, set_stages, stages_of
 from engine.parallel.gloo.point_to_point import wait_for
 from engine.parallel.pipeline.p2p import Neighbours
 from engine.parallel.pipeline.schedule import split_units
-from engine.registry import ABSENT, set_stages, stages_of
 from engine.tensors import as_bytes, whole_of
 
 

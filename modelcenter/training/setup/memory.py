@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.registry import policy_of, zero_level
+from engine.notes import policy_of, zero_level
 from engine.shards import is_sharded
 from engine.tensors import is_shard, local_tensor
 from modelcenter.models.base import Model

@@ -20,7 +20,7 @@ from torch import Tensor
 import engine
 import modelcenter
 from engine.collectives import from_rank_0, together
-from engine.registry import policy_of
+from engine.notes import policy_of
 from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.data.sampling import evaluation_batches
 from modelcenter.data.schemas.conversations import ChatColumns, find_chat_columns

@@ -21,7 +21,7 @@ from engine.names import clean_name
 
 if TYPE_CHECKING:
     from engine.parallel.pipeline.stages import Stages
-    from engine.precision import Policy
+    from engine.policy import Policy
 
 T = TypeVar("T")
 

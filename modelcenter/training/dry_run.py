@@ -1,6 +1,7 @@
 """--dry_run: what a run would do and cost, from its data and one step that leaves nothing behind."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,21 @@ from modelcenter.training.distillation.loss import Distillation
 from modelcenter.training.loop import Run
 from modelcenter.training.output.summary import peak_memory
 from modelcenter.training.setup.memory import StateBytes, state_bytes
+from modelcenter.training.setup.prepare import PreparedRun
 
 
-def dry_run(
-    cfg: TrainConfig, task: Any, model: Model, tokenizer: Any, train_set: Examples, eval_set: Examples | None
-) -> None:
+def dry_run(cfg: TrainConfig, prepared: PreparedRun) -> None:
     """Print the plan and a decoded batch on rank 0, then run one step on every rank. Writes nothing."""
-    run = Run(cfg, task, model, tokenizer, train_set, eval_set)
+    run = Run(cfg, replace(prepared, continuation=None))  # it shows the run from its first step
     first = next(iter(run.batch_source.batches()))
     if engine.rank() == 0:
-        for name, value in _plan(cfg, run, eval_set):
+        for name, value in _plan(cfg, run, run.eval_set):
             print(f"{name:<11} {value}")
         print("\nFirst batch, longest rows first:")
         for row in first.rows[:4]:
-            print(f"  {train_set.show(row, tokenizer)}  ({train_set.where(row)})")
-    task.on_train_begin(model, tokenizer)
-    model.train()
+            print(f"  {run.train_set.show(row, run.tokenizer)}  ({run.train_set.where(row)})")
+    run.task.on_train_begin(run.model, run.tokenizer)
+    run.model.train()
     began = time.perf_counter()
     loss, norm, _ = run.train_step(first)
     values = loss.item(), norm.item()

@@ -20,7 +20,6 @@ from modelcenter.data.examples import Examples
 from modelcenter.hub.card import complete_card
 from modelcenter.hub.files.names import RUN_FILE
 from modelcenter.hub.save import write_texts
-from modelcenter.models.base import Model
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.batch_sources import GlobalBatch, RowBatchSource, make_batch_source
 from modelcenter.training.checkpoints import model_selection, resume
@@ -38,39 +37,31 @@ from modelcenter.training.output.messages import end_message, next_start, start_
 from modelcenter.training.output.record import Record
 from modelcenter.training.output.summary import summary_of
 from modelcenter.training.setup.optimizer import make_optimizer
+from modelcenter.training.setup.prepare import PreparedRun
 from modelcenter.training.setup.rank_checks import check_data
 from modelcenter.training.setup.resolve import resolve_automatic_batch_size, resolve_eval_batch_size
 from modelcenter.training.stopping import Stopping
 
 
-def train(
-    cfg: TrainConfig,
-    task: Any,
-    model: Model,
-    tokenizer: Any,
-    train_set: Examples,
-    eval_set: Examples | None,
-    continuation: Continuation | None,
-    began: float | None = None,
-) -> dict[str, Any]:
-    """Train, evaluate, save; or go on where the run in output_dir was stopped. Every rank calls it.
+def train(cfg: TrainConfig, prepared: PreparedRun, began: float | None = None) -> dict[str, Any]:
+    """Train, evaluate and save, or resume the run in output_dir. Every rank calls it.
 
     Args:
-        cfg: flags, resolved for the ranks and for the model: see setup/resolve.py. task: see tasks/base.py.
-        continuation: what checkpoints.resume.find_continuation found; None starts anew, and clears output_dir. began:
-            from when max_time counts, by time.monotonic(); None: now.
+        cfg: the flags, resolved for the ranks and the model (see setup/resolve.py).
+        prepared: see setup/prepare.py. Without a run to resume from, output_dir is cleared.
+        began: when max_time starts to count, by time.monotonic(); None: now.
 
     Returns:
-        The contents of summary.json. Its status is "stopped" where SIGTERM came or max_time passed: the state is in
-        output_dir/checkpoints then, and the same command goes on.
+        The contents of summary.json. Its status is "stopped" after SIGTERM or once max_time has passed: the state is
+        then in output_dir/checkpoints, and the same command resumes from it.
 
     Raises:
-        FloatingPointError: losses or gradients were not finite in several steps in a row, or in all.
-        OSError: the checkpoint of a stop could not be written.
-        Stopped: SIGINT came. In all cases summary.json says so.
-        ValueError: the checkpoint in output_dir is of another run; ranks have different data.
+        FloatingPointError: losses or gradients were not finite in several steps in a row, or in all of them.
+        OSError: the checkpoint of a stopped run could not be written.
+        Stopped: SIGINT came. summary.json is written all the same, as it is after every error.
+        ValueError: the checkpoint in output_dir belongs to another run, or the ranks have different data.
     """
-    run = Run(cfg, task, model, tokenizer, train_set, eval_set, continuation, began)
+    run = Run(cfg, prepared, began)
     output = run.output
     status, reason = "failed", None
     try:
@@ -79,7 +70,7 @@ def train(
                 cfg.save(output / "config.yaml")
                 run.record.report(start_message(run))
                 if cfg.lora_rank is not None or cfg.freeze:
-                    run.record.report(trainable_parameters(model))
+                    run.record.report(trainable_parameters(run.model))
             run.train()
             run.stopping.end_of_steps()
             if output is not None and run.stopping.reason is None:
@@ -103,41 +94,33 @@ def train(
 
 
 class Run:
-    """The state of a run: counters and clocks beside the model, its optimizer and its data."""
+    """The state of a run: the model, its optimizer and its data, with counters and clocks."""
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        task: Any,
-        model: Model,
-        tokenizer: Any,
-        train_set: Examples,
-        eval_set: Examples | None,
-        continuation: Continuation | None = None,
-        began: float | None = None,
-    ):
-        """Resolve the flags that depend on the rows, make what trains, load the checkpoint to go on from, and open the
-        files of output_dir (a dry run opens none). See `train` for the arguments. Collective."""
-        self.cfg, self.task, self.model, self.tokenizer = cfg, task, model, tokenizer
-        self.train_set, self.eval_set = train_set, eval_set
+    def __init__(self, cfg: TrainConfig, prepared: PreparedRun, began: float | None = None):
+        """Resolve the flags that depend on the rows, build the optimizer, load the checkpoint to resume from, and open
+        the files of output_dir (a dry run opens none). See `train` for the arguments. Collective."""
+        self.cfg = cfg
+        self.task, self.model, self.tokenizer = prepared.task, prepared.model, prepared.tokenizer
+        self.train_set, self.eval_set = prepared.train_set, prepared.eval_set
+        continuation = prepared.continuation
         self.output = None if cfg.output_dir is None or cfg.dry_run else Path(cfg.output_dir)
-        check_data(train_set, eval_set)  # before anything that all ranks work out together
-        check_best_metric(cfg, task, eval_set)
-        resolve_eval_batch_size(cfg, train_set, eval_set)
-        resolve_automatic_batch_size(cfg, task, model, train_set)
-        self.batch_source = make_batch_source(cfg, train_set)
+        check_data(self.train_set, self.eval_set)  # before the first collective that depends on the data
+        check_best_metric(cfg, self.task, self.eval_set)
+        resolve_eval_batch_size(cfg, self.train_set, self.eval_set)
+        resolve_automatic_batch_size(cfg, self.task, self.model, self.train_set)
+        self.batch_source = make_batch_source(cfg, self.train_set)
         checkpoint = None if continuation is None else continuation.checkpoint
-        task.precompute(model, train_set, eval_set, checkpoint, self._rows_needed)
+        self.task.precompute(self.model, self.train_set, self.eval_set, checkpoint, self._rows_needed)
         self.source_state: dict[str, Any] = {}
-        self.manager, self.lr_schedule = make_optimizer(cfg, model, self.batch_source.steps)
+        self.manager, self.lr_schedule = make_optimizer(cfg, self.model, self.batch_source.steps)
         self.step = 0  # steps taken
         self.clock = Clock()
-        self.throughput = Throughput(model, cfg.peak_flops)
+        self.throughput = Throughput(self.model, cfg.peak_flops)
         self.skipped_steps = SkippedSteps(self.manager, self.batch_source)
-        self.selection = ModelSelection(cfg.best_metric or task.metrics().main, cfg.early_stopping)
-        self.evaluation_conditions = model_selection.evaluation_conditions(cfg, eval_set)
-        self.changed_condition: str | None = None  # the flag that makes scores from before a stop those of another test
-        self.evaluation_pending = False  # the evaluation of this step was left because the run was to end
+        self.selection = ModelSelection(cfg.best_metric or self.task.metrics().main, cfg.early_stopping)
+        self.evaluation_conditions = model_selection.evaluation_conditions(cfg, self.eval_set)
+        self.changed_condition: str | None = None  # the flag due to which scores from before a stop do not compare
+        self.evaluation_pending = False  # the run ended before the evaluation that was due at this step
         self.stopping = Stopping(cfg.max_seconds, functools.partial(self.close, "stopped", inside_step=True), began)
         self.checkpoints: CheckpointWriter | None = None
         if self.output is not None:
@@ -147,14 +130,14 @@ class Run:
         self.record = self._open_record(continuation)
 
     def _rows_needed(self, examples: Examples) -> np.ndarray:
-        """Numbers of the examples, not of a stream, that the run uses: in a dry run those of one step."""
+        """Row numbers of the examples (not a stream) that the run uses; in a dry run, those of one step."""
         if examples is self.train_set:
             assert isinstance(self.batch_source, RowBatchSource)
             return self.batch_source.rows_taken(1 if self.cfg.dry_run else self.batch_source.steps)
         return np.arange(0 if self.cfg.dry_run else len(examples))
 
     def _open_record(self, continuation: Continuation | None) -> Record:
-        """Open the files of output_dir, which a run that starts anew clears. Collective."""
+        """Open the files of output_dir, which a new run clears first. Collective."""
         if self.output is not None and (continuation is None or not continuation.in_output_dir):
             with together(f"clearing {self.output}"):
                 if engine.rank() == 0:
@@ -162,7 +145,7 @@ class Run:
         with together(f"opening the files of {self.output}"):
             writer = engine.rank() == 0 and not self.cfg.dry_run
             record = Record(self.output, self.batch_source.steps, writer, self.step, self.cfg)
-        if continuation is not None:  # what the rows decide, such as whether to evaluate, all ranks must decide alike
+        if continuation is not None:  # they decide, for example, whether to evaluate, and all ranks must decide alike
             record.rows = from_rank_0(record.rows)
         return record
 
@@ -174,12 +157,12 @@ class Run:
     def train(self) -> None:
         """All steps, with the evaluations and checkpoints between them."""
         first = self.step
-        self.task.on_train_begin(self.model, self.tokenizer)  # also of a run that has only model/ to write yet
-        over = self.evaluation_pending and self._evaluate_and_save(
-            first == self.batch_source.steps, self._row_of_this_step()
-        )
+        self.task.on_train_begin(self.model, self.tokenizer)  # also if all steps are done and only model/ is missing
+        is_over = first == self.batch_source.steps
+        if self.evaluation_pending and self._evaluate_and_save(is_over, self._row_of_this_step()):
+            is_over = True
         self.clock.pause()
-        if over or first == self.batch_source.steps or self.selection.patience_is_over:
+        if is_over or self.selection.patience_is_over:
             return
         self.model.train()
         self.clock.start()
@@ -190,8 +173,8 @@ class Run:
             self._check_progress()
 
     def _check_progress(self) -> None:
-        """Raise FloatingPointError for a run without one good step; only report it where the first loss scales of fp16
-        were too large, which they may be for all the steps of a short run."""
+        """Raise FloatingPointError for a run without a single good step. If the initial loss scales of fp16 were merely
+        too large, as they may be for all the steps of a short run, only report it."""
         last: dict[str, Any] = next((row for row in reversed(self.record.rows) if "loss" in row), {})
         if self.manager.loss_scale > 1 and last.get("loss") is not None:
             self.record.report(
@@ -207,7 +190,7 @@ class Run:
 
     @contextmanager
     def _batches(self, first: int) -> Iterator[Iterable[GlobalBatch]]:
-        """The batches from a step on, made ahead by a thread."""
+        """The batches from step `first` on, prepared ahead by a thread."""
         batches = self.batch_source.batches(first, self.source_state)
         if not self.cfg.prefetch:
             yield batches
@@ -228,13 +211,13 @@ class Run:
                 break
 
     def _evaluate_and_save(self, last: bool, row: dict[str, Any] | None = None) -> bool:
-        """Evaluate and save, where that is due; whether the run ends here. row: the evaluation, if there is one."""
+        """Evaluate and save if due. Returns whether the run ends here. row: the evaluation, if it was made already."""
         improved = self.evaluation_pending = False
         if self.eval_set is not None and self._is_due(self.cfg.eval_every, last):
             with self.clock.paused():
                 try:
                     improved = self.selection.judge(row or self.evaluate())
-                except EvaluationStopped:  # the run that goes on from here makes up for it
+                except EvaluationStopped:  # made up for by the run that resumes from here
                     self.evaluation_pending = True
         patience_is_over = self.selection.patience_is_over
         stop = self.stopping.should_stop()
@@ -245,8 +228,8 @@ class Run:
         return stop or patience_is_over
 
     def _row_of_this_step(self) -> dict[str, Any] | None:
-        """The evaluation of the step that a run goes on from, if a row of it was written before the run ended, under
-        the same conditions and with the present metric."""
+        """The evaluation of the step that a run resumes from, if its row was written before the run ended, under the
+        same conditions and with the current metric."""
         if self.changed_condition is not None or not self.record.rows:
             return None
         newest = self.record.rows[-1]
@@ -265,7 +248,7 @@ class Run:
         norm = self.manager.clip_grad_norm(groups, limit, defer=True)
         self.skipped_steps.add(self.step + 1, batch.rows, norm)
         try:
-            self.manager.step()  # leaves the weights alone where a gradient is not finite
+            self.manager.step()  # leaves the weights as they are if a gradient is not finite
         except FloatingPointError as error:
             rows = self.skipped_steps.rows_of_last_steps()
             raise FloatingPointError(f"step {self.step + 1}: {error}. {rows}") from None
@@ -276,7 +259,7 @@ class Run:
         """Evaluate, and log it as a row.
 
         Raises:
-            EvaluationStopped: the run shall end, and has not waited for the last batch.
+            EvaluationStopped: the run is to end, and does not wait for the last batch.
         """
         assert self.eval_set is not None and self.cfg.eval_batch_size is not None
         began = time.perf_counter()
@@ -291,7 +274,7 @@ class Run:
         return row
 
     def _is_due(self, every: str, last: bool) -> bool:
-        """Whether an evaluation or a checkpoint is due by its flag; at the end it is, whatever the flag says."""
+        """Whether an evaluation or a checkpoint is due, by its flag `every`; after the last step it always is."""
         per_epoch = self.batch_source.steps_per_epoch
         period = per_epoch if every == "epoch" else None if every == "never" else int(every)
         return last or (period is not None and self.step % period == 0)
@@ -312,13 +295,13 @@ class Run:
         return self.stopping.any_rank(self.checkpoints.minutes_since_last > self.cfg.save_minutes)
 
     def save(self, wait: bool = False) -> None:
-        """Write a checkpoint while training goes on. Does nothing without output_dir. Collective.
+        """Write a checkpoint in the background. Does nothing without output_dir. Collective.
 
         Args:
-            wait: until it is on the disk, as the run stops.
+            wait: wait until it is on disk, because the run stops.
 
         Raises:
-            OSError: with `wait`, on all ranks: it could not be written.
+            OSError: on all ranks, with `wait`: it could not be written.
         """
         if self.output is None or self.checkpoints is None:
             return
@@ -346,7 +329,7 @@ class Run:
             raise OSError(f"{self.stopping.reason}, but {error}; {next_start(self, self.output)}") from error
 
     def _load(self, continuation: Continuation) -> None:
-        """Go on from a checkpoint. Raises ValueError: it is of another run."""
+        """Resume from a checkpoint. Raises ValueError if it belongs to another run."""
         data = self.train_set.fingerprint()
         continuation.check(self.cfg, data)
         before = continuation.sums_of_other_base(self.cfg, self.model)
@@ -372,7 +355,7 @@ class Run:
         self.evaluation_pending = state.get("unjudged", False)
 
     def _load_selection(self, state: dict[str, Any], in_output_dir: bool) -> None:
-        """Keep the best evaluation before the stop, if it compares with those to come."""
+        """Keep the best evaluation from before the stop, if later ones compare with it."""
         before = state.get("scored_on", {})
         self.changed_condition = model_selection.changed_condition(before, self.evaluation_conditions)
         if self.changed_condition is None:
@@ -381,10 +364,10 @@ class Run:
         elif state["best"]:
             model_selection.warn_best_dropped(state["best"], f"{self.changed_condition} is another now")
 
-    # -- what is written down ----------------------------------------------------------------------------------------
+    # -- logging ----------------------------------------------------------------------------------------------------
 
     def _log(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
-        values = torch.stack([loss.float(), norm.float().to(loss.device)]).tolist()  # the device is read here only
+        values = torch.stack([loss.float(), norm.float().to(loss.device)]).tolist()  # waits for the device, once
         seconds = self.clock.seconds
         row = {
             "step": self.step,
@@ -406,20 +389,20 @@ class Run:
             self.record.log_skipped(row)
 
     def close(self, status: str, reason: str | None, inside_step: bool = False) -> dict[str, Any]:
-        """Write summary.json and the curves; returns the summary. Not collective, but for a run that finished.
+        """Write summary.json and the curves, and return the summary. Collective only if the run has finished.
 
         Args:
-            inside_step: the run is left in the middle of a step, for whose device nothing waits.
+            inside_step: the run is abandoned in the middle of a step, so do not wait for the device.
         """
         skipped = self.skipped_steps.count if inside_step else self.manager.skipped
         summary = summary_of(self, status, reason, skipped)
-        # Where rank 0 alone fails, the others do not wait for it in what comes next.
+        # If rank 0 alone fails, the others must not wait for it in the next collective.
         with together("writing summary.json") if status == "finished" else nullcontext():
             self.record.close(summary, functools.partial(self._finish, summary) if status == "finished" else None)
         return summary
 
     def _finish(self, summary: dict[str, Any]) -> None:
-        """Complete the model card with what the summary knows. On rank 0."""
+        """Add the results in the summary to the model card. On rank 0."""
         assert self.output is not None
         if self.cfg.quantize is None:  # 4-bit weights leave no model
             complete_card(self.output, summary)

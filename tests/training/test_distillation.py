@@ -20,10 +20,10 @@ from engine.tensors import local_tensor
 from engine.testing import run as on_ranks
 from modelcenter.cli import main
 from modelcenter.compare.gradients import hub_gradients, parameters_by_file_name
-from modelcenter.training import script
 from modelcenter.training.accumulation import accumulate
 from modelcenter.training.distillation import comparisons
 from modelcenter.training.distillation.classes import class_order
+from modelcenter.training.setup.prepare import prepare_run
 from modelcenter.training.tasks import tasks_of
 from modelcenter.training.trained import resolve_model_names
 
@@ -40,7 +40,7 @@ def prepared(words, values):
     info = tasks_of(verb)[name]
     cfg = info.flags().from_args(command(values))
     resolve_model_names(cfg)
-    return script._prepare(cfg, info)
+    return prepare_run(cfg, info)
 
 
 def run(words, values, ranks=1, **changes):

@@ -1,4 +1,4 @@
-"""The microbatches of a step, one after the other."""
+"""Running the microbatches of a step one after the other."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ def run_in_turn(
     backward: Callable[[torch.Tensor], None],
     before: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Forward and backward of each; returns the sum of the losses, 0-d, fp32.
+    """Run forward and backward of each microbatch. Returns the sum of the losses: 0-d, fp32, detached.
 
-    loss_of: of a microbatch and its number. before: called with the number of each.
+    Args:
+        loss_of: ``loss_of(microbatch, number)`` runs forward.
+        before: called with the number of each microbatch before its forward.
     """
     total = torch.zeros(())
     for step, microbatch in enumerate(microbatches):
@@ -27,13 +29,13 @@ def run_in_turn(
             before(step)
         loss = loss_of(microbatch, step)
         part = loss.detach().to(torch.float32, copy=True)
-        total = total + part if step else part  # to copy the zero to a GPU would be to wait for it
+        total = total + part if step else part  # adding a CPU zero would make the host wait for the GPU
         backward(loss)
     return total
 
 
 def checked_loss(loss: Any, step: int) -> torch.Tensor:
-    """What ``forward`` has returned."""
+    """What ``forward`` returned, if it is a loss that can be differentiated."""
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
             f"forward returned {loss!r} as the loss of microbatch {step}, expected a 0-d tensor, which depends on the "
@@ -49,8 +51,8 @@ def checked_loss(loss: Any, step: int) -> torch.Tensor:
 
 
 def shown_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters as the model shows them, each once, in no order: for which torch has a generator in each module,
-    and names."""
+    """The parameters that the model shows now, each once, in no particular order. Faster than ``model.parameters()``,
+    which runs a generator in every module and builds names."""
     found: dict[int, nn.Parameter] = {}
     left = [model]
     while left:

@@ -1,4 +1,4 @@
-"""When gradients are reduced over the ranks, and those that FSDP does not know."""
+"""When FSDP reduces gradients over the ranks, and the reduction of those that FSDP does not know."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ _BUCKET = 1 << 24  # elements of plain gradients that are reduced together
 
 @contextmanager
 def reduce_lazily(roots: list[Any]) -> Iterator[Callable[..., None]]:
-    """Yields a function to call before each backward with whether it is the last, and reduces what was put off, of all
-    or of some modules of the one root; leaves the usual state behind, and after an exception no gradients that were not
-    reduced."""
+    """Put off the reduction of gradients to the last backward of a step, as far as the ZeRO level allows.
 
-    # Found once, for a walk through a model's modules takes as long as a small collective.
+    Yields ``set_last(last, modules=None, reduces=last)``, to be called before each backward: whether it is the last
+    one, for all modules of the roots or for some of the only root. Afterwards FSDP reduces in every backward again, and
+    after an exception gradients that were not reduced yet are dropped.
+    """
+    # Collected once: walking through the modules of a model takes as long as a small collective.
     inside = [[m for m in root.modules() if isinstance(m, FSDPModule)] for root in roots]
 
     def set_last(last: bool, modules: list[Any] | None = None, reduces: bool | None = None) -> None:
@@ -46,7 +48,7 @@ def reduce_lazily(roots: list[Any]) -> Iterator[Callable[..., None]]:
     try:
         yield set_last
     except BaseException:
-        for root in roots:  # else they would be a part of the next global batch: zero_grad does not reach them
+        for root in roots:  # zero_grad does not reach these gradients: they would leak into the next global batch
             drop_pass(root)
         raise
     finally:
@@ -54,12 +56,12 @@ def reduce_lazily(roots: list[Any]) -> Iterator[Callable[..., None]]:
 
 
 def sum_over_ranks(total: torch.Tensor, flag: bool, order: int) -> tuple[torch.Tensor, bool]:
-    """``total`` summed over the ranks, and whether any has the flag set. A GPU is waited for only where hosts cannot
-    send each other numbers.
+    """``total`` summed over the ranks, and whether any rank has set ``flag``. Waits for a GPU only if the hosts cannot
+    exchange numbers by themselves.
 
-    Raises RuntimeError if ``order``, a number of 16 bits, is not the same on all ranks.
+    Raises RuntimeError if ``order``, a 16-bit number, is not the same on all ranks.
     """
-    # The number of ranks too, as on ranks that do not exist (a dry run) sums are what this one has.
+    # The ranks are counted, too: under engine.testing.fake_ranks a "sum" is what this rank alone has.
     numbers = torch.tensor([1, flag, order, order * order], dtype=torch.float64, device=runtime.message_device())
     if total.device == numbers.device:  # with one collective
         together = torch.cat([total.double().view(1), numbers])
@@ -79,7 +81,7 @@ def average_plain_gradients(model: nn.Module, used: set[torch.Tensor] | None) ->
     """Average, over all ranks, the gradients of parameters that are not sharded.
 
     Args:
-        used: the parameters that some rank has used, if that is known.
+        used: the parameters that some rank has used; None: not known.
     """
     parameters = [p for p in model.parameters() if p.requires_grad and not is_shard(p)]
     if not parameters:

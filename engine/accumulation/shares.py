@@ -1,4 +1,4 @@
-"""What the ranks tell each other before a global batch: how many microbatches and items each has."""
+"""What the ranks tell each other before a global batch: how many microbatches and items each of them has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_TERMS = 16  # room for this many loss terms in the one collective that agre
 
 
 class _Share(NamedTuple):
-    """A rank's share of the global batch, as it tells the others: whole numbers, and as many on every rank."""
+    """A rank's share of the global batch, as integers, so that one tensor of one size carries it to the others."""
 
     failed: int  # whether ``counts`` raised
     microbatches: int
@@ -26,20 +26,34 @@ class _Share(NamedTuple):
     items: tuple[int, ...]  # of each term
 
 
+class GlobalBatch(NamedTuple):
+    """What the ranks have agreed on.
+
+    most, fewest: microbatches of a rank. unsure: whether any rank is. totals: {term: number of items, at least 1}.
+    """
+
+    most: int
+    fewest: int
+    unsure: bool
+    totals: dict[str, int]
+
+
 def agree_on_counts(
     microbatches: list[Any],
     counts: Callable[[Any], Mapping[str, int]],
     empty: Callable[[], Any] | None,
     unsure: bool,
-) -> tuple[int, int, bool, dict[str, int]]:
-    """(most microbatches of a rank, fewest, whether any is unsure, {term: items in the global batch}), with one
-    collective."""
+) -> GlobalBatch:
+    """Add up the shares of all ranks, with one collective.
+
+    Args:
+        unsure: whether this rank cannot rule out that a microbatch leaves a parameter unused.
+    """
     if runtime.world_size() == 1:
         own = _count(microbatches, counts, empty)
         if not microbatches:
             raise ValueError("accumulate was given no microbatches")
-        totals = _Totals({term: max(1, n) for term, n in sorted(own.items())})
-        return len(microbatches), len(microbatches), False, totals
+        return GlobalBatch(len(microbatches), len(microbatches), False, _totals(own))
     own, failure = {}, None
     try:
         own = _count(microbatches, counts, empty)
@@ -54,8 +68,7 @@ def agree_on_counts(
     together, pipes = runtime.model_ranks(), len(shares) // runtime.current().pp_size
     sums = {term: sum(share.items[i] for share in shares[:pipes:together]) for i, term in enumerate(terms)}
     numbers = [share.microbatches for share in shares]
-    totals = _Totals({term: max(1, n) for term, n in sums.items()})
-    return max(numbers), min(numbers), any(share.unsure for share in shares), totals
+    return GlobalBatch(max(numbers), min(numbers), any(share.unsure for share in shares), _totals(sums))
 
 
 def _count(
@@ -83,7 +96,7 @@ def _gather(share: _Share) -> list[_Share]:
 
 
 def _check_shares(shares: Sequence[_Share], terms: Sequence[str]) -> None:
-    """That the shares make one global batch. terms: of this rank."""
+    """Raise an error if the shares do not make one global batch. terms: this rank's."""
     if failed := [rank for rank, share in enumerate(shares) if share.failed]:
         raise RuntimeError(f"counts raised on rank {failed[0]}: its own error says why")
     numbers = [share.microbatches for share in shares]
@@ -107,13 +120,18 @@ def _check_shares(shares: Sequence[_Share], terms: Sequence[str]) -> None:
             )
 
 
+def _totals(items: Mapping[str, int]) -> dict[str, int]:
+    """The divisors of the loss terms: 1 for a term without items, whose sum is 0."""
+    return _Totals({term: max(1, n) for term, n in sorted(items.items())})
+
+
 class _Totals(dict[str, int]):
     def __missing__(self, term: str) -> int:
         raise ValueError(f"forward divides by totals[{term!r}], but counts returns {', '.join(self) or 'no term'}")
 
 
 def _checked(found: Any) -> Mapping[str, int]:
-    """What ``counts`` has returned."""
+    """What ``counts`` returned, if it is valid."""
     if not isinstance(found, Mapping):
         raise ValueError(f"counts returned {found!r}, expected {{term: number of items}}")
     for term, n in found.items():

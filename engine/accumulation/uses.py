@@ -22,18 +22,18 @@ from engine.parallel.fsdp import reducing_unused, reshard
 class Uses:
     """Which parameters the microbatches of a step use.
 
-    Ranks need not use the same ones: experts are for some tokens, and a rank without a further microbatch runs an empty
-    one, which may skip a part of the model, or use one that no other does. All ranks must reduce the same, so what one
-    does not use it reduces as zeros. But what none uses is to have no gradient, as in one process: weight decay and the
-    count of steps depend on that. To agree on it takes a collective, which is left out where no rank has had a
-    parameter that it did not use.
+    Ranks need not use the same ones: an expert sees only some tokens, and a rank that is out of microbatches runs an
+    empty one, which may skip a part of the model or use a part that no other microbatch does. All ranks must reduce the
+    same gradients, so a rank reduces zeros for a parameter that it does not use. But a parameter that no rank uses must
+    have no gradient, as in one process: weight decay and the optimizer's step count depend on that. Agreeing on these
+    parameters takes a collective, which is skipped while no rank has left a parameter unused.
 
     Attributes:
-        notes: whether FSDP's parameters are to be noted.
-        counted: whether what is used now is, and not by an empty microbatch.
-        modules: of FSDP, that take zeros, for the backward under way reaches them; None: all.
+        notes: whether uses of FSDP's parameters are to be noted.
+        counted: whether uses count now: those by an empty microbatch do not.
+        modules: FSDP's modules that take zeros, because the current backward reaches them; None: all.
         left: whether this rank has reduced zeros.
-        order: 16 bits of the order in which it has reduced the gradients of units.
+        order: 16 bits of a checksum of the order in which this rank has reduced the gradients of units.
     """
 
     def __init__(self, model: nn.Module, agrees: bool) -> None:
@@ -42,14 +42,14 @@ class Uses:
         self.modules: set[nn.Module] | None = None if self.notes else set()
         self._noted, self._sharded = set[torch.Tensor](), set[torch.Tensor]()
         if self.notes:
-            reshard(model)  # the shards get the gradients, whatever a forward without a backward has left shown
+            reshard(model)  # a forward without a backward may have left gathered parameters in the shards' places
         self._without = {p for p in model.parameters() if p.grad is None} if self.notes else set()
 
     @contextmanager
     def watch(self, roots: list[Any]) -> Iterator[None]:
-        """Notes uses inside, and reduces what is not used."""
+        """Inside, note uses, and reduce zeros for what is not used."""
         with reducing_unused(roots, self) as self._sharded:
-            # Where no microbatch is empty, what is not sharded needs no notes: it has a gradient if it was used.
+            # If no microbatch is empty, plain parameters need no notes: those that were used have a gradient.
             others = [p for p in self._model.parameters() if self._is_plain(p)] if self._agrees else []
             handles = [p.register_post_accumulate_grad_hook(self.note) for p in others]
             try:
@@ -59,11 +59,13 @@ class Uses:
                     handle.remove()
 
     def agreed(self, left: bool) -> set[torch.Tensor] | None:
-        """The parameters that some rank has used; the others lose the gradients of this step. Collective, if the ranks
-        are to agree, else None.
+        """The parameters that some rank has used; the gradients of all others are removed. Collective.
 
         Args:
             left: whether any rank has reduced zeros.
+
+        Returns:
+            None, without a collective, if no rank can have left a parameter unused.
         """
         LEAVES_UNUSED.set(self._model, bool(LEAVES_UNUSED.get(self._model)) or left)
         if not (self._agrees or left):
@@ -99,7 +101,7 @@ class Uses:
 
 
 def of_any_rank(flags: list[bool]) -> list[bool]:
-    """Each flag, whether any rank has it set; with one collective."""
+    """For each flag, whether any rank has set it; with one collective."""
     found = torch.tensor(flags, dtype=torch.int32, device=runtime.message_device())
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [bool(flag) for flag in found.tolist()]

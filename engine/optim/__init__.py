@@ -3,7 +3,7 @@
 ::
 
     manager                       OptimManager: loss scale, clipping, and the step of optimizers and schedules
-    base                          what optimizers with a fused step share
+    base, batch                   what optimizers with a fused step share; what one call of an operator steps
     adam, adam8, offload, lion    optimizers with a fused step
     adafactor, muon               optimizers that look at whole matrices, or at their rows and columns
     clip                          the norm of gradients, and clipping by it

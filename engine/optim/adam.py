@@ -9,7 +9,8 @@ import torch
 
 from engine.notes import ROUNDING_KEY
 from engine.ops import fused, library
-from engine.optim.base import Batch, FusedOptimizer
+from engine.optim.base import FusedOptimizer
+from engine.optim.batch import Batch
 from engine.optim.rounding import stochastic_round_
 
 _CHUNK = 1 << 24  # elements of 16-bit gradients that are raised to fp32 at a time

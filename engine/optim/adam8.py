@@ -11,7 +11,7 @@ import torch
 from engine.ops import fused
 from engine.ops.reference import BLOCK
 from engine.optim.adam import AdamOptimizer
-from engine.optim.base import Batch
+from engine.optim.batch import Batch
 from engine.optim.states import placed_as
 from engine.tensors import as_shard, is_shard, local_box, local_tensor
 

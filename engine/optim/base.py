@@ -1,4 +1,5 @@
-"""What optimizers with a fused step share: states beside the shards, masters of 16-bit parameters, step, load."""
+"""What optimizers with a fused step share: states placed like the shards, fp32 masters of 16-bit parameters, the step
+itself, and loading."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import inspect
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.notes import ROUNDING_KEY, ROUNDS_AT_RANDOM
 from engine.ops import fused
 from engine.ops.compilation import outside_graphs
 from engine.ops.library import FLOATS
+from engine.optim.batch import Batch, in_memory_as, mode_of, same_objects
 from engine.optim.moments import zero_moment
 from engine.optim.rounding import place_of
 from engine.optim.states import (
@@ -42,85 +44,27 @@ from engine.tensors import gradients_of, local_tensor, local_tensors, with_local
 MASTERS = ("fp32", "remainder")
 # What a state may have besides its moments.
 _OPTIONAL_STATES = ("master", "remainder", "exp_avg_scale", "exp_avg_sq_scale")
-# With many small parameters, looking at them is a step's cost: these go through lists without a line of Python.
+# With many small parameters, inspecting them dominates a step: these serve ``map``, without Python code per parameter.
 _dtype = operator.attrgetter("dtype")
 _is_contiguous = torch.Tensor.is_contiguous
-# torch wraps these to hide them from its compiler, and the first call of a wrapper imports the compiler: half a second
-# and 16 MB of a run that compiles nothing.
+# torch wraps these methods to hide them from its compiler. The first call of a wrapper imports the compiler: half a
+# second and 16 MB for a run that compiles nothing.
 _ADD_PARAM_GROUP = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _ZERO_GRAD = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 @dataclass
-class Batch:
-    """Shards of one device, dtype and mode, which one call of an operator steps."""
-
-    mode: str  # of engine.ops.fused
-    fits: bool  # whether the operators take them
-    held: bool = False  # among the first steps, which change no parameter
-    p: list[torch.Tensor] = field(default_factory=list)
-    g: list[torch.Tensor] = field(default_factory=list)
-    m: list[torch.Tensor] = field(default_factory=list)
-    v: list[torch.Tensor] = field(default_factory=list)
-    aux: list[torch.Tensor] = field(default_factory=list)
-    steps: list[torch.Tensor] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    whole: list[torch.Tensor] = field(default_factory=list)  # the parameters, where something is rounded at random
-    gradient_dtype: torch.dtype | None = None
-    # What must be as it was for the batch to serve again: the parameters of p, their states and what is in these.
-    parameters: list[torch.Tensor] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
-
-    def add(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], moments: tuple[str, ...]
-    ) -> None:
-        """Add the shard of a parameter and what the operator steps with it."""
-        self.parameters.append(parameter)
-        self.states.append(state)
-        self.values += state.values()
-        self.p.append(local_tensor(parameter))
-        self.g.append(gradient)
-        self.m.append(local_tensor(state[moments[0]]))
-        if len(moments) > 1:
-            self.v.append(local_tensor(state[moments[1]]))
-        if self.mode in ("master", "remainder"):
-            self.aux.append(local_tensor(state[self.mode]))
-        self.steps.append(state["step"])
-
-
-@dataclass
 class _GroupPlan:
-    """How the last step took a group: its parameters, those without a gradient, and the rest in batches."""
+    """How the last step split a group: its parameters, those without a gradient, and the rest in batches."""
 
     parameters: list[torch.Tensor]
     without_gradient: list[torch.Tensor]
     batches: list[tuple[torch.device, Batch]]
 
 
-def _mode_of(state: dict[str, Any], shard: torch.Tensor) -> str:
-    """How a shard is stepped (see ``engine.ops.fused``): by the master that its state has, else as it is."""
-    kept = next((name for name in ("master", "remainder") if name in state), None)
-    return kept or ("random" if shard.dtype == torch.bfloat16 else "plain")
-
-
-def _in_memory_as(gradient: torch.Tensor, shard: torch.Tensor, dense: bool) -> torch.Tensor:
-    """A gradient whose elements lie as those of its shard: kernels go through memory, not through indices."""
-    if dense:
-        return gradient.contiguous()
-    if gradient.stride() == shard.stride():
-        return gradient
-    return torch.empty_like(shard, dtype=gradient.dtype).copy_(gradient)
-
-
-def same_objects(these: Collection[Any], those: Collection[Any]) -> bool:
-    """Whether both hold the same objects in the same order."""
-    return len(these) == len(those) and all(map(operator.is_, these, those))
-
-
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The hooks on loading set aside."""
+    """Inside, ``load_state_dict`` calls no hooks."""
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     hooks = {name: getattr(optimizer, name) for name in names}
     try:
@@ -140,7 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     moments: tuple[str, ...]
     manager: weakref.ref[Any] | None = None  # the OptimManager that steps this optimizer
-    _settings: tuple[str, ...] = ("_hold_steps", "_master", "_moment_dtype")  # what a copy has too
+    _settings: tuple[str, ...] = ("_hold_steps", "_master", "_moment_dtype")  # attributes that copies keep
 
     def __init__(
         self,
@@ -161,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's own has the state and the groups alone: copies and pickles need what the others were given, too.
+        # torch's own has only the state and the groups; copies and pickles need the settings too.
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._settings}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -169,8 +113,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._reset_caches()
 
     def _reset_caches(self) -> None:
-        self._plans: dict[int, _GroupPlan] = {}  # of each group, by the id of its parameters
-        self._states: list[dict[str, Any]] = []  # all there were then
+        self._plans: dict[int, _GroupPlan] = {}  # {id of a group's list of parameters: plan}
+        self._states: list[dict[str, Any]] = []  # all states there were when the plans were made
 
     def update(
         self, group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
@@ -241,7 +185,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if others := not same_objects(self.state.values(), self._states):
             self._plans.clear()
         try:
-            # All are looked at before the first is stepped: an error leaves every parameter as it was.
+            # All groups are checked before the first is stepped, so that an error leaves every parameter as it was.
             work = [(group, self._batches(group)) for group in self.param_groups]
             for group, batches in work:
                 for device, batch in batches:
@@ -251,15 +195,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     torch.autograd.graph.increment_version(batch.p)  # as torch's own in-place operators do
                     batch.g = []  # so that zero_grad frees them
         except BaseException:
-            self._plans.clear()  # it holds gradients
+            self._plans.clear()  # they hold gradients
             raise
         if others or len(self.state) != len(self._states):
             self._states = list(self.state.values())
 
     def _batches(self, group: dict[str, Any]) -> list[tuple[torch.device, Batch]]:
-        """The shards of a group that have gradients: the batches of the step before, if only the gradients differ.
+        """The shards of a group that have gradients, in batches: the previous step's, if only the gradients differ.
 
-        With many small parameters, sorting them is the step's cost.
+        With many small parameters, sorting them into batches dominates the step.
         """
         parameters = group["params"]
         plan = self._plans.get(id(parameters))
@@ -272,13 +216,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return plan.batches
 
     def _reuse(self, batch: Batch) -> bool:
-        """Give a batch of the step before the new gradients. False if anything but these has changed."""
-        if batch.held:  # it may be over
+        """Give a batch of the previous step the new gradients. Returns False if anything else has changed."""
+        if batch.held:  # the held steps may be over
             return False
         gradients = gradients_of(batch.parameters)
         if type(None) in map(type, gradients):
             return False
-        if not placed_alike(batch.parameters, gradients):  # to place them is collective: in the order of the group
+        if not placed_alike(batch.parameters, gradients):  # placing them is collective, so it follows the group's order
             return False
         gradients = local_tensors(gradients)
         if not same_objects(local_tensors(batch.parameters), batch.p):
@@ -293,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return batch.fits
 
     def _by_operator(self, parameters: list[torch.Tensor]) -> list[tuple[torch.device, Batch]]:
-        """The shards that have gradients, in batches that one call of an operator takes."""
+        """The shards that have gradients, in batches that one call of an operator can step."""
         batches: dict[tuple[Any, ...], Batch] = {}
         for parameter in parameters:
             if parameter.grad is not None:
@@ -309,11 +253,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise sparse_gradient(parameter.shape)
         gradient, state = local_tensor(placed_gradient(parameter)), self._ready_state(parameter)
         shard, m = local_tensor(parameter), local_tensor(state[self.moments[0]])
-        mode = _mode_of(state, shard)
+        mode = mode_of(state, shard)
         placed = mode == "random" or m.dtype == torch.uint8
         place = place_of(parameter) if placed else None
         dense = shard.is_contiguous() and m.is_contiguous()
-        gradient = _in_memory_as(gradient, shard, dense)
+        gradient = in_memory_as(gradient, shard, dense)
         fits = dense and (not placed or place is not None)
         held = self._is_held(state["step"])
         key = (shard.device, shard.dtype, gradient.dtype, m.dtype, mode, fits, held)
@@ -327,7 +271,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch.whole.append(parameter)
 
     def _ready_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter: made if there is none, and brought to the parameter's dtype and strides."""
+        """The state of a parameter, created if there is none, in the parameter's current dtype and strides."""
         state: dict[str, Any] = self.state[parameter] or self._init_state(parameter)
         if (parameter.dtype == torch.float32) == ("master" in state or "remainder" in state):
             self._convert_master(parameter, state)
@@ -336,7 +280,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state
 
     def _is_held(self, step: torch.Tensor) -> bool:
-        """Whether ``hold_steps`` still holds a parameter after so many steps. Reads the device if there are any."""
+        """Whether ``hold_steps`` still holds a parameter after ``step`` steps. Reads the device only if it is set."""
         return self._hold_steps > 0 and step.item() < self._hold_steps
 
     def _init_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -350,8 +294,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _convert_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """Convert what holds the fp32 value of a 16-bit parameter to the kind that this optimizer keeps; a parameter
-        that is fp32 now takes the value itself."""
+        """Convert the master or remainder of a 16-bit parameter to the kind that this optimizer keeps. A parameter that
+        has become fp32 takes the value itself."""
         shard, remainder = local_tensor(parameter.detach()), False
         if parameter.dtype == torch.bfloat16:
             remainder = self._master == "remainder"
@@ -375,9 +319,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _match_strides(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """Let states lie in memory as the parameter does, through which torch's kernels go, not through indices.
+        """Give the states the parameter's memory layout: torch's kernels go through memory, not through indices.
 
-        Raises ValueError for a parameter with gaps in its memory, which no new tensor has.
+        Raises ValueError for a parameter with gaps in its memory, since no new tensor has such a layout.
         """
         for name, value in state.items():
             state[name] = with_strides_of(parameter, value)
@@ -398,16 +342,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         return False
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """As in torch; with ``gather`` of whole states, on the CPU of every rank, and collective."""
+        """As in torch. With ``gather``, states are whole and on the CPU of every rank; collective."""
         state_dict: dict[str, Any] = super().state_dict()
         return whole_states(state_dict) if gather else with_parts(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch, but states keep their dtypes, which torch would change to the parameter's.
 
-        Masters kept one way ("fp32", "remainder") are brought to the other, without loss; a 16-bit parameter without
-        one gets it. States of whole parameters are cut as this rank's are. Raises ValueError for states that are not
-        of this kind of optimizer, or of other parameters.
+        Masters of one kind ("fp32", "remainder") are converted to the other without loss; a 16-bit parameter without a
+        master gets one. Of whole states, this rank takes its shards. Raises ValueError for states of another kind of
+        optimizer, or of other parameters.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
@@ -425,7 +369,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_states(self, state_dict, shapes, _OPTIONAL_STATES)
         for group in state_dict["param_groups"]:
             self._check_group({**group, "params": []})
-        # torch would bring all states to the parameters' dtypes and devices first, where there may be no room for them.
+        # torch would first convert all states to the parameters' dtypes and devices, which may not have room for them.
         with _without_hooks(self):
             super().load_state_dict({**state_dict, "state": {}})
         for parameter, saved in saved_states(self, state_dict):
@@ -445,8 +389,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _loaded(self, name: str, value: torch.Tensor, parameter: torch.Tensor, own: bool) -> torch.Tensor:
-        """A loaded state as this optimizer keeps it: as in torch ``value`` itself where it has the parameter's dtype
-        and is in its place, of others a copy, unless the value is the optimizer's ``own``."""
+        """A loaded state as this optimizer keeps it. As in torch, that is ``value`` itself if it has the parameter's
+        dtype and is where the state belongs, else a copy, unless the value is the optimizer's ``own``."""
         device = self.state_device(parameter)
         if name == "step":
             return value.to(device, torch.float32, copy=not own)

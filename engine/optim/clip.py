@@ -1,4 +1,4 @@
-"""The norm of gradients that are laid over one mesh or several, and clipping by it."""
+"""The norm of gradients that are placed on one mesh or several, and clipping by it."""
 
 from __future__ import annotations
 
@@ -29,32 +29,25 @@ _Layout = tuple[tuple[DeviceMesh | None, tuple[int, ...]], str | None]
 def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients as one vector: 0-d, fp32, equal on all ranks that share the parameters. Collective.
 
-    Each distinct set of ranks that parameters are sharded over costs one all-reduce of one number, and so do the stages
-    of a pipeline; replicas of a parameter are counted once. Nothing waits for the device.
+    Each distinct set of ranks over which parameters are sharded costs one all-reduce of one number, and so do the
+    stages of a pipeline. Replicas of a parameter are counted once. Does not wait for the device.
 
     Args:
-        params: parameters; those without a gradient count nothing.
+        params: parameters; those without a gradient are ignored.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
 
-    Raises ValueError for parameters that a model shows gathered after a forward: their shards have the gradients.
+    Raises ValueError for the gathered parameters that a model shows after a forward: their shards have the gradients.
     """
     params = [params] if isinstance(params, torch.Tensor) else list(params)
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type is {norm_type!r}, expected a number above 0")
-    # Groups come from the parameters, not from the gradients, so that all ranks make the same collectives.
-    groups: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
-    layouts = _layouts(params)
-    distinct = dict(zip(map(id, layouts), layouts, strict=True))
-    for key, layout in distinct.items():
-        members = params if len(distinct) == 1 else [x for x, k in zip(params, layouts, strict=True) if k is layout]
-        groups[key] = layout, _local_gradients(members)
-    # A stage of a pipeline that has none of them meets the others, whose numbers are on their devices.
+    # A pipeline stage without any of the parameters still takes part in the reduction over the stages, on its device.
     home = params[0].device if params else runtime.device()
     largest, squares = p == float("inf"), p == 2.0
     total, of_stage = torch.zeros(2, dtype=torch.float64 if squares else torch.float32, device=home).unbind()
-    for ((mesh, dims), role), gradients in groups.values():
-        if role == "copy":  # counted where it belongs
+    for ((mesh, dims), role), gradients in _by_layout(params):
+        if role == "copy":  # counted on the stage that owns it
             continue
         if set(map(_tensor_layout, gradients)) - {torch.strided}:
             raise sparse_gradient(next(g.shape for g in gradients if g.layout is not torch.strided))
@@ -67,7 +60,7 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
             of_stage = torch.maximum(of_stage, part) if largest else of_stage + part
         else:
             total = torch.maximum(total, part) if largest else total + part
-    if runtime.stages() > 1:  # whatever this stage has of the parameters
+    if runtime.stages() > 1:  # whether or not this stage has any of the parameters
         of_stage = _reduced(of_stage.clone(), largest, device_mesh()["pp"].get_group())
         total = torch.maximum(total, of_stage) if largest else total + of_stage
     if squares:
@@ -75,9 +68,24 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     return total if largest else total.pow(1.0 / p)
 
 
+def _by_layout(params: list[torch.Tensor]) -> list[tuple[_Layout, list[torch.Tensor]]]:
+    """The local gradients, grouped by the layout of their parameters.
+
+    The groups come from the parameters and not from the gradients, so that all ranks make the same collectives.
+    """
+    layouts = _layouts(params)
+    distinct = list(dict(zip(map(id, layouts), layouts, strict=True)).values())
+    if len(distinct) == 1:
+        return [(distinct[0], _local_gradients(params))]
+    return [
+        (layout, _local_gradients([p for p, own in zip(params, layouts, strict=True) if own is layout]))
+        for layout in distinct
+    ]
+
+
 def _reduced(part: torch.Tensor, largest: bool, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks, which may be ``part`` itself, or the largest: of NaN infinity, as a maximum of ranks may
-    drop a NaN."""
+    """The sum over the ranks, in place, or the maximum. NaN counts as infinity in a maximum, since collectives may drop
+    a NaN there."""
     if largest:
         part = torch.where(part.isnan(), torch.inf, part)
     dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
@@ -102,7 +110,7 @@ def _local_part(gradients: list[torch.Tensor], p: float, device: torch.device) -
 def _layouts(params: list[torch.Tensor]) -> list[_Layout]:
     try:
         return list(map(_layout_of, params))
-    except AttributeError:  # found once for each parameter: with many small ones it costs as much as the norm
+    except AttributeError:  # noted once on each parameter: with many small ones, finding it costs as much as the norm
         check_not_gathered(params)
         for parameter in params:
             NORM_LAYOUT.set(parameter, _shared_layout(_sharded_over(parameter), STAGE_ROLE.get(parameter)))
@@ -122,7 +130,7 @@ def _local_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @once_per_world
 def _shared_layout(over: tuple[DeviceMesh | None, tuple[int, ...]], role: str | None) -> _Layout:
-    """One object for all parameters that are laid out alike: its identity is compared, not what it holds."""
+    """One object for all parameters with the same layout, so that layouts can be compared by identity."""
     return over, role
 
 
@@ -135,7 +143,7 @@ def _fit(gradients: list[torch.Tensor]) -> bool:
 def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> torch.Tensor:
     """The factor by which gradients of this norm are clipped: at most 1; 0-d, on the device.
 
-    Raises ValueError for a ``max_norm`` below 0, which would turn the gradients round.
+    Raises ValueError for a ``max_norm`` below 0, which would reverse the gradients.
     """
     if not isinstance(max_norm, Real) or not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm!r}, expected a number of at least 0: do not clip for no limit")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from engine.ops import fused
-from engine.optim.base import Batch, FusedOptimizer
+from engine.optim.base import FusedOptimizer
+from engine.optim.batch import Batch
 
 
 class Lion(FusedOptimizer):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from engine import runtime
-from engine.optim.base import FusedOptimizer, same_objects
+from engine.optim.base import FusedOptimizer
+from engine.optim.batch import same_objects
 from engine.optim.checks import check_optimizer
 from engine.optim.clip import clip_coefficient, grad_norm, scale_gradients_
 from engine.optim.states import whole_states, with_parts, with_placed_states

@@ -10,7 +10,7 @@ import torch
 
 from engine.ops import fused
 from engine.optim.adam import AdamOptimizer
-from engine.optim.base import Batch
+from engine.optim.batch import Batch
 from engine.optim.states import check_gradients, placed_gradient, undone_on_error
 from engine.tensors import local_tensor, with_local
 

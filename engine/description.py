@@ -1,13 +1,14 @@
-"""What a model is on these ranks: units, placements, memory and communication, computed and not measured."""
+"""``engine.describe``: units, placements, memory and communication of a model, computed and not measured."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from engine import runtime
 from engine.memory import readable
@@ -22,12 +23,14 @@ from engine.tensors import is_shard, local_tensor
 
 @dataclass
 class Unit:
-    """Parameters that are gathered together; sizes in bytes, of the whole unit unless they say rank.
+    """Parameters that are gathered together.
 
     Attributes:
-        gathered: what a rank receives when it gathers the unit once.
-        reduced: what a rank sends when it reduces the unit's gradients to shards once.
-        copied: what a rank sends when it then averages its shard with the other copies of the model.
+        tensors, elements, trainable: numbers of parameters, of their elements, and of those that are trained.
+        on_rank, gradients_on_rank, optimizer_on_rank: bytes that this rank holds.
+        gathered: bytes that a rank receives when it gathers the unit once.
+        reduced: bytes that a rank sends when it reduces the unit's gradients to shards once.
+        copied: bytes that a rank sends when it then averages its shard with the other copies of the model.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Unit:
 
 @dataclass
 class Description:
-    """``str`` of it is the table that ``describe`` prints.
+    """What ``describe`` returns; its ``str`` is the table that ``describe`` prints.
 
     Attributes:
         gathers: {unit: how often it is gathered in a step of one microbatch}.
@@ -100,9 +103,9 @@ class Description:
 
 
 def describe(model: nn.Module, show: bool = True) -> Description:
-    """Units, placements, bytes per rank and communication per step of a model, sharded or plain, also on meta.
+    """Units, placements, bytes per rank and communication per step of a model: sharded or plain, also on meta.
 
-    Not collective. Bytes are those of this rank; shards are padded to equal size when they travel, and this counts it.
+    Not collective. Bytes are this rank's, and include the padding of shards to equal sizes when they travel.
 
     Args:
         show: print it, on rank 0.
@@ -125,7 +128,7 @@ def describe(model: nn.Module, show: bool = True) -> Description:
                 _add(unit, parameter, compute, wire, parameter in looked_up)
         if unit.tensors:
             found.append(unit)
-    # Level 3 frees units after forward; the root and the last unit stay, for backward needs them first.
+    # Level 3 frees units after forward, except the root and the last unit, which backward needs first.
     staying = {"(root)", *(names[module] for module in sharded if STAYS_GATHERED.get(module))}
     gathers = {unit.name: 0 if whole else 2 if level == 3 and unit.name not in staying else 1 for unit in found}
     total = sum(unit.elements for unit in found)
@@ -151,6 +154,12 @@ def _title(model: nn.Module, how: str, total: int) -> str:
 def _add(
     unit: Unit, parameter: torch.Tensor, compute: torch.dtype | None, wire: torch.dtype | None, looked_up: bool
 ) -> None:
+    """Add a parameter to its unit.
+
+    Args:
+        compute, wire: the dtypes in which parameters are gathered and gradients are reduced; None: the parameter's.
+        looked_up: only the rows that a batch reads are sent.
+    """
     local = local_tensor(parameter)
     width = parameter.element_size()
     unit.tensors += 1
@@ -166,26 +175,31 @@ def _add(
         return
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or tuple(f"dim {i}" for i in range(mesh.ndim))
-    shards = copies = 1
-    text = []
-    for dim, placement in enumerate(parameter.placements):
-        text.append(f"{names[dim]} {mesh.size(dim)}: {placement}")
-        if names[dim] != "tp":  # those shards are computed with, not gathered
-            shards, copies = (
-                (shards, copies * mesh.size(dim)) if placement.is_replicate() else (shards * mesh.size(dim), copies)
-            )
-    if looked_up:  # what travels is what a batch reads
+    text = [f"{names[d]} {mesh.size(d)}: {placement}" for d, placement in enumerate(parameter.placements)]
+    if looked_up:
         unit.placements.add(", ".join(text) + ", rows")
         return
     unit.placements.add(" x ".join(text))
-    tp = math.prod(
-        mesh.size(d) for d, p in enumerate(parameter.placements) if names[d] == "tp" and not p.is_replicate()
-    )
+    _add_traffic(unit, parameter, names, width if compute is None else compute.itemsize, wire)
+
+
+def _add_traffic(
+    unit: Unit, parameter: DTensor, names: Sequence[str], gathered_width: int, wire: torch.dtype | None
+) -> None:
+    """Add what a rank sends and receives for a shard. names: those of the dimensions of its mesh."""
+    shards = copies = tp = 1
+    for size, name, placement in zip(parameter.device_mesh.shape, names, parameter.placements, strict=True):
+        if name == "tp":  # these parts are computed with, not gathered
+            tp *= 1 if placement.is_replicate() else size
+        elif placement.is_replicate():
+            copies *= size
+        else:
+            shards *= size
     rows = parameter.shape[0]
     part = -(-rows // shards) * (parameter.numel() // max(rows, 1)) // tp
-    unit.gathered += (shards - 1) * part * (width if compute is None else compute.itemsize)
+    unit.gathered += (shards - 1) * part * gathered_width
     if parameter.requires_grad:
-        sent = width if wire is None else wire.itemsize
+        sent = parameter.element_size() if wire is None else wire.itemsize
         unit.reduced += (shards - 1) * part * sent
-        # A ring: each rank sends its part on for the sum and again for the result.
+        # A ring all-reduce: each rank passes each part on once for the sum and once for the result.
         unit.copied += 2 * (copies - 1) * part * sent // copies

@@ -1,4 +1,4 @@
-"""Keeps a user's own loop over batches in step on all ranks, and names the rank that falls out."""
+"""Keeps a user's own loop over batches in step on all ranks, and names the rank that drops out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MORE, _ENDED, _FAILED = 1, 0, -1
 _loops = itertools.count()
 _calls: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 _LOST = re.compile(r"time[d ]*out|connection|broken pipe|peer|nccl", re.IGNORECASE)
-_PATIENCE = 1.0  # seconds that the ranks whose collective failed have to say so
+_PATIENCE = 1.0  # seconds that ranks whose collective failed get to report it
 
 
 def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
@@ -34,18 +34,18 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
         for batch in engine.in_step(loader):
             ...
 
-    Each step costs one small message between CPUs, for which no GPU waits (unless the process group has NCCL alone),
-    and one to the process group's store, for which nobody waits. Without it, a rank that runs out of batches leaves
-    the others in a collective until the timeout.
+    Each step costs one small message between CPUs, which no GPU waits for (unless the process group has only NCCL),
+    and one to the process group's store, which nobody waits for. Without ``in_step``, a rank that runs out of batches
+    leaves the others in a collective until the timeout.
 
     Args:
-        uneven: what happens when some ranks have a batch more than others: "error", or "stop": all stop, and the
-            batches left over are not used.
+        uneven: what to do when some ranks run out of batches before others. "error": raise; "stop": all ranks stop,
+            and the remaining batches are not used.
 
     Raises:
         ValueError: ranks have different numbers of batches ("error"); every rank raises, and names them.
-        RuntimeError: another rank's loader raised, or another rank did not come to this step within the timeout of
-            ``init_distributed`` (it raised, was killed or hangs): the ranks and the step at which each was last seen.
+        RuntimeError: another rank's loader raised, or another rank did not reach this step within the timeout of
+            ``init_distributed`` because it raised, was killed or hangs. Names the ranks and where each was last seen.
     """
     if uneven not in ("error", "stop"):
         raise ValueError(f"uneven is {uneven!r}, expected error or stop")
@@ -64,29 +64,33 @@ def in_step(batches: Iterable[Batch], uneven: str = "error") -> Iterator[Batch]:
             have = _ENDED
         except Exception as error:  # told to the other ranks, then raised
             have, failure = _FAILED, error
-        found = _gather_flags(have, loop, step)
+        flags = _gather_flags(have, loop, step)
         if failure is not None:
             raise failure
-        if failed := [rank for rank, other in enumerate(found) if other == _FAILED]:
-            raise RuntimeError(f"the batches of {_ranks(failed)} raised at step {step}: its own error says why")
-        if _ENDED in found:
-            more = [rank for rank, other in enumerate(found) if other == _MORE]
-            if more and uneven == "error":
-                ended = [rank for rank, other in enumerate(found) if other == _ENDED]
-                raise ValueError(
-                    f"{_ranks(ended)} ended after {step} batches while {_ranks(more)} had more. Give every rank as "
-                    "many (a sampler that drops or repeats the rest), run them by engine.accumulate(empty=...), or "
-                    "let all stop here by in_step(uneven='stop')"
-                )
+        _check_flags(flags, step, uneven)
+        if _ENDED in flags:
             return
         yield batch  # type: ignore[misc]
         step += 1
 
 
+def _check_flags(flags: list[int], step: int, uneven: str) -> None:
+    """Raise, on every rank, if the batches of a rank raised, or only some ranks have ended and that is an error."""
+    failed, ended, more = ([r for r, flag in enumerate(flags) if flag == kind] for kind in (_FAILED, _ENDED, _MORE))
+    if failed:
+        raise RuntimeError(f"the batches of {_ranks(failed)} raised at step {step}: its own error says why")
+    if ended and more and uneven == "error":
+        raise ValueError(
+            f"{_ranks(ended)} ended after {step} batches while {_ranks(more)} had more. Give every rank as "
+            "many (a sampler that drops or repeats the rest), run them by engine.accumulate(empty=...), or "
+            "let all stop here by in_step(uneven='stop')"
+        )
+
+
 def _gather_flags(have: int, loop: int, step: int) -> list[int]:
-    """The flag ``have`` of every rank."""
+    """The flag ``have`` of every rank. Collective."""
     rank, size = runtime.rank(), runtime.world_size()
-    # Said at each step: the others cannot ask a rank that hangs, was killed, or came late and still waits.
+    # Written at each step, because a rank that hangs, was killed or is still on its way cannot be asked later.
     default_store().set(f"engine/in_step/{loop}/{rank}", str(step))
     mine = torch.tensor([have], dtype=torch.int64, device=runtime.message_device())
     found = [torch.empty_like(mine) for _ in range(size)]
@@ -103,7 +107,7 @@ def _gather_flags(have: int, loop: int, step: int) -> list[int]:
 
 
 def where_to_look(error: RuntimeError) -> str:
-    """For the message about a rank that did not come, after which torch raised this."""
+    """A hint for the message about a missing rank. error: what torch raised for it."""
     return (
         "A rank that raised or was killed says so in its own output; one that hangs is shown by `py-spy dump`. torch "
         f"said: {str(error).strip().splitlines()[0]}"
@@ -131,9 +135,10 @@ def _ranks(ranks: list[int]) -> str:
 
 @contextmanager
 def watched(what: str) -> Iterator[None]:
-    """Wraps collectives: if one does not complete, the error names the ranks that are not waiting in it.
+    """If a collective inside does not complete, name the ranks that are not waiting in it. Costs nothing otherwise.
 
-    Costs nothing until then. ``what``: the function that makes them, as its caller knows it.
+    Args:
+        what: the function that makes the collectives, by the name that its caller knows.
 
     Raises:
         RuntimeError: a collective timed out or lost a rank; torch's own error is its cause.

@@ -1,4 +1,4 @@
-"""What ``engine.shard`` does where there are several ranks: stages, tensor and context parallelism, FSDP2, hooks."""
+"""What ``engine.shard`` does on several ranks: pipeline stages, tensor and context parallelism, FSDP2, hooks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from engine.parallel.mesh import data_mesh, device_mesh, storage_mesh
 from engine.parallel.pipeline.execution import pipeline_of, split_into_stages
 from engine.parallel.pipeline.stages import absent_names, split_block_lists
 from engine.parallel.tensor import parallelize
+from engine.parallel.units import Units
 from engine.policy import Policy
 from engine.shards import set_user_attributes, user_attributes
 from engine.tensors import shard_of
 
 
 def cut_into_stages(model: nn.Module, lists: list[nn.ModuleList], over_stages: bool) -> None:
-    """Leave this rank's stage of the model; ``lists`` pipeline their blocks themselves."""
+    """Reduce the model to this rank's stage. lists: those that pipeline their blocks themselves."""
     if over_stages:
         _check_stages(lists)
         split_block_lists(model, lists, device_mesh())
@@ -57,29 +58,31 @@ def _check_stages(lists: list[nn.ModuleList]) -> None:
 
 def replace_parameters(
     model: nn.Module,
-    chosen: Collection[nn.Module],
-    repeated: Collection[nn.Module],
+    units: Units,
     policy: Policy,
     methods: Iterable[str],
     tp_plan: Mapping[str, str] | None,
     lists: Sequence[nn.ModuleList],
     over_stages: bool,
 ) -> None:
-    """Put this rank's shards in the place of the parameters, and add the hooks that gather and reduce them.
+    """Replace the parameters by this rank's shards, and install the hooks that gather and reduce them.
 
-    chosen: the units, wrapped already. repeated: those among them whose parameters are the root's. methods: that are
-    called as forward is. lists: pipeline their blocks themselves.
+    Args:
+        units: wrapped already (``engine.recompute``).
+        methods: names of methods besides forward that use parameters.
+        lists: those that pipeline their blocks themselves.
+        over_stages: shard what is in no list over the stages too (see ``lay_over_ranks``).
     """
     level = runtime.current().zero_level if policy.zero_level is None else policy.zero_level
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     before, attributes = dict(model.named_parameters()), user_attributes(model)
-    _split_over_ranks(model, level, tp_plan, chosen if policy.sequence_parallel else None)
-    order = [m for m in model.modules() if m in chosen and m not in repeated]
-    _shard_units(model, order, policy, level, lists, over_stages)
+    _split_over_ranks(model, level, tp_plan, units.all if policy.sequence_parallel else None)
+    _shard_units(model, units.gathered, policy, level, lists, over_stages)
     set_sharding(model, policy, level)
-    _install_hooks(model, order, policy, methods, storage_mesh(device_mesh(), level, over_stages)["dp_shard"])
+    shards = storage_mesh(device_mesh(), level, over_stages)["dp_shard"]
+    _install_hooks(model, units.gathered, policy, methods, shards)
     set_user_attributes(model, attributes)
     still = set(model.parameters())
     mark_replaced({name: p for name, p in before.items() if p not in still})
@@ -88,7 +91,7 @@ def replace_parameters(
 def _split_over_ranks(
     model: nn.Module, level: int, tp_plan: Mapping[str, str] | None, sequence_units: Collection[nn.Module] | None
 ) -> None:
-    """Tensor, sequence and context parallelism, as ``init_distributed`` and the policy say; after the pipeline's."""
+    """Apply tensor, sequence and context parallelism, as ``init_distributed`` and the policy say."""
     mesh = device_mesh()
     tensor, context = mesh["tp"].size() > 1, mesh["cp"].size() > 1
     sequence = tensor and sequence_units is not None
@@ -109,25 +112,28 @@ def _shard_units(
     lists: Iterable[nn.ModuleList],
     over_stages: bool,
 ) -> None:
-    """``fully_shard`` of the units, in the order of ``model.modules()``, and of what is left, the root's."""
+    """Call ``fully_shard`` on the units, then on the model, for the parameters that are in no unit.
+
+    order: the units in the order of ``model.modules()``.
+    """
     settings = runtime.current()
     of_stage, mesh = data_mesh(device_mesh(), level), data_mesh(device_mesh(), level, over_stages)
     in_lists = {m for blocks in lists for m in blocks.modules()}
     mixed = mixed_precision(policy, model)
-    # What is gathered last in forward stays, as the root's own parameters do (None): backward needs it first.
+    # The unit that forward gathers last stays gathered, as the root does (None), because backward needs it first.
     if order and settings.pp_size == 1:
         STAYS_GATHERED.set(order[-1], True)
     left = _leave_whole(model)
     if mesh.ndim == 1 and over_gloo(mesh) and settings.tp_size * settings.pp_size == 1:
         left |= shard_embeddings(model, mesh, order, policy.compute_dtype)
-    # Inner units first: each takes the parameters below it that no unit has taken.
+    # Inner units first: each takes those parameters below it that no other unit has taken.
     units = set(order)
     for unit in sorted(order, key=lambda unit: sum(m in units for m in unit.modules())):
         where = of_stage if unit in in_lists else mesh
         freed = level == 3 and not STAYS_GATHERED.get(unit)
         fully_shard(unit, mesh=where, mp_policy=mixed, reshard_after_forward=freed, ignored_params=left)
         if unit in in_lists:
-            # Gathering ahead what comes before the list would wait, on a CPU, for stages that wait for this one.
+            # On a CPU, gathering ahead what comes before the list would wait for stages that wait for this one.
             assert isinstance(unit, FSDPModule)
             unit.set_modules_to_backward_prefetch([unit])
     kept = None if level == 3 else False
@@ -135,21 +141,21 @@ def _shard_units(
 
 
 def _leave_whole(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that FSDP refuses, brought to this rank's device; each rank has all of them."""
+    """The parameters that FSDP refuses, moved to this rank's device. Every rank has all of them, whole."""
     left = {p for p in model.parameters() if p.numel() == 0 or p.ndim == 0}
     if not shards_integers():
         left |= {p for p in model.parameters() if not (p.is_floating_point() or p.is_complex())}
     for parameter in left:
         if not parameter.is_meta:
-            parameter.data = parameter.to(runtime.device()).data  # by a subclass's own `to`, with what else it holds
+            parameter.data = parameter.to(runtime.device()).data  # a subclass's own `to` moves what else it holds
     return left
 
 
 def _install_hooks(
     model: nn.Module, order: Sequence[nn.Module], policy: Policy, methods: Iterable[str], shards: DeviceMesh
 ) -> None:
-    """Add the engine's hooks to a model that ``fully_shard`` has sharded; ``shards``: the mesh of the shards."""
-    # Of a pipeline, a stage that gathers ahead may wait for one that waits for this one.
+    """Add the engine's hooks to a model that ``fully_shard`` has sharded. shards: the mesh of the shards."""
+    # In a pipeline, a stage that gathers ahead could wait for another stage that waits for it.
     ahead = order if runtime.current().pp_size == 1 else ()
     hooks = ForwardHooks(model, use_gloo_collectives(model, shards, ahead))
     if (pipeline := pipeline_of(model)) is not None:
@@ -167,17 +173,17 @@ def _install_hooks(
 def mixed_precision(policy: Policy, model: nn.Module) -> MixedPrecisionPolicy:
     """FSDP's policy for the dtypes of ``model``."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    # What is frozen may be trained later; but fp64 and complex numbers are not reduced in fp32 for its sake.
+    # Frozen parameters may be trained later, so they count too; but fp64 and complex ones must not be reduced in fp32.
     looked_at = trained if any(p.itemsize > 4 for p in trained) else model.parameters()
     if policy.precision == "fp32" and any(p.is_floating_point() and p.itemsize < 4 for p in looked_at):
-        return MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum in 16 bits loses what the ranks agree on
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32)  # a sum over ranks in 16 bits would lose too much
     return policy.mixed_precision()
 
 
 def _cut_whole_tensors(
     root: weakref.ref[nn.Module], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Before ``load_state_dict``: of whole tensors, which one process has saved, each rank takes its shards."""
+    """Before ``load_state_dict``: replace whole tensors, as one process saves them, by this rank's shards."""
     shown = [p for p in module._parameters.values() if p is not None and not isinstance(p, DTensor)]
     if shown and (model := root()) is not None:
         reshard(model)

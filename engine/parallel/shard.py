@@ -1,7 +1,7 @@
 """``engine.shard``: FSDP2 on any module, at the four ZeRO levels, with the traps of foreign modules taken care of.
 
-What is done where there are several ranks is in ``engine.parallel.over_ranks``, and is imported there only: FSDP and
-DTensor take more than a second.
+What it does on several ranks is in ``engine.parallel.over_ranks``, which is imported only then: FSDP and DTensor take
+more than a second to import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.parallel.checks import (
     check_shards,
     check_units,
 )
-from engine.parallel.units import choose_units, repeated_units, unit_parameters
+from engine.parallel.units import Units, unit_parameters, units_of
 from engine.policy import Policy
 from engine.recompute import wrap_units_
 from engine.shards import is_sharded
@@ -38,29 +38,29 @@ def shard(
     forward_methods: Iterable[str] = (),
     tp_plan: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Lay ``model`` over the ranks, in place, and return it. Does nothing to a model that is already sharded.
+    """Shard ``model`` over the ranks, in place, and return it. Does nothing to a model that is already sharded.
 
-    Levels: 0 keeps every parameter on every rank and averages gradients. 1 to 3 shard parameters, gradients and
-    optimizer state; 1 and 2 keep gathered parameters between forward and backward, 3 gathers them unit by unit and
-    frees them after use. Gradients are averages over ranks, reduced in backward (``engine.accumulate``: at level 0 and
-    1 once a step). In one process the model stays plain, and in 16 bits its units see casts of their parameters.
+    Level 0 keeps every parameter on every rank and averages gradients. Levels 1 to 3 shard parameters, gradients and
+    optimizer state: 1 and 2 keep gathered parameters between forward and backward, 3 gathers them unit by unit and
+    frees them after use. Gradients are averaged over the ranks in each backward (by ``engine.accumulate``, at levels 0
+    and 1, once a step). In one process the model stays plain, and in 16 bits its units see casts of their parameters.
 
     Args:
-        model: any module, on any device or meta (then call ``engine.materialize``). Tied and frozen parameters, odd
-            sizes and parameters smaller than the number of ranks, single numbers too, are fine.
+        model: any module, on any device or on meta (then call ``engine.materialize``). Parameters may be tied, frozen,
+            of odd sizes, smaller than the number of ranks, or single numbers.
         units: modules whose parameters are gathered together; None: ``model.shard_units()``, or the blocks found
             (``transformers``' ``_no_split_modules``, else the items of the outermost ModuleLists). A unit that shares
-            a parameter with another is left to the root. One that is listed several times, as a forward runs it so
-            often, is recomputed and compiled by itself, and its parameters are left to the root.
+            a parameter with another one is left to the root. A unit that is listed several times, because a forward
+            runs it that often, is recomputed and compiled by itself, but its parameters are left to the root.
         policy: None: ``Policy()``.
         forward_methods: methods of ``model`` other than forward that use its parameters, such as "encode".
         tp_plan: {name of modules or parameters: style} of tensor parallelism, see ``engine.parallel.tensor``; None:
             ``model.tp_plan()``, or ``transformers``' plan.
 
     Raises:
-        ValueError: a unit is not part of the model, a method is missing, policy is no Policy, a unit mixes trainable
+        ValueError: a unit is not part of the model, a method is missing, policy is not a Policy, a unit mixes trainable
             dtypes or yields, a parameter has no dimensions (with tp_size or pp_size), an inner module is already
-            sharded, or the model cannot be split as tp_size and cp_size say.
+            sharded, or the model cannot be split by tp_size or cp_size.
     """
     return lay_over_ranks(model, units, policy, forward_methods, tp_plan, over_stages=bool(_pipelined_lists(model)))
 
@@ -73,42 +73,42 @@ def lay_over_ranks(
     tp_plan: Mapping[str, str] | None = None,
     over_stages: bool = False,
 ) -> nn.Module:
-    """``shard``; with ``over_stages``, as BMTrain does it under pp_size: every rank has data of its own, and only lists
+    """``shard``. With ``over_stages``, as BMTrain does under pp_size: every rank has data of its own, and only lists
     that pipeline their blocks themselves are split into stages."""
     policy = policy or Policy()
     if not isinstance(policy, Policy):
         raise ValueError(f"policy: got {policy!r}, expected an engine.Policy, or None for what init_distributed said")
     if is_sharded(model):
         return model
-    methods, settings = list(forward_methods), runtime.current()
+    methods, stays_plain = list(forward_methods), runtime.world_size() == 1
     check_model(model, methods)
-    if runtime.world_size() > 1 and stages_of(model) is None:
+    if not stays_plain and stages_of(model) is None:
         check_ranks(model.named_parameters())
     policy.cast_parameters_(model)
-    stays_plain = runtime.world_size() == 1
-    chosen, repeated = choose_units(model, units), repeated_units(model, units)
-    _check_chosen(model, chosen, repeated, policy, stays_plain)
-    lists = _pipelined_lists(model) if settings.pp_size > 1 else []
-    if settings.pp_size > 1 and stages_of(model) is None:  # else a call that raised later has cut it
-        from engine.parallel.over_ranks import cut_into_stages
+    chosen = units_of(model, units)
+    _check_chosen(model, chosen, policy, stays_plain)
+    lists: list[nn.ModuleList] = []
+    if runtime.current().pp_size > 1:
+        lists = _pipelined_lists(model)
+        if stages_of(model) is None:  # else an earlier call has cut it, and raised afterwards
+            from engine.parallel.over_ranks import cut_into_stages
 
-        cut_into_stages(model, lists, over_stages)
-        chosen = choose_units(model, units)
+            cut_into_stages(model, lists, over_stages)
+            chosen = units_of(model, units)
     set_sharding(model, policy)
     if policy.offload != "none":
         watch_optimizers()
     cast_to = policy.compute_dtype if stays_plain else None
-    order = [m for m in model.modules() if m in chosen]
     if _wraps_units(policy) or cast_to is not None:
-        wrap_units_((m for m in order if m not in repeated), policy.recompute, policy.compile, cast_to)
+        wrap_units_(chosen.gathered, policy.recompute, policy.compile, cast_to)
     if _wraps_units(policy):
-        wrap_units_((m for m in order if m in repeated), policy.recompute, policy.compile)
+        wrap_units_(chosen.repeated, policy.recompute, policy.compile)
     if stays_plain:
         _finish_plain(model, methods, cast_to)
     else:
         from engine.parallel.over_ranks import replace_parameters
 
-        replace_parameters(model, chosen, repeated, policy, methods, tp_plan, lists, over_stages)
+        replace_parameters(model, chosen, policy, methods, tp_plan, lists, over_stages)
     note_parameters(model)
     return model
 
@@ -117,30 +117,28 @@ def _wraps_units(policy: Policy) -> bool:
     return policy.recompute != "none" or bool(policy.compile)
 
 
-def _check_chosen(
-    model: nn.Module, chosen: set[nn.Module], repeated: set[nn.Module], policy: Policy, stays_plain: bool
-) -> None:
-    """Raises ValueError for units, or parameters in them, that the policy or FSDP cannot treat.
+def _check_chosen(model: nn.Module, chosen: Units, policy: Policy, stays_plain: bool) -> None:
+    """Raise ValueError for units, or parameters in them, that the policy or FSDP cannot handle.
 
-    Called before the model is cut into stages, so that all of them raise and none is cut.
+    Called before the model is cut into stages, so that all stages raise and none is cut.
     """
-    if _wraps_units(policy) and not chosen:
+    if _wraps_units(policy) and not chosen.all:
         raise ValueError(
             f"the policy recomputes or compiles units, but {type(model).__name__} has none that were found: name them "
             "with units="
         )
     if stays_plain:
         if policy.compute_dtype is not None:
-            check_no_generator(chosen)
+            check_no_generator(chosen.all)
         return
-    check_units(unit_parameters(model, chosen - repeated))
+    check_units(unit_parameters(model, chosen.gathered))
     check_shards(model)
     if policy.recompute == "selective":
-        check_not_nested(chosen)
+        check_not_nested(chosen.all)
 
 
 def _finish_plain(model: nn.Module, methods: Sequence[str], cast_to: torch.dtype | None) -> None:
-    """What is left for a model in one process: the root's own parameters, seen in 16 bits, and the device."""
+    """Finish a model in one process: move it to the device; in 16 bits, cast the root's own parameters in forward."""
     if cast_to is not None:
         wrap_units_([model], "none", False, cast_to)
         for method in methods:
@@ -155,7 +153,7 @@ def _pipelined_lists(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def _function_of(model: nn.Module, method: str) -> Callable[..., Any]:
-    """A method of ``model`` as a function of the model."""
+    """A method of ``model``, as a function that takes the model first."""
     bound = getattr(model, method)
     return getattr(bound, "__func__", None) or (lambda _, *args, **kwargs: bound(*args, **kwargs))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import engine
-from engine.parallel.units import choose_units, find_units, repeated_units
+from engine.parallel.units import find_units, units_of
 
 # steps -> ranks -> indices of microbatches: one each; ragged; and one rank with none at all
 TWO = [[[0], [1]], [[2, 3, 4, 5], [6, 7, 8]], [[9], []]]
@@ -350,9 +350,9 @@ def test_units_that_are_found():
 def test_units_that_share_a_parameter_are_left_to_the_root():
     model = toys.build()
     model.layers[0].up.weight = model.layers[2].up.weight
-    assert choose_units(model, None) == {model.layers[1]}
+    assert units_of(model, None).all == {model.layers[1]}
     model.layers[1].down.weight = model.head.weight  # the root's
-    assert choose_units(model, None) == set()
+    assert units_of(model, None).all == set()
 
 
 def listed_twice():
@@ -373,7 +373,8 @@ def listed_twice():
 
 def test_a_unit_that_is_listed_several_times_is_left_to_the_root(two):
     model = toys.build()
-    assert repeated_units(model, [model.layers[0], model.layers[1], model.layers[0]]) == {model.layers[0]}
+    units = units_of(model, [model.layers[0], model.layers[1], model.layers[0]])
+    assert (units.gathered, units.repeated) == ([model.layers[1]], [model.layers[0]])
     for gradients in two.run(listed_twice):
         for found, expected in gradients:
             torch.testing.assert_close(found, expected)

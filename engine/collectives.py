@@ -1,4 +1,4 @@
-"""Collectives over ranks: of losses, results, Python objects and errors.
+"""Collectives on losses, results, Python objects and errors.
 
 All but ``first_difference``, which needs a process group, also work in one process.
 """
@@ -18,12 +18,12 @@ from engine.torch_compat import all_gather_flat, set_timeout
 
 Error = TypeVar("Error", bound=Exception)
 
-_PATIENCE = 86400.0  # seconds that ranks wait for another's work, in place of a message that is due
+_PATIENCE = 86400.0  # seconds that ranks wait for another's work, not just for its message
 
 
 def sum_loss(loss: torch.Tensor) -> torch.Tensor:
-    """The average of ``loss`` over all ranks (BMTrain's name for it), detached, equal on all ranks; of integers, a
-    float."""
+    """The average of ``loss`` over all ranks (under BMTrain's name), detached and equal on all ranks. Integers are
+    averaged to a float."""
     loss = loss.detach().clone()
     if not (loss.is_floating_point() or loss.is_complex()):
         loss = loss.long()
@@ -35,8 +35,8 @@ def sum_loss(loss: torch.Tensor) -> torch.Tensor:
 def gather_result(tensor: torch.Tensor) -> torch.Tensor:
     """Concatenate ``tensor`` (n_r, ...) of every rank along dim 0, in rank order, on every rank; n_r may differ.
 
-    Of ranks that differ in tp or cp only, the first one's counts. A 0-d tensor counts as (1,). Raises ValueError on
-    every rank when dtypes or other dimensions differ.
+    Among ranks that differ only in tp or cp, only the first contributes. A 0-d tensor counts as (1,). Raises ValueError
+    on every rank if dtypes or other dimensions differ.
     """
     tensor = tensor.detach()
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
@@ -64,7 +64,7 @@ def gather_result(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """``value`` of each rank of ``group``, by pickle; None: of all ranks."""
+    """The ``value`` of each rank of ``group`` (None: of all ranks), sent by pickle. Collective."""
     if group is None and runtime.world_size() == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -73,7 +73,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def first_difference(number: int, group: dist.ProcessGroup) -> int | None:
-    """The first rank of ``group`` that gives another number (int64) than this one; None: all give the same."""
+    """The first rank of ``group`` whose ``number`` (int64) differs from this rank's; None: all agree. Collective."""
     home = runtime.message_device(group)
     table = torch.empty(group.size(), dtype=torch.int64, device=home)
     all_gather_flat(table, torch.tensor([number], device=home), group)
@@ -81,7 +81,7 @@ def first_difference(number: int, group: dist.ProcessGroup) -> int | None:
 
 
 def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's ``value`` on every rank, by pickle. Collective."""
+    """Rank 0's ``value``, sent to every rank by pickle. Collective."""
     box = [value]
     if runtime.world_size() > 1:
         dist.broadcast_object_list(box, src=0, group=group)
@@ -90,15 +90,16 @@ def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 @contextmanager
 def together(doing: str, group: dist.ProcessGroup | None = None, patient: bool = False) -> Iterator[None]:
-    """If the body raises on one rank, every rank raises: the others an error that names the rank.
+    """If the body raises on one rank, every rank raises; the others raise an error that names that rank. Collective.
 
-    Collective. In a collective in the body the others would wait for a rank that fails before it. The error is a
-    ValueError or OSError where the rank's is one, as they are the user's to fix, else a RuntimeError.
+    In a collective inside the body, the others would wait for a rank that failed before it. Their error is a ValueError
+    or OSError if that rank's is one, since users can fix these, else a RuntimeError.
 
     Args:
-        group: over which the ranks tell each other; it holds all of them. None: the default one.
-        patient: let ranks wait longer for others than its timeout, over a group that is made for this: one uploads, or
-            works on rows that the others had in their cache. A rank that dies ends the waiting all the same.
+        doing: what the body does, for the message: "rank 1 failed while {doing}: ...".
+        group: all ranks, to exchange reports over; None: the default group.
+        patient: let ranks wait for each other longer than the timeout, over a group made for this, because one of them
+            may upload, or work on rows that the others have in their cache. A rank that dies still ends the waiting.
     """
     error: Exception | None = None
     own = _patient_group() if patient and runtime.world_size() > 1 else None
@@ -120,23 +121,23 @@ def together(doing: str, group: dist.ProcessGroup | None = None, patient: bool =
 
 
 def told(error: Error) -> Error:
-    """The same error, with a note that all ranks which could be told of it were: it is not of one that is missing."""
+    """Mark an error as one that all ranks have been told about, so that it is not taken for a missing rank."""
     vars(error)["_engine_told"] = True
     return error
 
 
 def is_told(error: Exception) -> bool:
-    """Whether this was noted."""
+    """Whether an error was marked by ``told``."""
     return "_engine_told" in vars(error)
 
 
 def _patient_group() -> dist.ProcessGroup:
-    """A group of all ranks that meet as soon as usual, and then wait long for each other. Collective."""
+    """A group of all ranks that meet within the usual timeout, and then wait for each other for long. Collective."""
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=runtime.last_timeout()))
     set_timeout(group, _PATIENCE)
     return group
 
 
 def _message(error: Exception) -> str:
-    """An error as another rank passes it on; what is meant for users stays as it is."""
+    """The text of an error for the other ranks; messages that are meant for users stay as they are."""
     return str(error) if isinstance(error, ValueError) else repr(error)

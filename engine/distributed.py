@@ -1,11 +1,11 @@
 """Differentiable collectives with BMTrain's gradients.
 
-They are those of a loss that every rank computes for itself: ``all_gather`` gives a rank the gradient of its own slice
-as its own loss has it, ``all_reduce`` hands on the gradient of its own result. Nothing is summed over ranks in
-backward, except by ``broadcast`` and ``reduce_scatter``, whose inputs act on other ranks' results only.
-(``torch.distributed.nn`` differentiates the sum of all ranks' losses.)
+Each rank differentiates its own loss: ``all_gather`` returns the gradient of this rank's own slice, ``all_reduce``
+passes on the gradient of this rank's own result. Backward sums nothing over ranks, except in ``broadcast`` and
+``reduce_scatter``, whose inputs affect only the results of other ranks. (``torch.distributed.nn`` differentiates the
+sum of all ranks' losses.)
 
-``comm`` is a ProcessGroup, None for all ranks. In one process each is what it is for a group of one.
+``comm`` is a ProcessGroup; None means all ranks. One process counts as a group of one.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def all_gather(x: torch.Tensor, comm: dist.ProcessGroup | None = None) -> torch.
 def all_reduce(x: torch.Tensor, op: str = "sum", comm: dist.ProcessGroup | None = None) -> torch.Tensor:
     """x of all ranks reduced by ``op``: "sum", "avg", "max", "min" or "prod"; a new tensor of the same shape.
 
-    Gradient: of this rank's result by this rank's x (max, min: where x is the result; prod: the product of the others,
-    zeros included).
+    Gradient: of this rank's result with respect to this rank's x (max, min: where x is the result; prod: the product of
+    the other ranks' values, also where they are zero).
     """
     return _AllReduce.apply(x, _known(op), comm)
 
 
 def broadcast(src: torch.Tensor, root: int, comm: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """``src`` of rank ``root`` of the group, on every rank. Gradient: on the root the sum of all ranks', else 0."""
+    """``src`` of rank ``root`` of the group, on every rank. Gradient: on the root the sum over all ranks, else 0."""
     size = _size(comm)
     if not 0 <= root < size:
         raise ValueError(f"root is {root}, expected a rank of the group: 0 to {size - 1}")
@@ -53,9 +53,9 @@ def broadcast(src: torch.Tensor, root: int, comm: dist.ProcessGroup | None = Non
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """x (ranks * n, ...) of all ranks reduced by ``op``, of which rank r gets rows r * n to (r + 1) * n: (n, ...).
+    """x (ranks * n, ...) of all ranks reduced by ``op``; rank r gets rows r * n to (r + 1) * n - 1: (n, ...).
 
-    Gradient: of every rank's rows by this rank's x.
+    Gradient: of every rank's rows with respect to this rank's x.
     """
     size = _size(comm)
     if x.ndim == 0 or x.shape[0] % size:

@@ -1,7 +1,7 @@
 """Seeded initial values that do not depend on the mesh.
 
-A parameter's values are drawn whole, on the CPU, from a generator seeded by (seed, name), and then sliced: so every
-rank of every mesh, and one process, get the same bits. (A DTensor's own ``normal_`` repeats one shard on every rank.)
+Each parameter is drawn whole, on the CPU, from a generator seeded by (seed, name), and then sliced, so every rank of
+every mesh, and a single process, get the same bits. (A DTensor's own ``normal_`` repeats one shard on every rank.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.tensors import box_slices, is_shard, local_box, local_tensor
 
 Rule = tuple[str, *tuple[float, ...]]
 
-# What a rule in ``init_spec`` may be: name -> (number of arguments, fill a CPU tensor from a generator).
+# The rules that ``init_spec`` may name: {name: (number of arguments, function that fills a CPU tensor by a generator)}.
 _RULES: dict[str, tuple[int, Callable[..., object]]] = {
     "normal": (1, lambda t, g, std: t.normal_(0.0, std, generator=g)),
     "truncated_normal": (2, lambda t, g, std, most: nn.init.trunc_normal_(t, 0.0, std, -most * std, most * std, g)),
@@ -41,24 +41,24 @@ def _sinusoids(positions: int, width: int) -> torch.Tensor:
 
 
 def _in_halves(sinusoids: torch.Tensor) -> torch.Tensor:
-    """All sines, and behind them all cosines, as Marian has them."""
+    """All sines first, then all cosines, as in Marian."""
     return torch.cat([sinusoids[:, 0::2], sinusoids[:, 1::2]], 1)
 
 
 def init_parameters_(model: nn.Module, seed: int, names: Collection[str] | None = None) -> None:
-    """Give parameters their initial values: bitwise the same on any mesh and in one process.
+    """Initialise parameters, with the same bits on any mesh and in one process.
 
     Each parameter is drawn by the rule of the outermost module that has one:
 
     - ``module.init_spec()``, which returns ``{parameter name below the module: ("normal", std) | ("truncated_normal",
       std, most deviations) | ("uniform", bound) | ("zeros",) | ("ones",) | ("sinusoids",) |
-      ("sinusoids_in_halves",)}``; the last two are of tables of positions;
+      ("sinusoids_in_halves",)}``; the last two are for tables of positions;
     - ``model._init_weights(module)`` of ``transformers`` models;
     - ``module.reset_parameters()``, as torch's own modules have it.
 
     Args:
-        model: plain or sharded, materialised.
-        seed: of all draws.
+        model: plain or sharded, not on meta.
+        seed: the seed of all draws.
         names: the parameters to initialise; None: all.
 
     Raises:
@@ -103,7 +103,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
 
 def _declared_rules(model: nn.Module) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
-    for prefix, module in model.named_modules():  # parents first, and the first to speak is heard
+    for prefix, module in model.named_modules():  # parents first: the outermost rule wins
         if callable(spec := getattr(module, "init_spec", None)):
             for own_name, rule in spec().items():
                 rules.setdefault(clean_name(f"{prefix}.{own_name}" if prefix else own_name), rule)
@@ -150,9 +150,8 @@ def module_rule(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], ob
 
 
 def stand_in(module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Any]) -> nn.Module:
-    """A module of the same class and attributes that owns these tensors; below it everything is on meta.
-
-    So a rule that is run on it can write nothing else. (FSDP's classes forbid copy.copy.)
+    """A module of the same class and attributes that owns these tensors. Everything below it is on meta, so a rule that
+    runs on the stand-in can write to nothing else. (FSDP's classes forbid copy.copy.)
     """
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
@@ -188,8 +187,8 @@ def draw_(parameter: torch.Tensor, name: str, seed: int, fill: Callable[[torch.T
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """The CPU's generator starts from ``seed``, and goes on afterwards from where it was. ``torch.manual_seed`` would
-    seed those of the GPUs too, and leave them so: dropout would draw the same on ranks with other data."""
+    """Inside, the CPU's generator is seeded; afterwards it continues where it was. ``torch.manual_seed`` would seed the
+    GPUs' generators too, for good, and ranks with different data would draw the same dropout masks."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

@@ -8,8 +8,8 @@
     engine.print_rank(engine.inspect.format_summary(inspector.get_summary()))
     engine.print_rank(engine.inspect.format_summary(engine.inspect.inspect_model(model, "*.weight")))
 
-Each rank reduces what it holds to five numbers a tensor; one collective brings them together, and they are merged in
-fp64 (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+Each rank reduces what it holds to five numbers per tensor; one collective gathers them, and they are merged in fp64
+(Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.shards import is_first_holder, show_own_parameters
 from engine.tensors import is_shard, local_tensor
 from engine.torch_compat import all_gather_flat, in_backward
 
-_CHUNK = 1 << 22  # elements that are raised to fp64 at a time
+_CHUNK = 1 << 22  # elements that are converted to fp64 at a time
 _NONE = (0.0, 0.0, 0.0, math.inf, -math.inf)  # count, mean, sum of squared deviations, min, max
 
 Summary = list[dict[str, Any]]
@@ -41,12 +41,12 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> Summar
     """Statistics of the parameters whose name matches, and of their gradients. Collective.
 
     Args:
-        model: plain or sharded. Of a parameter that is not sharded, rank 0's is told.
-        param_name: a pattern with ``*``, for ``prefix`` + the name in the model.
-        prefix: is put before each name.
+        model: plain or sharded. A parameter that is not sharded is reported as rank 0 has it.
+        param_name: a pattern with ``*``, matched with ``prefix`` + the name in the model.
+        prefix: put before each name.
 
     Returns:
-        For each parameter, in the model's order: name, shape (whole), max, min, mean, std (of a sample, as
+        For each parameter, in the model's order: name, shape (whole), max, min, mean, std (the sample's, as
         ``torch.std``), grad_mean and grad_std (0.0 without a gradient).
     """
     show_own_parameters(model)
@@ -58,7 +58,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> Summar
     chosen = [(prefix + n, p) for n, p in everything.items() if fnmatch.fnmatchcase(prefix + n, param_name)]
     rows = []
     for name, _ in chosen:
-        own = held.get(name.removeprefix(prefix))  # or it is on another stage of a pipeline
+        own = held.get(name.removeprefix(prefix))  # None: it is on another stage of a pipeline
         if own is not None and STAGE_ROLE.get(own) == "copy":
             own = None
         for tensor in (own, None if own is None else own.grad):
@@ -77,7 +77,7 @@ _recorders: list[InspectTensor] = []
 
 
 class InspectTensor:
-    """What ``inspect_tensor`` returns: a context in which ``record_tensor`` notes tensors."""
+    """What ``inspect_tensor`` returns: a context manager inside which ``record_tensor`` records tensors."""
 
     def __init__(self) -> None:
         self._records: list[tuple[str, torch.Tensor]] = []
@@ -99,11 +99,11 @@ class InspectTensor:
 
     @torch.no_grad()
     def get_summary(self) -> Summary:
-        """Statistics of what was recorded, over all ranks as one tensor. Collective; after the ``with`` block.
+        """Statistics of what was recorded, over all ranks as one tensor. Collective; call it after the ``with`` block.
 
         Returns:
-            For each tensor, in order of record: name ("group.index.name", the index counts equal names), shape (this
-            rank's), max, min, mean, std, grad_mean and grad_std (None without a gradient).
+            For each tensor, in the order of recording: name ("group.index.name"; the index counts equal names), shape
+            (this rank's), max, min, mean, std, grad_mean and grad_std (None without a gradient).
 
         Raises:
             ValueError: ranks recorded different names; on every rank.
@@ -123,21 +123,21 @@ class InspectTensor:
 
 
 def inspect_tensor() -> InspectTensor:
-    """A context for ``record_tensor``; backward belongs inside it too. It keeps what is recorded in memory.
+    """A context manager for ``record_tensor``; call backward inside it too. Keeps what is recorded in memory.
 
-    Gradients are those of the loss that backward was given: ``engine.accumulate`` gives it times ``data_size()``, of
-    which reduction averages the parameters' gradients; a loss scale is in it too.
+    Gradients are those of the loss that backward was called on. ``engine.accumulate`` multiplies it by ``data_size()``,
+    because the reduction of gradients averages; a loss scale is also part of it.
     """
     return InspectTensor()
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
-    """Note ``x``, and later its gradient, if inside ``inspect_tensor``; else do nothing.
+    """Record ``x``, and later its gradient, inside ``inspect_tensor``; elsewhere do nothing.
 
-    A forward that backward runs again (recomputation) is not noted again.
+    A forward that backward repeats (recomputation) is not recorded again.
 
     Raises:
-        ValueError: ``x`` is a parameter, for which there is ``inspect_model``.
+        ValueError: ``x`` is a parameter; use ``inspect_model`` for these.
     """
     if isinstance(x, nn.Parameter):
         raise ValueError(f"record_tensor was given a parameter as {name!r}: use inspect_model for parameters")
@@ -150,7 +150,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
 
 
 def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
-    """A table of ``inspect_model``'s or ``get_summary``'s result: a line each, numbers to four places."""
+    """The result of ``inspect_model`` or ``get_summary`` as a table: a line per tensor, numbers to four places."""
     names = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
     lines = [list(names)]
     for found in summary:
@@ -162,7 +162,7 @@ def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _owned(tensor: torch.Tensor) -> bool:
-    """Whether of the ranks that hold the same part of ``tensor`` this is the first."""
+    """Whether this is the first of the ranks that hold the same part of ``tensor``."""
     return is_first_holder(tensor) if is_shard(tensor) else runtime.rank() == 0
 
 
@@ -183,17 +183,17 @@ def _reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(rows: torch.Tensor) -> torch.Tensor:
-    """(parts, ..., 5) -> (..., 5): the statistics of the parts together."""
+    """(parts, ..., 5) -> (..., 5): the statistics of all parts together."""
     count, mean, deviations, least, most = rows.unbind(-1)
     total = count.sum(0)
-    # A part without elements has weight 0, whatever its mean; one with nan makes all of it nan.
+    # A part without elements has weight 0, whatever its mean; a part with nan makes the whole nan.
     whole = (torch.where(count > 0, count * mean, 0.0)).sum(0) / total.clamp(min=1)
     shifted = torch.where(count > 0, deviations + count * (mean - whole).square(), 0.0).sum(0)
     return torch.stack([total, whole, shifted, least.amin(0), most.amax(0)], -1)
 
 
 def _merge(rows: list[torch.Tensor], names: Sequence[str]) -> list[list[float]]:
-    """Each row merged over the ranks, read by the host once."""
+    """Each row, merged over the ranks. Reads the device once."""
     size = runtime.world_size()
     own = torch.stack(rows) if rows else torch.empty(0, 5, dtype=torch.float64, device=runtime.device())
     if size > 1:

@@ -1,12 +1,12 @@
-"""Forward in 16 bits of a model that stays plain: its modules see casts of their fp32 parameters while they run.
+"""16-bit forward of a model that stays plain: while its modules run, they see casts of their fp32 parameters.
 
-In one process there is nothing to gather or to reduce, and all that is left of FSDP's mixed precision is its casts. It
-copies the parameters one at a time, in forward and in backward, which took the host longer than all the rest of a step.
-Here a unit casts its parameters by one operator, and backward casts their gradients by one. The numbers are FSDP's.
+In one process there is nothing to gather or to reduce, so all that is left of FSDP's mixed precision is its casts. FSDP
+copies parameters one at a time, in forward and in backward, which took the host longer than the rest of a step. Here
+one operator casts all parameters of a unit, and one casts their gradients in backward. The numbers are FSDP's.
 
-A unit's modules have its parameters in ``_parameters`` at all other times. But a backward may run modules again, where
-forward has used ``torch.utils.checkpoint``: from where it reaches a unit's outputs on, or has computed the unit again,
-they see the casts once more. Casts that were not kept for that are made again by whoever looks at one of them first.
+Outside of forward, ``_parameters`` holds the fp32 parameters. But if forward used ``torch.utils.checkpoint``, backward
+runs modules again. So the casts are shown once more from the moment that backward reaches a unit's outputs, or has
+recomputed the unit. Casts that were not kept until then are made anew when a module first reads one of them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from engine.outputs import trained_tensors
 from engine.torch_compat import in_backward, run_after_backward, unflattened
 
 Forward = Callable[..., Any]
-_ALIGNED = 64  # numbers: parts of a tensor begin where tensors of their own might
+_ALIGNED = 64  # elements: parts of a tensor begin where separate tensors could begin
 _device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 
 class _ShownWhenRead(dict[str, Any]):
-    """In place of a module's ``_parameters``, in a backward that will mostly not look at them."""
+    """Stands in for a module's ``_parameters`` in a backward, and shows the casts once a parameter is read."""
 
     def __init__(self, parameters: dict[str, Any], show: Callable[[], None]) -> None:
         super().__init__(parameters)
@@ -45,7 +45,7 @@ class _ShownWhenRead(dict[str, Any]):
 
 
 class _Casts:
-    """The parameters of one call of a unit, their casts, and where they stand."""
+    """The parameters that one call of a unit uses, their places in the modules, and their casts."""
 
     def __init__(self, unit: nn.Module, dtype: torch.dtype) -> None:
         self.unit, self.dtype = unit, dtype
@@ -67,17 +67,17 @@ class _Casts:
             parameters[name] = parameter
 
     def forget(self) -> None:
-        """After a forward: keep no cast that nothing else keeps."""
+        """Release the casts; those that autograd does not keep are freed."""
         self._casts = None
 
     def show_in_backward(self, output: Any) -> None:
         """Show the casts again in a backward that reaches a tensor in ``output``."""
         for tensor in trained_tensors(output, in_objects=True):
-            if tensor.grad_fn is not None:  # else a parameter of some model
+            if tensor.grad_fn is not None:  # otherwise it is a parameter of some model
                 tensor.register_hook(self._reached)
 
     def show_again(self) -> None:
-        """In a backward, until it ends."""
+        """Show the casts until the current backward ends; those that were not kept, once one is read."""
         if self._casts is not None:
             self.show()
         else:
@@ -97,8 +97,8 @@ class _Casts:
         run_after_backward(self.end)
 
     def stay_shown(self) -> None:
-        """In a backward that has computed the unit again: parts of it that use ``torch.utils.checkpoint`` too are yet
-        to come. Until the next unit is computed again, or it ends."""
+        """After a backward has recomputed the unit, show the casts until it recomputes another unit or ends: parts of
+        the unit that use ``torch.utils.checkpoint`` themselves are still to be recomputed."""
         global _last_recomputed
         self.show_again()
         _last_recomputed = weakref.ref(self)
@@ -106,34 +106,35 @@ class _Casts:
 
     def end(self) -> None:
         hide_casts_of(self.unit)
-        self.forget()  # who keeps a loss would keep them too
+        self.forget()  # a loss that is kept would keep them alive
 
 
-_last_recomputed: weakref.ref[_Casts] | None = None  # of the unit that a backward has last computed again
+_last_recomputed: weakref.ref[_Casts] | None = None  # those of the unit that a backward has recomputed last
 
 
 def _end_last_recomputed(unit: nn.Module) -> None:
-    """``unit`` is to be computed again next: what the last one left shown is not needed, unless ``unit`` is in it."""
+    """Before ``unit`` is recomputed: hide the casts that the last recomputed unit still shows, unless it contains
+    ``unit``."""
     last = _last_recomputed and _last_recomputed()
     if last and (last.unit is unit or all(module is not unit for module in last.unit.modules())):
         last.end()
 
 
 def hide_casts_of(unit: nn.Module) -> None:
-    """Put the parameters of ``unit`` in their places again, where a backward, perhaps one that raised, shows casts."""
+    """Put the parameters of ``unit`` back if a backward, perhaps one that raised, still shows casts in their places."""
     if (casts := SHOWN.get(unit)) is not None:
         casts.hide()
         SHOWN.set(unit, None)
 
 
 def casting(forward: Forward, dtype: torch.dtype, recomputed: bool = False) -> Forward:
-    """``forward`` of a unit with its own parameters and its floating-point inputs in ``dtype``.
+    """Wrap the ``forward`` of a unit so that its own parameters and its floating-point inputs are in ``dtype``.
 
-    A unit's own parameters are those below it that are not in another unit (``CASTS``). Single numbers stay as they
-    are, as they do where a model is sharded.
+    A unit's own parameters are those below it that are not in another unit (``CASTS``). Parameters without dimensions
+    are not cast, as in a sharded model.
 
     Args:
-        recomputed: the call is a part of what is computed again in backward, and makes its casts there anew.
+        recomputed: the wrapped call is repeated in backward, and makes its casts anew there.
     """
 
     @functools.wraps(forward)
@@ -154,7 +155,7 @@ def casting(forward: Forward, dtype: torch.dtype, recomputed: bool = False) -> F
             casts.hide()
             if again:
                 casts.stay_shown()
-            elif shown is not None and in_backward():  # this is computed again; else a backward raised
+            elif shown is not None and in_backward():  # a recomputation; outside of one, an earlier backward raised
                 shown.show_again()
         if casts.places and not recomputed and torch.is_grad_enabled():
             if remade.in_force():
@@ -166,7 +167,7 @@ def casting(forward: Forward, dtype: torch.dtype, recomputed: bool = False) -> F
 
 
 def is_cast(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that autograd keeps is such a cast, which is in memory anyhow."""
+    """Whether a tensor is a cast of a parameter, which stays in memory anyway."""
     return getattr(tensor.grad_fn, "_forward_cls", None) is _Cast
 
 
@@ -179,10 +180,12 @@ def _cast_input(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _own_parameters(unit: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-    """The parameters that the unit is to cast: (attributes of the module that has it, its name there, it). Looked for
-    in each forward: modules may come and go."""
+    """The parameters that the unit casts: for each the ``__dict__`` of its module, its name there, and itself.
+
+    They are looked up in each forward: modules may come and go.
+    """
     found, left, noted = [], [unit], CASTS.name
-    while left:  # each module of a model in each step: without a call for what is an attribute
+    while left:  # visits every module in every step, so it reads attributes without calls
         module = left.pop().__dict__
         parameters, modules = module["_parameters"], module["_modules"]
         for name, p in parameters.items():
@@ -195,11 +198,11 @@ def _own_parameters(unit: nn.Module, dtype: torch.dtype) -> list[tuple[dict[str,
 
 
 def _casts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """A cast of each parameter; one that comes again has the same."""
+    """A cast of each parameter; a parameter that occurs twice has one cast."""
     once = list({id(p): p for p in parameters}.values())
     trained: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    odd: list[nn.Parameter] = []  # a subclass has a way of its own
+    odd: list[nn.Parameter] = []  # subclasses cast themselves
     grads = torch.is_grad_enabled()
     for p in once:
         plain = type(p) in library.PLAIN and p.is_contiguous()
@@ -212,9 +215,9 @@ def _casts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Sequence[t
     in_order = [*trained, *others, *odd]
     if remade.in_force():
         for p, cast in zip(in_order, found, strict=True):
-            if cast.ndim > 1:  # of a matrix it is worth a launch in backward
+            if cast.ndim > 1:  # casting a matrix again is worth a kernel launch in backward
                 remade.note(cast, lambda p: p.to(dtype), p)
-    if len(trained) == len(parameters):  # as they mostly are, in their order
+    if len(trained) == len(parameters):  # the usual case: the order has not changed
         return found
     shown = dict(zip(map(id, in_order), found, strict=True))
     return [shown[id(p)] for p in parameters]
@@ -223,7 +226,7 @@ def _casts(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> Sequence[t
 class _Cast(Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)  # what a unit did not use has no gradient
+        ctx.set_materialize_grads(False)  # a parameter that the unit did not use gets no gradient
         ctx.dtypes = [p.dtype for p in parameters]
         return tuple(_cast_list(parameters, dtype))
 
@@ -232,14 +235,14 @@ class _Cast(Function):
         dtypes: list[torch.dtype] = ctx.dtypes
         given = [g for g in grads if g is not None]
         plain = set(map(type, given)) == {torch.Tensor} and len(set(dtypes)) == 1
-        if plain and not torch.is_grad_enabled():  # with create_graph the derivatives have some of their own
+        if plain and not torch.is_grad_enabled():  # gradients are enabled with create_graph, for second derivatives
             wide = iter(_cast_list([g.contiguous() for g in given], dtypes[0], in_one=True))
             return None, *[None if g is None else next(wide) for g in grads]
         return None, *(None if g is None else g.to(d) for g, d in zip(grads, dtypes, strict=True))
 
 
 def _cast_list(tensors: Sequence[torch.Tensor], dtype: torch.dtype, in_one: bool = False) -> Sequence[torch.Tensor]:
-    """Copies of plain contiguous tensors in ``dtype``; ``in_one``: which may be parts of one tensor."""
+    """Copies of plain contiguous tensors in ``dtype``; with ``in_one``, they may be parts of one tensor."""
     (device, *more), (given, *others) = set(map(_device, tensors)), set(map(_dtype, tensors))
     if more or others or given not in library.FLOATS or not library.serves(device):
         return [t.to(dtype) for t in tensors]
@@ -251,8 +254,8 @@ def _cast_list(tensors: Sequence[torch.Tensor], dtype: torch.dtype, in_one: bool
 
 
 def _parts_of_one(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor] | None:
-    """Tensors of these shapes that are parts of one, since to allocate a tensor costs the host most of a cast; None
-    where some would begin in the middle of what is aligned."""
+    """Empty tensors of these shapes as parts of one, because allocating a tensor takes the host most of a cast's time;
+    None if some part would not be aligned."""
     sizes = list(map(torch.Tensor.numel, tensors))
     if any(size % _ALIGNED for size in sizes):
         return None

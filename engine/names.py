@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what wrappers put in: checkpointing's, compilation's, and peft's around a layer."""
+    """A parameter's name without what wrappers insert: checkpointing, compilation, and peft around a layer."""
     plain = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
     return plain.replace(".base_layer.", ".")
 
@@ -33,7 +33,7 @@ def state_dict_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unmatched(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Which names a file lacks and which a model does not have, for a message: at most five of each."""
+    """For a message: the names that a file lacks and those that the model does not have, at most five of each."""
     both = {"missing": missing, "unexpected": unexpected}
     return "; ".join(
         f"{what}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" for what, names in both.items() if names

@@ -11,8 +11,8 @@ import torch
 
 
 def trained_tensors(output: Any, in_objects: bool = False) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers that require gradients; ``in_objects``: also in sets and in the attributes of
-    objects other than modules."""
+    """The tensors in nested containers that require gradients. With ``in_objects``, those in sets and in the attributes
+    of objects (except modules) as well."""
     seen, left = set[int](), [output]
     while left:
         value = left.pop()
@@ -36,6 +36,6 @@ def trained_tensors(output: Any, in_objects: bool = False) -> Iterator[torch.Ten
 
 
 def _slots(kind: type) -> list[str]:
-    """The attributes that objects of a class written in Python have outside their ``__dict__``."""
+    """The attributes that objects of a Python class have outside their ``__dict__``."""
     written = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return [name for names in written for name, value in names.items() if isinstance(value, MemberDescriptorType)]

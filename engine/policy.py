@@ -1,4 +1,4 @@
-"""The policy: how a model is sharded and in which numbers it computes."""
+"""The policy: how a model is sharded, in which precision it computes, and what it recomputes or offloads."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ class Policy:
             "fp32": parameters are used as they are;
             "bf16", "fp16": forward and backward in 16 bits, parameters kept and gradients reduced in fp32
             (fp16 needs ``OptimManager(loss_scale=...)``);
-            "bf16-params": parameters are bf16, gradients are reduced in fp32 and ``engine.accumulate`` adds them up in
-            fp32, ``AdamOptimizer`` keeps fp32 masters;
+            "bf16-params": parameters are bf16, gradients are reduced in fp32, ``engine.accumulate`` sums them in fp32,
+            and ``AdamOptimizer`` keeps fp32 masters;
             "bf16-sr": the same without masters: ``AdamOptimizer`` rounds each update into the parameters at random, so
             that its expectation is exact (``engine.optim.rounding``); another optimizer rounds to nearest.
-        recompute: what of a unit's forward backward computes again, instead of forward keeping it in memory:
+        recompute: what backward computes again, instead of forward keeping it in memory:
             "none": nothing;
             "cheap": the results of this project's norms, activations and dropouts that a matrix product reads, and
             16-bit casts of parameters, which take hardly longer to compute again than to read. In a compiled unit,
-            torch.compile decides by itself what it computes again;
+            torch.compile decides what it recomputes;
             "full": everything, from the unit's input;
             "selective": everything but the outputs of matrix products and attention operators;
             "offload": nothing; what forward keeps is in host memory.
-            Dropout draws the same masks again, as torch's generators are restored (Python's and numpy's are not).
-            "selective" is not for units in which a kept output is later changed in place (torch raises in backward),
-            nor, in a sharded model, for units that contain other units.
+            Dropout draws the same masks again, because torch's generators are restored (Python's and numpy's are not).
+            "selective" does not work for units that later change a kept output in place (torch raises in backward) nor,
+            in a sharded model, for units that contain other units.
         offload: what is kept in host memory instead of on the device:
             "optimizer": the optimizer's states; the optimizer must be an ``AdamOffloadOptimizer``;
             "all": also what forward keeps for backward, as with recompute="offload", which it implies.
             Parameters and gradients stay on the device; ZeRO level 3 splits them over ranks.
         compile: compile the forward of each unit: True (torch's default backend) or a backend's name.
-        sequence_parallel: with tp_size above 1, split by tokens over the same ranks what tensor parallelism computes on
-            each of them: norms, dropout and residuals of the units (Korthikanti et al. 2022, arXiv:2205.05198).
+        sequence_parallel: with tp_size above 1, also split by tokens what tensor parallelism alone repeats on each
+            rank: norms, dropout and residuals of the units (Korthikanti et al. 2022, arXiv:2205.05198).
 
     Raises:
-        ValueError: a value is not one of these, or offload is "all" and recompute computes again what that keeps.
+        ValueError: a value is not one of these, or offload is "all" and recompute discards what that keeps.
     """
 
     zero_level: int | None = None
@@ -86,7 +86,7 @@ class Policy:
         return {"fp32": None, "fp16": torch.float16}.get(self.precision, torch.bfloat16)
 
     def mixed_precision(self) -> MixedPrecisionPolicy:
-        """The same in FSDP's words."""
+        """The precision as FSDP's policy."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -94,9 +94,9 @@ class Policy:
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
 
     def cast_parameters_(self, model: nn.Module) -> None:
-        """Bring the parameters to the dtype they are kept in.
+        """Convert the parameters, in place, to the dtype in which they are stored.
 
-        Only trainable ones are raised to fp32 for "bf16" and "fp16": a frozen 16-bit base gains nothing by it.
+        With "bf16" and "fp16", only trainable ones become fp32: a frozen 16-bit base would gain nothing.
         """
         import torch
 

@@ -1,6 +1,6 @@
-"""The process group: what a launcher says about this rank, its device, and how the ranks meet and part.
+"""The process group: what a launcher says about this rank, its device, and how the ranks meet and leave.
 
-Keeps no settings: what was decided is kept in ``engine.runtime``.
+Holds no state: the resulting settings are kept in ``engine.runtime``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.rendezvous import launchers_store
 
 
 def launched_ranks() -> tuple[int, int, int] | None:
-    """(rank, world size, local rank) of a process group that is there, or as a launcher set them; None without both."""
+    """(rank, world size, local rank) of the process group, or else as a launcher set them; None without either."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), _local_rank(dist.get_rank())
     present = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
@@ -40,7 +40,8 @@ def launched_ranks() -> tuple[int, int, int] | None:
 
 
 def _local_rank(rank: int) -> int:
-    """The local rank where the user made the process group: a launcher's, else the GPU that was chosen, or the next."""
+    """The local rank if the user made the process group: the launcher's, else the GPU that was selected, else the rank
+    modulo the number of GPUs."""
     if text := os.environ.get("LOCAL_RANK"):
         return int(text)
     if torch.cuda.is_initialized() and (chosen := torch.cuda.current_device()):
@@ -49,7 +50,7 @@ def _local_rank(rank: int) -> int:
 
 
 def choose_device(device: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device of this rank; None: its GPU if there is one, else the CPU. Raises ValueError if it cannot be had."""
+    """The device of this rank; None: its GPU if there is one, else the CPU. Raises ValueError if it does not exist."""
     if device is None:
         # accelerate launch --cpu
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
@@ -120,15 +121,15 @@ def _backend(device: torch.device) -> str:
 
 
 def _leave() -> None:
-    # After an uncaught exception the other ranks may never answer, so the group is left to the end of the process.
+    # After an uncaught exception the other ranks may never answer, so the process ends without destroying the group.
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
-        # gloo's thread may still hold the Python objects of the last collective, and needs the interpreter once more
-        # to let go of them: asking for it after the interpreter began to end would abort the process.
+        # gloo's thread may still hold Python objects of the last collective, and needs the interpreter to release them.
+        # If it asks after the interpreter has begun to shut down, the process aborts.
         time.sleep(0.05)
 
 
 def init_group_of_one(device: torch.device) -> None:
-    """Make a process group of this process alone. Needs no network."""
+    """Make a process group of this process alone, without a network."""
     dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_leave)

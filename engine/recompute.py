@@ -1,8 +1,8 @@
-"""What is done around the forward of a unit: recomputation of its activations in backward, compilation, and casts of
-the parameters of a model that stays plain (``engine.mixed_precision``).
+"""What wraps the forward of a unit: recomputation of its activations in backward, compilation, and, in a model that
+stays plain, casts of its parameters (``engine.mixed_precision``).
 
-All replace the ``forward`` of the unit, not the unit: parameter names stay, the hooks that gather and free sharded
-parameters stay outside, and a copy of the model has them too.
+All of these replace the ``forward`` of the unit and not the unit, so parameter names do not change, the hooks that
+gather and free sharded parameters stay outside, and a copy of the model is wrapped too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from engine.notes import CASTS
 from engine.ops import leave_to_eager, remade
 from engine.torch_compat import compile_often, run_scripts_as_written
 
-_MARK = "recompute"  # attribute of such a forward: the way in which it computes activations again
+_MARK = "recompute"  # attribute of a wrapped forward: how it recomputes activations
 
-# Of the units of one class, in all models of a process. A model's take up to a dozen: in training and in evaluation, of
-# one length and of any, all tokens or those that are read again, with an input that has a gradient and without. Of
-# torch's 8, an evaluation after training or a second model had none left, and ran in Python.
+# Graphs that torch.compile may make for the units of one class, in all models of a process. One model needs up to a
+# dozen: for training and evaluation, one length and any, all tokens or only those that are read, an input with a
+# gradient and without. With torch's default of 8, none were left for an evaluation after training or for a second
+# model, which then ran in Python.
 _GRAPHS = 64
 
-# Outputs that "selective" keeps: products with weights, and attention as one operator. Batched products are left out:
-# inside an attention that is written out, their output is the scores, larger than all else together.
+# Operators whose outputs "selective" keeps: products with weights, and attention as one operator. Batched products are
+# left out: in an attention that is written out they make the scores, which are larger than everything else together.
 _KEPT = (
     "aten.mm",
     "aten.addmm",
@@ -51,33 +52,33 @@ _KEPT = (
 def wrap_units_(
     units: Iterable[nn.Module], recompute: str, compile: bool | str, cast_to: torch.dtype | None = None
 ) -> None:
-    """Let each unit recompute its activations, compile it and cast its parameters, in place. A unit that has it already
-    is left as it is.
+    """Wrap the forward of each unit, in place, to recompute activations, compile it and cast parameters. Units that are
+    wrapped already stay as they are.
 
     Args:
         recompute: see ``Policy``.
         compile: False, True (torch's default backend) or the name of a backend.
-        cast_to: the dtype in which a unit sees its parameters and inputs; None: they are as they are.
+        cast_to: the dtype in which a unit sees its parameters and inputs; None: no casts.
     """
     selective = recompute == "selective"
     cast: Callable[..., Forward] = _none if cast_to is None else functools.partial(casting, dtype=cast_to)
     for unit in units:
-        own = unit.__dict__.get("forward")  # somebody's patch of this one module
+        own = unit.__dict__.get("forward")  # the user's patch of this module, if any
         if hasattr(own, _MARK):
             continue
-        # A unit is compiled as its class's function, so that units of one class share what was compiled.
+        # What is compiled is the function of the class, so that the units of one class share compiled code.
         forward: Forward = _ignoring_self(own) if own is not None else type(unit).forward
         if selective:
             _recompute_recurrent_layers(unit)
         if compile and selective:
-            # The compiler must see it and carries it out itself, with the casts as inputs of the graph: the modes that
-            # watch operators would turn compilation off.
+            # The compiler must see the recomputation, and implements it itself, with the casts as inputs of the graph:
+            # the dispatch modes that select operators would turn compilation off.
             forward = cast(_compiled(_selective(_noticing_python(forward)), compile))
         else:
-            # Any unit that is compiled can be computed again; for that it needs its casts again.
+            # The recomputation repeats the compiled forward, so it also repeats the casts.
             if compile:
                 forward = _compiled(forward, compile)
-            wrap = _none if compile and recompute == "cheap" else _WRAPPERS[recompute]  # the compiler decides on that
+            wrap = _none if compile and recompute == "cheap" else _WRAPPERS[recompute]  # the compiler does "cheap"
             forward = wrap(cast(forward, recomputed=recompute in ("full", "selective")))
         CASTS.set(unit, cast_to is not None)
         # A bound method: copy.deepcopy binds it to the copy.
@@ -103,8 +104,7 @@ def _compiled(forward: Forward, backend: bool | str) -> Forward:
 
 
 def _noticing_python(forward: Forward) -> Forward:
-    """Warn where torch.compile leaves the whole of a unit to Python, as it does if some part of what is recomputed
-    cannot be in its graph."""
+    """Warn if torch.compile leaves the whole unit to Python, as it does if a recomputed part cannot be in its graph."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -152,14 +152,14 @@ def _selective(forward: Forward) -> Forward:
     return call
 
 
-# These change their products in place through parts that share no count of changes with them, so that torch does not
-# notice that what it has kept is no more what it was.
+# These modules change products in place through views that do not share their version counter, so torch does not notice
+# that a kept output has changed.
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _recurrent_layers_running = 0
 
 
 def _recompute_recurrent_layers(unit: nn.Module) -> None:
-    """Let "selective" keep nothing that the recurrent layers of a unit compute."""
+    """Make "selective" keep nothing that the recurrent layers of a unit compute."""
     for module in unit.modules():
         if isinstance(module, _RECURRENT):
             module.register_forward_pre_hook(_enter_recurrent)
@@ -183,7 +183,7 @@ def _kept(operator: Any) -> bool:
 
 @functools.cache
 def _place_of_dropout(operator: Any) -> int | None:
-    """Where an operator's arguments have its probability of dropout, if they do."""
+    """The position of the dropout probability among an operator's arguments; None: it has none."""
     names = [argument.name for argument in operator._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None
 
@@ -191,7 +191,7 @@ def _place_of_dropout(operator: Any) -> int | None:
 def _keep(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if _recurrent_layers_running or not _kept(operator):
         return CheckpointPolicy.PREFER_RECOMPUTE
-    # Where an operator that draws were left out, all that is drawn after it in the unit would be drawn otherwise.
+    # If backward skipped an operator that draws random numbers, all later draws in the unit would change.
     place = _place_of_dropout(operator)
     draws = place is not None and (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0
     return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
@@ -208,7 +208,7 @@ def _offload(forward: Forward) -> Forward:
 
 
 def _to_host(tensor: torch.Tensor) -> Any:
-    # Parameters, and views of them, are in memory anyhow, or gathered again for backward.
+    # Parameters and views of them stay in memory anyway, or are gathered again for backward.
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter) or base.is_leaf and base.requires_grad or is_cast(base):
         return tensor
@@ -221,7 +221,7 @@ def _from_host(packed: Any) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
     device, copy = packed
-    # On the stream that made the copy, so the one is there before the other.
+    # On the stream that made the copy, which orders the two.
     return copy.to(device, non_blocking=True) if device.type == "cuda" else copy
 
 

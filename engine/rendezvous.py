@@ -1,8 +1,8 @@
-"""Ranks that a launcher starts anew meet without what their predecessors left.
+"""How ranks that a launcher restarts meet, undisturbed by what their predecessors left behind.
 
-torchrun keeps one key-value store for all rounds of starts, so a rank that is first there would take the addresses of
-ranks that died for those of their successors. Restarts are not counted alike on all nodes (only the node on which a
-rank failed counts it), so no variable of the launcher tells the rounds apart.
+torchrun keeps one key-value store over all restarts, so a rank that arrives early would take the addresses of dead
+ranks for those of their successors. The nodes do not count restarts alike (only the node on which a rank failed counts
+it), so no variable of the launcher tells the rounds apart.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import uuid
 
 import torch.distributed as dist
 
-_PATIENCE = 0.02  # seconds between two looks into the store
+_POLL_INTERVAL = 0.02  # seconds between two looks into the store
 
 
 def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store | None:
-    """The store that torchrun serves to its ranks, under a name that is new with each start of them; None where the
-    ranks serve their own. Raises RuntimeError after `seconds` without the other ranks."""
+    """The store that torchrun serves to its ranks, with a prefix that is new with each restart; None if the ranks serve
+    a store themselves. Raises RuntimeError if the other ranks do not come within `seconds`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     timeout = datetime.timedelta(seconds=seconds)
@@ -30,14 +30,14 @@ def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store | 
 
 
 def agree_on_round(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
-    """A name on which all ranks of this start, and no others, have agreed.
+    """Agree on a name with all ranks of this start, and no others.
 
-    Each rank says that it is there, with a number of its own. Rank 0 proposes a round of the numbers it finds, some of
-    which may be of ranks that are gone. Whoever finds its number in the proposal agrees, and rank 0 closes the round
-    when all have; until then it looks for numbers that came later.
+    Each rank announces itself with a random number. Rank 0 proposes a round with the numbers that it finds, some of
+    which may belong to dead ranks. Each rank that finds its number in the proposal agrees, and rank 0 closes the round
+    once all have; until then it keeps looking for newer numbers.
 
     Raises:
-        RuntimeError: after `seconds` some ranks had not come, or (on other ranks) rank 0 had not closed a round.
+        RuntimeError: after `seconds`, ranks were still missing, or (on other ranks) rank 0 had not closed a round.
     """
     ends, own = time.monotonic() + seconds, uuid.uuid4().hex
     here = [f"engine/here/{i}" for i in range(world_size)]
@@ -61,7 +61,7 @@ def agree_on_round(store: dist.Store, rank: int, world_size: int, seconds: float
                     store.set(_agreed(name, rank), "")
             if agreed and store.check([f"engine/closed/{name}"]):
                 return name
-        time.sleep(_PATIENCE)
+        time.sleep(_POLL_INTERVAL)
     absent = [i for i in range(1, world_size) if not (name and store.check([_agreed(name, i)]))] if rank == 0 else [0]
     raise RuntimeError(f"no word of rank {', '.join(map(str, absent))}")
 

@@ -1,6 +1,6 @@
-"""This rank: its number, device and seed, and how many ranks split what.
+"""This rank: its number, device and seed, and the sizes of each kind of parallelism.
 
-``init_distributed`` (``engine.startup``) decides it. One process is the default: without a launcher's variables nothing
+``init_distributed`` (``engine.startup``) sets these. One process is the default: without a launcher's variables nothing
 distributed starts.
 """
 
@@ -22,7 +22,7 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 
 @dataclass
 class Runtime:
-    """What ``init_distributed`` decided. Without it: one process, on whatever device the model is."""
+    """The settings of ``init_distributed``; the defaults are one process, on whatever device the model is."""
 
     rank: int = 0
     world_size: int = 1
@@ -38,14 +38,14 @@ class Runtime:
     num_micro_batches: int | None = None
     initialized: bool = False
     timeout: float = DEFAULT_TIMEOUT  # seconds
-    draws: int = 0  # calls of init_parameters since the seed was set
+    draws: int = 0  # calls of BMTrain's init_parameters since the seed was set
 
 
 _runtime = Runtime()
 
 
 def current() -> Runtime:
-    """The settings in force. Raises ValueError where there are several ranks and nobody called init_distributed."""
+    """The current settings. Raises ValueError on several ranks if init_distributed was not called."""
     if not _runtime.initialized:
         rank_, world_size_, _ = launched_ranks() or (0, 1, 0)
         if world_size_ > 1:
@@ -54,19 +54,19 @@ def current() -> Runtime:
 
 
 def configure(settings: Runtime) -> Runtime:
-    """Replace the settings in force. Returns the old ones."""
+    """Replace the current settings. Returns the old ones."""
     global _runtime
     before, _runtime = _runtime, settings
     return before
 
 
 def last_timeout() -> float:
-    """The timeout that is in force, also where nobody called init_distributed yet; seconds."""
+    """The current timeout in seconds, even before init_distributed is called."""
     return _runtime.timeout
 
 
 def ensure_group() -> None:
-    """Make a process group of one if there is none: sharding at 16-bit precision needs one."""
+    """Make a process group of one if there is none: a device mesh needs one."""
     if not dist.is_initialized():
         settings = current()
         device_ = settings.device or choose_device(None, 0)
@@ -93,7 +93,7 @@ def world_size() -> int:
 
 
 def model_ranks() -> int:
-    """Number of ranks of one stage that compute one batch together, neighbours in rank order: tp_size * cp_size."""
+    """Number of neighbouring ranks of a stage that compute one batch together: tp_size * cp_size."""
     return current().tp_size * current().cp_size
 
 
@@ -128,12 +128,12 @@ def device() -> torch.device:
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where numbers travel that the host reads: the CPU where the group has gloo, so that no GPU is waited for."""
+    """The device for messages that the host reads: the CPU if the group has gloo, so that the host waits for no GPU."""
     return torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device()
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, numpy and torch. Ranks with other data or layers get other streams; rank 0 gets ``seed`` itself."""
+    """Seed Python, NumPy and torch. Ranks with different data or layers get different streams; rank 0 gets ``seed``."""
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed!r}, expected a whole number of at least 0")
     settings = current()
@@ -142,7 +142,7 @@ def set_seed(seed: int) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed them as ``set_seed`` does, and leave the settings as they are."""
+    """Seed the generators as ``set_seed`` does, without changing the settings."""
     stream = stage() * data_size() + data_rank()
     own = (seed + stream * 0x9E3779B97F4A7C15) % 2**63  # 2^64 / golden ratio: far apart for nearby ranks
     random.seed(own)
@@ -151,7 +151,7 @@ def seed_generators(seed: int) -> None:
 
 
 def synchronize() -> None:
-    """Wait until every rank, and this rank's GPU, has come here."""
+    """Wait until every rank has reached this call, and this rank's GPU has finished its work."""
     if device().type == "cuda":
         torch.cuda.synchronize()
     if world_size() > 1:
@@ -165,6 +165,6 @@ def print_rank(*values: Any, rank: int = 0, **kwargs: Any) -> None:
 
 
 def warn(message: str, stacklevel: int = 1) -> None:
-    """``warnings.warn`` of what holds on all ranks of a stage, by the first of them alone."""
+    """``warnings.warn`` about what concerns all ranks of a pipeline stage, by the first of them only."""
     if rank() % (world_size() // stages()) == 0:
         warnings.warn(message, stacklevel=stacklevel + 1)

@@ -7,19 +7,19 @@ from typing import Any
 
 
 class WarmupLRScheduler:
-    """Base: ``get_lr_warmup`` below ``warmup_iter`` steps, ``get_lr_decay`` from there on.
+    """Base of the schedules: ``get_lr_warmup`` for the first ``warmup_iter`` steps, then ``get_lr_decay``.
 
-    The learning rate of step 0 is set when the schedule is made. Groups of the optimizer that had different learning
-    rates keep their ratios (BMTrain sets all to the same): each group's ``lr_scale`` is its learning rate over the
-    optimizer's own ``lr``, or over the largest group's if no group uses that; a group may also give ``lr_scale``. So
-    it is for groups that are added later.
+    Sets the learning rate of step 0 when it is created. Groups with different learning rates keep their ratios (BMTrain
+    sets all groups alike): each group's ``lr_scale`` is its learning rate divided by the optimizer's own ``lr``, or by
+    the largest group's if no group uses that. A group may also give its ``lr_scale``. The same holds for groups that
+    are added later.
 
     Args:
         optimizer: anything with ``param_groups``.
-        start_lr: the highest learning rate, reached at the end of the warm-up.
-        warmup_iter: steps of warm-up, may be 0.
-        end_iter: steps in all.
-        num_iter: steps already taken.
+        start_lr: the peak learning rate, reached at the end of the warm-up.
+        warmup_iter: number of warm-up steps; may be 0.
+        end_iter: total number of steps.
+        num_iter: number of steps already taken.
     """
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0) -> None:
@@ -49,7 +49,7 @@ class WarmupLRScheduler:
         return self.start_lr
 
     def get_lr(self) -> float:
-        """Learning rate of the step to come, of a group with ``lr_scale`` 1."""
+        """Learning rate of the next step, for a group with ``lr_scale`` 1."""
         decide = self.get_lr_warmup if self.num_iter < self.warmup_iter else self.get_lr_decay
         return decide(self.num_iter)
 
@@ -63,7 +63,7 @@ class WarmupLRScheduler:
         self.num_iter = self.num_iter + 1 if num_iter is None else num_iter
         self._current_lr = self.get_lr()
         for number, group in enumerate(self.optimizer.param_groups):
-            if "lr_scale" not in group:  # it is new, or the optimizer has loaded a state without it
+            if "lr_scale" not in group:  # a new group, or the optimizer has loaded a state without it
                 ratio = group["lr"] / self._reference if self._reference else 1.0
                 group["lr_scale"] = self._scales[number] if number < len(self._scales) else ratio
             group["lr"] = self._current_lr * group["lr_scale"]
@@ -79,9 +79,9 @@ class WarmupLRScheduler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict``. One of BMTrain has the counts alone: what else a schedule is given stays.
+        """Continue from ``state_dict``. BMTrain's has only the counts; all other settings then stay as they are.
 
-        Raises ValueError where one of them is not in it; the schedule is then as it was.
+        Raises ValueError if a count is missing, and leaves the schedule unchanged.
         """
         if missing := [name for name in WarmupLRScheduler.state_dict(self) if name not in state_dict]:
             raise ValueError(
@@ -112,7 +112,7 @@ class Constant(NoDecay):
 
 
 class Noam(WarmupLRScheduler):
-    """``start_lr / sqrt(max(num_iter, warmup_iter))``, times the part of the warm-up that is done."""
+    """``start_lr / sqrt(max(num_iter, warmup_iter))``, times the fraction of the warm-up that is done."""
 
     def get_lr_warmup(self, num_iter: int) -> float:
         return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
@@ -122,9 +122,9 @@ class Noam(WarmupLRScheduler):
 
 
 class _Decay(WarmupLRScheduler):
-    """Linear warm-up, then from ``start_lr`` to ``end_lr`` (0 as in BMTrain, if not given), by the share that is left.
+    """Linear warm-up, then from ``start_lr`` down to ``end_lr``, by the fraction of the decay that is left.
 
-    ValueError: ``end_lr`` is below 0 or above ``start_lr``.
+    Raises ValueError if ``end_lr`` is below 0 or above ``start_lr``. BMTrain's schedules end at 0.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _Decay(WarmupLRScheduler):
         return self.end_lr + (self.start_lr - self.end_lr) * self._left(num_iter)
 
     def _left(self, num_iter: int) -> float:
-        """From 1 to 0: how much of the decay is still to come."""
+        """The fraction of the decay that is left, from 1 to 0."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Cosine(_Decay):
 
 
 class Exponential(WarmupLRScheduler):
-    """Linear warm-up, then times ``gamma`` at each step."""
+    """Linear warm-up, then multiplied by ``gamma`` at each step."""
 
     def __init__(
         self,
@@ -189,8 +189,8 @@ class Exponential(WarmupLRScheduler):
 
 
 class WSD(_Decay):
-    """Warm-up, stable, decay: constant after the warm-up, linearly to ``end_lr`` over the last ``decay_iter`` steps (Hu
-    et al. 2024, arXiv:2404.06395); None: a tenth of all."""
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): constant after the warm-up, then linearly to
+    ``end_lr`` over the last ``decay_iter`` steps; None: a tenth of all steps."""
 
     def __init__(
         self,

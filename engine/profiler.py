@@ -31,10 +31,10 @@ def profile(
     The file opens in https://ui.perfetto.dev or chrome://tracing. Not collective: a rank may profile alone.
 
     Args:
-        memory: record allocations too.
+        memory: also record allocations.
 
     Raises:
-        ValueError: a number of steps is out of its range.
+        ValueError: a number of steps is out of range.
     """
     for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
         if not isinstance(value, int) or value < least:

@@ -1,7 +1,7 @@
 """What a rank holds of a model: its memory, and its slices of each tensor.
 
-A plain model in one process is handled without importing what shards are made by: torch's DTensor and FSDP take longer
-to import than a model of a gigabyte takes to load.
+A plain model in one process is handled without importing DTensor and FSDP, which takes longer than loading a model of a
+gigabyte.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def _any_sharded() -> bool:
-    """Whether a model of this process may be sharded: FSDP was imported."""
+    """Whether this process may have a sharded model: FSDP was imported."""
     return "torch.distributed.fsdp" in sys.modules
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``engine.shard`` laid ``model`` itself over ranks."""
+    """Whether ``model`` itself (not just a module in it) is sharded."""
     if not _any_sharded():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -48,7 +48,7 @@ def sharded_roots(model: nn.Module) -> list[FSDPModule]:
 
     found: list[FSDPModule] = []
     left = [model]
-    while left:  # each step asks: without generators for each module
+    while left:  # called in every step: avoids a generator for each module
         module = left.pop()
         if isinstance(module, FSDPModule):
             found.append(module)
@@ -60,16 +60,16 @@ def sharded_roots(model: nn.Module) -> list[FSDPModule]:
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint of ``model`` holds: parameters (tied ones once) and persistent buffers, by clean name.
 
-    Sharded parameters are DTensors; all are detached and share the model's memory. Of a model that is split into
-    stages, those of this rank's stage.
+    Sharded parameters are DTensors; all tensors are detached and share the model's memory. In a pipeline they are those
+    of this rank's stage.
     """
     show_own_parameters(model)
     return {name: detached(tensor) for name, tensor in model_tensors(model)}
 
 
 def show_own_parameters(model: nn.Module) -> None:
-    """Let ``model`` show what it keeps of its parameters: no gathered ones, as it may after a forward without a
-    backward, its own or that of a model around it, and no casts, as it may after a backward that raised."""
+    """Make ``model`` show the parameters that it keeps: no gathered ones, which a forward without a backward (its own
+    or an enclosing model's) may have left, and no casts, which a backward that raised may have left."""
     if _any_sharded():
         from engine.parallel.fsdp import reshard, reshard_around
 
@@ -80,22 +80,22 @@ def show_own_parameters(model: nn.Module) -> None:
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``named_tensors`` of the whole model: where stages have different ones, meta tensors of the same shapes."""
+    """``named_tensors`` of the whole model; in a pipeline, whose stages have different tensors, on meta."""
     stages = stages_of(model)
     return named_tensors(model) if stages is None else dict(stages.whole)
 
 
 def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """(name, offsets of the slice in the whole tensor, slice) for what this rank holds of each tensor of ``model``.
+    """Yield (name, offsets of the slice in the whole tensor, slice) for what this rank holds of each of the tensors.
 
-    The slices share the model's memory: writing to them writes the model. Empty ones are left out. Plain and sharded
-    models alike; a plain tensor is one slice at offset 0.
+    The slices share the model's memory, so writing to them changes the model. Empty slices are left out. A plain tensor
+    is one slice at offset 0.
 
     Args:
-        owned: leave out what a lower rank holds too, so that over all ranks each element comes exactly once.
+        owned: leave out what a lower rank holds too, so that each element comes exactly once over all ranks.
     """
     stages = stages_of(model)
-    # Without a process group the ranks of a launcher may be another library's.
+    # Without a process group, a launcher's ranks may belong to another library.
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for name, tensor in named_tensors(model).items():
         if owned and stages is not None and name in stages.copies:
@@ -112,15 +112,15 @@ def local_slices(model: nn.Module, owned: bool = False) -> Iterator[tuple[str, t
 
 
 def is_first_holder(shard: Any) -> bool:
-    """Whether of the ranks that hold the same part of a DTensor this is the first."""
+    """Whether this is the first of the ranks that hold the same part of a DTensor."""
     mesh = shard.device_mesh
     first = all(not p.is_replicate() or c == 0 for p, c in zip(shard.placements, mesh.get_coordinate(), strict=True))
-    # What tensor parallelism does not split is on a mesh without its ranks, each of which has all of it.
+    # The mesh of a parameter that tensor parallelism does not split has no tp dimension: each tp rank has all of it.
     return first and ("tp" in (mesh.mesh_dim_names or ()) or device_mesh()["tp"].get_local_rank() == 0)
 
 
 def user_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What users have set on the parameters, such as which ones have no weight decay: {name: attributes}."""
+    """The attributes that the user has set on the parameters, such as ``no_decay``: {name: attributes}."""
     return {
         name: {k: v for k, v in vars(parameter).items() if not k.startswith(("_engine", "_fsdp"))}
         for name, parameter in model.named_parameters()
@@ -128,23 +128,23 @@ def user_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def set_user_attributes(model: nn.Module, saved: Mapping[str, dict[str, Any]]) -> None:
-    """Set ``user_attributes`` on the parameters that took the places of those that had them."""
+    """Carry ``user_attributes`` over to the parameters that have replaced the original ones."""
     for name, parameter in model.named_parameters():
         vars(parameter).update({k: v for k, v in saved.get(name, {}).items() if k not in vars(parameter)})
 
 
 def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = False) -> nn.Module:
-    """Give a model built on meta its memory on this rank's device: its shards only, where it is sharded.
+    """Allocate a model that was built on meta on this rank's device; only its shards, if it is sharded.
 
-    Non-persistent buffers, which no checkpoint holds, get their values back from ``module.reset_buffers()``, from
-    ``transformers``' ``_init_weights`` or from ``module.reset_parameters()``. Tied parameters stay tied. Tensors that
-    are not on meta stay as they are.
+    Non-persistent buffers, which no checkpoint holds, are restored by ``module.reset_buffers()``, ``transformers``'
+    ``_init_weights`` or ``module.reset_parameters()``. Tied parameters stay tied. Tensors that are not on meta stay as
+    they are.
 
     Args:
-        model: in place, returned.
-        seed: of the initial values.
-        init: the parameters to initialise (see ``engine.init``): True: all that were on meta; names; False: none, they
-            hold garbage until a checkpoint fills them.
+        model: changed in place, and returned.
+        seed: seeds the initial values.
+        init: the parameters to initialise (see ``engine.init``). True: all that were on meta; a collection: those
+            names; False: none, so they hold garbage until a checkpoint is loaded.
 
     Raises:
         ValueError: a non-persistent buffer cannot be restored, or a name in ``init`` is not a parameter.
@@ -155,7 +155,7 @@ def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = 
     if meta:
         ties, attributes = _ties(model), user_attributes(model)
         model._apply(lambda t: _empty(t, device) if t.is_meta else t)
-        # _apply made one parameter per place; FSDP keeps the one at the first place.
+        # _apply made a parameter for each place; FSDP keeps the one at the first place.
         for (first, first_name), *others in ties:
             for module, name in others:
                 module._parameters[name] = first._parameters[first_name]
@@ -169,12 +169,12 @@ def materialize(model: nn.Module, seed: int = 0, init: bool | Collection[str] = 
 def _empty(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if is_shard(tensor) or not tensor.is_contiguous():
         return torch.empty_like(tensor, device=device)
-    # Of a tensor on meta `empty_like` is written in Python, and imports sympy.
+    # torch implements `empty_like` of a meta tensor in Python, which imports sympy.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that is in several."""
+    """For each parameter that occurs in several places: these places, as (module, name) pairs."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -195,7 +195,7 @@ def _restore_buffers(model: nn.Module, device: torch.device) -> None:
         if callable(getattr(module, "reset_buffers", None)):
             module.reset_buffers()
         elif rule := module_rule(model, module):
-            # The rule sets parameters too; here it is given meta ones, on which that does nothing.
+            # The rule sets parameters too. Here they are on meta, where that has no effect.
             clone = stand_in(module, on_meta(module._parameters), dict(module._buffers))
             rule(clone)
             module._buffers.update({name: clone._buffers[name] for name in lost})
@@ -211,10 +211,10 @@ def _restore_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _unlikely(dtype: torch.dtype) -> float:
-    """A value that no rule leaves, to see whether it wrote a buffer; of bool there is none."""
+    """A value that no rule produces, to detect buffers that were not written; bool has none."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype == torch.bool:
         return True
     info = torch.iinfo(dtype)
-    return info.min or info.max  # masks of unsigned numbers are full of zeros
+    return info.min or info.max  # not 0, of which masks of unsigned integers are full

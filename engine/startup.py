@@ -1,4 +1,4 @@
-"""``init_distributed``: starts a rank."""
+"""``init_distributed``, which starts a rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.process_group import choose_device, init_process_group, launched_ran
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Over how many ranks each kind of parallelism splits; see ``init_distributed``.
+    """The number of ranks of each kind of parallelism; see ``init_distributed``.
 
     Raises:
-        ValueError: a size that makes no sense.
+        ValueError: a size is invalid.
     """
 
     pp_size: int
@@ -45,7 +45,7 @@ class ParallelSizes:
         return {name: getattr(self, name) for name in names}
 
     def check_world_size(self, world_size: int) -> None:
-        """Raises ValueError if so many ranks cannot be split like this."""
+        """Raise ValueError if ``world_size`` ranks cannot be split like this."""
         sizes = self.ranks()
         if world_size % math.prod(sizes.values()):
             what = " * ".join(name for name, size in sizes.items() if size > 1)
@@ -74,32 +74,31 @@ def init_distributed(
 
     Args:
         init_method: how the ranks meet: "env://" (MASTER_ADDR, MASTER_PORT), "tcp://host:port" or "file:///path".
-        seed: of Python, numpy and torch. Ranks that hold different data draw different numbers (dropout); rank 0
-            draws what one process draws.
-        zero_level: 0 to 3, the level of ``engine.shard`` where a Policy names none.
+        seed: seeds Python, NumPy and torch. Ranks that hold different data draw different random numbers (dropout);
+            rank 0 draws what a single process draws.
+        zero_level: 0 to 3, the level of ``engine.shard`` if its Policy names none.
         dp_replicate: number of copies of the sharded model (hybrid sharding).
-        tp_size: ranks that split each layer (tensor parallelism); neighbours in rank order.
-        cp_size: ranks that split the tokens of a batch (context parallelism).
-        pp_size: stages of a pipeline, each of which has a part of the model's units (``engine.parallel.pipeline``); far
-            apart in rank order. pp_size * dp_replicate * cp_size * tp_size divides the number of ranks; ranks that
-            differ in pp, cp or tp only are given the same batches (see ``data_rank``).
+        tp_size: number of ranks that split each layer (tensor parallelism); neighbours in rank order.
+        cp_size: number of ranks that split the tokens of a batch (context parallelism).
+        pp_size: number of pipeline stages, each with some of the model's units (``engine.parallel.pipeline``); far
+            apart in rank order. pp_size * dp_replicate * cp_size * tp_size must divide the number of ranks. Ranks that
+            differ only in pp, cp or tp must be given the same batches (see ``data_rank``).
         device: "cpu", "cuda", "cuda:1" or None: this rank's GPU if there is one, else the CPU.
-        timeout: seconds (or a timedelta) after which ranks that have not met, or a collective that has not ended,
-            raise an error (of a GPU's tensors torch ends the process instead); it replaces that of a process group that
-            is there already. None: as in an earlier call, at first 600, and a process group that its user made keeps
-            its own. Messages between the stages of a pipeline over gloo keep the timeout with which their groups were
-            made.
-        num_micro_batches: parts into which a ``PipelineTransformerBlockList`` cuts a batch; None: pp_size.
-            ``engine.accumulate`` is given microbatches, and needs no number.
-        pp_chunks: parts of the model that each stage has: 1, or more for the interleaved schedule, which waits less and
-            sends more.
-        pipe_size: BMTrain's name of pp_size; -1 is 1.
+        timeout: seconds, or a timedelta, after which ranks that have not met, or a collective that has not completed,
+            raise an error (for tensors on a GPU, torch ends the process instead). It also applies to a process group
+            that exists already. None: that of the previous call, initially 600; a process group that the user made then
+            keeps its own. Messages between pipeline stages over gloo keep the timeout that their groups were made with.
+        num_micro_batches: number of parts into which a ``PipelineTransformerBlockList`` splits a batch; None: pp_size.
+            ``engine.accumulate`` is given its microbatches and does not use it.
+        pp_chunks: number of parts of the model that each stage holds. More than 1 selects the interleaved schedule,
+            which waits less and sends more.
+        pipe_size: BMTrain's name for pp_size; -1 means 1.
 
-    A process group that is there already, from an earlier call or by ``torch.distributed``, is kept; the other
-    settings are replaced.
+    An existing process group, from an earlier call or from ``torch.distributed``, is kept; all other settings are
+    replaced.
 
     Raises:
-        ValueError: an argument or a launcher's variable is wrong.
+        ValueError: an argument or a variable of the launcher is invalid.
         RuntimeError: the ranks did not meet within the timeout.
     """
     if zero_level not in (0, 1, 2, 3):
@@ -135,7 +134,7 @@ def init_distributed(
 
 
 def _merged_pp_size(pp_size: int, pipe_size: int | None) -> int:
-    """The number of stages, from both its names."""
+    """The number of stages, from the two arguments that may give it."""
     if pipe_size is None:
         return pp_size
     if pp_size not in (1, pipe_size):

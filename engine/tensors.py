@@ -1,7 +1,7 @@
 """DTensors as the engine uses them: the local tensor of a shard, and shards made from local tensors.
 
-DTensor's private names are used here and nowhere else. Nothing here imports DTensor before a tensor is one: that takes
-longer than loading a model of a gigabyte into one process.
+DTensor's private names are used here and nowhere else. DTensor is imported only once a tensor is one, because that
+takes longer than loading a model of a gigabyte into one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _local, _grad = operator.attrgetter("_local_tensor"), operator.attrgetter("grad"
 
 
 def is_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; plain tensors are recognised without importing that."""
+    """Whether ``tensor`` is a DTensor. Recognises plain tensors without importing DTensor."""
     if type(tensor) in _PLAIN:
         return False
     from torch.distributed.tensor import DTensor
@@ -35,17 +35,17 @@ def is_shard(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether none is of a subclass, such as DTensor; without a line of Python for each."""
+    """Whether no tensor is of a subclass, such as DTensor. Runs no Python code per tensor."""
     return set(map(type, tensors)) <= _PLAIN
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a DTensor that this rank holds, sharing its memory; any other tensor as it is. No dispatch."""
+    """This rank's part of a DTensor, sharing its memory, without dispatch; any other tensor is returned as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``local_tensor`` of each; without a line of Python for each where all are shards or none is."""
+    """``local_tensor`` of each. Runs no Python code per tensor if all are DTensors or none is."""
     if are_plain(tensors):
         return list(tensors)
     try:
@@ -55,13 +55,14 @@ def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """``grad`` of each; without a line of Python for each."""
-    with torch._C.DisableTorchFunctionSubclass():  # a shard has no override of it, but would be asked each time
+    """``grad`` of each. Runs no Python code per tensor."""
+    with torch._C.DisableTorchFunctionSubclass():  # DTensor does not override it, but would be asked each time
         return list(map(_grad, parameters))
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` laid out as the DTensor ``tensor`` is, on whatever device it is; ``local`` itself if that is plain."""
+    """``local``, on whatever device it is, as a DTensor with the placements of ``tensor``; ``local`` itself if
+    ``tensor`` is plain."""
     if is_shard(tensor):
         from torch.distributed.tensor import DTensor
 
@@ -70,23 +71,23 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor.detach()``; of a shard without a dispatch."""
+    """``tensor.detach()``, without dispatch for a DTensor."""
     return with_local(tensor, local_tensor(tensor).detach())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, flat: what goes from rank to rank as it is may have any dtype. Collectives
-    know only some: none has 16-bit integers, and gloo neither bools nor 8-bit floats."""
-    # One element is contiguous whatever its stride is; that of a new dimension is 1.
+    """The memory of a contiguous tensor as flat bytes, in which any dtype can be sent. Collectives support only some
+    dtypes: none knows 16-bit integers, and gloo knows neither bools nor 8-bit floats."""
+    # A tensor of one element is contiguous whatever its stride; a new dimension has stride 1.
     return tensor.detach().view(-1).unsqueeze(-1).view(torch.uint8).view(-1)
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor of any dtype, which each rank gets, without a gradient; any other tensor as it is.
+    """The whole of a DTensor of any dtype, on every rank and without a gradient; any other tensor is returned as it is.
     Collective."""
     if not is_shard(tensor):
         return tensor
-    # In a dimension of their own, so that the bytes are cut as the tensor is.
+    # The bytes get a dimension of their own, so that they are sharded as the tensor is.
     local = local_tensor(tensor).detach().unsqueeze(-1).view(torch.uint8)
     shard: Any = as_shard(local, (*tensor.shape, tensor.itemsize), tensor.device_mesh, tensor.placements)
     with _without_advice():
@@ -96,8 +97,8 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """torch advises, on every rank, to gather in one step what tensor parallelism and FSDP have both cut by rows, and
-    adds that it cannot be done."""
+    """Inside, suppress torch's advice (on every rank) to gather in one step what tensor parallelism and FSDP have both
+    split by rows; it says itself that this cannot be done."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     logger.addFilter(_drop)
     try:
@@ -113,7 +114,7 @@ def _drop(_: logging.LogRecord) -> bool:
 def as_shard(
     local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> torch.Tensor:
-    """``local`` as this rank's shard of a tensor of ``shape`` placed so on ``mesh``."""
+    """``local`` as this rank's shard of a tensor of ``shape`` with these placements on ``mesh``."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(tuple(shape), device="meta").stride()
@@ -121,7 +122,7 @@ def as_shard(
 
 
 def shard_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's shard of ``whole``, which every rank has, on the mesh's device. No communication."""
+    """This rank's shard of ``whole``, which every rank has, on the mesh's device. Does not communicate."""
     return as_shard(part_of(whole, mesh, placements), whole.shape, mesh, placements)
 
 
@@ -132,7 +133,7 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 def cut_dims(tensor: DTensor) -> list[int]:
-    """The dimensions of its mesh over whose ranks a DTensor is in parts."""
+    """The dimensions of its mesh along which a DTensor is split over several ranks."""
     mesh = tensor.device_mesh
     return [i for i, placed in enumerate(tensor.placements) if mesh.size(i) > 1 and not placed.is_replicate()]
 
@@ -140,7 +141,7 @@ def cut_dims(tensor: DTensor) -> list[int]:
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(local shape, global offset) of this rank's shard of a tensor of ``shape`` placed so on ``mesh``."""
+    """(local shape, global offset) of this rank's shard of a tensor of ``shape`` with these placements on ``mesh``."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements))

@@ -12,8 +12,9 @@
     with engine.testing.Pool(2) as pool:        # the same ranks for many calls
         pool.run(check, 16)
 
-Ranks are forked from this process, so what it has imported is there at once. They have a launcher's environment
-variables and have already met over gloo. A rank that raises, dies or hangs ends the call with an error that names it.
+Ranks are forked from this process, so they need not import again what it has imported. They have a launcher's
+environment variables and have already met over gloo. A rank that raises, dies or hangs ends the call with an error that
+names it.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ from engine.startup import init_distributed
 
 _LOST = re.compile(r"connection (closed|reset|was)|broken pipe|peer", re.IGNORECASE)
 _CRASH = "Fatal Python error"  # how faulthandler begins
-_GRACE = 2.0  # seconds that ranks get to report after one of them failed
+_GRACE = 2.0  # seconds that the other ranks get to report after one has failed
 
 
 def run(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call ``fn(*args)`` on ``ranks`` fresh ranks; what each returned, in rank order (it must pickle).
+    """Call ``fn(*args)`` on ``ranks`` fresh ranks. Returns what each rank returned, in rank order.
 
-    ``fn`` may be any function, closures included.
+    ``fn`` may be any function, even a closure; what it returns must pickle.
 
     Raises:
-        RuntimeError: a rank raised, or it died. Its traceback, or where it crashed, is in the message.
-        TimeoutError: ranks had not ended after ``timeout`` seconds; says where each was.
+        RuntimeError: a rank raised or died. The message has its traceback, or where it crashed.
+        TimeoutError: ranks had not finished after ``timeout`` seconds. The message says where each one was.
     """
     with Pool(ranks, timeout=timeout) as pool:
         pool._start(call=(fn, args))
@@ -69,8 +70,8 @@ def run(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60.0) -
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """Pretend to be one of ``world_size`` ranks: a dry run of any mesh in one process.
 
-    Collectives return at once and move nothing, so shapes, placements and memory are right and values are not. Then
-    ``engine.init_distributed(...)`` as usual. Not for a process that has a process group.
+    Collectives return at once and move nothing, so shapes, placements and memory are right, and values are not. Inside,
+    call ``engine.init_distributed(...)`` as usual. Raises ValueError if the process has a process group.
     """
     if dist.is_initialized():
         raise ValueError("fake_ranks needs a process without a process group")
@@ -88,10 +89,10 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 class Pool:
-    """``ranks`` forked ranks that are kept for many calls, which saves the start of each.
+    """Forked ranks that are kept for many calls, which saves starting them for each.
 
-    After a failed call, or for a function of a module imported since, the ranks are started anew. Use it as a context
-    manager, or call ``close``.
+    After a failed call, or for a function from a module that was imported since, the ranks are restarted. Use the pool
+    as a context manager, or call ``close``.
     """
 
     def __init__(self, ranks: int, timeout: float = 60.0) -> None:
@@ -107,7 +108,7 @@ class Pool:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """As ``run``, on the kept ranks. ``fn`` and ``args`` must pickle, so ``fn`` is a module's own function."""
+        """As ``run``, on the kept ranks. ``fn`` and ``args`` must pickle, so ``fn`` must be a module-level function."""
         try:
             message = pickle.dumps((fn, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -172,9 +173,9 @@ class Pool:
             theirs.close()
             self._pipes.append(ours)
             self._workers.append(worker)
-        # The store listens on a port that the system chose and is handed to the ranks: no two runs can collide. It
-        # comes after the forks: a rank forked while the store's thread answers another one may inherit a lock of the
-        # C library that nobody in it will ever release.
+        # The system chooses the store's port, which is handed to the ranks, so that no two runs can collide. The store
+        # is made after the forks: a rank that is forked while the store's thread answers another one may inherit a lock
+        # of the C library that nobody in it will ever release.
         limit = datetime.timedelta(seconds=self.timeout)
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=limit, wait_for_workers=False)
         for pipe in self._pipes:
@@ -207,7 +208,7 @@ class Pool:
         if not failures:
             names = ", ".join(map(str, sorted(waiting)))
             raise TimeoutError(f"{what}: rank {names} of {self.ranks} had not ended after {timeout:g} s\n{stacks}")
-        # The first to fail is the cause, unless what it says is that it lost another: that one's end is read later.
+        # The first to fail is the cause, unless it reports that it lost another rank, whose end is noticed later.
         first, *others = sorted(failures, key=lambda rank: _lost_another(failures[rank]))
         text = f"{what}: rank {first} of {self.ranks} {failures[first]}"
         text += "".join(f"rank {rank} then {_in_a_line(failures[rank])}\n" for rank in others)
@@ -247,8 +248,8 @@ def _worker(
     timeout: float,
     call: tuple[Callable[..., Any], tuple[Any, ...]] | None,
 ) -> None:
-    """The main function of a rank. Ends in ``os._exit``, because the parent's exit handlers are not the rank's."""
-    gc.freeze()  # what the parent left to its collector may be process groups, whose threads are not here to be ended
+    """The main function of a rank. Ends in ``os._exit``, because the parent's exit handlers must not run here."""
+    gc.freeze()  # garbage of the parent may include process groups, whose threads do not exist here
     parent = os.getppid()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -277,7 +278,7 @@ def _worker(
 
 
 def _join(timeout: float) -> None:
-    runtime.configure(runtime.Runtime())  # as nobody has set it, in the parent or in an earlier call
+    runtime.configure(runtime.Runtime())  # not the settings of the parent or of an earlier call
     init_distributed(device="cpu", timeout=timeout)
 
 
@@ -286,12 +287,12 @@ def _answer(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         answer = io.BytesIO()
         _Pickler(answer).dump((True, fn(*args)))
         return answer.getvalue()
-    except BaseException:  # a sys.exit in it as well: the rank has not done what it was called for
+    except BaseException:  # even SystemExit: the rank has not done what it was called for
         return pickle.dumps((False, f"raised\n{traceback.format_exc()}"))
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by their elements: torch's own way makes a file of each, which can take as long as the call itself."""
+    """Pickles the elements of tensors: torch writes a file for each, which can take as long as the call itself."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:

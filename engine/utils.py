@@ -41,13 +41,13 @@ def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = Non
 
 
 def see_memory(message: str, detail: bool = False) -> dict[str, float]:
-    """Print ``message`` and the memory in use on rank 0, and return it: GB by name, of this rank.
+    """Print ``message`` and the memory in use on rank 0. Returns this rank's memory: {name: GB}.
 
-    "resident" and "peak_resident" are the process's host memory; on a GPU "allocated" and "peak_allocated" are torch's.
-    The peak of the GPU starts anew afterwards, the one of the process cannot.
+    "resident" and "peak_resident" are the process's host memory; "allocated" and "peak_allocated", on a GPU, are
+    torch's. Resets the GPU's peak; that of the process cannot be reset.
 
     Args:
-        detail: print ``torch.cuda.memory_summary()`` too, on a GPU.
+        detail: on a GPU, also print ``torch.cuda.memory_summary()``.
     """
     peak = peak_resident()
     statm = Path("/proc/self/statm")
@@ -65,7 +65,7 @@ def see_memory(message: str, detail: bool = False) -> dict[str, float]:
 
 
 class AverageRecorder:
-    """A running average: ``alpha * old + (1 - alpha) * new``, corrected for its start at 0."""
+    """A running average, ``alpha * old + (1 - alpha) * new``, corrected for its bias towards the initial 0."""
 
     def __init__(self, alpha: float = 0.9, start_value: float = 0) -> None:
         if not 0 <= alpha < 1:

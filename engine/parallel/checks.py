@@ -1,4 +1,4 @@
-"""What ``engine.shard`` refuses: what FSDP would lose silently, or report in terms that users do not know."""
+"""What ``engine.shard`` rejects: cases that FSDP gets silently wrong, or reports in terms that users do not know."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ON_SHARDS = (
 
 
 def check_model(model: nn.Module, methods: Iterable[str]) -> None:
-    """Raises ValueError if a model cannot be sharded as it is, or lacks one of these methods."""
+    """Raise ValueError if a model cannot be sharded as it is, or lacks one of these methods."""
     for name, module in model.named_modules():
         if is_sharded(module):
             raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
@@ -38,7 +38,7 @@ def check_model(model: nn.Module, methods: Iterable[str]) -> None:
 
 
 def check_shards(model: nn.Module) -> None:
-    """Raises ValueError for gradient hooks and sparse gradients, which shards could not take over."""
+    """Raise ValueError for gradient hooks and sparse gradients, which shards cannot have."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
@@ -52,11 +52,11 @@ def check_shards(model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raises ValueError if a shard was given a hook that nothing will call."""
-    from engine.parallel.gloo.collectives import is_own_hook  # FSDP comes with it, which one process does without
+    """Raise ValueError if a shard was given a hook that nothing will call."""
+    from engine.parallel.gloo.collectives import is_own_hook  # imports FSDP, which a single process does not need
 
     for name, parameter in model.named_parameters():
-        # A model that was put around this one since, and called first, has its own hooks there.
+        # An enclosing model that was sharded later, and called first, has its own hooks there.
         if not all(map(is_own_hook, (parameter._backward_hooks or {}).values())):
             raise ValueError(
                 f"register_hook of parameter {clean_name(name)} would never be called, as FSDP sets the gradients of "
@@ -65,9 +65,9 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_ranks(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError, on all ranks, if a rank's parameters (and buffers) differ from those of rank 0. Collective.
+    """Raise ValueError, on all ranks, if a rank's tensors differ from rank 0's in name, shape or dtype. Collective.
 
-    Else they would wait for each other for ever, or take one parameter's bytes for another's.
+    Otherwise the ranks would wait for each other forever, or take one parameter's bytes for another's.
     """
     mine = [(clean_name(name), tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
     digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
@@ -93,10 +93,10 @@ def _described(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
 
 
 def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> None:
-    """Raises ValueError if FSDP cannot gather the parameters of a unit together.
+    """Raise ValueError if FSDP cannot gather the parameters of a unit together.
 
     Args:
-        units: the (name, parameter) pairs that each has of its own.
+        units: each unit's own parameters, as (name, parameter) pairs.
     """
     settings = runtime.current()
     for members in units.values():
@@ -119,7 +119,7 @@ def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> No
 
 
 def check_no_generator(units: Iterable[nn.Module]) -> None:
-    """Raises ValueError if the forward of a unit is a generator, which runs after its parameters are gone."""
+    """Raise ValueError if the forward of a unit is a generator, which would run after its parameters are freed."""
     for unit in units:
         if inspect.isgeneratorfunction(type(unit).forward):
             raise ValueError(
@@ -129,7 +129,7 @@ def check_no_generator(units: Iterable[nn.Module]) -> None:
 
 
 def check_not_nested(units: Collection[nn.Module]) -> None:
-    """Raises ValueError if a unit is inside another, whose "selective" recomputation would also see it gathered."""
+    """Raise ValueError if a unit is inside another, whose "selective" recomputation would record its gathering."""
     for outer in units:
         if inner := next((m for m in outer.modules() if m in units and m is not outer), None):
             raise ValueError(

@@ -1,9 +1,10 @@
 """Context and sequence parallelism: each rank of a group computes a part of the tokens of a batch.
 
 A model takes part through one object, ``token_split``, which its forward asks for this rank's tokens, for sums and for
-whole rows; see ``TokenSplit``. Tokens are rows: a batch without padding is one axis of T tokens, cut into equal parts
-(a dummy sequence fills the last one). Attention sees whole sequences again by exchanging heads for tokens (Jacobs et
-al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509) where the ranks divide the heads, else by gathering keys and values.
+all rows; see ``TokenSplit``. Tokens are rows: a batch without padding is one axis of T tokens, split into equal parts
+(a dummy sequence fills the last one). Attention needs whole sequences. If the number of ranks divides the number of
+heads, the ranks exchange tokens for heads (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509); otherwise they
+gather keys and values.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from engine.parallel.rng import rng_streams
 class TokenSplit:
     """Which tokens this rank computes, and the collectives over the ranks that compute the others.
 
-    With ``sequence``, the tokens of a rank are split once more, over the ranks of tensor parallelism, for the time of
-    the units: ``to_units`` and ``from_units``.
+    With ``sequence``, the tokens of a rank are split once more while the units run, over the ranks of tensor
+    parallelism: ``to_units`` and ``from_units``.
 
     Attributes:
         size, rank: of the group that shares tokens from the embedding to the head; 1 and 0 without context parallelism.
-        multiple: what the number of tokens must be a multiple of.
+        multiple: the number of tokens must be a multiple of it.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
@@ -35,7 +36,7 @@ class TokenSplit:
         self._training = False
 
     def padding(self, tokens: int) -> int:
-        """Length of the dummy sequence. An empty batch gets one too, so that every rank has tokens."""
+        """Length of the dummy sequence. Even an empty batch gets one, so that every rank has tokens."""
         return -tokens % self.multiple if tokens else self.multiple
 
     def local(self, x: Tensor) -> Tensor:
@@ -48,27 +49,27 @@ class TokenSplit:
         return f.gather_rows(x, self._group) if self.size > 1 else x
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of each rank's x, differentiable: for a loss over tokens."""
+        """The sum of x over the ranks, differentiable, for losses over tokens."""
         return f.sum_over(x, self._group) if self.size > 1 else x
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """(T / size, n, heads * d) -> (T, n, heads / size * d): all tokens of some heads, for some tokens of all."""
+        """(T / size, n, heads * d) -> (T, n, heads / size * d): from some tokens of all heads to all tokens of some."""
         parts = x.unflatten(2, (self.size, -1)).movedim(2, 0)
         return f.all_to_all(parts.contiguous(), self._group).flatten(0, 1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """(T, heads / size * d) -> (T / size, heads * d): the way back."""
+        """(T, heads / size * d) -> (T / size, heads * d): the reverse of `to_heads`."""
         parts = f.all_to_all(x.unflatten(0, (self.size, -1)), self._group)
         return parts.movedim(0, 1).flatten(1)
 
     def enter(self, training: bool) -> None:
-        """From here on activations are this rank's tokens: random numbers differ between the ranks."""
+        """From here on, activations are this rank's tokens, so each rank draws its own random numbers."""
         self._training = training
         if training and self.size > 1:
             rng_streams.enter("cp", self.rank)
 
     def to_units(self, x: Tensor) -> Tensor:
-        """What the units are given: with ``sequence``, this rank's rows of x."""
+        """The input of the units: with ``sequence``, this rank's rows of x."""
         if self._tp is None:
             return x
         if self._training:
@@ -76,14 +77,14 @@ class TokenSplit:
         return f.split_rows(x, self._tp)
 
     def of_units(self, x: Tensor) -> Tensor:
-        """As `to_units`, for numbers that need no gradient."""
+        """As `to_units`, for tensors that need no gradient."""
         if self._tp is None:
             return x
         rows = x.shape[0] * self.size // self.multiple
         return x.narrow(0, self._tp_rank * rows, rows)
 
     def from_units(self, x: Tensor, last: bool = True) -> Tensor:
-        """The reverse, of what a unit gives; ``last``: no unit comes after it."""
+        """The reverse of `to_units`, for the output of a unit. last: no unit comes after it."""
         if self._tp is None:
             return x
         if last:
@@ -91,18 +92,18 @@ class TokenSplit:
         return f.join_rows(x, self._tp)
 
     def gather_units(self, x: Tensor) -> Tensor:
-        """The rows of this rank as the units are given them -> those of all ranks, (T, ...), differentiable."""
+        """This rank's rows, as a unit gets them -> all rows (T, ...), differentiable."""
         return self.gather(x if self._tp is None else f.gather_rows(x, self._tp))
 
     def leave(self) -> None:
-        """From here on all ranks compute the same."""
+        """From here on, all ranks compute the same, and draw the same random numbers."""
         rng_streams.leave("cp")
 
 
 def split_tokens(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> None:
     """Give ``model`` its ``token_split``.
 
-    Raises ValueError if it has no such attribute: a model that does not ask it would compute something else.
+    Raises ValueError if it has no such attribute: a model that does not use it would compute wrong results.
     """
     if not hasattr(model, "token_split"):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Hooks on the forward calls of a sharded model, which free its gathered parameters where FSDP would not.
+"""Hooks on the forward of a sharded model, which free gathered parameters where FSDP would not.
 
-FSDP shows a unit's whole parameters from the time it gathers them until they are freed; the optimizer's are the shards.
-After a forward whose backward has not come, some are still shown: what is done with them then is lost.
+From the moment that FSDP gathers a unit until it frees it, the unit's modules show whole parameters, while the
+optimizer holds the shards. After a forward without a backward, some are still shown; whatever is done to them is lost.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _MIXED_NOTE = (
 
 
 class ForwardHooks:
-    """Counts the calls of a model that are under way, and frees gathered parameters after the last where necessary."""
+    """Counts the calls of a model that are under way, and frees gathered parameters after the outermost if needed."""
 
     def __init__(self, model: nn.Module, collectives: GlooCollectives | None) -> None:
         self._model, self._collectives = weakref.ref(model), collectives
-        self._depth = 0  # calls of the model under way, one within another
+        self._depth = 0  # nested calls of the model that are under way
         self._started = False
-        self._records: list[Any] = []  # FSDP's, of each parameter
+        self._records: list[Any] = []  # FSDP's records of the parameters
         self._assignments: DataAssignments | None = None
         self._dtype: torch.dtype | None = None
         self._scalars: Scalars | None = None
@@ -80,7 +80,7 @@ class ForwardHooks:
                 if unit is not model:
                     unit.register_forward_pre_hook(self._enter_unit, prepend=True)
         settings = runtime.current()
-        # Stages of a pipeline have different parameters; the ranks of a tensor-parallel group use the same ones.
+        # Pipeline stages have different parameters, and the ranks of a tensor-parallel group always use the same ones.
         if settings.pp_size == 1 and runtime.world_size() > settings.tp_size:
             self._unused = Unused(model)
             always_reduce_unused(model, self._unused)
@@ -88,7 +88,7 @@ class ForwardHooks:
         _reshard_at_steps()
 
     def enter(self, *_: Any) -> None:
-        """Before a forward, or another method that uses parameters; these may call each other."""
+        """Before a forward, or another method that uses parameters. These may call each other."""
         if self._depth == 0:
             self._check_replaced()
         if not self._started:
@@ -106,13 +106,13 @@ class ForwardHooks:
         self._depth += 1
 
     def leave(self, *_: Any) -> None:
-        """After it, also where it raised: free what was gathered, if no backward will."""
-        # Without a backward nothing frees the gathered parameters, and an optimizer built now would be given them.
+        """After it, even if it raised: free what was gathered, if no backward will."""
+        # Without a backward nothing frees the gathered parameters, and an optimizer built now would hold them.
         entered, self._depth = self._depth > 0, max(0, self._depth - 1)
         if (error := sys.exception()) is not None and _MIXED in str(error):
             if _MIXED_NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_MIXED_NOTE)
-        if self._depth or not entered:  # what `enter` refused is as it was
+        if self._depth or not entered:  # not entered: `enter` raised and has changed nothing
             return
         if self._collectives is not None:
             self._collectives.after_forward()
@@ -134,7 +134,7 @@ class ForwardHooks:
             self._unused.agree_later()
 
     def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method``, counted as a call of the model, so that a forward inside it does not free what it still uses."""
+        """``method``, counted as a call of the model, so that a forward inside it frees nothing that it still uses."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -151,12 +151,12 @@ class ForwardHooks:
             self._check_replaced()
             if not self._started:
                 self._start()
-            if not in_backward():  # else it is computed again, and what is gathered ahead is that backward's
+            if not in_backward():  # in a recomputation, what is gathered ahead belongs to the backward
                 self._drop_old()
             with_gathered.add(model)
 
     def _check_replaced(self) -> None:
-        """Raises ValueError where FSDP would compute with its own parameters in place of those that are there."""
+        """Raise ValueError if FSDP would compute with its own parameters instead of those that the user put there."""
         model = self._model()
         if model is None or self._assignments is None:
             return
@@ -174,8 +174,8 @@ class ForwardHooks:
             )
 
     def _drop_old(self) -> None:
-        """Let FSDP forget a backward that an exception ended, for else it would never reduce the root's gradients
-        again, and what was gathered ahead before the parameters may have changed."""
+        """Make FSDP forget a backward that an exception ended, since otherwise it would never reduce the root's
+        gradients again, and drop what was gathered ahead, since the parameters may have changed."""
         model = self._model()
         if isinstance(model, FSDPModule) and backward_was_left(model):
             drop_pass(model)
@@ -183,18 +183,18 @@ class ForwardHooks:
             self._collectives.before_forward()
 
     def _start(self) -> None:
-        """Before the first call of the model or of a unit."""
+        """Prepare the model before it, or a unit of it, is called for the first time."""
         self._started = True
         if (model := self._model()) is None:
             return
         check_hooks(model)
         assert isinstance(model, FSDPModule)
-        make_root(model)  # else FSDP takes the first unit that is called for it
+        make_root(model)  # otherwise FSDP makes the first unit that is called the root
         self._scalars = Scalars(model)
         if self._records:
             self._dtype = self._records[0].sharded_param.dtype
         if self._collectives is not None:
-            for shard in trained_shards(model):  # after check_hooks, which refuses hooks of the user's
+            for shard in trained_shards(model):  # after check_hooks, which rejects the user's hooks
                 shard.register_hook(self._collectives.before_accumulation)
         if torch.is_inference_mode_enabled():
             _gather_once(model)
@@ -206,8 +206,8 @@ def _name_in(model: nn.Module, module: nn.Module, name: str) -> str:
 
 
 def _refuse_create_graph() -> None:
-    """FSDP frees and rewrites the gathered parameters that a second backward would read: it would end the process."""
-    if torch.is_grad_enabled():  # in a backward, only with create_graph
+    """A second backward would read gathered parameters that FSDP has freed or overwritten, and crash the process."""
+    if torch.is_grad_enabled():  # within a backward, that is so only with create_graph
         raise ValueError(
             "create_graph=True: a sharded model has no second derivatives (as of a gradient penalty). Take them of a "
             "model that is not sharded, or leave create_graph out"
@@ -216,7 +216,7 @@ def _refuse_create_graph() -> None:
 
 @torch.inference_mode(False)
 def _gather_once(model: nn.Module) -> None:
-    """Make the tensors that FSDP keeps for gathered parameters: made in inference mode, training could not use them."""
+    """Allocate FSDP's tensors for gathered parameters, because training could not use those of inference mode."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
@@ -229,11 +229,11 @@ def _reshard_at_steps() -> None:
 
 
 def _reshard_shown(*_: Any) -> None:
-    """Free what forwards without a backward have gathered, because the coming step changes the shards alone.
+    """Free what forwards without a backward have gathered, because the coming step changes only the shards.
 
-    Raises ValueError where a backward has left gradients there, which would be lost.
+    Raises ValueError if a backward has left gradients there, which would be lost.
     """
-    if in_backward():  # an optimizer that steps there: what is gathered is in use
+    if in_backward():  # the optimizer steps inside a backward, which still uses what is gathered
         return
     while with_gathered:
         model = with_gathered.pop()

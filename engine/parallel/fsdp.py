@@ -1,4 +1,4 @@
-"""FSDP2's internals, as far as the engine needs them: torch's private names of it are used here and nowhere else."""
+"""The internals of FSDP2 that the engine needs. FSDP's private names are used here and nowhere else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.torch_compat import in_backward
 
 @functools.cache
 def shards_integers() -> bool:
-    """Whether FSDP takes parameters of integers (quantised layers have them). torch 2.11 wants gradients of them."""
+    """Whether FSDP shards integer parameters, as quantised layers have them. torch 2.11 wants gradients of them."""
     return "requires_grad=param.requires_grad" in inspect.getsource(FSDPParam._init_sharded_param)
 
 
@@ -31,13 +31,13 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-# Models whose last forward has left parameters gathered: a step would not reach them, and the next forward uses them.
+# Models whose last forward has left parameters gathered: a step would not change these, and the next forward uses them.
 with_gathered: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-under_way: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose forward has begun and not ended
+under_way: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models that are inside their forward
 
 
 def reshard_around(part: torch.nn.Module) -> None:
-    """Free what the models that ``part`` belongs to have gathered, except in their forward, which uses it."""
+    """Free what the models that contain ``part`` have gathered, except for those inside their forward."""
     modules = set(part.modules())
     for model in list(with_gathered):
         if model not in under_way and not modules.isdisjoint(model.modules()):
@@ -45,27 +45,27 @@ def reshard_around(part: torch.nn.Module) -> None:
 
 
 class Uses(Protocol):
-    """Is told, in each backward, which parameters it used."""
+    """An observer that is told, in each backward, which parameters it uses."""
 
-    notes: bool  # whether it wants to know the shards of those that got a gradient
-    modules: set[torch.nn.Module] | None  # that take zeros, for the backward reaches them; None: all
+    notes: bool  # whether `note` is called
+    modules: set[torch.nn.Module] | None  # the modules that reduce zeros, because the backward reaches them; None: all
 
     def note(self, shard: torch.Tensor) -> None:
-        """This parameter got a gradient."""
+        """The parameter got a gradient."""
 
     def note_unused(self, shard: torch.Tensor) -> None:
-        """A parameter got none, and zeros are about to be reduced for it."""
+        """The parameter got no gradient, and zeros are about to be reduced for it."""
 
     def note_reduced(self, number: int) -> None:
-        """The gradients of the group of this number were reduced."""
+        """The gradients of group ``number`` are about to be reduced."""
 
 
-# Those that are told of the backwards under way.
+# The observers of backwards that are under way.
 _watching: list[Uses] = []
 
 
 def note_gradient(shard: torch.Tensor) -> None:
-    """Tell that the backward under way used a parameter which was gathered outside FSDP's units."""
+    """Report that the current backward uses a parameter that was gathered outside FSDP's units."""
     for uses in _watching:
         uses.note(shard)
 
@@ -74,8 +74,8 @@ def note_gradient(shard: torch.Tensor) -> None:
 def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[torch.Tensor]]:
     """Inside, parameters that got no gradient take part in the reduction with zeros.
 
-    FSDP reduces those that got one: where these are not the same on all ranks, or (copies of shards) in all
-    microbatches, it takes one parameter's gradient for another's. Yields the shards of all parameters that FSDP has.
+    FSDP itself reduces only those that got a gradient. If these differ between ranks or, in hybrid sharding, between
+    microbatches, it takes one parameter's gradient for another's. Yields the shards of all of FSDP's parameters.
     """
     groups = [group for root in roots for group in _groups_inside(root)]
     outside = [group.post_backward for group in groups]
@@ -90,7 +90,7 @@ def reducing_unused(roots: Iterable[FSDPModule], uses: Uses) -> Iterator[set[tor
 
 
 def always_reduce_unused(root: torch.nn.Module, uses: Uses) -> None:
-    """The same in every backward that is not inside ``reducing_unused``."""
+    """Do the same in every backward outside ``reducing_unused``."""
     _reduce_unused(_groups_inside(root), uses)
 
 
@@ -105,9 +105,9 @@ def is_watched() -> bool:
 
 
 def _post_backward_with_zeros(group: Any, number: int, before: dict[Any, Any], uses: Uses, *_: Any) -> None:
-    """FSDP's own ``post_backward``, with zeros; torch 2.13 can put these in itself, but tells nobody where.
+    """FSDP's own ``post_backward``, with zeros. torch 2.13 can insert these itself, but does not report where.
 
-    before: the gradients that earlier backwards have left, by parameter, as they were then.
+    before: {FSDP's record of a parameter: ``_state`` of the gradient that earlier backwards have left}.
     """
     gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     if uses.notes:
@@ -119,15 +119,15 @@ def _post_backward_with_zeros(group: Any, number: int, before: dict[Any, Any], u
         added_up = any(p.unsharded_accumulated_grad is not None for p in gathered)
         for p in gathered:
             whole = p.unsharded_param
-            # Frozen since the unit last ran: only the shard says so until then.
+            # If it was frozen after the unit last ran, only the shard knows it so far.
             trained = whole.requires_grad and p.sharded_param.requires_grad
             if p.unsharded_accumulated_grad is not None or not trained:
                 continue
             if whole.grad is None and reached:
-                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)  # torch 2.15 wants sums in another there
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)  # torch 2.15 sums in another dtype there
                 uses.note_unused(p.sharded_param)
             if added_up and _sums_are_apart(p):
-                p.to_accumulated_grad_if_needed()  # FSDP reduces one dtype, and sums have that of the reduction
+                p.to_accumulated_grad_if_needed()  # FSDP reduces one dtype, and sums have the reduction's
         if any(p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in gathered):
             uses.note_reduced(number)
     type(group).post_backward(group)
@@ -136,19 +136,19 @@ def _post_backward_with_zeros(group: Any, number: int, before: dict[Any, Any], u
 
 
 def _sums_are_apart(record: Any) -> bool:
-    """Whether FSDP adds gradients up beside the gathered parameter; since torch 2.15 its ``.grad`` is their sum."""
+    """Whether FSDP accumulates gradients outside of ``.grad``; since torch 2.15 ``.grad`` itself is the sum."""
     return "unsharded_accumulated_grad" in vars(record)
 
 
 def _state(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """What changes when a backward adds to it."""
+    """A value that changes when a backward adds to the gradient."""
     return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
     """The groups of parameters that FSDP gathers together when this unit runs."""
     state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before there was one, or None
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; earlier there was one group, or None
     if groups is None:
         groups = [group] if (group := state._fsdp_param_group) is not None else []
     return groups
@@ -168,7 +168,7 @@ def records_of(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def clear_shards_too(unit: torch.nn.Module) -> None:
-    """Let ``unit.zero_grad()`` reach its shards also while gathered parameters, which have no gradient, are shown."""
+    """Make ``unit.zero_grad()`` reach the shards even while gathered parameters, which have no gradient, are shown."""
 
     def zero_grad(set_to_none: bool = True) -> None:
         for record in records_of(unit):
@@ -183,23 +183,23 @@ def clear_shards_too(unit: torch.nn.Module) -> None:
 
 
 def gathered_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The gathered parameters that FSDP has allocated so far; it uses the same ones again and again."""
+    """The gathered parameters that FSDP has allocated so far; it reuses these tensors."""
     return [record._unsharded_param for record in records_of(model) if hasattr(record, "_unsharded_param")]
 
 
 def all_shards(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The shards of all parameters, also while gathered ones are shown in their place."""
+    """The shards of all parameters, even while gathered ones are shown in their places."""
     return (record.sharded_param for record in records_of(model))
 
 
 def trained_shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Those that the optimizer updates."""
+    """The shards that the optimizer updates."""
     return [shard for shard in all_shards(model) if shard.requires_grad]
 
 
 def replaced_parameter(records: Iterable[Any]) -> tuple[torch.nn.Module, str] | None:
-    """The place, a module and a name, of a parameter where another tensor is than FSDP put there, which it would not
-    use."""
+    """The place (module, name) of a parameter that was replaced by a tensor which is not FSDP's, so that FSDP would not
+    use it; None if there is none."""
     for record in records:
         place = record._module_info
         own = record._unsharded_param if record.sharded_state is ShardedState.UNSHARDED else record.sharded_param
@@ -209,11 +209,10 @@ def replaced_parameter(records: Iterable[Any]) -> tuple[torch.nn.Module, str] | 
 
 
 class DataAssignments:
-    """Notices ``parameter.data = x`` of a shard: torch puts x into the shell of a DTensor and leaves its elements, of
-    which everything is made, as they are.
+    """Detects ``parameter.data = x`` on a shard, which changes only the outer tensor of a DTensor and not its local
+    tensor, from which everything is computed.
 
-    A shell has a storage of its own, without memory. What gives a shard other elements, as ``module.to`` does, changes
-    both.
+    The outer tensor has a storage of its own, without memory. Legitimate changes, such as ``module.to``, change both.
     """
 
     def __init__(self, records: list[Any]) -> None:
@@ -222,12 +221,12 @@ class DataAssignments:
 
     def _note(self) -> None:
         shards = [record.sharded_param for record in self._records]
-        self._storages = [shard.untyped_storage() for shard in shards]  # kept, so that no other gets its address
+        self._storages = [shard.untyped_storage() for shard in shards]  # kept alive, so that addresses stay unique
         self._addresses = [storage._cdata for storage in self._storages]
         self._elements = [weakref.ref(shard._local_tensor) for shard in shards]
 
     def find(self) -> tuple[torch.nn.Module, str] | None:
-        """The place, a module and a name, of a parameter to which something was assigned since this was last asked."""
+        """The place (module, name) of a parameter to whose data something was assigned since the last call, or None."""
         now = [record.sharded_param.untyped_storage()._cdata for record in self._records]
         if now == self._addresses:
             return None
@@ -242,13 +241,13 @@ class DataAssignments:
 
 
 def make_root(model: FSDPModule) -> None:
-    """Make ``model`` the root for FSDP, which otherwise takes the first module that is called for it."""
+    """Make ``model`` FSDP's root, which otherwise is the first module that is called."""
     model._get_fsdp_state()._lazy_init()
 
 
 def around_backward(unit: FSDPModule, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call ``before`` whenever a backward pass reaches ``unit``, before FSDP does anything for it, and ``after`` when
-    it has gathered the parameters."""
+    """Call ``before`` when a backward pass reaches ``unit``, before FSDP does anything for it, and ``after`` once FSDP
+    has gathered the parameters."""
     state, groups = unit._get_fsdp_state(), _groups(unit)
     theirs = state._pre_backward
 
@@ -264,9 +263,11 @@ def around_backward(unit: FSDPModule, before: Callable[[], None], after: Callabl
 
 
 def look_into_objects(unit: FSDPModule) -> None:
-    """Let a backward reach ``unit``, whose ``around_backward`` is set, also through tensors in objects that it returns:
-    FSDP finds those in lists, tuples, dicts and dataclasses, and of a unit that it does not see in backward it neither
-    gathers parameters nor reduces gradients. Where it finds one there is no search, as for a cache beside the logits.
+    """Make a backward reach ``unit``, whose ``around_backward`` is set, also through tensors in objects it returns.
+
+    FSDP looks only into lists, tuples, dicts and dataclasses. If it misses a unit in backward, it neither gathers the
+    unit's parameters nor reduces their gradients. If it finds a tensor there is no further search: a cache beside the
+    logits, for example, is not searched.
     """
     state = unit._get_fsdp_state()
     theirs = state._register_pre_backward_hook
@@ -278,7 +279,7 @@ def look_into_objects(unit: FSDPModule) -> None:
         output = theirs(output)
         if torch.is_grad_enabled() and not any(map(reaches_unit, trained_tensors(output))):
             for tensor in trained_tensors(output, in_objects=True):
-                if tensor.grad_fn is not None:  # else a parameter of some model
+                if tensor.grad_fn is not None:  # otherwise it is a parameter of some model
                     tensor.register_hook(state._pre_backward)
         return output
 
@@ -286,9 +287,9 @@ def look_into_objects(unit: FSDPModule) -> None:
 
 
 def has_unreduced_gradients(root: FSDPModule) -> bool:
-    """Whether a backward that is over has left gradients on gathered parameters: FSDP did not see it.
+    """Whether a finished backward has left gradients on gathered parameters, because FSDP did not notice it.
 
-    Not after one that raised, nor on units of which ``set_requires_gradient_sync`` has put the reduction off.
+    False after a backward that raised, and for units whose reduction ``set_requires_gradient_sync`` has put off.
     """
     groups = [group for group in _groups_inside(root) if group.reduce_grads]
     gathered = [p._unsharded_param for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
@@ -296,26 +297,26 @@ def has_unreduced_gradients(root: FSDPModule) -> bool:
 
 
 def _init_dtypes_of_unfrozen(group: Any) -> None:
-    """Before torch 2.15 FSDP finds the dtypes of gradients before the first forward, and none where all is frozen."""
+    """Before torch 2.15, FSDP determines gradient dtypes before the first forward, and finds none if all is frozen."""
     if vars(group).get("_orig_dtype", True) is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
         group._init_mp_dtypes()
 
 
 def backward_was_left(root: FSDPModule) -> bool:
-    """Whether an exception ended a backward of ``root``: FSDP still waits for the end of one, and none is running."""
+    """Whether an exception ended a backward of ``root``: FSDP waits for the end of a backward, but none is running."""
     return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued and not in_backward()
 
 
 def drop_pass(root: FSDPModule) -> None:
-    """Make FSDP forget the forward or backward that an exception ended, and all gradients it has not reduced yet."""
+    """Make FSDP forget the forward or backward that an exception ended, and all gradients that are not reduced yet."""
     state = root._get_fsdp_state()
     records = list(records_of(root))  # type: ignore[arg-type]
-    if state._is_root:  # else no forward has begun, or the root is further out, and recovers at its own next forward
+    if state._is_root:  # else no forward has begun, or an enclosing root will recover in its next forward
         if hasattr(root, "reset_iter_state"):  # torch 2.13
             reduced = [record.sharded_param.grad for record in records]
             root.reset_iter_state()
             for record, gradient in zip(records, reduced, strict=True):
-                record.sharded_param.grad = gradient  # torch 2.15 drops these too
+                record.sharded_param.grad = gradient  # which torch 2.15 drops too
         else:
             _reset_iter_state(root)
     for record in records:
@@ -326,7 +327,7 @@ def drop_pass(root: FSDPModule) -> None:
 
 
 def _reset_iter_state(root: FSDPModule) -> None:
-    """``reset_iter_state`` as torch 2.13 has it."""
+    """torch 2.13's ``reset_iter_state``, for earlier versions."""
     state = root._get_fsdp_state()
     state._comm_ctx.post_forward_order.clear()
     for unit in (m for m in root.modules() if isinstance(m, FSDPModule)):  # type: ignore[attr-defined]
@@ -342,15 +343,15 @@ def _reset_iter_state(root: FSDPModule) -> None:
 
 
 def gather_ahead(root: FSDPModule) -> None:
-    """Let the units of ``root`` gather their parameters in the background where they are asked to do so ahead."""
+    """Let the units of ``root`` gather in the background when ``unshard`` is called ahead of time."""
     root._set_unshard_async_op(True)
 
 
 def sums_are_only_viewed(unit: FSDPModule, dtype: torch.dtype) -> bool:
-    """Whether FSDP, given the averages of this unit's gradients in ``dtype``, makes them the shards' gradients as they
-    are: it does not convert, accumulate or reduce them further, and no hook looks at them before backward is over."""
+    """Whether FSDP will use averaged gradients of this unit in ``dtype`` directly as the shards' gradients: it does not
+    convert, accumulate or reduce them further, and no hook reads them before backward is over."""
     groups = _groups(unit)
-    shards = [p.sharded_param for group in groups for p in group.fsdp_params]  # also while whole ones are shown
+    shards = [p.sharded_param for group in groups for p in group.fsdp_params]  # even while gathered ones are shown
     return all(group._all_reduce_hook is None for group in groups) and all(
         p.grad is None and p.dtype == dtype and p.device_mesh.ndim == 1 and not p._post_accumulate_grad_hooks
         for p in shards

@@ -1,8 +1,8 @@
-"""Differentiable collectives of tensor, sequence and context parallelism, on plain local tensors.
+"""Differentiable collectives for tensor, sequence and context parallelism, on plain local tensors.
 
-Two conventions meet here. Over ``tp``, activations outside split layers are replicated and so are their gradients:
-``copy_to`` and ``reduce_from`` are each other's adjoint. Over ``cp``, each rank's loss is the loss of the whole batch,
-FSDP averages gradients over the ranks, and every collective has its true adjoint.
+They follow two conventions. Over ``tp``, activations outside of split layers are replicated, and so are their
+gradients: ``copy_to`` and ``reduce_from`` are each other's adjoint. Over ``cp``, each rank's loss is the loss of the
+whole batch, FSDP averages gradients over the ranks, and every collective has its true adjoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Group = dist.ProcessGroup
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum in place. All ranks of the group have the same sizes, so nothing is sent for an empty tensor."""
+    """Sum in place. Sizes are equal on all ranks of the group, so nothing is sent for an empty tensor."""
     if x.numel():
         dist.all_reduce(x, group=group)
     return x
@@ -39,7 +39,7 @@ def _scatter_sum(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     parts = torch.empty_like(x)
     if x.numel():
-        dist.all_to_all_single(parts, x, group=group)  # and add: faster on gloo than its reduce-scatter
+        dist.all_to_all_single(parts, x, group=group)  # with the sum below, faster than gloo's reduce-scatter
     return parts.view(group.size(), -1, *x.shape[1:]).sum(0)
 
 
@@ -49,12 +49,12 @@ def _own_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def _fresh(grad: Tensor) -> Tensor:
-    """A copy of a gradient that a collective may overwrite: others may hold the same tensor."""
+    """A copy that a collective may overwrite, because others may hold the same tensor."""
     return grad.clone(memory_format=torch.contiguous_format)
 
 
 def _function(name: str, forward: Callable[..., Tensor], backward: Callable[..., Tensor], doc: str) -> Any:
-    """An autograd function of (x, group), linear in x, from itself and its adjoint."""
+    """An autograd function of (x, group) that is linear in x, made from its forward and its adjoint."""
 
     class Collective(torch.autograd.Function):
         @staticmethod
@@ -76,7 +76,7 @@ def _function(name: str, forward: Callable[..., Tensor], backward: Callable[...,
     return apply
 
 
-# Over tp. No collective works in the memory of x: recomputation may have kept it (a matrix product's output).
+# Over tp. No collective overwrites x, which recomputation may have kept (as the output of a matrix product).
 copy_to = _function("copy_to", lambda x, g: x.view_as(x), lambda x, g: _all_reduce(_fresh(x), g), "x; sums gradients.")
 reduce_from = _function(
     "reduce_from", lambda x, g: _all_reduce(_fresh(x.detach()), g), lambda x, g: x, "The sum of each rank's x."
@@ -120,5 +120,5 @@ class _JoinColumns(torch.autograd.Function):
 
 
 def join_columns(x: Tensor, group: Group, columns: int) -> Tensor:
-    """(..., this rank's columns, as torch.chunk deals them) -> (..., columns), for what all ranks compute alike."""
+    """(..., this rank's columns, as torch.chunk splits them) -> (..., columns), for layers that all ranks repeat."""
     return _JoinColumns.apply(x, group, columns)

@@ -16,10 +16,10 @@ from engine.tensors import as_bytes, local_tensor
 
 
 def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make each call of ``model`` check that the ranks which compute it together were given the same inputs.
+    """Make each call of ``model`` check that the ranks which compute a batch together were given the same inputs.
 
-    A difference would be a wrong result, or the end of the process inside a collective. Shapes are compared on every
-    device, values on the CPU alone: elsewhere that would wait for the device.
+    A difference would give wrong results, or kill the process inside a collective. Shapes are compared on every device,
+    values only on the CPU, since comparing them elsewhere would wait for the device.
     """
     groups = {name: mesh[name].get_group() for name in ("tp", "cp") if mesh[name].size() > 1}
     depths: list[int] = []
@@ -46,7 +46,7 @@ def check_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def digest(value: Any) -> int:
-    """A number that tells inputs apart: by names and shapes, and on the CPU by values."""
+    """A checksum of inputs: of names and shapes, and for tensors on the CPU also of values."""
     found = 0
     for name, x in _tensors_in(value):
         found = zlib.crc32(repr((name, tuple(x.shape), x.dtype)).encode(), found)

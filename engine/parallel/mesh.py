@@ -1,4 +1,4 @@
-"""The device mesh: five named dimensions, of pipelines, data (two), context and tensor parallelism."""
+"""The device mesh. Its five named dimensions are pipeline, data (two), context and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine import runtime
 from engine.torch_compat import forget_meshes, set_timeout
 
-# Outermost first: ranks next to each other (one machine) share a tensor-parallel group.
+# Outermost first: neighbouring ranks (on one machine) share a tensor-parallel group.
 DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Args = TypeVarTuple("Args")
 Made = TypeVar("Made")
 
-_made: dict[Any, Any] = {}  # what functions under ``once_per_world`` made
-_groups: list[dist.ProcessGroup] = []  # whose collectives raise after the timeout
-_world: dist.ProcessGroup | None = None  # in which these two were filled
+_made: dict[Any, Any] = {}  # the cache of ``once_per_world``
+_groups: list[dist.ProcessGroup] = []  # the groups whose collectives raise after the timeout
+_world: dist.ProcessGroup | None = None  # the default group to which these two belong
 _inherited: list[object] = []
 
 
 def once_per_world(make: Callable[[*Args], Made]) -> Callable[[*Args], Made]:
-    """``functools.cache`` for meshes, groups and what holds them: they live as long as the process group that they were
-    made in. A mesh of a later one may be equal to a mesh of an earlier one, whose groups are gone."""
+    """``functools.cache`` for meshes, groups and what holds them, which live as long as the default process group. A
+    mesh of a later default group may compare equal to one of an earlier, whose groups no longer exist."""
 
     @functools.wraps(make)
     def kept(*args: *Args) -> Made:
@@ -47,7 +47,7 @@ def once_per_world(make: Callable[[*Args], Made]) -> Callable[[*Args], Made]:
 
 
 def device_mesh() -> DeviceMesh:
-    """The mesh in force: five named dimensions, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
+    """The mesh of the current settings. Dimensions, outermost first: pp, dp_replicate, dp_shard, cp, tp."""
     runtime.ensure_group()
     settings = runtime.current()
     sizes = settings.dp_replicate, settings.cp_size, settings.tp_size, settings.pp_size
@@ -57,7 +57,7 @@ def device_mesh() -> DeviceMesh:
 def build_mesh(
     device_type: str, world_size: int, dp_replicate: int, cp_size: int = 1, tp_size: int = 1, pp_size: int = 1
 ) -> DeviceMesh:
-    """The mesh of all ranks with ``dp_replicate`` copies; made once for each layout. Collective at first use."""
+    """The mesh of all ranks with ``dp_replicate`` copies. Cached for each layout; collective on first use."""
     shards = world_size // (pp_size * dp_replicate * cp_size * tp_size)
     return _build(device_type, (pp_size, dp_replicate, shards, cp_size, tp_size))
 
@@ -65,9 +65,9 @@ def build_mesh(
 def storage_mesh(mesh: DeviceMesh, zero_level: int, over_stages: bool = False) -> DeviceMesh:
     """The mesh on which parameters are placed: the ranks of ``mesh`` in the same order.
 
-    Ranks that share the tokens of a sequence (cp) share the parameters as those with other data do, so cp is a part of
-    dp_shard here. At level 0 all of it is dp_replicate: hybrid sharding over shards of one rank. With ``over_stages``
-    so are the stages of a pipeline (pp), for parameters that all of them use.
+    Parameters are sharded over ranks that share a sequence (cp) just as over ranks with different data, so cp is part
+    of dp_shard here. At level 0 all of dp_shard becomes dp_replicate: hybrid sharding with shards of one rank. With
+    ``over_stages``, the stages of a pipeline (pp) also become part of dp_shard, for parameters that all stages use.
     """
     pipe, copies, shards, cp, tp = (mesh[name].size() for name in DIMS)
     if over_stages:
@@ -101,8 +101,7 @@ def _build(device_type: str, sizes: tuple[int, ...]) -> DeviceMesh:
 
 
 def set_timeouts(seconds: float, everyone: bool) -> None:
-    """Let collectives of the groups made so far, and with ``everyone`` those of all ranks, raise after so many
-    seconds."""
+    """Set the timeout, in seconds, of the groups made so far, and with ``everyone`` of the default group too."""
     for group in _groups:
         set_timeout(group, seconds)
     if everyone and dist.group.WORLD is not None:
@@ -110,8 +109,8 @@ def set_timeouts(seconds: float, everyone: bool) -> None:
 
 
 def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """``group``, whose collectives raise after the timeout of ``init_distributed``, also of a later call."""
-    if group is dist.group.WORLD:  # a dimension of all ranks: its timeout was given, or is its maker's
+    """``group``, with the timeout of ``init_distributed`` from now on, including later calls of that."""
+    if group is dist.group.WORLD:  # its timeout was set by init_distributed, or by the user who made it
         return group
     _groups.append(group)
     set_timeout(group, runtime.current().timeout)  # torch gives those of a mesh 30 minutes
@@ -119,7 +118,7 @@ def with_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _forget_after_fork() -> None:
-    """Keep the parent's groups alive in a forked process: without their threads, their end would wait for ever."""
+    """Keep the parent's groups alive in a forked process, where destroying them would wait for threads forever."""
     global _made, _groups, _world
     _inherited.append((_made, _groups, _world))
     _made, _groups, _world = {}, [], None

@@ -1,4 +1,4 @@
-"""Random numbers for activations of which each rank of a model-parallel group holds a part."""
+"""Random numbers for activations that are split over the ranks of a model-parallel group."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class RngStreams:
-    """A stack of random streams, each rank's own.
+    """A stack of random streams that differ between ranks.
 
-    Elsewhere the ranks of a model-parallel group draw the same numbers. A stream is seeded by a number drawn from the
-    stream around it, so a recomputed block repeats it.
+    Outside of these streams, the ranks of a model-parallel group draw the same numbers. A stream is seeded by a number
+    drawn from the enclosing stream, so a recomputed block repeats it.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class RngStreams:
         return len(self._outer)
 
     def enter(self, kind: str, index: int) -> None:
-        """Start the stream of rank ``index``; nothing if one of this kind is the innermost already."""
+        """Start the stream of rank ``index``, unless the innermost stream is already of this kind."""
         if self._outer and self._outer[-1][0] == kind:
             return
         common = int(torch.randint(2**48, ()))
@@ -32,16 +32,16 @@ class RngStreams:
             torch.cuda.manual_seed(seed)
 
     def leave(self, kind: str) -> None:
-        """Return to the stream around; nothing if the innermost is of another kind."""
+        """Return to the enclosing stream, unless the innermost stream is of another kind."""
         if self._outer and self._outer[-1][0] == kind:
             self.unwind(len(self._outer) - 1)
 
     def forget(self) -> None:
-        """Drop streams that nothing will leave, such as those of a recomputation that stopped early."""
+        """Drop streams that will never be left, such as those of a recomputation that stopped early."""
         self._outer.clear()
 
     def unwind(self, depth: int) -> None:
-        """Leave all streams but the outermost ``depth``."""
+        """Leave all but the outermost ``depth`` streams."""
         while len(self._outer) > depth:
             _, cpu, gpu = self._outer.pop()
             torch.set_rng_state(cpu)

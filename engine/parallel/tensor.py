@@ -21,7 +21,7 @@ from engine.names import clean_name
 from engine.parallel.tensor_layers import LAYERS, Rowwise, SplitLayer, TensorParallelGroup, partial_class, split_class
 from engine.tensors import as_shard, local_box, part_of
 
-# transformers' names for what there is here.
+# transformers' names for these styles.
 _ALIASES = {
     "colwise_rep": "colwise_gather",
     "colwise_gather_output": "colwise_gather",
@@ -39,9 +39,9 @@ _HEAD_COUNTS = ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_val
 
 
 def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """The styles of ``plan``, of ``model.tp_plan()`` or of ``transformers``' ``_tp_plan``, in our names.
+    """The plan that is given, else ``model.tp_plan()`` or ``transformers``' ``_tp_plan``, with styles in our names.
 
-    Raises ValueError if there is none, or a style is not known.
+    Raises ValueError if there is none, or a style is unknown.
     """
     if plan is None:
         own = getattr(model, "tp_plan", None)
@@ -86,15 +86,15 @@ def parallelize(
     Every rank starts from the same parameters and keeps its part; the rest of the model stays as it is.
 
     Args:
-        plan: {name of modules or parameters, * for one component of it: style}, see ``STYLES``; None: what the model
-            says (``find_plan``).
-        sequence_units: modules between which activations are split by rows over the same ranks (sequence
-            parallelism): their parameters outside of split layers get gradients of a part of the rows.
+        plan: {name of modules or parameters: style}, with * for one component of a name; see ``STYLES``. None: the
+            model's own (``find_plan``).
+        sequence_units: units in which activations between split layers are split by rows over the same ranks
+            (sequence parallelism), so that parameters outside of split layers get gradients from some of the rows only.
         absent: names of modules and parameters that are on other stages of a pipeline.
 
     Raises:
-        ValueError: no plan, an unknown style, a name that nothing has, a module the style does not fit, or a number of
-            heads that the ranks do not divide.
+        ValueError: there is no plan, a style is unknown or does not fit its module, a name matches nothing, or the
+            number of ranks does not divide a number of heads.
     """
     given = plan is not None or callable(getattr(model, "tp_plan", None))
     styles = _assign(model, find_plan(model, plan), given, absent)

@@ -1,6 +1,6 @@
-"""The layers of tensor parallelism: each computes with this rank's part of one, and calls the few collectives itself.
+"""The layers of tensor parallelism. Each computes with this rank's part of a layer, and calls the few collectives.
 
-A module of a model is given such a class when the model is split (engine.parallel.tensor).
+``engine.parallel.tensor`` changes the class of a model's modules to these.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from engine.parallel.rng import rng_streams
 
 
 class CollectiveCache:
-    """Applies a collective once to each tensor that several layers take, such as the input of q, k and v (with low-rank
-    updates between them, whose inputs are others).
+    """Applies a collective only once to a tensor that several layers take as their input, such as q, k and v (between
+    which low-rank updates may run, with other inputs).
 
-    References are strong, up to ``forget``: when a tensor dies is not the same on all ranks (a collective may hold it a
-    little longer), and they must all make the same collectives.
+    It holds strong references until ``forget``. Weak ones would not die at the same time on all ranks (a collective may
+    hold a tensor a little longer), and all ranks must make the same collectives.
     """
 
-    _MOST = 8  # inputs that are held at once; a plan where no layer ends what "colwise" begins never forgets
+    _MOST = 8  # inputs held at once; a plan in which no layer ends what "colwise" begins never calls `forget`
 
     def __init__(self) -> None:
         self._results: list[tuple[Tensor, tuple[int, bool], Tensor]] = []
 
     def __call__(self, function: Callable[[Tensor, f.Group], Tensor], x: Tensor, group: f.Group) -> Tensor:
-        # A tensor of inference mode does not count its changes: no layer changes its input.
+        # Tensors of inference mode have no version counter, but no layer changes its input.
         key = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
         for given, its_key, out in self._results:
             if given is x and its_key == key:
@@ -45,12 +45,12 @@ class CollectiveCache:
         return out
 
     def forget(self) -> None:
-        """Let go of the tensors: no layer will take these inputs again."""
+        """Release the tensors, because no further layer takes these inputs."""
         self._results.clear()
 
 
 class TensorParallelGroup:
-    """What the split layers of one model share: the group, and collectives made once for several layers."""
+    """What the split layers of one model share: the group, and collectives that serve several layers."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool = False) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
@@ -62,7 +62,7 @@ class TensorParallelGroup:
         return self._inputs(f.gather_rows if self.sequence else f.copy_to, x, self.group)
 
     def forget_input(self) -> None:
-        """Forget the inputs: the layers that share them have all run."""
+        """Forget the inputs, because all layers that share them have run."""
         self._inputs.forget()
 
     def summed_output(self, x: Tensor) -> Tensor:
@@ -103,13 +103,13 @@ class Colwise(SplitLayer):
 
 
 class ColwiseGather(Colwise):
-    """The same, whose outputs are joined again: (..., in) -> (..., out) on each rank."""
+    """``Colwise`` with the outputs joined again: (..., in) -> (..., out) on each rank."""
 
     _whole = True
 
 
 class Rowwise(SplitLayer):
-    """A linear layer split by inputs: (..., in / ranks), what ``Colwise`` returns, -> (..., out), summed over ranks."""
+    """A linear layer split by inputs: (..., in / ranks), as ``Colwise`` returns, -> (..., out), summed over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         rng_streams.leave("tp")
@@ -141,7 +141,7 @@ class Vocab(SplitLayer):
         return f.reduce_from(out, self.tp_group.group)
 
 
-#: By style, the class of module that is split, and what computes with a part of it.
+#: {style: (the class of module that it splits, the layer that computes with a part of one)}
 LAYERS: dict[str, tuple[type[nn.Module], type[SplitLayer]]] = {
     "colwise": (nn.Linear, Colwise),
     "colwise_gather": (nn.Linear, ColwiseGather),
@@ -151,16 +151,16 @@ LAYERS: dict[str, tuple[type[nn.Module], type[SplitLayer]]] = {
 
 
 def local(parameter: Any) -> Any:
-    """What this rank computes with: the local tensor of a parameter, in the graph; anything else as it is."""
+    """The local tensor of a parameter, differentiably; anything else is returned as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-_split_classes: dict[tuple[type, type], type[nn.Module]] = {}  # made so far
+_split_classes: dict[tuple[type, type], type[nn.Module]] = {}  # those made so far, as are the next
 _partial_classes: dict[tuple[type, tuple[str, ...]], type[nn.Module]] = {}
 
 
 def split_class(layer: type[SplitLayer], kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind``, a class of linear layers or embeddings, that computes with a part as ``layer`` does."""
+    """A subclass of ``kind``, a class of linear layers or embeddings, that computes with a part as ``layer`` does."""
     key = layer, kind
     if key not in _split_classes:
         _split_classes[key] = type(kind.__name__, (layer, kind), {"__module__": kind.__module__})
@@ -168,7 +168,7 @@ def split_class(layer: type[SplitLayer], kind: type[nn.Module]) -> type[nn.Modul
 
 
 def partial_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``kind``, whose code reads local tensors where it reads these parameters: a recomputed forward does so too."""
+    """A subclass of ``kind`` whose attributes of these names are local tensors, in recomputed forwards too."""
     key = kind, names
     if key not in _partial_classes:
         shown = {name: property(functools.partial(_summed_over_ranks, name=name)) for name in names}
@@ -178,6 +178,6 @@ def partial_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
 def _summed_over_ranks(module: nn.Module, name: str) -> Any:
     parameter = module._parameters.get(name)
-    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # gathered: the ranks of tp alone are left
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # gathered: only the tp dimension is left
         return parameter.to_local(grad_placements=[Partial()])
     return module.__getattr__(name)

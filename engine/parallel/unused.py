@@ -1,8 +1,8 @@
-"""Parameters that a backward outside ``engine.accumulate`` leaves unused, on some ranks or on all.
+"""Parameters that a backward outside of ``engine.accumulate`` leaves unused, on some ranks or on all.
 
-Ranks need not use the same ones: experts are for some tokens, heads for some tasks. All ranks must reduce the same, so
-what one does not use it reduces as zeros; what none uses has no gradient, as in one process, and the ranks agree on
-that when the backward has ended.
+Ranks need not use the same parameters: an expert sees only some tokens, and a head serves only some tasks. All ranks
+must reduce the same gradients, so a rank reduces zeros for what it does not use. A parameter that no rank uses must
+have no gradient, as in one process; the ranks agree on these at the end of the backward.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ ORDERS_DIFFER = (
 
 
 class Unused:
-    """Those of one sharded model (``fsdp.Uses``)."""
+    """The unused parameters of one sharded model. Implements ``fsdp.Uses``."""
 
     notes = True
-    modules: set[nn.Module] | None = None  # all take zeros
+    modules: set[nn.Module] | None = None  # all modules reduce zeros
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._backward = -1  # the last one that was told to agree
-        self._zeros = set[torch.Tensor]()  # for these there were zeros, and no gradient before
+        self._backward = -1  # the last backward that was told to agree
+        self._zeros = set[torch.Tensor]()  # shards that got only zeros, and had no gradient before
         self._order = 0
 
     def agree_later(self) -> None:
-        """Called in a backward, when FSDP has asked for its own call at the end: this one comes after that."""
+        """Called in a backward, after FSDP has queued its own final callback, so that this one follows it."""
         if self._backward != (running := running_backward()):
             self._backward, self._order = running, 0
             self._zeros.clear()

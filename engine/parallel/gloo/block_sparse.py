@@ -1,8 +1,8 @@
 """A reduce-scatter that does not send blocks of zeros, for the gradients of embedding tables over gloo.
 
-A batch reads a few hundred rows of a table that may be most of a model, and the gradients of all others are zero. What
-a rank sends of a part is which of its blocks hold anything, and these. Where that is most of them, as for a table that
-is the vocabulary's head too, the part goes as it is.
+A batch reads a few hundred rows of a table that may be most of a model, and the gradients of all others are zero. For
+each part, a rank sends which of its blocks are not zero, and these blocks. If most are not zero, as for a table that is
+also the vocabulary's head, it sends the part as it is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from engine.parallel.gloo.point_to_point import wait_for
 from engine.parallel.gloo.sharded_embedding import is_sharded_embedding
 
 _BLOCK = 128  # elements
-_SAMPLE = 64  # blocks that are looked at first
-_MOST = 0.5  # of the blocks: above it a part goes whole
-# So that no message of the user's own between two ranks is taken for one of these.
+_SAMPLE = 64  # blocks that are examined first
+_MOST = 0.5  # if a larger share of the blocks is not zero, the part is sent whole
+# Tags that keep these messages apart from the user's own messages between two ranks.
 _WHICH_TAG, _BLOCKS_TAG = 0x7AB, 0x7AC
 
 
@@ -34,14 +34,14 @@ def has_gathered_embedding(unit: Any) -> bool:
 
 
 class BlockSparseParts:
-    """A reduce-scatter under way: ``send[r]`` goes to each other rank r, and its part for this rank comes back."""
+    """A reduce-scatter in progress: ``send[r]`` goes to each other rank r, and r's part for this rank arrives."""
 
     def __init__(self, send: Sequence[torch.Tensor], group: Any) -> None:
         ranks, me = group.size(), group.rank()
         self._own, self._group = send[me], group
         blocks = send[me].numel() // _BLOCK
         self._which = {r: torch.empty(blocks, dtype=torch.bool) for r in range(ranks) if r != me}
-        # What is to come first: a message waits at its sender until there is a place for it.
+        # Receive before sending, because a message waits at its sender until the receiver has a buffer for it.
         self._asked: list[Any] = [
             dist.irecv(of, group=group, group_src=r, tag=_WHICH_TAG) for r, of in self._which.items()
         ]
@@ -52,7 +52,7 @@ class BlockSparseParts:
                 self._sent.append((dist.isend(tensor, group=group, group_dst=r, tag=tag), tensor))
 
     def add_into(self, output: torch.Tensor) -> None:
-        """Wait for the parts and add them up, in the order of the ranks."""
+        """Wait for the parts and add them up in rank order."""
         for work in self._asked:
             wait_for(work)
         coming: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -73,7 +73,7 @@ class BlockSparseParts:
 
 
 def _filled(part: torch.Tensor) -> torch.Tensor:
-    """bool (blocks,): which blocks hold anything but zeros; all are True where most of a sample do."""
+    """bool (blocks,): which blocks are not zero; all True if that holds for most of a sample."""
     blocks = _blocks(part)
     everything = torch.ones(len(blocks), dtype=torch.bool)
     if _holding(blocks[:: max(1, len(blocks) // _SAMPLE)]).float().mean() > _MOST:
@@ -83,13 +83,13 @@ def _filled(part: torch.Tensor) -> torch.Tensor:
 
 
 def _holding(blocks: torch.Tensor) -> torch.Tensor:
-    # Of the bits as whole numbers: no number is too small to be seen, and it is the fastest that torch has.
+    # Compares the bits as integers, which sees the smallest numbers and is the fastest way in torch.
     bits = blocks.view(WORDS[blocks.element_size()])
     return (bits.amax(1) != 0) | (bits.amin(1) != 0)
 
 
 def _packed(part: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """The blocks of a part that hold anything but zeros, and the remainder behind the last block."""
+    """The blocks of a part that are not zero, followed by the remainder after the last whole block."""
     if bool(which.all()):
         return part
     blocks = _blocks(part)

@@ -1,13 +1,13 @@
 """FSDP's all-gather and reduce-scatter on CPUs: each rank sends its parts to the others directly.
 
-gloo's own all-gather and reduce-scatter move the same bytes in turns around a ring and take about twice as long. Here
-all parts travel at once, straight to where they are needed, and while they do the rank computes: the parameters of the
-next unit come while this one works, in forward and backward, and the gradients of a unit go while the one before it
-works. Gradients are added in the order of the ranks, whenever the parts arrive.
+gloo's own all-gather and reduce-scatter pass the same bytes around a ring, step by step, and take about twice as long.
+Here all parts travel at once, directly to where they are needed, while the rank computes: the parameters of the next
+unit arrive while the current one runs, in forward and backward, and the gradients of a unit are sent while the one
+before it runs. Gradients are added in rank order, whenever the parts arrive.
 
-Ranks of one machine read the parts in each other's memory (``engine.parallel.gloo.shared_memory``). What is too large
-for that, and between machines everything, goes over gloo; of the gradients of an embedding table then only the blocks
-that hold anything but zeros (``engine.parallel.gloo.block_sparse``).
+Ranks of one machine read the parts in each other's memory (``engine.parallel.gloo.shared_memory``). Parts that are too
+large for that, and all parts between machines, go over gloo; then only the nonzero blocks of an embedding table's
+gradients are sent (``engine.parallel.gloo.block_sparse``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.parallel.gloo.shared_memory import Message
 from engine.torch_compat import in_backward, run_after_backward
 
 _OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-# So that no message of the user's own between two ranks is taken for one of these.
+# Tags that keep these messages apart from the user's own messages between two ranks.
 GATHER_TAG, REDUCE_TAG = 0x9A7, 0x5ED
 
 
@@ -43,31 +43,31 @@ class _GlooMessage:
     def __init__(self, send: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None, group: Any, tag: int) -> None:
         """
         Args:
-            into: for what each rank sends, which has its own in it already; None: made here.
+            into: a buffer for each rank's message, already filled for this rank; None: allocated here.
         """
         me = group.rank()
         self._parts = list(into or [t if rank == me else torch.empty_like(t) for rank, t in enumerate(send)])
         self._works = send_parts(send, self._parts, group, tag)
 
     def parts(self) -> list[torch.Tensor]:
-        """Wait for what each rank has sent, in the order of the ranks, and this rank's own."""
+        """Wait for all messages. Returns them in rank order, this rank's own included."""
         for work in self._works:
             wait_for(work)
         return self._parts
 
     def done(self) -> None:
-        """What was sent has been read."""
+        """Called when the messages have been read."""
 
 
 def _post(send: Sequence[torch.Tensor], group: Any, memories: shared_memory.SharedMemories) -> Message | None:
-    """Begin to send ``send[r]``, all of one size and dtype, to each other rank r. None, on all ranks, if it has to go
-    over gloo. Collective."""
+    """Start sending ``send[r]``, all of one size and dtype, to each other rank r through shared memory. Returns None,
+    on all ranks, if they must go over gloo. Collective."""
     memory = memories.of(group)
     return memory.post(send) if memory is not None and memory.fits(send) else None
 
 
 class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
-    """An all-gather under way: this rank's row goes to all others, and each of theirs comes from them."""
+    """An all-gather in progress: this rank's row goes to all others, and their rows arrive."""
 
     def __init__(self, rows: Sequence[torch.Tensor], group: Any, memories: shared_memory.SharedMemories) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
 
     @property
     def open(self) -> bool:
-        """Whether nobody has waited for them yet."""
+        """Whether nobody has waited for the rows yet."""
         return self._coming is not None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -93,7 +93,7 @@ class _AllGatherWork(dist.Work):  # FSDP waits for nothing else
 
 
 class _Allocates:
-    @torch.inference_mode(False)  # else a training step could not use what was gathered ahead there
+    @torch.inference_mode(False)  # so that a training step can use what inference mode has gathered ahead
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 

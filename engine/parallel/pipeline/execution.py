@@ -1,14 +1,14 @@
 """Pipeline parallelism: each stage of ranks has some of a model's units, and hidden states travel between stages.
 
-A model takes part through one object, ``pipeline``, which its forward asks which units are this rank's and where the
-hidden states come from; see ``Pipeline``. Every rank of a pipeline is given the same microbatches, so masks, positions
-and numbers of tokens are made again on each stage from the integer inputs, and only hidden states (tokens, width) are
-sent: of exactly the size that each microbatch has. What a model makes of parameters besides them, such as a position
-bias that all blocks share, each stage makes again from a copy of these parameters, whose gradients are summed.
+A model takes part through one object, ``pipeline``, which tells its forward which units are this rank's and where the
+hidden states come from; see ``Pipeline``. Every rank of a pipeline is given the same microbatches. So each stage
+derives masks, positions and numbers of tokens from the integer inputs, and only hidden states (tokens, width) are sent,
+in exactly the size of each microbatch. Whatever else a model computes from parameters, such as a position bias that all
+blocks share, each stage computes from its own copy of these parameters; their gradients are summed.
 
 ``torch.distributed.pipelining`` has the same schedules, but its stages keep buffers of the first microbatch's shape,
-cut keyword arguments along dimension 0 (which cuts a mask or ``cu_seqlens`` in the wrong place), and know no tied
-parameters. So the order of the work is theirs and what is done in it is here.
+split keyword arguments along dimension 0 (the wrong dimension of a mask or of ``cu_seqlens``), and know no tied
+parameters. So the schedules are taken from there, and the execution is here.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Shape = tuple[int, int]
 
 
 class _OutputHandedOver(Exception):
-    """Ends the caller's code on a stage whose output goes to the next stage."""
+    """Leaves the caller's code on a stage whose output goes to the next stage."""
 
 
 @dataclass
 class _PartialForward:
-    """The forward of one part of the model, while it runs."""
+    """A forward of one part of the model that is in progress."""
 
     chunk: int
     first: bool
@@ -60,8 +60,8 @@ class Reached:
     """What the backward of one part of the model reaches.
 
     Attributes:
-        units: FSDP's modules in the units of the part. root: the model itself, if FSDP has what is outside its units.
-        uses_root: whether parameters outside the units take part in this part of the model.
+        units: FSDP's modules in the units of the part. root: the model itself, if FSDP shards it.
+        uses_root: whether this part of the model uses parameters outside of the units.
     """
 
     units: list[FSDPModule]
@@ -73,30 +73,30 @@ class Pipeline(Stages):
     """This rank's part of a model that follows the protocol, and its links to the neighbouring stages.
 
     Attributes:
-        chunks: parts of the model that each stage has.
+        chunks: number of parts of the model that each stage has.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
         super().__init__(model, mesh)
         self.chunks = chunks
-        self.dtype: torch.dtype | None = None  # of hidden states on the way
+        self.dtype: torch.dtype | None = None  # of the hidden states that are sent
         units = len(model.units)  # type: ignore[arg-type]
         self._parts = split_units(units, self.size * chunks)
         stage = {unit: part % self.size for part, mine in enumerate(self._parts) for unit in mine}
         said = model.stage_homes()  # type: ignore[operator]
         _check_homes(model, said)
-        #: The stages that have each module outside the units.
+        #: {module outside of the units: the stages that have it}
         self.homes = {name: sorted({stage[unit] for unit in at}) for name, at in said.items()}
         self._with_others = {unit for at in said.values() for unit in at}
-        # But for what all units read, and the units that several stages run; a tied table is none of the former, though
-        # of two units both are its homes.
+        # Not those that all units read, nor units that several stages run. A tied table does not count as read by all
+        # units, even if there are only two units and both are its homes.
         run = set(model.units)  # type: ignore[arg-type]
         begin = [name for name, at in said.items() if 0 in at and at != range(units)]
         self._begin = [name for name in begin if model.get_submodule(name) not in run]
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self._elements = sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
         self._neighbours = Neighbours(mesh, chunks)
-        # What several stages have, and the group of these. All ranks make the groups, in one order.
+        # {parameter that several stages have: their group}. All ranks make all groups, in the same order.
         self._shared: dict[str, dist.ProcessGroup] = {}
         for name, _ in model_tensors(model):
             at = next((at for module, at in self.homes.items() if name.startswith(f"{module}.")), [0])
@@ -106,7 +106,7 @@ class Pipeline(Stages):
                 self.copies |= {name} if self.rank != at[0] else set()
         self._turn: _PartialForward | None = None
 
-    # -- what a model asks in its forward ------------------------------------------------------------------------------
+    # -- for the model's forward ---------------------------------------------------------------------------------------
 
     @property
     def first(self) -> bool:
@@ -129,16 +129,16 @@ class Pipeline(Stages):
         return self._now().chunk == self.chunks - 1
 
     def context(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """What ``begin`` makes of a batch besides hidden states; modules that not every stage has give zeros.
+        """The context that ``model.begin`` makes of a batch, with zeros from modules that not every stage has.
 
-        Raises ValueError if that depends on what these modules compute.
+        Raises ValueError if the context depends on what these modules compute.
         """
         zeros: list[Tensor] = []
         hidden = [(model.get_submodule(owner), name) for owner, _, name in (n.rpartition(".") for n in self._begin)]
         for owner, name in hidden:  # an attribute hides the module of the same name
             owner.__dict__[name] = _Blank(zeros)
         try:
-            with torch.enable_grad():  # which shows what depends on the zeros
+            with torch.enable_grad():  # to find what depends on the zeros
                 _, ctx = model.begin(batch)  # type: ignore[operator]
         finally:
             for owner, name in hidden:
@@ -152,7 +152,7 @@ class Pipeline(Stages):
         return ctx
 
     def receive(self, shapes: Sequence[Shape]) -> list[Tensor]:
-        """The hidden states (rows, width) of these shapes that the stage before this one handed over."""
+        """The hidden states, of these (rows, width), that the previous stage has handed over."""
         given = self._now().given
         for shape in shapes:
             x = torch.empty(shape, dtype=self.dtype, device=runtime.device())
@@ -161,7 +161,7 @@ class Pipeline(Stages):
         return given
 
     def hand_over(self, states: Sequence[Tensor], shapes: Sequence[Shape]) -> tuple[Tensor, ...]:
-        """Hand hidden states of these shapes to the next stage. Returns what the model's forward returns."""
+        """Hand hidden states of these shapes to the next stage. Returns what the model's forward has to return."""
         for x, shape in zip(states, shapes, strict=True):
             if tuple(x.shape) != shape or x.dtype != self.dtype:
                 raise RuntimeError(
@@ -169,7 +169,7 @@ class Pipeline(Stages):
                     f"one expects {shape} and {self.dtype}: a unit must return what it is given"
                 )
         self._now().output = list(states)
-        return tuple(states)  # so that FSDP's hooks see them
+        return tuple(states)  # where FSDP's hooks find them
 
     def _now(self) -> _PartialForward:
         if self._turn is None:
@@ -181,7 +181,7 @@ class Pipeline(Stages):
         return self._turn
 
     def watch(self, model: nn.Module) -> None:
-        """Refuse calls from outside, and end the caller's code where the output is elsewhere. After FSDP's hooks."""
+        """Reject calls from outside, and leave the caller's code on stages without the output. After FSDP's hooks."""
 
         def end(*_: Any) -> None:
             if not self._now().last:
@@ -190,7 +190,7 @@ class Pipeline(Stages):
         model.register_forward_pre_hook(lambda *_: self._now() and None, prepend=True)
         model.register_forward_hook(end)
 
-    # -- what accumulate and evaluate ask ------------------------------------------------------------------------------
+    # -- for accumulate and evaluate -----------------------------------------------------------------------------------
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Elements of the parameters of the whole model."""
@@ -201,7 +201,7 @@ class Pipeline(Stages):
         return microbatches if self.chunks == 1 else -(-microbatches // self.size) * self.size
 
     def check_same(self, batches: Sequence[Any]) -> None:
-        """Raises ValueError if a rank of this pipeline was given other microbatches."""
+        """Raise ValueError if the ranks of this pipeline were given different microbatches. Collective."""
         mine = zlib.crc32(repr([digest(batch) for batch in batches]).encode())
         other = first_difference(mine, self.mesh["pp"].get_group())
         if other is not None:
@@ -219,16 +219,16 @@ class Pipeline(Stages):
         backward: Callable[[Tensor], None],
         before_backward: Callable[[int, Reached], None],
     ) -> Tensor:
-        """Forward and backward of all microbatches; the sum of their losses, 0 except on the last stage.
+        """Run forward and backward of all microbatches. Returns the sum of their losses; 0 except on the last stage.
 
-        Comes after ``take_shared_gradients`` and before ``sum_shared_gradients``.
+        Call it after ``take_shared_gradients`` and before ``sum_shared_gradients``.
 
         Args:
-            forward: makes the loss of (microbatch, its number), by a call of ``model``.
-            backward: of the loss, on the last stage.
-            before_backward: told before each backward the number of its microbatch, and what it reaches.
+            forward: ``forward(microbatch, number)`` calls ``model`` and returns the loss.
+            backward: called with the loss, on the last stage.
+            before_backward: called before each backward with the number of its microbatch, and what it reaches.
 
-        Raises RuntimeError, as ``forward`` does, where an exception ended an earlier step in the middle.
+        Raises RuntimeError, as ``forward`` does, if an exception interrupted an earlier step.
         """
         total = torch.zeros((), dtype=torch.float32, device=runtime.device())
         flight: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
@@ -253,7 +253,7 @@ class Pipeline(Stages):
         return total
 
     def forward(self, call: Callable[[], Any]) -> Any:
-        """The value of ``call``, which calls the model once, on the last stage; None on the others. No gradients."""
+        """Run ``call``, which calls the model once, without gradients. Its value on the last stage, None elsewhere."""
         value = None
         with self._neighbours.step():
             for chunk in range(self.chunks):
@@ -261,7 +261,7 @@ class Pipeline(Stages):
         return value
 
     def from_last(self, x: Tensor) -> Tensor:
-        """What the last stage has as ``x``, on all stages, where it has the same shape and dtype. Collective."""
+        """The last stage's ``x`` on all stages, which pass tensors of the same shape and dtype. Collective."""
         x = x.contiguous()
         dist.broadcast(x, group=self.mesh["pp"].get_group(), group_src=self.size - 1)
         return x
@@ -271,7 +271,7 @@ class Pipeline(Stages):
         self._neighbours.flush()
 
     def _backward_from(self, output: list[Tensor]) -> None:
-        """Backward from the tensors handed over, with the gradients that come back for them."""
+        """Run backward from the tensors that were handed over, with the gradients that the next stage returns."""
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in output]
         for gradient in gradients:
             self._neighbours.receive(gradient, forward=False)
@@ -312,7 +312,7 @@ class Pipeline(Stages):
         return [(p, group) for p, group in named if group is not None]
 
     def take_shared_gradients(self, model: nn.Module) -> list[Tensor | None]:
-        """Remove the earlier gradients of shared parameters, which are sums over the stages already; returns them."""
+        """Remove and return earlier gradients of shared parameters, which are already summed over the stages."""
         held = []
         for parameter, _ in self._shared_parameters(model):
             held.append(parameter.grad)

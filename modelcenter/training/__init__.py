@@ -1,10 +1,21 @@
 """Training: flags, tasks, and the one loop.
 
-script.py goes from the command line to the end of a run: config/ has the flags; tasks/ and metrics/ say what rows,
-heads and scores are; setup/ makes the model, the optimizer and the sizes of a step; loop.py trains, on the batches of
-batch_sources.py; monitoring/ measures, checkpoints/ saves and resumes, output/ writes files and shows lines;
-distillation/ trains with a teacher. dry_run.py shows a plan; inference/ has predict, evaluate and generate, on models
-that trained.py finds.
+script.py               a run from its command line, or from Python, to its end
+config/                 the flags
+tasks/, metrics/        what rows, heads and scores are
+setup/                  from flags to a run that can start: ranks, data, model, optimizer, sizes of a step
+loop.py                 the training loop, on the batches of batch_sources.py
+accumulation.py, evaluation.py
+                        gradients and losses of global batches, however they are cut (joint_loss.py: losses over all
+                        items together, of which contrastive.py has some; ranking_losses.py: those of rerankers)
+checkpoints/, output/   saving and resuming; the files and messages of a run
+monitoring/             clocks, throughput, skipped steps
+stopping.py             stopping on signals and after max_time
+distillation/           training with a teacher
+replaced_tokens.py, structured.py, target_tokens.py
+                        what replaced token detection, CPM-Bee's rows and encoder-decoders' languages need
+dry_run.py              --dry_run: the plan of a run
+inference/              predict, evaluate and generate, on models that trained.py finds
 
 Names are imported on first use, so that flags and --help need no torch.
 """

@@ -1,4 +1,4 @@
-"""Forward and backward of microbatches as one global batch, for models that follow the protocol."""
+"""Forward and backward of microbatches as one global batch, for models that follow the model protocol."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -28,13 +28,13 @@ class TrainingLoss(Protocol):
         ...
 
     def __call__(self, out: Any, batch: Batch, totals: Mapping[str, int]) -> Tensor:
-        """0-d: the sum over the items of the batch, in each term divided by `totals[term]`, the items of the global
-        batch. out: the model's output for `inputs(batch)`."""
+        """The loss of the batch, 0-d: the sum over its items, each term divided by `totals[term]`, the number of items
+        in the global batch. out: the model's output for `inputs(batch)`."""
         ...
 
 
 class ModelLoss:
-    """The loss of the model's own head."""
+    """The loss that the model's own head computes."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -50,7 +50,7 @@ class ModelLoss:
 
 
 class _FunctionLoss(ModelLoss):
-    """A caller's function, which may have `inputs` or `counts` as attributes."""
+    """A function of the caller's, which may have attributes `inputs` and `counts`."""
 
     def __init__(self, model: Model, function: LossFn):
         super().__init__(model)
@@ -67,8 +67,8 @@ class _FunctionLoss(ModelLoss):
 
 
 def training_loss(model: Model, loss_fn: LossFn | None) -> TrainingLoss:
-    """The loss of `accumulate` and `evaluate`: `loss_fn`, with the model's own `inputs` and `counts` where it has none;
-    without it the model's loss."""
+    """The loss of `accumulate` and `evaluate`: `loss_fn`, with the model's `inputs` and `counts` if it has none of its
+    own; None: the model's loss."""
     if loss_fn is None:
         return ModelLoss(model)
     return loss_fn if isinstance(loss_fn, TrainingLoss) else _FunctionLoss(model, loss_fn)
@@ -81,28 +81,28 @@ def accumulate(
     *,
     backward: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Run forward and backward of this rank's microbatches as a part of one global batch.
+    """Run forward and backward of this rank's microbatches as part of one global batch. Collective.
 
     Afterwards every p.grad is the gradient of the mean over all labelled items of all microbatches on all ranks,
     however the batch was cut. A rank with fewer microbatches takes part with empty ones.
 
     Args:
         model: a model of ours, plain or sharded, in training mode.
-        microbatches: keyword arguments of the model's forward, with labels. On the host, so that counting labels waits
-            for no device; they are moved to the model's. With `row_ids` among them, int64, which rows of the data the
-            sequences are, and inside engine.ops.dropout_key(seed, step), the masks of dropout too do not depend on how
-            the batch is cut.
+        microbatches: keyword arguments of the model's forward, with labels. They are on the host, so that counting
+            labels waits for no device, and are moved to the model's device. If they have `row_ids` (int64, the rows of
+            the data that the sequences come from), and inside engine.ops.dropout_key(seed, step), dropout masks do not
+            depend on how the batch is cut either.
         loss_fn: `loss_fn(output, microbatch, totals)` -> 0-d, in place of the model's own loss: the sum over this
-            microbatch's items, divided by `totals[term]`, the items of the global batch. Where it has them,
-            `loss_fn.counts(microbatch)` is {term: items}, in place of the model's, and `loss_fn.inputs(microbatch)`
-            what the model is given of a microbatch. Or a JointLoss, of all items of the global batch together.
-        backward: called with the loss in place of loss.backward(), such as OptimManager.backward.
+            microbatch's items, divided by `totals[term]`, the number of items in the global batch. Optional attributes:
+            `loss_fn.counts(microbatch)` -> {term: items}, in place of the model's, and `loss_fn.inputs(microbatch)` ->
+            what the model is given of a microbatch. Or a JointLoss, over all items of the global batch together.
+        backward: called with the loss instead of loss.backward(), such as OptimManager.backward.
 
     Returns:
         The global mean loss: 0-d, fp32, detached, equal on all ranks.
 
     Raises:
-        ValueError: there are no microbatches on any rank, or a batch does not fit the model.
+        ValueError: no rank has a microbatch, or a batch does not fit the model.
     """
     if isinstance(loss_fn, JointLoss):
         return accumulate_jointly(model, microbatches, loss_fn, backward)

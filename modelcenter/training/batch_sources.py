@@ -1,4 +1,4 @@
-"""Where the global batches of a run come from: what each step trains on, in order, as this rank sees it."""
+"""The source of a run's global batches: what each step trains on, in order, as this rank sees it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ _NO_TOKENS = np.zeros(0, np.int64)
 class GlobalBatch:
     """What one step trains on.
 
-    step: from 0. microbatches: this rank's, on the host. tokens: of all ranks. rows: row numbers of all ranks, or
-    whatever the source's `where` takes. state: what `BatchSource.batches` needs to go on after this batch, beside the
-    step.
+    step: counts from 0. microbatches: this rank's, on the host. tokens: their number on all ranks. rows: row numbers on
+    all ranks, or whatever the source's `where` takes. state: what `BatchSource.batches` needs besides the step to
+    continue after this batch.
     """
 
     step: int
@@ -35,32 +35,32 @@ class GlobalBatch:
 
 
 class BatchSource(Protocol):
-    """Where the loop's batches come from. The order is a function of the flags and the data, not of the ranks."""
+    """Yields the loop's batches. Their order depends on the flags and the data, not on the number of ranks."""
 
     @property
     def steps(self) -> int:
-        """Of the run."""
+        """Number of steps of the run."""
         ...
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None: not known before the data end."""
+        """None: not known before the end of the data."""
         ...
 
     def batches(self, step: int = 0, state: dict[str, Any] | None = None) -> Iterator[GlobalBatch]:
-        """From a step on, to the end; state: that of the batch before it."""
+        """The batches from a step on. state: that of the batch before it."""
         ...
 
     def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
-        """Passes over the data when so many steps are done. state: that of the last one's batch."""
+        """Passes over the data after so many steps. state: that of the last batch."""
         ...
 
     def where(self, rows: Any, most: int = 4) -> str:
-        """Where the rows of a global batch come from, for people."""
+        """Where the rows of a global batch come from, for messages; `most` of them are named."""
         ...
 
     def to_remember(self, rows: Any) -> Any:
-        """The rows of a global batch as `where` takes them, in little memory: those of many batches may be kept."""
+        """The rows of a global batch in a compact form that `where` takes, to be kept for many batches."""
         ...
 
 
@@ -69,7 +69,7 @@ class BatchSampler(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of all rows."""
+        """Lengths of all rows."""
         ...
 
     @property
@@ -81,10 +81,10 @@ class BatchSampler(Protocol):
 
 
 class RowBatchSource:
-    """Batches of rows that are all known: any step can be worked out from its number alone."""
+    """Batches of rows that are all known beforehand, so that any step follows from its number alone."""
 
     def __init__(self, examples: Any, sampler: BatchSampler, steps: int, microbatches: int):
-        """steps: of the run. microbatches: of each rank and step, at most."""
+        """steps: of the run. microbatches: at most so many per rank and step."""
         self.examples, self.sampler, self.steps, self.microbatches = examples, sampler, steps, microbatches
         self.steps_per_epoch = sampler.steps
 
@@ -93,7 +93,7 @@ class RowBatchSource:
             yield self._batch(number, rows, epoch)
 
     def _rows(self, step: int, end: int) -> Iterator[tuple[int, np.ndarray, int]]:
-        """(step, its rows on all ranks, epoch) of the steps from one on to before another."""
+        """(number, rows on all ranks, epoch) of the steps from `step` to `end` - 1."""
         epoch: int = -1
         batches: Sequence[np.ndarray] = ()
         for number in range(step, end):
@@ -103,9 +103,9 @@ class RowBatchSource:
             yield number, batches[number % self.sampler.steps], epoch
 
     def _batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
-        """This rank's microbatches of some rows; the empty ones of a short batch are left out."""
+        """The batch of these rows, with this rank's microbatches, except empty ones of a short batch."""
         parts = self.sampler.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
-        # Masks are drawn anew when a row comes again, in a mixture perhaps within the epoch.
+        # Masks are drawn anew each time that a row is used; a mixture may use it several times in an epoch.
         turn = step if isinstance(self.examples, Mixture) else epoch
         microbatches = [
             _with_row_ids(self.examples, self.examples.batch(part, turn), part) for part in parts if len(part)
@@ -116,7 +116,7 @@ class RowBatchSource:
         return step / self.sampler.steps
 
     def rows_taken(self, steps: int) -> np.ndarray:
-        """Numbers of the rows that so many steps take from the start, each once, in order."""
+        """The sorted numbers of the rows that the first `steps` steps use."""
         taken = np.zeros(len(self.sampler.lengths), bool)
         for number, rows, _ in self._rows(0, steps):
             taken[rows] = True
@@ -132,7 +132,7 @@ class RowBatchSource:
 
 
 class StreamBatchSource:
-    """Batches of rows that are read while training goes on. Its state is a few integers: the place and the epoch."""
+    """Batches of rows that are read during training. Its state is a few integers: the position and the epoch."""
 
     steps_per_epoch = None
 
@@ -153,7 +153,7 @@ class StreamBatchSource:
             yield GlobalBatch(number, microbatches, int(batch.lengths.sum()), rows, state)
 
     def epochs_at(self, step: int, state: Mapping[str, Any]) -> float:
-        """The epoch of the last step's rows. How far into it they are is not known before it ends."""
+        """The epoch of the last step's rows. The progress within an epoch is not known before it ends."""
         return float(state.get("epoch", 0))
 
     def where(self, rows: Any, most: int = 4) -> str:
@@ -164,7 +164,7 @@ class StreamBatchSource:
 
 
 def make_batch_source(cfg: TrainConfig, examples: Any) -> BatchSource:
-    """The batches of a run, by rows or by tokens; of a mixture, the rows that it draws for each epoch."""
+    """The batches of a run, sized by rows or by tokens. A mixture draws its rows for each epoch."""
     assert cfg.gradient_accumulation_steps is not None
     if isinstance(examples, StreamRows):
         return stream_batch_source(cfg, examples)
@@ -191,11 +191,11 @@ def stream_batch_source(cfg: Any, examples: StreamRows) -> StreamBatchSource:
 
 
 def _with_row_ids(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """A batch with numbers of its sequences, by which dropout draws the same masks however the rows are cut."""
+    """Add the ids of the rows to a batch, from which dropout draws masks that do not depend on the cut."""
     batch["row_ids"] = torch.from_numpy(np.asarray(examples.row_ids(rows), np.int64))
     return batch
 
 
 def _join_places(places: list[str], count: int) -> str:
-    """Where `count` rows are, of which some places are shown."""
+    """The places of some rows as text; `count` is the number of all."""
     return "; ".join(places) + (f" and {count - len(places)} more" if count > len(places) else "")

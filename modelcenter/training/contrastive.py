@@ -1,7 +1,7 @@
-"""Losses of embeddings: texts that belong together are to be more alike than others.
+"""Losses of embeddings, which make texts that belong together more similar than others.
 
-Both are of all texts of a global batch together (training.joint_loss). A batch holds its texts row by row: an anchor,
-its positive, and perhaps negatives.
+They are computed over all texts of a global batch together (training.joint_loss). A batch holds its texts row by row:
+an anchor, its positive, and perhaps negatives.
 """
 
 from abc import ABC, abstractmethod
@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.loss import cross_entropy
 
 ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2  # roles of texts
-TEXT_FACTS = ("roles", "text_ids", "scores")  # of a batch, beside the inputs of the model: one number for each text
-_ELEMENTS = 1 << 24  # similarities that are held at a time
-# What similarities are divided by where nobody says: as sentence-transformers, which multiplies cosines by 20.
+TEXT_FACTS = ("roles", "text_ids", "scores")  # in a batch beside the model's inputs: a number for each text
+_ELEMENTS = 1 << 24  # similarities that are held at once
+# Default temperatures. sentence-transformers multiplies cosines by 20.
 TEMPERATURES = {"cosine": 0.05, "dot": 1.0}
 
 
@@ -27,9 +27,9 @@ class EmbeddingLoss(ABC):
     """Base of the losses.
 
     Attributes:
-        similarity: "cosine" or "dot". temperature: similarities are divided by it; None: TEMPERATURES.
-        widths: of the embeddings of which the loss is the sum: their first so many elements (Kusupati et al. 2022,
-            arXiv:2205.13147); (): all.
+        similarity: "cosine" or "dot". temperature: divides similarities; None: as in TEMPERATURES.
+        widths: the loss is the sum over these widths of the loss of the embeddings' first `width` elements (Kusupati et
+            al. 2022, arXiv:2205.13147); (): the whole embeddings.
     """
 
     similarity: str = "cosine"
@@ -38,7 +38,7 @@ class EmbeddingLoss(ABC):
 
     @property
     def scale(self) -> float:
-        """What similarities are multiplied by."""
+        """The factor of similarities, 1 / temperature."""
         return 1 / (TEMPERATURES[self.similarity] if self.temperature is None else self.temperature)
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,9 +49,8 @@ class EmbeddingLoss(ABC):
         return {"loss": 0 if roles is None else int((roles == ANCHOR).sum())}
 
     def facts(self, batch: Mapping[str, Any]) -> Tensor:
-        """(n, 3): role, number of the text (equal texts have equal ones) and score of each text; a row has the score
-        of its anchor."""
-        if "roles" not in batch:  # of a rank without rows
+        """(n, 3): role, id (equal texts have equal ids) and score of each text. A row's score is its anchor's."""
+        if "roles" not in batch:  # on a rank without rows
             return torch.zeros(0, 3, dtype=torch.float64)
         roles = batch["roles"].double()
         return torch.stack(
@@ -74,7 +73,7 @@ class EmbeddingLoss(ABC):
                     part.backward()
                 total = total + part.detach()
             if held.grad is not None:
-                with torch.enable_grad():  # of a number: torch imports sympy for a backward that is given a gradient
+                with torch.enable_grad():  # from a scalar: torch imports sympy for a backward with a given gradient
                     (vectors * held.grad).sum().backward()
                 assert leaf.grad is not None
                 gradients[:, :width] += leaf.grad
@@ -82,20 +81,19 @@ class EmbeddingLoss(ABC):
 
     @abstractmethod
     def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
-        """The parts of which a share is the sum, each with a graph of its own back to the vectors (N, width)."""
+        """The terms of a share, each with a graph of its own back to the vectors (N, width)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InBatchNegatives(EmbeddingLoss):
     """The mean over the anchors of the cross-entropy of finding their positive among all positives and negatives of the
-    global batch (InfoNCE, van den Oord et al. 2018; Henderson et al. 2017, arXiv:1705.00652), after
+    global batch (InfoNCE, van den Oord et al. 2018; Henderson et al. 2017, arXiv:1705.00652), as
     MultipleNegativesRankingLoss of sentence-transformers.
 
-    A text that is known to belong to an anchor, as its positive in any row, or that is the anchor itself, is none of
-    the others.
+    Texts that are an anchor's positive in any row, or equal to the anchor, are not used as its negatives.
 
     Attributes:
-        symmetric: also find the anchor of each positive among all anchors, and take the mean of both.
+        symmetric: also find the anchor of each positive among all anchors, and take the mean of both losses.
     """
 
     symmetric: bool = False
@@ -104,12 +102,12 @@ class InBatchNegatives(EmbeddingLoss):
         _, texts = facts[:, 1].unique(return_inverse=True)
         anchors, positives = _pairs(facts)
         documents = (facts[:, 0] != ANCHOR).nonzero().flatten()
-        place = torch.searchsorted(documents, positives)  # of each row's positive among the documents
-        count = len(texts)  # a number for each (anchor, positive)
+        place = torch.searchsorted(documents, positives)  # the place of each row's positive among the documents
+        count = len(texts)  # encodes each (anchor, positive) as one number
         pairs = (texts[anchors] * count + texts[positives]).sort().values
 
         def belong(first: Tensor, second: Tensor) -> Tensor:
-            """Whether texts are an anchor and a positive of it, or the same."""
+            """Whether two texts are an anchor and its positive, or equal."""
             pair = first * count + second
             known = pairs[torch.searchsorted(pairs, pair).clamp(max=len(pairs) - 1)] == pair
             return known | (first == second)
@@ -127,7 +125,7 @@ class InBatchNegatives(EmbeddingLoss):
                     yield weight * self._entropy(vectors, positives[rows], anchors, rows, same)
 
     def _entropy(self, vectors: Tensor, queries: Tensor, candidates: Tensor, right: Tensor, same: Tensor) -> Tensor:
-        """The sum over the queries of the cross-entropy of their right candidate among those that are not the same."""
+        """The sum over the queries of the cross-entropy of the right candidate; others that are `same` do not count."""
         scores = self.scale * (vectors[queries] @ vectors[candidates].T)
         scores = scores.masked_fill(same.scatter(1, right[:, None], False), -torch.inf)
         return cross_entropy(scores, right, 1)
@@ -135,25 +133,25 @@ class InBatchNegatives(EmbeddingLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class RankedPairs(EmbeddingLoss):
-    """Pairs with higher scores are to be more alike: the logarithm of 1 + the sum over all two pairs of a global batch,
-    of which the second has the higher score, of exp((similarity of the first - that of the second) / temperature),
-    after CoSENTLoss of sentence-transformers (Su 2022). It reads the order of the scores alone.
+    """Makes pairs with higher scores more similar: log(1 + the sum of exp((similarity of a - similarity of b) /
+    temperature) over all two pairs a and b of a global batch of which b has the higher score), as CoSENTLoss of
+    sentence-transformers (Su 2022). Only the order of the scores matters.
     """
 
     def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
-        if own.start != 0 or own.stop == 0:  # nothing to divide: there are few numbers
+        if own.start != 0 or own.stop == 0:  # one rank computes it all: it is too little work to divide
             return
         anchors, positives = _pairs(facts)
         scores, order = facts[anchors, 2].sort()
         with torch.set_grad_enabled(gradient):
             alike = self.scale * (vectors[anchors[order]] * vectors[positives[order]]).sum(-1)
-            below = torch.searchsorted(scores, scores)  # pairs with a lower score than each
-            # Of each pair the sum of exp(alike of one below it - its own) over those below it, as a logarithm.
+            below = torch.searchsorted(scores, scores)  # for each pair, the number of pairs with a lower score
+            # For each pair, the log of the sum of exp(alike of another - its own) over the pairs with lower scores.
             sums = alike.logcumsumexp(0)[(below - 1).clamp(min=0)] - alike
             yield torch.cat([alike.new_zeros(1), sums[below > 0]]).logsumexp(0)
 
 
 def _pairs(facts: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows,) int64 both: the numbers of the anchors, and of their positives."""
+    """The indices of the anchors and of their positives, both (rows,) int64."""
     anchors, positives = ((facts[:, 0] == role).nonzero().flatten() for role in (ANCHOR, POSITIVE))
     return anchors, positives

@@ -1,4 +1,4 @@
-"""--dry_run: what a run would do and cost, from its data and one step that leaves nothing behind."""
+"""--dry_run: what a run would do and cost, judged by its data and one step. Leaves nothing behind."""
 
 import time
 from dataclasses import replace
@@ -117,7 +117,7 @@ def _labels(model: Model) -> str:
 
 
 def padding_if_padded(lengths: np.ndarray, batch_size: int, seed: int) -> float:
-    """The fraction of slots that are padding when shuffled rows are padded to the longest of their batch."""
+    """The fraction of padding if shuffled rows were padded to the longest row of their batch."""
     order = np.random.default_rng(seed).permutation(lengths)
     slots = sum(len(part) * int(part.max()) for part in np.split(order, range(batch_size, len(order), batch_size)))
     return 1 - int(lengths.sum()) / max(slots, 1)

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: every row once, exact numbers on any number of ranks."""
+"""Evaluation and prediction: each row counts once, and numbers are exact on any number of ranks."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ MetricUpdate = Callable[[Any, ModelOutput, Any], None]
 
 
 class Batches(Protocol):
-    """Batches by number, which may be made when they are read, and are read more than once."""
+    """A sequence of batches, which may be made when they are read, and are read more than once."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class Batches(Protocol):
     def __getitem__(self, number: int, /) -> Batch: ...
 
 
-_PIPELINE_BATCHES = 8  # between two checks for a stop, at which the stages of a pipeline wait for each other
+_PIPELINE_BATCHES = 8  # between two checks for a stop, in which the stages of a pipeline wait for each other
 _should_stop: ContextVar[Callable[[], bool] | None] = ContextVar("should_stop", default=None)  # see `stoppable`
 
 
@@ -39,8 +39,8 @@ class EvaluationStopped(Exception):
 
 @contextmanager
 def stoppable(should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Let evaluations and generation inside the block raise EvaluationStopped between two batches once `should_stop`,
-    which is collective, returns true."""
+    """Inside, evaluation and generation raise EvaluationStopped between two batches once `should_stop`, which is
+    collective, returns true."""
     token = _should_stop.set(should_stop)
     try:
         yield
@@ -49,8 +49,8 @@ def stoppable(should_stop: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_stop() -> None:
-    """Raise EvaluationStopped if the innermost `stoppable` block says so. For a point between two batches that all
-    ranks reach equally often. Collective."""
+    """Raise EvaluationStopped if the innermost `stoppable` block says so. Call it between two batches, equally often on
+    all ranks. Collective."""
     should_stop = _should_stop.get()
     if should_stop is not None and should_stop():
         raise EvaluationStopped
@@ -67,14 +67,14 @@ def evaluate(
 
     Args:
         model: a model of ours, plain or sharded; each of its modules is left in the mode (train or eval) it was in.
-        batches: this rank's, with labels; read twice, the first time to count labels. Ranks may have different numbers.
+        batches: this rank's, with labels; read twice, first to count labels. Ranks may have different numbers of them.
         metrics: Metrics, updated with the logits and labels of every batch; or any Score, with `feed`.
-        feed: updates the metrics, `feed(metrics, output, batch)`; it may also be given without metrics.
-        loss_fn: as for accumulate.
+        feed: `feed(metrics, output, batch)` updates the metrics; it may also be given without metrics.
+        loss_fn: as in `accumulate`.
 
     Returns:
-        {"loss": mean over the items (a sum of means, for a loss of several terms; None: there are no items),
-        **metrics.result()}.
+        {"loss": the mean over the items (for a loss of several terms, the sum of their means; None: there are no
+        items), **metrics.result()}.
     """
     loss = training_loss(model, loss_fn)
     terms = sorted(loss.counts(model.empty_batch()))
@@ -98,10 +98,10 @@ def _update_metrics(metrics: Any, out: ModelOutput, batch: Batch) -> None:
 
 
 def logits_of(model: Model, batches: Batches, places: Sequence[Tensor], rows: int, width: int) -> Tensor:
-    """Logits of all rows of all ranks, in the order of the rows, on every rank. Collective.
+    """The logits of all ranks' rows, in row order, on every rank. Collective.
 
     Args:
-        batches: this rank's; places: the row numbers of each. rows, width: shape of what is returned.
+        batches: this rank's. places: the row numbers of each batch. rows, width: the shape of the result.
 
     Returns:
         (rows, width) fp32 on the host.
@@ -110,17 +110,17 @@ def logits_of(model: Model, batches: Batches, places: Sequence[Tensor], rows: in
 
 
 def embeddings_of(model: Model, batches: Batches, places: Sequence[Tensor], rows: int, width: int) -> Tensor:
-    """The embeddings of all texts; otherwise as logits_of. places: the numbers of the texts of each batch."""
+    """As `logits_of`, for embeddings. places: the numbers of the texts of each batch."""
     return _in_row_order(_outputs(model, batches, None, _unlabelled), "embeddings", places, rows, width)
 
 
 def log_probs_of(
     model: Model, batches: Batches, places: Sequence[Tensor], rows: int, width: int, loss_fn: TrainingLoss
 ) -> Tensor:
-    """The log-probabilities of the labels of `width` neighbouring sequences; otherwise as logits_of.
+    """As `logits_of`, for the log-probabilities of the labels of `width` neighbouring sequences.
 
     Args:
-        loss_fn: asks the model for log-probabilities in its `inputs`.
+        loss_fn: its `inputs` ask the model for log-probabilities.
     """
     return _in_row_order(_outputs(model, batches, None, loss_fn.inputs), "log_probs", places, rows, width)
 
@@ -128,16 +128,16 @@ def log_probs_of(
 def _in_row_order(
     found: Iterator[tuple[Batch | None, ModelOutput]], name: str, places: Sequence[Tensor], rows: int, width: int
 ) -> Tensor:
-    """(rows, width) one output of all batches of all ranks, on every rank."""
+    """The output `name` of all ranks' batches as (rows, width), on every rank."""
     result = torch.zeros(rows, width)
     for number, (batch, out) in enumerate(found):
         if batch is not None:
             result[places[number]] = out[name].float().cpu().view(-1, width)
-    return sum_over_ranks(result)  # a row is zero on all ranks but one, so the sum is exact
+    return sum_over_ranks(result)  # exact, because a row is zero on all ranks but one
 
 
 def outputs(model: Model, batches: Batches) -> Iterator[tuple[int, ModelOutput]]:
-    """(number of the batch, the model's output) of this rank's batches whose results count here. Collective."""
+    """(number of a batch, the model's output) for those of this rank's batches whose results count here. Collective."""
     for number, (batch, out) in enumerate(_outputs(model, batches, None, _unlabelled)):
         if batch is not None:
             yield number, out
@@ -150,8 +150,8 @@ def _unlabelled(batch: Batch) -> Batch:
 def _outputs(
     model: Model, batches: Batches, totals: dict[str, int] | None, inputs: Callable[[Batch], Batch]
 ) -> Iterator[tuple[Batch | None, ModelOutput]]:
-    """(batch on the device, output) of each batch, in eval mode; (None, ...) where another rank's output counts, or
-    only other ranks have a batch left."""
+    """(batch on the device, output) of each batch, in eval mode; (None, ...) if another rank's output counts, or only
+    other ranks have a batch left."""
     pipeline = model.pipeline
     if pipeline is not None:
         pipeline.check_same(batches)
@@ -168,7 +168,7 @@ def _outputs(
                 with torch.no_grad():
                     out = forward() if pipeline is None else pipeline.forward(forward)
                 yield (batch if mine and is_counted() else None), out
-                del out  # or its logits would be held beside those of the next batch
+                del out  # otherwise its logits would be held beside those of the next batch
         finally:
             if pipeline is not None:
                 pipeline.flush()

@@ -1,9 +1,10 @@
 """Losses over all items of a global batch together, such as contrastive ones, with gradients that do not depend on how
 the batch is cut.
 
-The gradient by the outputs for one item needs the outputs for all. Where a rank has several microbatches, all but one
-run twice (Gao et al. 2021, arXiv:2101.06983): first without gradients, for the outputs; then forward and backward, with
-the gradient by the outputs known. Dropouts draw the same masks both times, by step, row and place.
+The gradient with respect to one item's output needs the outputs of all items. So if a rank has several microbatches,
+all but one run twice (Gao et al. 2021, arXiv:2101.06983): first without gradients, for the outputs; then forward and
+backward, with the gradient with respect to the outputs known. Dropout draws the same masks both times, by step, row and
+position.
 """
 
 import functools
@@ -27,45 +28,45 @@ from modelcenter.models.base import Model
 from modelcenter.training.metrics import greatest, is_counted
 
 Batch = Mapping[str, Any]
-_MICROBATCH = "microbatch"  # in a batch of the second pass: its number
+_MICROBATCH = "microbatch"  # key of the number of a batch, in the second pass
 
 
 @runtime_checkable
 class JointLoss(Protocol):
-    """A loss of all items of a global batch together. An item is a sequence of the model's input."""
+    """A loss over all items of a global batch together. An item is a sequence of the model's input."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """The keyword arguments of the model's forward, from a batch."""
         ...
 
     def counts(self, batch: Batch) -> Mapping[str, int]:
-        """{"loss": what a batch has of what the loss is a mean over}."""
+        """{"loss": how many of the things over which the loss is a mean are in the batch}."""
         ...
 
     def facts(self, batch: Batch) -> Tensor:
-        """(n, k) fp64 on the host: what the loss knows of each item of a batch beside the model's output."""
+        """(n, k) fp64 on the host: what the loss needs to know about each item besides the model's output."""
         ...
 
     def outputs(self, out: Any) -> Tensor:
-        """(n, width) what the loss reads of the model's output for a batch."""
+        """(n, width): the part of the model's output that the loss reads."""
         ...
 
     def share(self, outputs: Tensor, facts: Tensor, own: slice, gradient: bool = True) -> tuple[Tensor, Tensor]:
-        """One rank's share of the loss of all items, such that the shares of all ranks add up to it.
+        """One rank's share of the loss of all items; the shares of all ranks add up to the loss.
 
         Args:
-            outputs: (N, width) fp32. facts: (N, k) fp64, on the same device. own: those that the rank answers for.
-            gradient: False: what is returned for it has no meaning.
+            outputs: (N, width) fp32. facts: (N, k) fp64, on the same device. own: the items that the rank answers for.
+            gradient: whether the gradient is needed; if False, it is not valid.
 
         Returns:
-            0-d, and its gradient (N, width) by all outputs.
+            The share, 0-d, and its gradient (N, width) with respect to all outputs.
         """
         ...
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The loss (0-d), and its gradients by the outputs for this rank's microbatches."""
+    """The loss (0-d), and its gradients with respect to the outputs of this rank's microbatches."""
 
     value: Tensor
     gradients: Sequence[Tensor]
@@ -74,10 +75,10 @@ class _Found:
 def accumulate_jointly(
     model: Model, microbatches: Iterable[Batch], loss: JointLoss, backward: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """As `accumulate`, for a loss of all items together. Collective."""
+    """As `accumulate`, for a loss over all items together. Collective."""
     batches = [dict(batch) for batch in microbatches]
     most = greatest(len(batches))
-    # The first microbatch need not run twice: it goes through backward when the outputs for the others are there.
+    # The first microbatch need not run twice: its backward runs when the outputs of the others are known.
     first = 0 if model.pipeline is not None else 1
     found: _Found | None = None
     held: list[Tensor] = []
@@ -89,7 +90,7 @@ def accumulate_jointly(
 
     def forward(microbatch: Batch, totals: Mapping[str, int]) -> Tensor:
         nonlocal found
-        number = microbatch.get(_MICROBATCH)  # None: an empty one, as this rank has fewer than others
+        number = microbatch.get(_MICROBATCH)  # None: an empty one, because this rank has fewer than others
         out = _run(model, loss, {name: value for name, value in microbatch.items() if name != _MICROBATCH})
         outputs, own = loss.outputs(out), loss.counts(microbatch)["loss"]
         if found is None:
@@ -114,10 +115,10 @@ def _run(model: Model, loss: JointLoss, batch: Batch, call: Callable[[Any], Any]
 
 @torch.no_grad()
 def _outputs(model: Model, batches: Sequence[Batch], rounds: int, loss: JointLoss) -> list[Tensor]:
-    """What the loss reads of the outputs for these batches of this rank; on the last stage. Collective.
+    """The outputs that the loss reads, for these batches of this rank; in a pipeline, on the last stage. Collective.
 
     Args:
-        rounds: batches of the rank with the most.
+        rounds: number of batches on the rank that has most.
     """
     pipeline, outputs = model.pipeline, []
     padded = [*batches, *(model.empty_batch() for _ in range(len(batches), rounds))]
@@ -138,10 +139,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _joint(loss: JointLoss, own: Tensor | None, facts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loss of the items of all ranks, 0-d, and its gradient by this rank's outputs. Collective.
+    """The loss over the items of all ranks, 0-d, and its gradient with respect to this rank's outputs. Collective.
 
     Args:
-        own: (n, width) this rank's outputs; None: it has none. facts: (n, k) of its items.
+        own: (n, width) this rank's outputs; None: it has none. facts: (n, k) those of its items.
     """
     device = engine.device() if own is None else own.device
     if runtime.world_size() == 1:
@@ -150,7 +151,7 @@ def _joint(loss: JointLoss, own: Tensor | None, facts: Tensor | None) -> tuple[T
     items = None if own is None or not is_counted() else (own.float(), facts)
     every, every_fact, starts = _gather(items, device)
     first = (runtime.stages() - 1) * (runtime.world_size() // runtime.stages())
-    leader = first + runtime.data_rank() * runtime.model_ranks()  # of those that compute this rank's batch together
+    leader = first + runtime.data_rank() * runtime.model_ranks()  # the first rank that computes this rank's batch
     mine = slice(starts[leader], starts[leader + 1])
     value, gradient = loss.share(every, every_fact, mine)
     sums = torch.cat((gradient.flatten(), value.reshape(1).float())).to(runtime.message_device())
@@ -162,10 +163,10 @@ def _joint(loss: JointLoss, own: Tensor | None, facts: Tensor | None) -> tuple[T
 
 
 def _gather(items: tuple[Tensor, Tensor | None] | None, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
-    """The outputs (N, width) and facts (N, k) of all ranks, and the number of the first of each rank, with the end.
+    """The outputs (N, width) and facts (N, k) of all ranks, and the index of each rank's first item, then N.
 
     Args:
-        items: this rank's; None: it has none.
+        items: this rank's outputs and facts; None: it has none.
     """
     place, world = runtime.message_device(), runtime.world_size()
     shape = [0, 0, 0] if items is None or items[1] is None else [*items[0].shape, items[1].shape[1]]
@@ -186,7 +187,7 @@ def _gather(items: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
 
 
 def _same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextManager[Any]:
-    """Inside, dropouts draw the same masks each time that a batch is run. Numbers rows where the caller has not."""
+    """Inside, dropout draws the same masks each time a batch runs. Adds row ids to batches without."""
     if not model.training:
         return nullcontext()
     first = runtime.data_rank() << 20
@@ -200,8 +201,8 @@ def _same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextM
 
 
 class _WithGradient(torch.autograd.Function):
-    """A loss whose gradient by the outputs is known. It is scaled before it is rounded: of many items each is below the
-    smallest number of fp16, for which the loss is scaled."""
+    """A loss whose gradient with respect to the outputs is known. The gradient is multiplied by the loss scale before
+    it is rounded, because with many items its elements are below the smallest number of fp16."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, value: Tensor, gradient: Tensor) -> Tensor:

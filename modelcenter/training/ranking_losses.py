@@ -1,8 +1,8 @@
-"""Losses of rerankers: of the texts of a row, those that answer its query better are to have higher scores.
+"""Losses of rerankers, which give higher scores to those texts of a row that answer its query better.
 
-A batch holds its texts row by row, each read together with its query: `labels`, fp32 (texts,), says how well it answers
-that, and `row_texts`, int64 (rows,), how many texts each row has. All texts of a row are in one microbatch, so each
-loss is a sum over rows; it is divided by its items in the whole step.
+A batch holds its texts row by row, each together with its query. `labels`, fp32 (texts,), says how well each text
+answers the query, and `row_texts`, int64 (rows,), how many texts each row has. All texts of a row are in one
+microbatch, so each loss is a sum over rows, divided by the number of its items in the whole step.
 """
 
 from abc import ABC, abstractmethod
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from modelcenter.layers.host_copies import host_copy
 
-TEXT_FACTS = ("labels", "row_texts")  # of a batch, beside the inputs of the model
+TEXT_FACTS = ("labels", "row_texts")  # in a batch beside the model's inputs
 
 
 class RankingLoss(ABC):
-    """A TrainingLoss of a head with one label; base of the losses.
+    """Base of the losses: a TrainingLoss for a head with one label.
 
     Attributes:
-        lowest, highest: of the labels that have a meaning for it; None: there is no such limit.
+        lowest, highest: the range of valid labels; None: no limit.
     """
 
     lowest: ClassVar[float | None] = None
@@ -32,7 +32,7 @@ class RankingLoss(ABC):
         return {name: value for name, value in batch.items() if name not in TEXT_FACTS}
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        if "row_texts" not in batch:  # of a rank without rows
+        if "row_texts" not in batch:  # on a rank without rows
             return {"loss": 0}
         return {"loss": int(self.items(*by_row(batch["labels"], batch["row_texts"])).sum())}
 
@@ -47,29 +47,29 @@ class RankingLoss(ABC):
             scores: fp32 (texts,), the output of the model for each text.
         """
         if "row_texts" not in batch:
-            return scores.sum()  # of nothing, but with a graph
+            return scores.sum()  # 0, with a graph
         labels, there = by_row(batch["labels"], batch["row_texts"])
         return self.sum_of_rows(by_row(scores, batch["row_texts"])[0], labels, there)
 
     @abstractmethod
     def items(self, labels: Tensor, there: Tensor) -> Tensor:
-        """int64 (rows,), of how many items each row has a loss. Arguments: as of sum_of_rows."""
+        """int64 (rows,): the number of items of each row. Arguments: see `sum_of_rows`."""
 
     @abstractmethod
     def sum_of_rows(self, scores: Tensor, labels: Tensor, there: Tensor) -> Tensor:
         """The sum over the items of some rows.
 
         Args:
-            scores, labels: fp32 (rows, most), those of each row, and zeros behind them. there: bool (rows, most),
-                where there is a text.
+            scores, labels: fp32 (rows, most), each row padded with zeros. there: bool (rows, most), where there is a
+                text.
         """
 
 
 def by_row(values: Tensor, row_texts: Tensor) -> tuple[Tensor, Tensor]:
-    """((rows, most) the values of the texts of each row, and zeros behind them; (rows, most) where there is a text).
+    """((rows, most) the values of each row's texts, padded with zeros; (rows, most) bool, where there is a text).
 
     Args:
-        values: (texts,). row_texts: int64 (rows,), texts of each row.
+        values: (texts,). row_texts: int64 (rows,), the number of texts of each row.
     """
     most = int(host_copy(row_texts).max()) if len(row_texts) else 0
     there = torch.arange(most, device=values.device) < row_texts[:, None]
@@ -77,8 +77,8 @@ def by_row(values: Tensor, row_texts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Binary(RankingLoss):
-    """The mean over the texts of the binary cross-entropy of score and label, which is a probability; as
-    BinaryCrossEntropyLoss of sentence-transformers."""
+    """The mean over the texts of the binary cross-entropy of score and label, a probability, as BinaryCrossEntropyLoss
+    of sentence-transformers."""
 
     lowest, highest = 0.0, 1.0
 
@@ -90,8 +90,8 @@ class Binary(RankingLoss):
 
 
 class Listwise(RankingLoss):
-    """The mean over the rows of the cross-entropy of finding the positive among the texts of its row, as rerankers of
-    BGE are trained; of several positives each by its share of the labels' sum. Rows with one text, or without a
+    """The mean over the rows of the cross-entropy of finding the positive among the row's texts, as BGE's rerankers are
+    trained. Several positives are weighted by their shares of the labels' sum. Rows with a single text, or without a
     positive, have no loss."""
 
     lowest = 0.0
@@ -104,8 +104,8 @@ class Listwise(RankingLoss):
 
 
 class ListNet(RankingLoss):
-    """The mean over the rows of the cross-entropy of the distributions over their texts that the softmax makes of
-    labels and of scores (Cao et al. 2007). Rows with one text have no loss."""
+    """The mean over the rows of the cross-entropy between the softmax of the labels and that of the scores (Cao et al.
+    2007). Rows with a single text have no loss."""
 
     def items(self, labels: Tensor, there: Tensor) -> Tensor:
         return (there.sum(1) > 1).long()
@@ -115,8 +115,8 @@ class ListNet(RankingLoss):
 
 
 class Pairwise(RankingLoss):
-    """The mean over all two texts of a row with different labels of log(1 + exp(score of the one with the lower label -
-    that of the other)): RankNet (Burges et al. 2005)."""
+    """RankNet (Burges et al. 2005): the mean, over all pairs of a row's texts with different labels, of log(1 +
+    exp(score of the text with the lower label - score of the other))."""
 
     def items(self, labels: Tensor, there: Tensor) -> Tensor:
         return self._ordered(labels, there).sum((1, 2))
@@ -132,8 +132,8 @@ class Pairwise(RankingLoss):
 
 
 class MarginMSE(RankingLoss):
-    """The mean over the texts of a row but the first of the squared difference between the margins by which the first
-    one has the higher score and the higher label, which is a teacher's score (Hofstätter et al. 2020,
+    """The mean over all texts of a row but the first of the squared difference between two margins of the first text
+    over the other: that of the scores and that of the labels, which are a teacher's scores (Hofstätter et al. 2020,
     arXiv:2010.02666)."""
 
     def items(self, labels: Tensor, there: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _entropy(scores: Tensor, targets: Tensor, there: Tensor) -> Tensor:
     return -(targets * logs.masked_fill(~there, 0.0)).sum()
 
 
-RANKING_LOSSES: dict[str, type[RankingLoss]] = {  # by the names that flags give them
+RANKING_LOSSES: dict[str, type[RankingLoss]] = {  # by their names in flags
     "binary": Binary,
     "listwise": Listwise,
     "listnet": ListNet,

@@ -1,4 +1,4 @@
-"""The two nets of replaced token detection: how they are found or made, joined, saved and exported."""
+"""The two networks of replaced token detection: finding or creating, joining, saving and exporting them."""
 
 import json
 import logging
@@ -27,20 +27,20 @@ from modelcenter.training.config import ReplacedTokensConfig
 
 log = logging.getLogger("modelcenter")
 
-# What a generator is of a discriminator, where neither --generator nor --generator_size says it.
+# The relative size of a generator if neither --generator nor --generator_size is given.
 SIZES = {"electra": 0.25, "deberta-v2": 0.5}
-_SEED_OF_GENERATOR = 0x6E4  # added to the run's: nets of one size would begin with the same layers
+_SEED_OF_GENERATOR = 0x6E4  # added to the run's seed: networks of equal size would start with equal layers
 
 
 def generator_fields(config: Any, size: float | None) -> dict[str, Any]:
-    """Fields of a generator's config that differ from those of its discriminator.
+    """The fields of a generator's config that differ from its discriminator's.
 
-    ELECTRA's has a share of the attention heads, each as wide as the discriminator's, and feed-forward layers that are
-    narrower alike: of the sizes in its paper, 1/4 makes those of small and large, 1/3 that of base. DeBERTa-v3's has a
-    share of the layers, of the same width: 1/2 in its published configurations.
+    ELECTRA's generator has a fraction of the attention heads, each as wide as the discriminator's, and feed-forward
+    layers that are narrower by the same fraction: in its paper 1/4 for small and large, and 1/3 for base. DeBERTa-v3's
+    has a fraction of the layers, of the same width: 1/2 in its published configurations.
 
     Args:
-        config: the discriminator's. size: the share; None: the family's.
+        config: the discriminator's. size: the fraction; None: the family's.
     """
     share = SIZES[config.model_type] if size is None else size
     if config.model_type == "deberta-v2":
@@ -54,11 +54,11 @@ def generator_fields(config: Any, size: float | None) -> dict[str, Any]:
 
 
 def joined_nets(cfg: ReplacedTokensConfig, discriminator: Model, load: Callable[..., Model]) -> ReplacedTokenPair:
-    """The model that trains: the discriminator, and the generator that the flags say.
+    """The model to train: the discriminator with the generator that the flags name or describe.
 
     Args:
-        load: `load(name or config, task, **options)`, modelcenter.from_pretrained or from_config with what the flags
-            say of every model.
+        load: `load(name or config, task, **options)`, which is modelcenter.from_pretrained or from_config with the
+            options that the flags give for every model.
 
     Raises:
         ValueError: there is no generator, or it does not fit.
@@ -87,12 +87,12 @@ def joined_nets(cfg: ReplacedTokensConfig, discriminator: Model, load: Callable[
 
 @torch.no_grad()
 def _agree_on_tables(cfg: ReplacedTokensConfig, generator: Model, discriminator: Model) -> None:
-    """Let new nets begin with the generator's embeddings, so that differences begin at zero; warn where tied ones
-    differ in what was loaded, of which the discriminator's are kept."""
+    """Let new networks start with the generator's embeddings, so that differences start at zero. For loaded ones, warn
+    if tied tables differ, since the discriminator's are used then."""
     for name in TABLES:
         one, other = getattr(generator, name, None), getattr(discriminator, name, None)
         if one is None or other is None or one.weight.shape != other.weight.shape:
-            continue  # ReplacedTokenPair says what does not fit
+            continue  # ReplacedTokenPair reports what does not fit
         if cfg.from_scratch:
             other.weight.copy_(one.weight)
         elif cfg.share_embeddings == "tied" and not torch.equal(one.weight, other.weight) and engine.rank() == 0:
@@ -105,13 +105,13 @@ def _agree_on_tables(cfg: ReplacedTokensConfig, generator: Model, discriminator:
 
 
 def nets_of_run(cfg: ReplacedTokensConfig, source: str, load: Callable[..., Model], policy: Any) -> Model:
-    """Both nets of a finished run, for an evaluation.
+    """Both networks of a finished run, for an evaluation.
 
     Args:
-        source: where its discriminator is. load, policy: see Task.trained_model.
+        source: the discriminator's folder. load, policy: see Task.trained_model.
 
     Raises:
-        ValueError: no generator lies beside it.
+        ValueError: there is no generator beside it.
     """
     beside = Path(source).parent / GENERATOR
     if not (beside / CONFIG_FILE).is_file():
@@ -127,17 +127,17 @@ def nets_of_run(cfg: ReplacedTokensConfig, source: str, load: Callable[..., Mode
     return pair.eval()
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- saving and exporting ----------------------------------------------------------------------------------------------
 
 
 def save_nets(
     pair: ReplacedTokenPair, target: Path, tokenizer: Any = None, card: Any = None, beside: bool = True, **how: Any
 ) -> None:
-    """Write both nets as Hugging Face directories. Collective.
+    """Write both networks as Hugging Face directories. Collective.
 
     Args:
-        target: of the discriminator; the generator's is `generator` beside it, or (not beside) in it.
-        card: of the discriminator. how: further arguments of save_pretrained.
+        target: the discriminator's directory. beside: put the generator's, `generator`, beside it; False: inside it.
+        card: the discriminator's. how: further arguments of save_pretrained.
     """
     with _plain_embeddings(pair):
         pair.discriminator.save_pretrained(target, tokenizer=tokenizer, card=card, **how)
@@ -148,7 +148,7 @@ def save_nets(
 
 @contextmanager
 def _plain_embeddings(pair: ReplacedTokenPair) -> Iterator[None]:
-    """Inside, the discriminator has a table of its own in place of each that is the generator's and a difference."""
+    """Inside, each table of the discriminator that is the generator's plus a difference is one plain table."""
     net = pair.discriminator
     parts = {name: table for name in TABLES if isinstance(table := getattr(net, name, None), DisentangledEmbedding)}
     show_own_parameters(pair)
@@ -166,7 +166,7 @@ def _plain_embeddings(pair: ReplacedTokenPair) -> Iterator[None]:
 
 
 def write_generator_config(pair: ReplacedTokenPair, folder: Path) -> None:
-    """Write the generator's config.json into a checkpoint, which holds both nets. On rank 0."""
+    """Write the generator's configuration into a checkpoint, which holds both networks. On rank 0."""
     net = pair.generator
     arch: ArchMap = registry.get(net.config.model_type).arch_map()
     dtype = str(net.dtype).removeprefix("torch.")
@@ -179,17 +179,17 @@ def holds_nets(path: Path) -> bool:
 
 
 def export_nets(path: Path, target: Path, keep_adapter: bool, idle: Sequence[str], **options: Any) -> str:
-    """Write both nets of a checkpoint: the discriminator as the Hugging Face directory `target`, the generator as one
-    in it. One process.
+    """Write both networks of a checkpoint: the discriminator as the Hugging Face directory `target`, the generator as
+    one inside it. In one process.
 
     Args:
-        idle: flags that were given and have no effect here. options: of save_pretrained.
+        idle: flags that were given but have no effect here. options: arguments of save_pretrained.
 
     Returns:
-        What was written, in words.
+        A message that says what was written.
 
     Raises:
-        ValueError: the target exists; flags without effect.
+        ValueError: the target exists, or flags would have no effect.
     """
     if keep_adapter or idle:
         name = "keep_adapter" if keep_adapter else idle[0]
@@ -203,7 +203,7 @@ def export_nets(path: Path, target: Path, keep_adapter: bool, idle: Sequence[str
 
 
 def load_nets(path: Path) -> ReplacedTokenPair:
-    """The nets of a checkpoint, in one process."""
+    """The networks of a checkpoint, in one process."""
     run: Mapping[str, Any] = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
 
     def build(file: str, task: str) -> Model:

@@ -1,6 +1,6 @@
-"""What every script of a task does, from its command line to the end of its run.
+"""A run of a task, from its command line (or a call from Python) to its end.
 
-Imports no torch before the flags are read, so that --help and mistakes in the flags take no time.
+torch is imported only after the flags are read, so that --help and errors in flags come at once.
 """
 
 import sys
@@ -16,10 +16,10 @@ from modelcenter.training.trained import resolve_model_names
 
 
 def run_task(name: str, argv: Sequence[str] | None, prog: str | None = None, about: str | None = None) -> None:
-    """Train a model for a task, or show what that would be (--dry_run).
+    """Train a model for a task, or show the plan of the run (--dry_run).
 
     Args:
-        name: in TASKS. argv: words of the command line; None: those of this process. prog, about: for --help.
+        name: a key of TASKS. argv: the words of the command line; None: those of this process. prog, about: for --help.
 
     Raises:
         ValueError: wrong flags, files or data.
@@ -34,15 +34,15 @@ def run(task: str, **flags: Any) -> dict[str, Any]:
         summary = mc.training.run("classification", model="bert-base-uncased", train_data="train.csv", output_dir="run")
 
     Args:
-        task: classification, lm, ..., mlm; `pretrain-lm` is that of `pretrain lm`. flags: those of the command line, by
-            any of their names; a list where that takes several words, a dict where it takes KEY=VALUE. config: a YAML
-            file of flags, which the others override.
+        task: classification, lm, ..., mlm; `pretrain-lm` for `pretrain lm`. flags: those of the command line, by any of
+            their names; a list for several words, a dict for KEY=VALUE. config: a YAML file of flags, which the other
+            flags override.
 
     Returns:
         The contents of summary.json; {} for a dry run.
 
     Raises:
-        ValueError: wrong flags, files or data. As `train` of loop.py besides.
+        ValueError: wrong flags, files or data. Also what `train` of loop.py raises.
     """
     began = time.monotonic()
     if task not in TASKS:

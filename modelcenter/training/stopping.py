@@ -1,4 +1,4 @@
-"""Stopping a run in order: on signals and at the end of its time, agreed on by all ranks."""
+"""Stopping a run cleanly, on a signal or when its time is up, as all ranks agree."""
 
 import os
 import signal
@@ -16,19 +16,19 @@ import torch.distributed as dist
 import engine
 from modelcenter.command_line.errors import Stopped
 
-_SECOND_INTERRUPT = 1.0  # seconds after which another SIGINT is a second Ctrl-C: launchers pass the first one on, too
-_KILLED_AFTER = 30  # seconds from a signal until launchers kill, unless torchrun was told otherwise
-_TIME_IS_UP = 1 << 10  # a reason to stop, above every signal's number
+_SECOND_INTERRUPT = 1.0  # seconds after which another SIGINT is a second Ctrl-C: launchers also forward the first
+_KILLED_AFTER = 30  # seconds between a signal and the launcher's SIGKILL, unless torchrun was told otherwise
+_TIME_IS_UP = 1 << 10  # a reason to stop, greater than every signal's number
 
 
 class Stopping:
     """A context manager: the first SIGTERM, SIGUSR1 or SIGINT, or the end of the time, stops the run after a step.
 
-    Only a main thread gets signals. A second SIGINT raises Stopped at once. Where a step takes longer than launchers
-    wait, the process ends in the middle of it: the run goes on from its newest whole checkpoint.
+    Only the main thread receives signals. A second SIGINT raises Stopped at once. If a step takes longer than launchers
+    wait, the process ends in the middle of it, and the run resumes from its newest complete checkpoint.
 
     Attributes:
-        reason: why the run stops, once all ranks have agreed to; None: it does not.
+        reason: why the run stops, once all ranks have agreed on that; None: it does not stop.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Stopping:
         Args:
             seconds: time until the run stops by itself, counted from `began` (by time.monotonic(); None: now).
             on_abandon: called with the reason before the process ends in the middle of a step.
-            grace: seconds that a step may take after a signal; None: all but the last of those that torchrun gives.
+            grace: seconds that a step may take after a signal; None: a little less than torchrun waits.
         """
         self.reason: str | None = None
         self._deadline = None if seconds is None else (time.monotonic() if began is None else began) + seconds
@@ -60,8 +60,8 @@ class Stopping:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=engine.runtime.current().timeout))
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGTERM, signal.SIGINT]
-            if signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):  # submitit, for one, has its own
-                numbers.append(signal.SIGUSR1)  # which SLURM is often told to send
+            if signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):  # submitit, e.g., has a handler
+                numbers.append(signal.SIGUSR1)  # SLURM is often told to send it
             self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
 
@@ -70,19 +70,19 @@ class Stopping:
     ) -> None:
         self.end_of_steps()
         for number, handler in self._previous_handlers.items():
-            # One that was not installed from Python cannot be put back.
+            # A handler that was not installed from Python (None) cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
     def end_of_steps(self) -> None:
-        """Abandon nothing any more: the work after the last step is worth the time that a launcher gives."""
+        """Do not abandon the run from now on: the work after the last step may use all of the launcher's patience."""
         self._may_abandon = False
         if self._watch is not None:
             self._watch.cancel()
 
     def should_stop(self) -> bool:
-        """Whether the run shall end now; the same on all ranks. Collective."""
+        """Whether the run must end now; the same on all ranks. Collective."""
         time_is_up = self._deadline is not None and time.monotonic() > self._deadline
         code = self._max_over_ranks(self._signal or (_TIME_IS_UP if time_is_up else 0))
         if code and self.reason is None:
@@ -93,11 +93,11 @@ class Stopping:
         return self.reason is not None
 
     def any_rank(self, value: bool) -> bool:
-        """Whether it is true on any rank. Collective."""
+        """Whether `value` is true on any rank. Collective."""
         return bool(self._max_over_ranks(int(value)))
 
     def raise_if_interrupted(self) -> None:
-        """Raise Stopped after SIGINT, which is an error for a program; SIGTERM and the end of the time are planned."""
+        """Raise Stopped after SIGINT, which is an error to a shell; SIGTERM and the end of the time are planned."""
         if self.reason is not None and self._signal == signal.SIGINT:
             raise Stopped(signal.SIGINT)
 
@@ -120,22 +120,22 @@ class Stopping:
             self._watch.start()
 
     def _abandon(self) -> None:
-        """End the process: the step that was under way when the signal came is still not done."""
+        """End the process, because the step in which the signal came is still running."""
         assert self._signal is not None
         try:
             if self._on_abandon is not None:
                 name = signal.Signals(self._signal).name
                 step = f"a step of more than {self._grace:g} s"
                 self._on_abandon(f"stopped by {name} in {step}; the last checkpoint counts")
-        except Exception as error:  # such as a full disk: reported, and no reason to stay
+        except Exception as error:  # such as a full disk, which must not keep the process alive
             print(f"error: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(128 + self._signal if self._signal == signal.SIGINT else 0)
 
 
 def _default_grace() -> float:
-    """Seconds after a signal until a run abandons the step that it is in: 5 before torchrun kills it, in which it says
-    so, or half the time where there is little."""
+    """Seconds from a signal until a run abandons its current step: 5 less than torchrun waits, in which the run can
+    report that, or half if torchrun waits only briefly."""
     try:
         killed_after = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))  # as torchrun reads it
     except ValueError:

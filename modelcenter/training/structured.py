@@ -1,4 +1,4 @@
-"""Answers that CPM-Bee writes into structured rows (data.structured)."""
+"""Generating the answers in CPM-Bee's structured rows (data.structured)."""
 
 import copy
 import json
@@ -27,8 +27,8 @@ from modelcenter.training.inference.text_generation import max_over_ranks, new_t
 class _PartlyFilled:
     """An object with some of its answers.
 
-    filled: a copy of the object with the answers so far. row: the object as the model reads it, and values its tokens,
-    with those of the answers so far.
+    filled: a copy of the object with the answers so far. row: the object as the model reads it. values: its tokens,
+    then those of the answers so far.
     """
 
     filled: dict[str, Any]
@@ -51,23 +51,23 @@ class _PartlyFilled:
         return replace(self, filled=filled, values=np.vstack([self.values, new]))
 
     def _token_inputs(self, segment: int) -> tuple[int, ...]:
-        """The other inputs of a token of an answer: no context, its segment, and those that are the same for every
-        token of the row's own sample."""
+        """The other inputs of an answer's token: no context, its segment, and those that all tokens of the row's own
+        sample share."""
         return 0, segment, int(self.values[0, FIELDS.index("num_segments")]), 0, 0
 
 
 def write_answers(model: Model, tokenizer: Any, prompts: Sequence[str], **search: Any) -> list[list[str]]:
-    """The answers to JSON objects, num_return_sequences of each: the text below "<ans>", or what is there as JSON.
+    """The answers to JSON objects, num_return_sequences for each: the text under "<ans>", or the value there as JSON.
 
     Raises:
-        ValueError: a prompt that is no object, and what `fill` raises.
+        ValueError: a prompt is not an object; also what `fill` raises.
     """
     found = fill(model, StructuredEncoder(tokenizer), parse_objects(prompts), **search)
     return [[as_text(filled[ANSWER]) for filled in several] for several in found]
 
 
 def parse_objects(prompts: Sequence[str]) -> list[dict[str, Any]]:
-    """JSON objects from texts. Raises ValueError for a prompt that is none."""
+    """Parse JSON objects. Raises ValueError for a prompt that is not one."""
     objects = []
     for prompt in prompts:
         try:
@@ -84,7 +84,7 @@ def parse_objects(prompts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def as_text(answer: Any) -> str:
-    """The value below "<ans>": a text as it is, several as JSON."""
+    """The value under "<ans>": a text as it is, several as JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
@@ -95,13 +95,14 @@ def fill(
     samples: Sequence[Mapping[str, Any]] = (),
     **search: Any,
 ) -> list[list[dict[str, Any]]]:
-    """Copies of each object, num_return_sequences of them, with the texts below "<ans>" written by the model.
+    """num_return_sequences copies of each object, in which the model has written the texts under "<ans>".
 
-    The answers of an object are written one after the other, each knowing those before. Beams are those of one answer;
-    num_return_sequences are of the first. Collective on a sharded model, each rank with one object or more.
+    The answers of an object are generated one after another, each given those before it. Each answer has a beam search
+    of its own; num_return_sequences applies to the first. Collective on a sharded model; each rank has at least one
+    object.
 
     Args:
-        samples: objects with answers that each object is shown as examples. search: arguments of model.generate.
+        samples: objects with answers, which precede each object as examples. search: arguments of model.generate.
 
     Raises:
         ValueError: see StructuredEncoder.encode and generate.
@@ -115,9 +116,9 @@ def fill(
     for turn in range(turns):
         copies = 1 if turn else several
         unfinished = [i for i, state in enumerate(states) if turn < len(state.row.answers)]
-        # A rank with nothing left repeats one, as others still write.
+        # A rank that is done repeats a row while others still generate.
         batch = [states[i] for i in unfinished] or states[:1]
-        drawn = with_turn_seed(search, turn)  # with one seed for all, the answers of an object would be alike
+        drawn = with_turn_seed(search, turn)  # with a common seed, the answers of an object would be alike
         answers = _write(model, encoder, batch, turn, table, num_return_sequences=copies, **drawn)
         if not turn:
             states = [state for state in states for _ in range(several)]
@@ -136,7 +137,7 @@ def _write(
     table: Sequence[Token],
     **search: Any,
 ) -> list[list[Token]]:
-    """The tokens of an answer, without its end, for each text and each of num_return_sequences."""
+    """The tokens of the answers, without their ends: num_return_sequences for each state."""
     config: Any = model.config
     rows = [state.with_start(turn, encoder.start) for state in states]
     lengths = [len(row) for row in rows]
@@ -145,7 +146,7 @@ def _write(
     ids = padded.pop("input_ids")
     mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long().to(model.device)
     shared = ("segment_rel", "ext_table_ids", "ext_table_sub")
-    # What stands for nothing in a row is not written there, nor is an unknown character where there is none.
+    # Table entries that the row does not use are not generated, nor an unknown character if the row has none.
     banned = torch.zeros(len(rows), config.vocab_size + len(table), dtype=torch.bool)
     unknown = encoder.tokenizer.unk_token_id
     for i, row in enumerate(rows):

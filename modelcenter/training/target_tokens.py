@@ -1,5 +1,5 @@
-"""The tokens with which the texts that a model writes begin and end, as its tokenizer marks them; in a multilingual
-model the language is one.
+"""The tokens with which the texts that a model generates begin and end, as its tokenizer marks them. In a multilingual
+model, one of them is the language.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ from modelcenter.registry import nearest
 
 
 def choose_languages(cfg: Flags, tokenizer: Any, source: str | None, target: str | None, why_idle: str | None) -> None:
-    """Let the tokenizer read and write the languages that the flags name; see `set_languages`.
+    """Set the tokenizer's languages to those that the flags name; see `set_languages`.
 
     Args:
-        cfg: has the flags source_lang and target_lang. source, target: what they say, or a run's.
-        why_idle: why the data have no use for them; None: the data have.
+        cfg: has the flags source_lang and target_lang. source, target: their values, or a run's.
+        why_idle: why the data do not use these flags; None: they do.
 
     Raises:
-        ValueError: also where neither the data nor the tokenizer have a use for the flags.
+        ValueError: also if neither the data nor the tokenizer use the flags.
     """
     multilingual = bool(language_tokens(tokenizer))
     for name in ("source_lang", "target_lang"):
@@ -31,13 +31,13 @@ def choose_languages(cfg: Flags, tokenizer: Any, source: str | None, target: str
 
 
 def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
-    """Let a multilingual tokenizer mark the texts to read and those to write, and say so where it is saved.
+    """Set the languages with which a multilingual tokenizer marks texts to read and to write; they are saved with it.
 
     Args:
-        source, target: None: what the tokenizer's own files say.
+        source, target: None: as the tokenizer's files say.
 
     Raises:
-        ValueError: a language that it does not know, or none is given and its files name none.
+        ValueError: the tokenizer does not know a language, or none is given and its files name none.
     """
     known = language_tokens(tokenizer)
     own = {"source": tokenizer.init_kwargs.get("src_lang"), "target": tokenizer.tgt_lang}
@@ -57,34 +57,34 @@ def set_languages(tokenizer: Any, source: str | None, target: str | None) -> Non
 
 
 def _spelled_alike(language: str, known: dict[str, int]) -> str:
-    """The known language that begins with the same two letters (of "de", "deu_Latn"), if any, else `language`."""
+    """The known language that begins with the same two letters ("deu_Latn" for "de"), if any, else `language`."""
     return next((name for name in known if name[:2] == language[:2].lower()), language)
 
 
 def begin_texts(model: Model, tokenizer: Any) -> None:
-    """Let the texts that an encoder-decoder writes begin as the targets of its tokenizer do, here and in transformers,
-    which reads so in generation_config.json: with the token that the decoder begins with in training, and after it, if
-    the tokenizer puts the language before a text, with that.
+    """Make generated texts of an encoder-decoder begin as its tokenizer's targets do: with the token with which the
+    decoder starts in training, then, if the tokenizer puts the language before a text, with that. transformers reads
+    both from generation_config.json.
     """
     encoder_decoder: Any = model
     config, multilingual = encoder_decoder.config, bool(language_tokens(tokenizer))
     before, behind = target_marks(tokenizer)
     start = int(encoder_decoder.shift_right(torch.tensor([before + behind]))[0, 0])
     if not multilingual and start == config.decoder_start_token_id:
-        return  # and a forced token is the checkpoint's own, such as bart-large-cnn's
+        return  # a forced token, such as bart-large-cnn's, stays as in the checkpoint
     begun: dict[str, int | None] = {"decoder_start_token_id": start}
     if multilingual:
         begun["forced_bos_token_id"] = before[0] if before else None
     held = {**(model.generation_config or config.special_tokens()), **begun}
     model.generation_config = {name: value for name, value in held.items() if value is not None or name not in begun}
-    # For what reads config.json alone.
+    # For programs that read only config.json.
     config.decoder_start_token_id = start
     if "forced_bos_token_id" in config.extra:
         config.extra["forced_bos_token_id"] = begun.get("forced_bos_token_id")
 
 
 def check_end(tokenizer: Any, model: Model) -> None:
-    """Raise ValueError for a tokenizer that ends texts otherwise than the model."""
+    """Raise ValueError if the tokenizer ends texts with another token than the model."""
     named = model.generation_config.get("eos_token_id", getattr(model.config, "eos_token_id", None))
     ends = [] if named is None else [named] if isinstance(named, int) else list(named)
     if tokenizer.eos_token_id is None or (ends and tokenizer.eos_token_id not in ends):

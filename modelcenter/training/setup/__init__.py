@@ -1,1 +1,1 @@
-"""From flags to a run that can start: ranks, resolved flags, model, optimizer, and the memory they take."""
+"""From flags to a run that can start (prepare.py): ranks, resolved flags, model, optimizer, and the memory needed."""

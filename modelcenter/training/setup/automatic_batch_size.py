@@ -1,4 +1,4 @@
-"""--batch_size auto: rows of a microbatch that fit the memory, measured before the run starts."""
+"""--batch_size auto: how many rows of a microbatch fit in memory, measured before the run starts."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ from modelcenter.training.config import TrainConfig
 from modelcenter.training.setup.batch_sizes import largest_divisor
 from modelcenter.training.setup.memory import optimizer_bytes
 
-_DEFAULT_GLOBAL_BATCH = 32  # rows of a step where no flag says how many
-_CPU_TOKENS = 8192  # of a microbatch: more gains no speed on a CPU
-_UNBOUNDED = 1 << 60  # bytes, more than any memory has
-_USABLE_SHARE = 0.85  # of the device's memory that this process can have
+_DEFAULT_GLOBAL_BATCH = 32  # rows of a step if no flag says how many
+_CPU_TOKENS = 8192  # tokens of a microbatch: larger ones are no faster on a CPU
+_UNBOUNDED = 1 << 60  # bytes, more than any device has
+_USABLE_SHARE = 0.85  # of the device memory that this process can have
 
 
 def largest_batch_sizes(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> dict[str, int]:
-    """{flag: value} of the sizes of a step for `--batch_size auto`. Collective.
+    """The sizes of a step for `--batch_size auto`, as {flag: value}. Collective.
 
-    batch_size is the most rows, as long as the longest there are, that fit the memory, and a divisor of each rank's
-    share of global_batch_size. Where no flag gives that, a step has about _DEFAULT_GLOBAL_BATCH rows, or fewer if so
-    many microbatches as were requested do not fit.
+    batch_size is the largest divisor of each rank's share of global_batch_size for which a microbatch of the longest
+    rows fits in memory. If no flag gives global_batch_size, a step has about _DEFAULT_GLOBAL_BATCH rows, or fewer if
+    the requested number of microbatches of that size does not fit.
 
     Raises:
-        ValueError: the ranks cannot share global_batch_size, or there is no memory for one row.
+        ValueError: the ranks cannot share global_batch_size, or a single row does not fit in memory.
     """
     ranks, steps, global_size = engine.data_size(), cfg.gradient_accumulation_steps, cfg.global_batch_size
     parts = ranks * (steps or 1)
@@ -45,10 +45,10 @@ def largest_batch_sizes(cfg: TrainConfig, task: Any, model: Model, examples: Exa
 
 
 def _rows_that_fit_every_rank(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> int:
-    """Rows of a microbatch, as long as the longest there are, that fit the memory of every rank. Collective."""
+    """How many rows, all of the greatest length, fit in the memory of every rank as one microbatch. Collective."""
     longest = int(np.argmax(examples.lengths))
     if engine.device().type == "cuda":
-        free, _ = torch.cuda.mem_get_info()  # of other processes too: a GPU may be shared
+        free, _ = torch.cuda.mem_get_info()  # takes other processes into account: a GPU may be shared
         states = optimizer_bytes(cfg, model) if cfg.offload == "none" else 0.0
         room = _USABLE_SHARE * (free + torch.cuda.memory_reserved()) - states
         rows = rows_that_fit(*_bytes_of_rows(task, model, examples, longest), room)
@@ -62,24 +62,24 @@ def _rows_that_fit_every_rank(cfg: TrainConfig, task: Any, model: Model, example
 
 
 def rows_that_fit(first: int, further: int, room: float) -> int:
-    """Rows whose step stays within the room, in bytes.
+    """How many rows a step can have to stay within `room` bytes, at least 1.
 
     Args:
-        first: peak bytes of a step of one row. further: what each row more adds.
+        first: peak bytes of a step of one row. further: bytes that each further row adds.
     """
     return 1 + max(0, int((room - first) // max(1, further)))
 
 
 def _bytes_of_rows(task: Any, model: Model, examples: Examples, row: int) -> tuple[int, int]:
-    """(peak bytes on the device of a step of a row, what one row more adds). Nothing of it stays.
+    """(peak device bytes of a step of one row, bytes that another row adds), measured. Leaves nothing behind.
 
-    Each measured step has several microbatches, because the gradients of the first lie beside the activations of the
-    next; a pipeline's first stage holds as many as there are stages. Where gradients are most of the peak, the peak
-    tells little of rows: what forward has left for backward tells it then. A second row that does not fit counts as
-    _UNBOUNDED.
+    Each measured step has several microbatches, because the gradients of the first are held beside the activations of
+    the next; a pipeline's first stage holds as many microbatches as there are stages. If gradients dominate the peak,
+    it says little about rows, so the growth of what forward saves for backward counts too. A second row that does not
+    fit counts as _UNBOUNDED.
 
     Raises:
-        ValueError: the first does not fit.
+        ValueError: a single row does not fit.
     """
     peaks, left_for_backward = [], []
     training = model.training
@@ -94,8 +94,8 @@ def _bytes_of_rows(task: Any, model: Model, examples: Examples, row: int) -> tup
 
 
 def _bytes_of_step(task: Any, model: Model, examples: Examples, rows: np.ndarray) -> tuple[int, int]:
-    """(peak bytes of a step, most bytes that forward left for backward) of microbatches of these rows."""
-    left_for_backward: list[int] = []  # none on the stages of a pipeline but the last
+    """(peak bytes of a step, most bytes that a forward left for backward) for microbatches of these rows."""
+    left_for_backward: list[int] = []  # stays empty on all stages of a pipeline but the last
 
     def backward(loss: torch.Tensor) -> None:
         left_for_backward.append(torch.cuda.memory_allocated())
@@ -106,7 +106,7 @@ def _bytes_of_step(task: Any, model: Model, examples: Examples, rows: np.ndarray
     try:
         accumulate(model, microbatches, task.loss_fn, backward=backward)
     except torch.OutOfMemoryError:
-        # Other ranks may have had room, and wait for this one inside the step.
+        # Other ranks may have had enough memory, and wait for this one inside the step.
         if len(rows) == 1 or engine.world_size() > 1:
             raise _out_of_memory(len(rows), int(examples.lengths[rows[0]])) from None
         left_for_backward.append(_UNBOUNDED)

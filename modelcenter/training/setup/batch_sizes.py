@@ -1,6 +1,6 @@
-"""The sizes of a step, in rows or in tokens, over microbatches and ranks: what follows from the flags that are given.
+"""The sizes of a step, in rows or in tokens, over microbatches and ranks, as they follow from the flags.
 
-Each function returns {flag: value} and changes nothing; see resolve.py.
+Each function returns {flag: value} and changes no flags itself; see resolve.py.
 """
 
 import logging
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def step_sizes(cfg: TrainConfig, ranks: int) -> dict[str, int | None]:
-    """Microbatches and rows (or tokens) per step, worked out from one another.
+    """Microbatches and rows (or tokens) per step, from those sizes that are given.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the sizes contradict each other.
     """
     steps = cfg.accumulation(ranks)
     if cfg.batch_tokens is not None:
@@ -30,11 +30,11 @@ def step_sizes(cfg: TrainConfig, ranks: int) -> dict[str, int | None]:
 
 
 def continued_batch_sizes(cfg: TrainConfig, continuation: Continuation, ranks: int) -> dict[str, int | None]:
-    """Sizes that keep a run's global batch on whatever number of ranks: the microbatch and the accumulation give way.
-    {}: the run has no global batch to keep, or the flags ask for another.
+    """Sizes that keep a resumed run's global batch on any number of ranks, by adapting the microbatch and the
+    accumulation; {} if the run has no global batch to keep, or the flags ask for another.
 
     Raises:
-        ValueError: so many ranks cannot share it.
+        ValueError: this number of ranks cannot share the global batch equally.
     """
     if cfg.batch_tokens is not None:
         return _continued_tokens(cfg, continuation, ranks)
@@ -59,7 +59,7 @@ def continued_batch_sizes(cfg: TrainConfig, continuation: Continuation, ranks: i
 
 
 def _continued_tokens(cfg: TrainConfig, continuation: Continuation, ranks: int) -> dict[str, int | None]:
-    """Batches by tokens are made of parts of batch_tokens, which the ranks share."""
+    """The same for batches by tokens, which consist of parts of batch_tokens that the ranks share."""
     assert cfg.batch_tokens is not None
     kept = continuation.flags.get("global_batch_tokens")
     if (
@@ -80,7 +80,7 @@ def _continued_tokens(cfg: TrainConfig, continuation: Continuation, ranks: int) 
 
 
 def _report_kept(continuation: Continuation, requested: int, kept: int, unit: str) -> None:
-    """Warn that a step keeps its size where the flags, which may differ, ask for another."""
+    """Warn that a step keeps its size although the flags, which may differ in a forced resume, ask for another."""
     if continuation.forced and requested != kept and engine.rank() == 0:
         log.warning(
             "resume: a step keeps its global_batch_%s of %d, though the flags make %d; for that give --global_batch_%s "
@@ -90,5 +90,5 @@ def _report_kept(continuation: Continuation, requested: int, kept: int, unit: st
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of a number that is not above the limit."""
+    """The largest divisor of `number` that is at most `limit`."""
     return next(n for n in range(min(limit, number), 0, -1) if number % n == 0)

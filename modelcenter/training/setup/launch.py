@@ -1,4 +1,4 @@
-"""How a run starts: it claims its output folder, meets the other ranks and agrees with them on flags and storage."""
+"""The start of a run: claim its output folder, meet the other ranks, and agree with them on flags and storage."""
 
 import platform
 import time
@@ -23,10 +23,10 @@ from modelcenter.training.setup.resolve import set_matmul_precision
 
 @contextmanager
 def claim_output(cfg: TrainConfig) -> Iterator[None]:
-    """Check, on rank 0, that the run can write its output (see output.folder.prepare_output) and may push it. Needs no
-    other rank.
+    """Check on rank 0, before the ranks meet, that the run can write its output, that the folder holds no finished run
+    (see output.folder.prepare_output), and that the run may push.
 
-    Inside, other runs are kept out of the folder. Afterwards a new folder in which nothing was written is removed.
+    Inside, other runs are kept out of the folder. Afterwards, a new folder that is still empty is removed.
     """
     selected_trackers(cfg.trackers)
     if cfg.output_dir is None or cfg.dry_run or launched_rank() != 0:
@@ -60,24 +60,24 @@ def start_ranks(cfg: TrainConfig) -> None:
     if cfg.output_dir is not None and not cfg.dry_run:
         check_shared(Path(cfg.output_dir).absolute())
     set_matmul_precision(cfg.matmul_precision)
-    engine.memory.keep_freed_memory()  # each step asks for the buffers that the last one freed
-    # FSDP2 warns at every step about units whose outputs are views. Only adding to them in place would go wrong, and no
+    engine.memory.keep_freed_memory()  # each step allocates the buffers that the last one freed
+    # FSDP2 warns in every step about units that return views. Only changing these in place would go wrong, which no
     # block does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # An earlier run in this process may still be writing to the folder that this one reads and clears. If it failed, it
-    # has reported that.
+    # An earlier run in this process may still be writing to the folder that this one reads and clears. A failure there
+    # has been reported already.
     with suppress(Exception):
         wait_checkpoint()
 
 
 def check_shared(path: Path, patience: float = 10.0) -> None:
-    """Make sure that all ranks see the folder that rank 0 writes to. Collective.
+    """Check that all ranks see the folder that rank 0 writes to. Collective.
 
     Args:
         patience: seconds that a network file system gets to show a new file.
 
     Raises:
-        ValueError: a rank does not see it.
+        ValueError: a rank does not see what rank 0 writes.
     """
     if engine.world_size() == 1:
         return

@@ -11,15 +11,16 @@ from engine.tensors import is_shard, local_tensor
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 
-# Bytes of an optimizer's state for each element of a parameter, masters apart.
+# Bytes of an optimizer's state per element of a parameter, without masters.
 _MOMENTS = {"adamw": 8.0, "muon": 8.0, "lion": 4.0, "adamw8bit": 2.1, "adafactor": 0.1}
 
 
 class StateBytes(NamedTuple):
     """Bytes on this rank.
 
-    device: weights, gradients and optimizer state on the device. host: optimizer state that --offload keeps there.
-    gathered: weights and gradients that a step holds beside those: below ZeRO level 3 whole, in one process in 16 bits.
+    device: weights, gradients and optimizer state on the device. host: optimizer state that --offload keeps in host
+    memory. gathered: weights and gradients that a step holds besides: whole ones below ZeRO level 3, and 16-bit copies
+    in one process.
     """
 
     device: float
@@ -28,7 +29,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(cfg: TrainConfig, model: Model) -> StateBytes:
-    """What training a model takes on this rank, without activations and, at level 3, without the gathered units."""
+    """What training a model takes on this rank, without activations and, at level 3, without gathered units."""
     kept = gathered = 0
     level, policy, plain = zero_level(model), policy_of(model), not is_sharded(model)
     for parameter in model.parameters():
@@ -44,7 +45,7 @@ def state_bytes(cfg: TrainConfig, model: Model) -> StateBytes:
 
 
 def _whole(parameter: torch.Tensor) -> int:
-    """Elements of a parameter that this rank computes with: of a shard, the whole; of a part of a layer, that part."""
+    """Number of elements that this rank computes with: the whole of a shard, but only its own part of a split layer."""
     local = local_tensor(parameter).numel()
     if not is_shard(parameter):
         return local
@@ -55,7 +56,7 @@ def _whole(parameter: torch.Tensor) -> int:
 
 
 def optimizer_bytes(cfg: TrainConfig, model: Model) -> float:
-    """Bytes of moments and masters; 16-bit parameters have masters, and all whose state is kept on the host."""
+    """Bytes of moments and masters. 16-bit parameters have masters, as do all whose state is in host memory."""
     total = 0.0
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -30,11 +30,12 @@ def load_tokenizer(cfg: TrainConfig) -> Any:
 
 
 def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
-    """The model with the head of the task, sharded as the flags say, with weights in fp32 (beside adapted weights in 4
-    bits, those that are not trained may be in 16). Fits the tokenizer to it.
+    """The model with the head of the task, sharded as the flags say. Adapts the tokenizer to it.
+
+    Weights are in fp32; beside 4-bit weights (--quantize), those that are not trained may be in 16 bits.
 
     Raises:
-        ValueError: what modelcenter.from_pretrained raises; a tokenizer with more tokens than the model.
+        ValueError: what modelcenter.from_pretrained raises; the tokenizer has more tokens than the model.
     """
     with flag_in_errors("model"):
         model = _load_model(cfg, task, tokenizer)
@@ -49,7 +50,7 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
             f"tokenizer: {cfg.tokenizer or cfg.model} has {len(tokenizer)} tokens, but the model's vocab_size is "
             f"{vocab_size}: {why}"
         )
-    mask = getattr(model.config, "mask_token_id", None)  # of models that embed it unlike other tokens
+    mask = getattr(model.config, "mask_token_id", None)  # only in models that embed it unlike other tokens
     if mask is not None and tokenizer.mask_token_id not in (None, mask):
         raise ValueError(
             f"mask_token_id: the model's mask is token {mask}, but {cfg.tokenizer or cfg.model} has "
@@ -62,7 +63,7 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
             "openai-community/gpt2, or make it one: --model_config is_decoder=true"
         )
     if model.config.max_tokens and tokenizer.model_max_length > model.config.max_tokens:
-        # transformers cuts texts at the length that the saved tokenizer has; a longer text runs off the positions.
+        # transformers truncates texts to the saved tokenizer's length; longer ones would exceed the position table.
         tokenizer.model_max_length = model.config.max_tokens
     omit_unused_token_types(tokenizer, model)
     if cfg.label_smoothing and task.loss_fn is None:
@@ -72,8 +73,8 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
 
 
 def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
-    """The model of --model, with --add_tokens and adapters, sharded."""
-    # Weights that become 4-bit ones need not be held in 32 bits first, unless the others compute in fp32.
+    """Load or create the model of --model, with --add_tokens and adapters, and shard it."""
+    # Weights that are quantised to 4 bits need not be held in fp32 first, unless the others compute in fp32.
     dtype = None if cfg.quantize is not None and cfg.precision != "fp32" else "float32"
     options: dict[str, Any] = dict(task.model_options(), dtype=dtype, seed=cfg.seed, **cfg.model_config)
     options["policy"] = engine.Policy(
@@ -95,7 +96,7 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         own = {"revision": cfg.revision}
     if not grows and not task.wraps_model:
         return build(cfg.model, task.head, **{**fixed, **own, **options})
-    # New rows, and a model around this one, are made before anything is sharded.
+    # Rows for new tokens, and a model around this one, must be made before anything is sharded.
     model = build(cfg.model, task.head, **{**fixed, **own, **options, "policy": False, "adapter": None})
     if grows:
         check_same_commit(cfg.model or "", model.base_revision)
@@ -113,8 +114,8 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
 
 
 def make_adapters(cfg: TrainConfig, trained: list[str] | None = None) -> list[Any]:
-    """The adapters of --freeze and --lora_rank; see modelcenter.adapters. trained: parameters to train whole
-    beside the updates; None: as Lora finds them."""
+    """The adapters of --freeze and --lora_rank; see modelcenter.adapters. trained: parameters to train in full besides
+    the low-rank updates; None: those that Lora finds."""
     adapters: list[Any] = [Freeze(cfg.freeze)] if cfg.freeze else []
     if cfg.lora_rank is not None:
         lora = Lora(
@@ -132,10 +133,10 @@ def make_adapters(cfg: TrainConfig, trained: list[str] | None = None) -> list[An
 
 
 def smooth_labels(model: Model, share: float) -> None:
-    """Let the loss in training take this share of each label's weight and spread it over all classes.
+    """Apply label smoothing in training: spread this share of each label's weight over all classes.
 
     Raises:
-        ValueError: a head without classes.
+        ValueError: the head has no classes.
     """
     head: Any = getattr(model, "head", None)
     if head is None and model.pipeline is not None:
@@ -148,8 +149,8 @@ def smooth_labels(model: Model, share: float) -> None:
 
 
 def omit_unused_token_types(tokenizer: Any, model: Model) -> None:
-    """Let the tokenizer give no token_type_ids to a model without a table of them: GPT-2 would take the numbers for
-    words. The tokenizer that is saved with the model does so too."""
+    """Stop the tokenizer from giving token_type_ids to a model without a table for them: GPT-2 would look them up as
+    words. This also holds for the tokenizer that is saved with the model."""
     if not getattr(model.config, "type_vocab_size", 0) and "token_type_ids" in tokenizer.model_input_names:
         names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
         tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names

@@ -21,15 +21,15 @@ from modelcenter.training.config import TrainConfig
 from modelcenter.training.metrics import sums
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
-_MAX_SKIPS_IN_A_ROW = 8  # steps without a finite gradient after which a run gives up
+_MAX_SKIPS_IN_A_ROW = 8  # consecutive steps without a finite gradient after which a run gives up
 
 
 def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimManager, Any]:
-    """The optimizer over the sharded parameters (with Muon: it and AdamW), the schedules of their learning rates, and
-    the manager of both. Biases and norms do not decay. Collective.
+    """The manager of the run's optimizer (with Muon: Muon and AdamW) and learning-rate schedules, over the sharded
+    parameters. Biases and norms do not decay. Collective.
 
     Args:
-        steps: of the whole run, for the schedules.
+        steps: number of steps of the whole run, for the schedules.
 
     Returns:
         (manager, the schedule of its first optimizer)
@@ -38,7 +38,7 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
         ValueError: no parameter is left to train.
     """
     trained = _trained_parameters(model, muon=cfg.optimizer == "muon")
-    # Stages of a pipeline train different parameters, but all have the same optimizers, some of them of nothing.
+    # Pipeline stages train different parameters, but all have the same optimizers, even if some of them are empty.
     hidden_count, matrix_count, vector_count = sums([len(parameters) for parameters in trained])
     if not hidden_count + matrix_count + vector_count:
         raise ValueError("freeze: no parameter is left to train")
@@ -50,7 +50,7 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
     groups += [{"params": trained.vectors, "weight_decay": 0.0}] if vector_count else []
     if groups:
         optimizers.append(_elementwise_optimizer(cfg, groups))
-    # As transformers, but a run of one step is not spent at learning rate 0.
+    # As in transformers, except that a run of one step does not have learning rate 0.
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
     loss_scale = 2.0**16 if cfg.precision == "fp16" else None
     manager = OptimManager(loss_scale, abort_after=_MAX_SKIPS_IN_A_ROW)
@@ -61,7 +61,7 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
 
 
 class _Parameters(NamedTuple):
-    """The parameters that are trained. hidden: of linear layers, for Muon; none with other optimizers."""
+    """The trained parameters. hidden: weights of linear layers, for Muon; empty with other optimizers."""
 
     hidden: list[Any]
     matrices: list[Any]
@@ -69,10 +69,10 @@ class _Parameters(NamedTuple):
 
 
 def _trained_parameters(model: Model, muon: bool) -> _Parameters:
-    """The parameters of a model that are trained, as this rank holds them.
+    """The trained parameters of a model, as this rank holds them.
 
-    Muon trains the weights of linear layers. As its authors do, embeddings, the head and vectors stay with AdamW:
-    tables are looked up, not multiplied, whatever their names.
+    Muon trains the weights of linear layers. As its authors advise, embeddings, the head and vectors stay with AdamW:
+    tables are looked up, not multiplied.
     """
     hidden_names: set[str] = set()
     if muon:
@@ -91,7 +91,7 @@ def _trained_parameters(model: Model, muon: bool) -> _Parameters:
 
 
 def _elementwise_optimizer(cfg: TrainConfig, groups: list[dict[str, Any]]) -> Any:
-    """The optimizer of --optimizer; with Muon AdamW, for what Muon does not train."""
+    """The optimizer of --optimizer; with Muon, AdamW for what Muon does not train."""
     assert cfg.adam_beta2 is not None
     betas = cfg.adam_beta1, cfg.adam_beta2
     if cfg.optimizer == "lion":

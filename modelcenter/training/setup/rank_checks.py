@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run have the same flags and data: nodes may see other files under the same names."""
+"""Checks that all ranks of a run have the same flags and data: nodes may have different files under one name."""
 
 import platform
 from typing import Any
@@ -10,13 +10,13 @@ from modelcenter.training.config.common import PLACES
 
 
 def check_flags(cfg: TrainConfig) -> None:
-    """Raise ValueError, on all ranks, naming a flag that ranks were given with different values. Collective."""
+    """Raise ValueError, on all ranks, naming a flag whose values differ between ranks. Collective."""
     values = {name: value for name, value in cfg.to_dict().items() if name not in PLACES}
     _check(values, "start all ranks with the same")
 
 
 def check_data(train_set: Any, eval_set: Any) -> None:
-    """Raise ValueError, on all ranks, naming the data of which ranks have different rows or tokens. Collective."""
+    """Raise ValueError, on all ranks, naming the data whose rows or tokens differ between ranks. Collective."""
     sets = {"train_data": train_set, "eval_data": eval_set}
     remedy = "let all ranks read the same files, with the same tokenizer"
     _check({name: _amount(examples) for name, examples in sets.items()}, remedy)
@@ -43,7 +43,7 @@ def _check(values: dict[str, Any], remedy: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A flag as it is; of data, the amounts that people can compare."""
+    """A flag's value; for data, amounts that a reader can compare."""
     if isinstance(value, dict) and "tokens" in value and "rows" in value:
         rows = value["rows"].get("rows") if isinstance(value["rows"], dict) else None
         amounts = [f"{rows:,} rows"] if isinstance(rows, int) else []

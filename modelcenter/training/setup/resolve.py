@@ -1,8 +1,8 @@
-"""Flags whose values depend on the machine, the ranks, the model or the rows: what `auto` and none mean for this run.
+"""Resolves flags that depend on the machine, the ranks, the model or the rows: what `auto` and none mean for a run.
 
-A run resolves each as soon as it knows what the flag depends on, in the order of the first four functions below.
-Beside these, the task sets its own flags, and trained.resolve_model_names those that name models; config.yaml has the
-results. The functions called here return values and change no flags.
+A run resolves each flag as soon as it knows what the flag depends on, in the order of the first four functions below.
+Besides, the task sets its own flags, and trained.resolve_model_names those that name models. config.yaml has the
+results. The functions that these call return values and change no flags.
 """
 
 import logging
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def resolve_for_ranks(cfg: TrainConfig, continuation: Continuation | None) -> None:
-    """Resolve the precision, by the device, and the sizes of a step, by the number of ranks and by the run that is
-    continued. With `--batch_size auto` the sizes wait for `resolve_automatic_batch_size`.
+    """Resolve the precision, from the device, and the sizes of a step, from the number of ranks and the run that is
+    resumed. With `--batch_size auto`, `resolve_automatic_batch_size` resolves the sizes later.
 
     Raises:
-        ValueError: the sizes do not fit together, or the ranks cannot share them.
+        ValueError: the sizes contradict each other, or the ranks cannot share them.
     """
     cfg.precision = resolve_precision(cfg.precision)
     if continuation is not None:
@@ -39,7 +39,7 @@ def resolve_for_ranks(cfg: TrainConfig, continuation: Continuation | None) -> No
 
 
 def resolve_for_model(cfg: TrainConfig, model: Model, tokenizer: Any, teacher: Teacher | None = None) -> None:
-    """Resolve max_length, also by what a teacher takes.
+    """Resolve max_length, from the model, the tokenizer and the teacher.
 
     Raises:
         ValueError: see resolve_max_length; or the teacher has fewer positions than were requested.
@@ -54,11 +54,11 @@ def resolve_for_model(cfg: TrainConfig, model: Model, tokenizer: Any, teacher: T
 
 
 def resolve_eval_batch_size(cfg: TrainConfig, *examples: Any) -> None:
-    """With batch_tokens, resolve the rows of an evaluation batch: so many of the longest have no more than twice the
-    tokens of a microbatch.
+    """With batch_tokens, resolve the number of rows of an evaluation batch: as many of the longest rows as have at most
+    twice the tokens of a microbatch.
 
     Args:
-        examples: what is evaluated; DPO's reference also evaluates the training rows. Streams are not evaluated.
+        examples: what is evaluated. DPO's reference also evaluates the training rows. Streams are not evaluated.
     """
     lengths = [int(rows.lengths.max()) for rows in examples if hasattr(rows, "lengths")]
     if cfg.batch_tokens is not None and cfg.eval_batch_size is None and lengths:
@@ -66,7 +66,7 @@ def resolve_eval_batch_size(cfg: TrainConfig, *examples: Any) -> None:
 
 
 def resolve_automatic_batch_size(cfg: TrainConfig, task: Any, model: Model, examples: Examples) -> None:
-    """Resolve `--batch_size auto` and the sizes that follow from it; runs steps on a GPU to measure them. Collective.
+    """Resolve `--batch_size auto` and the sizes that follow from it. On a GPU, runs steps to measure them. Collective.
 
     Raises:
         ValueError: see largest_batch_sizes.
@@ -82,7 +82,7 @@ def _set_flags(cfg: TrainConfig, values: Mapping[str, int | None]) -> None:
 
 
 def resolve_precision(precision: str) -> str:
-    """What "auto" means on this machine; anything else as it is."""
+    """What "auto" means on this machine; any other value is returned as it is."""
     if precision != "auto":
         return precision
     native = engine.device().type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -90,17 +90,17 @@ def resolve_precision(precision: str) -> str:
 
 
 def set_matmul_precision(precision: str) -> None:
-    """How fp32 matrices are multiplied from now on, in this process. Warns where "medium" changes nothing on a CPU."""
+    """Set how this process multiplies fp32 matrices. Warns if "medium" changes nothing on this CPU."""
     torch.set_float32_matmul_precision(precision)
     if precision == "medium" and engine.device().type == "cpu" and engine.rank() == 0 and not multiplies_in_bf16():
         log.warning("matmul_precision: medium changes nothing here: this CPU multiplies bf16 no faster than fp32")
 
 
 def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> int:
-    """Tokens a row may have: as many as requested, else the least of what the model and the tokenizer take.
+    """The maximum tokens of a row: as many as requested, else as many as both model and tokenizer support.
 
     Raises:
-        ValueError: more were requested than the model's position table has, or too few for any text.
+        ValueError: the model's position table has fewer than were requested, or they are too few for any text.
     """
     most = min(model.config.max_tokens or 2**31, tokenizer.model_max_length, model.config.embedding.max_length or 2**31)
     if requested is None:

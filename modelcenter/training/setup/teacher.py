@@ -1,4 +1,4 @@
-"""From flags to a teacher: a model of the same task, sharded as the student is, with the same tokens and classes."""
+"""From flags to a teacher: a model for the same task, sharded like the student, with the same tokens and classes."""
 
 import inspect
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ _KINDS = {"regression": Scores, "multi_label_classification": SeveralOfSeveral}
 
 
 def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any, goes_on: bool = False) -> Teacher | None:
-    """Load the teacher that the flags name, if they name one, and let the task learn from it. Collective.
+    """Load the teacher that the flags name, if any, and let the task learn from it. Collective.
 
     Args:
-        model, tokenizer: of the student, as setup.model made them. goes_on: the run has begun with a teacher before.
+        model, tokenizer: the student's, from setup.model. goes_on: the run is resumed, and began with a teacher.
 
     Raises:
-        ValueError: there is no such model, or it was not trained for the task; it has other tokens or classes than the
-            student; the student's head cannot learn from one.
+        ValueError: there is no such model, or it was not trained for the task; its tokens or classes differ from the
+            student's; the student's head cannot learn from a teacher.
     """
     if getattr(cfg, "teacher", None) is None:
         return None
@@ -64,8 +64,8 @@ def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any, goes_on: boo
 
 @contextmanager
 def with_teachers_types(tokenizer: Any, teacher: Teacher | None) -> Iterator[None]:
-    """Inside, rows keep the types of their tokens for a teacher that tells them apart, also where the student, whose
-    tokenizer this is, does not: a DistilBERT that learns from a BERT."""
+    """Inside, rows keep token types for a teacher that uses them, even if the student, whose tokenizer this is, does
+    not: a DistilBERT that learns from a BERT."""
     names = tokenizer.model_input_names
     if teacher is None or not teacher.tells_types or _TYPES in names:
         yield
@@ -86,7 +86,7 @@ def _check_student(model: Model) -> None:
 
 
 def _load(cfg: Any, head: str, tokenizer: Any, goes_on: bool) -> Teacher:
-    """The teacher, with the precision of the run and laid out over the ranks as the student is."""
+    """The teacher, with the run's precision, and sharded like the student."""
     name: str = cfg.teacher
     policy = engine.Policy(zero_level=cfg.zero, precision=cfg.precision, compile=cfg.compile)
     try:
@@ -126,11 +126,11 @@ def _tokenizer_of(name: str) -> Any:
 
 
 def check_same_tokens(name: str, theirs: Any, student: str, tokenizer: Any) -> None:
-    """Raise ValueError where a token of the student's tokenizer is another one of the teacher's, or none. Tables may be
-    padded to any size, and the teacher may have more tokens.
+    """Raise ValueError if a token of the student's tokenizer has another number in the teacher's, or none. Tables may
+    be padded to any size, and the teacher may have more tokens.
 
     Args:
-        name, theirs: the teacher and its tokenizer. student, tokenizer: the model, or its tokenizer, by name.
+        name, theirs: the teacher and its tokenizer. student, tokenizer: the student and its tokenizer.
     """
     numbers, words = theirs.get_vocab(), tokenizer.get_vocab()
     others = sorted((number, word) for word, number in words.items() if numbers.get(word) != number)
@@ -145,10 +145,10 @@ def check_same_tokens(name: str, theirs: Any, student: str, tokenizer: Any) -> N
 
 
 def _comparison(cfg: Any, model: Model, teacher: Teacher) -> Comparison:
-    """How the heads of the two are compared.
+    """How the outputs of student and teacher are compared.
 
     Raises:
-        ValueError: they have other classes, or do not mean the same by them.
+        ValueError: their classes differ, or are of different kinds.
     """
     config, theirs = model.config, teacher.model.config
 

@@ -14,7 +14,7 @@ from modelcenter.layers.packing import Packed
 
 
 class MultiHeadAttention(DrawingModule):
-    """What self- and cross-attention share: which of the heads are here, and how their weights are dropped."""
+    """What self- and cross-attention share: which heads are on this rank, and the dropout of attention weights."""
 
     head_dim: int
     dropout: float
@@ -23,7 +23,7 @@ class MultiHeadAttention(DrawingModule):
 
     @property
     def queries(self) -> nn.Module:
-        """The projection that makes the queries: of all heads, or under tensor parallelism of this rank's."""
+        """The projection to the queries of all heads, or, under tensor parallelism, of this rank's heads."""
         return self.q
 
     @property
@@ -39,11 +39,10 @@ class MultiHeadAttention(DrawingModule):
 
 
 class SelfAttention(MultiHeadAttention):
-    """Multi-head self-attention. x: (T, hidden_size) -> the same, or (m, hidden_size) of the tokens that are read.
+    """Multi-head self-attention. x: (T, hidden_size) -> the same, or (m, hidden_size) for `ctx.output_tokens`.
 
-    Rotates queries and keys where the batch has rotary angles (`ctx.rotary`, and with a window `ctx.local_rotary` if
-    there are such), adds the batch's relative position bias (`ctx.bias`), and reads and writes `ctx.cache` in
-    generation.
+    Rotates queries and keys if the batch has rotary angles (`ctx.rotary`; with a window `ctx.local_rotary`, if it is
+    set), adds the batch's relative position bias (`ctx.bias`), and reads and writes `ctx.cache` in generation.
     """
 
     def __init__(
@@ -65,12 +64,14 @@ class SelfAttention(MultiHeadAttention):
     ):
         """
         Args:
-            num_kv_heads: heads of keys and values, each serving num_heads / num_kv_heads queries; None: num_heads.
-            head_dim: None: hidden_size / num_heads. bias: of q, k and v. out_bias: of the output, None: as `bias`.
-            causal: a token sees itself and what is before it. window: only what is less than so many places away.
-            scale: of the scores, None: 1 / sqrt(head_dim). interleaved: rotary pairs are neighbours (GPT-J).
-            head_norm: makes the norms, of so many channels, that each head of q and k goes through first (Qwen3).
-            cap: of the scaled scores s, which are then cap tanh(s / cap) (Gemma 2); None: they stay as they are.
+            num_kv_heads: number of key and value heads, each for num_heads / num_kv_heads query heads; None: num_heads.
+            head_dim: None: hidden_size / num_heads. bias: whether q, k and v have biases. out_bias: whether the output
+                projection has one; None: as `bias`.
+            causal: a token sees only itself and earlier tokens. window: a token sees only those less than this many
+                positions away.
+            scale: factor of the scores; None: 1 / sqrt(head_dim). interleaved: rotary pairs are neighbours (GPT-J).
+            head_norm: `head_norm(channels)` makes the norms that are applied to each head of q and k (Qwen3).
+            cap: soft cap of the scaled scores s, which become cap tanh(s / cap) (Gemma 2); None: no cap.
         """
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
@@ -103,9 +104,9 @@ class SelfAttention(MultiHeadAttention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, ctx: Packed, distances: Distances | None = None) -> Tensor:
         """(T, heads * head_dim): the values that each head attends to, from what `project` returned."""
         mask = Mask(self.causal, self.window, ctx.bias, ctx.segments, ctx.segment_bias, ctx.rectangles)
-        if not q.dtype == k.dtype == v.dtype:  # under autocast, turning makes them fp32
+        if not q.dtype == k.dtype == v.dtype:  # under autocast, rotation makes q and k fp32
             q, k = q.to(v.dtype), k.to(v.dtype)
-        # Under tensor parallelism q, k and v are some of the heads.
+        # Under tensor parallelism, q, k and v have only some of the heads.
         heads, kv_heads = q.shape[1] // self.head_dim, k.shape[1] // self.head_dim
         if ctx.bias is not None and heads != self.num_heads:
             mask = mask.of_heads(self.first_head, heads)
@@ -120,7 +121,7 @@ class SelfAttention(MultiHeadAttention):
 
 class CrossAttention(MultiHeadAttention):
     """Attention of a decoder's tokens to the encoder's, `ctx.memory`. x: (T, hidden_size) -> the same, or (m,
-    hidden_size) of the tokens that are read."""
+    hidden_size) for `ctx.output_tokens`."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class CrossAttention(MultiHeadAttention):
         cap: float | None = None,
         memory_size: int | None = None,
     ):
-        """As of SelfAttention. memory_size: channels of the encoder's states, None: hidden_size."""
+        """As in SelfAttention. memory_size: channels of the encoder's states; None: hidden_size."""
         super().__init__()
         self.num_heads, self.head_dim, self.dropout = num_heads, head_dim or hidden_size // num_heads, dropout
         self.scale, self.cap = scale, cap
@@ -146,7 +147,7 @@ class CrossAttention(MultiHeadAttention):
         self.out = Linear(inner, hidden_size, bias)
 
     def sees(self, ctx: Packed) -> bool:
-        """Whether there are tokens of an encoder: the batch's, or those whose keys the cache remembers."""
+        """Whether there are encoder tokens: in the batch, or as keys in the cache."""
         return ctx.memory is not None or (ctx.cache is not None and ctx.cache.has(self))
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:

@@ -1,7 +1,7 @@
-"""Transformer blocks: how attention, feed-forward, residual and norm are wired.
+"""Transformer blocks: how attention, feed-forward networks, residuals and norms are connected.
 
-A block that is told which tokens it is to compute (`Packed.with_outputs`) runs only these through what follows the
-products of its attention.
+If only some tokens of a block's output are needed (`Packed.with_outputs`), the block computes only these after its
+attention has mixed the values.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from modelcenter.layers.residual import Branch, post_norm, pre_norm
 
 
 class PostNormBlock(nn.Module):
-    """norm(x + attn(x)), then norm(x + mlp(x)), as the original Transformer. x: (T, hidden_size) -> the same.
+    """norm(x + attn(x)), then norm(x + mlp(x)), as in the original Transformer. x: (T, hidden_size) -> the same.
 
-    With `cross`, attention to an encoder stands between the two; it is skipped where a batch has no encoder.
-    attn_dropout: of what attention adds to x; None: `dropout`, as of the others.
+    With `cross`, cross-attention comes between the two; it is skipped if a batch has no encoder states. attn_dropout:
+    dropout of the attention's output; None: `dropout`.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class PostNormBlock(nn.Module):
 
 
 class PreNormBlock(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x)), as GPT-2 and most since. x: (T, hidden_size) -> the same.
+    """x + attn(norm(x)), then x + mlp(norm(x)), as in GPT-2 and most models since. x: (T, hidden_size) -> the same.
 
-    `norm` makes the norms: `lambda: LayerNorm(hidden_size, eps)`. With `cross`, attention to an encoder stands between
-    the two; it is skipped where a batch has no encoder. `scale` multiplies what is added to x. attn_dropout: of what
-    attention adds to x; None: `dropout`, as of the others.
+    `norm` makes the norms: `lambda: LayerNorm(hidden_size, eps)`. With `cross`, cross-attention comes between the two;
+    it is skipped if a batch has no encoder states. `scale` multiplies what is added to x. attn_dropout: dropout of the
+    attention's output; None: `dropout`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PreNormBlock(nn.Module):
         self.scale = scale
 
     def added(self, part: str, x: Tensor) -> Tensor:
-        """What is added to the hidden states where "attn", "cross" or "mlp" has returned x."""
+        """What is added to the hidden states when `part` ("attn", "cross" or "mlp") has returned x."""
         return x if self.scale == 1.0 else x * self.scale
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
@@ -109,9 +109,9 @@ class PreNormBlock(nn.Module):
 
 
 class SandwichNormBlock(PreNormBlock):
-    """x + norm(attn(norm(x))), then x + norm(mlp(norm(x))), as Gemma 2 and later. x: (T, hidden_size) -> the same.
+    """x + norm(attn(norm(x))), then x + norm(mlp(norm(x))), as in Gemma 2 and later. x: (T, hidden_size) -> the same.
 
-    `norm` makes all norms. `cross`: as of PreNormBlock, with norms of its own (T5Gemma).
+    `norm` makes all norms. `cross`: as in PreNormBlock, with norms of its own (T5Gemma).
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SandwichNormBlock(PreNormBlock):
 
 
 class ParallelBlock(nn.Module):
-    """x + attn(norm(x)) + mlp(norm(x)): GPT-J's, with one norm, or with `mlp_norm` GPT-NeoX's, with two."""
+    """x + attn(norm(x)) + mlp(norm(x)), with one norm as in GPT-J, or with `mlp_norm` two as in GPT-NeoX."""
 
     def __init__(
         self, attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module], dropout: float, mlp_norm: bool = False
@@ -156,7 +156,7 @@ class ParallelBlock(nn.Module):
 
 
 class _Unused(torch.autograd.Function):
-    """x, and gradients of zero for parameters."""
+    """Returns x, and gives the parameters gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -169,6 +169,6 @@ class _Unused(torch.autograd.Function):
 
 
 def unused(x: Tensor, *modules: nn.Module) -> Tensor:
-    """x, with gradients of zero for modules that were skipped: ranks must agree which parameters have gradients, and a
-    rank with an empty batch has no encoder to attend to."""
+    """x, with gradients of zero for skipped modules: all ranks must agree on which parameters have gradients, and a
+    rank with an empty batch has no encoder states to attend to."""
     return _Unused.apply(x, *(p for module in modules for p in module.parameters()))

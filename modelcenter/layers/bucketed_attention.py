@@ -1,8 +1,8 @@
-"""Attention by rectangles: sequences of similar length are padded to one length and attended together.
+"""Attention on rectangles: sequences of similar length are padded to one length and processed together.
 
-On a CPU one autograd function does it: it keeps the softmax, or of long sequences makes it anew in backward, as it does
-the masks of dropout, and writes gradients without zero-filling. Elsewhere it is scaled_dot_product_attention for each
-rectangle (layers.bucketed_sdpa).
+On a CPU this is one autograd function. It keeps the softmax (for long sequences it recomputes that in backward, as it
+always does dropout masks), and writes gradients without zero-filling. Elsewhere it is scaled_dot_product_attention for
+each rectangle (layers.bucketed_sdpa).
 """
 
 import math
@@ -33,8 +33,8 @@ def bucketed_attention(
 ) -> Tensor:
     """q (T, heads * head_dim), k and v (T', kv_heads * head_dim), in rectangles of both -> (T, heads * head_dim).
 
-    seen: the mask in each of the pairs, and places: where queries and keys stand in them, where that is known already;
-    not read on a CPU.
+    seen: the mask of each pair, and places: where queries and keys are in the pairs, if these are known already; not
+    used on a CPU.
     """
     if q.device.type == "cpu":
         mask = options.mask
@@ -53,7 +53,7 @@ def _gather(x: Tensor, bucket: Bucket, heads: int) -> Tensor:
 def _matrices(x: Tensor, bucket: Bucket, heads: int, groups: int) -> Tensor:
     """(T, heads * head_dim) -> (n * groups, heads / groups * length, head_dim), contiguous, for batched products.
 
-    The query heads that share a key head are so many more rows of one matrix.
+    Query heads that share a key head become further rows of one matrix.
     """
     rows = _gather(x, bucket, heads)
     return rows.reshape(bucket.n * groups, heads // groups * bucket.length, rows.shape[3])
@@ -102,8 +102,8 @@ class _Tile(NamedTuple):
         return None if of_keys is None else (of_keys[:, self.start : self.stop], of_keys)
 
 
-# Scores of a rectangle, in all heads, that are made at once and kept for backward; those of a larger one are made in
-# tiles of so many, once more in backward, as otherwise memory would grow with the square of the length.
+# Up to _KEPT scores of a rectangle, over all heads, are computed at once and kept for backward. Larger rectangles are
+# computed in tiles of _TILE scores, and again in backward, because memory would grow with the square of the length.
 _KEPT, _TILE = 1 << 24, 1 << 22
 
 
@@ -114,7 +114,7 @@ def _tiles(queries: Bucket, keys: Bucket, heads: int) -> list[_Tile]:
 
 
 def _joined(parts: Sequence[Tensor], tiles: Sequence[_Tile]) -> Tensor:
-    """What `_Tile.of` takes apart."""
+    """The reverse of `_Tile.of`."""
     if len(tiles) == 1:
         return parts[0]
     rows = [x.view(x.shape[0], -1, tile.stop - tile.start, x.shape[2]) for x, tile in zip(parts, tiles, strict=True)]
@@ -122,7 +122,7 @@ def _joined(parts: Sequence[Tensor], tiles: Sequence[_Tile]) -> Tensor:
 
 
 def _plus(total: Tensor | None, part: Tensor) -> Tensor:
-    """The sum, of several parts in fp32; `total` may become it."""
+    """total + part, in fp32 if there are several parts; may change `total`."""
     return part if total is None else total.float().add_(part)
 
 
@@ -145,7 +145,7 @@ class _BucketedAttention(Function):
         pairs: Pairs,
         options: AttentionOptions,
     ) -> Tensor:
-        of_queries, of_keys, _, _, drop, *_ = options
+        of_queries, of_keys, drop = options.heads, options.kv_heads, options.drop
         ctx.pairs, ctx.options, ctx.bias, ctx.segment_bias = pairs, options, bias, segment_bias
         ctx.tables = tables = Distances(of_distance_k, of_distance_q)
         ctx.key, ctx.numbers, ctx.shapes = drop.key if drop.p else 0, [], (q.shape, k.shape, v.shape)
@@ -175,7 +175,8 @@ class _BucketedAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias, segment_bias, tables = ctx.bias, ctx.segment_bias, ctx.tables
-        of_queries, of_keys, scale, mask, drop, *_ = ctx.options
+        options: AttentionOptions = ctx.options
+        of_queries, of_keys, drop = options.heads, options.kv_heads, options.drop
         dq, dk, dv = (
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.shapes, (0, 1, 1), strict=True)
@@ -186,7 +187,7 @@ class _BucketedAttention(Function):
         for i, (queries, keys) in enumerate(ctx.pairs):
             qb, kb, vb, probs, slopes = saved[5 * i : 5 * i + 5]
             go = _matrices(grad, queries, of_queries, of_keys)
-            if queries.keep is not None:  # a row of padding repeats a token, and must not send its gradient again
+            if queries.keep is not None:  # rows of padding repeat a token, whose gradient must not count twice
                 by_head = go.view(queries.n, of_queries, queries.length, -1)
                 go = (by_head * queries.keep[:, None, :, None]).view(go.shape)
             tiles, of_tiles = _tiles(queries, keys, of_queries), []
@@ -195,7 +196,7 @@ class _BucketedAttention(Function):
             for tile in tiles:
                 qt, got = tile.of(qb), tile.of(go)
                 if len(tiles) > 1:
-                    probs, slopes = _weights(qt, kb, tile, bias, segment_bias, tables, ctx.options)
+                    probs, slopes = _weights(qt, kb, tile, bias, segment_bias, tables, options)
                 dprobs, dropped = torch.bmm(got, vb.transpose(1, 2)), probs
                 if drop.p:
                     numbers = tile.of(ctx.numbers[i]).flatten()
@@ -203,8 +204,8 @@ class _BucketedAttention(Function):
                 dvb = _plus(dvb, torch.bmm(dropped.transpose(1, 2), got))
                 dscores = torch._softmax_backward_data(dprobs, probs, -1, probs.dtype)
                 if dbias is not None:
-                    _add_gradients_of_bias_(dbias, dsegment_bias, tile.by_head(dscores), tile, mask)
-                dscores.mul_(scale if slopes is None else slopes)
+                    _add_gradients_of_bias_(dbias, dsegment_bias, tile.by_head(dscores), tile, options.mask)
+                dscores.mul_(options.scale if slopes is None else slopes)
                 dqt = torch.bmm(dscores, kb)
                 dkb = _plus(dkb, torch.bmm(dscores.transpose(1, 2), qt))
                 sides = tile.by_head(qt), tile.by_head(kb, tile.keys.length)
@@ -229,7 +230,8 @@ def _weights(
     tables: Distances,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    """The softmax of a tile; where scores are capped also the slope of each by its product, else that is the scale.
+    """The softmax of a tile and, if scores are capped, the derivative of each score with respect to its product (else
+    None: it is the scale).
 
     q: (n * groups, heads / groups * queries, head_dim). k: (n * groups, keys, head_dim).
     """

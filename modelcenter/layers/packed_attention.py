@@ -1,9 +1,9 @@
-"""Attention over packed tokens: no T x T mask, no padding beyond what a bucket of similar lengths needs.
+"""Attention over packed tokens, without a T x T mask, and without padding except within buckets of similar lengths.
 
-On a CPU that the compiled operators are made for (engine.ops.attention, engine.ops.distance_attention) they take each
-sequence by itself. On CUDA in 16 bits, without a bias or a soft cap of the scores, it is torch's variable-length
-flash attention, or where all sequences are equally long the fastest kernel that torch has for these. Elsewhere it runs
-by rectangles (layers.bucketed_attention).
+On CPUs that the compiled operators support (engine.ops.attention, engine.ops.distance_attention), they process each
+sequence by itself. On CUDA in 16 bits, without a bias or a soft cap, torch's variable-length flash attention runs, or,
+if all sequences are equally long, the fastest kernel that torch has for these. Otherwise attention runs on rectangles
+(layers.bucketed_attention).
 """
 
 import math
@@ -25,7 +25,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.layers.segments import Segments, rules_of
 from modelcenter.layers.sequences import Sequences
 
-_PLANNED = 64  # tokens, of which lengths must be multiples for kernels that are planned anew for each shape
+_PLANNED = 64  # tokens: kernels that need a plan for each shape are used only for lengths that are a multiple
 
 
 def packed_attention(
@@ -46,15 +46,16 @@ def packed_attention(
     """Attention inside each sequence, or of each sequence to the one with the same index in `memory`.
 
     Args:
-        q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or of the tokens of `memory`. packed: where the
-            sequences lie. heads, kv_heads: `heads` is a multiple of `kv_heads`, None: the same. drop: which weights are
-            dropped. scale: of the scores, None: 1 / sqrt(head_dim). distances: what they add to the scores, None:
-            nothing. cap: of the scaled scores s, which are then cap tanh(s / cap), None: they stay as they are.
+        q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or those of the tokens of `memory`.
+        packed: where the sequences are. heads, kv_heads: `heads` is a multiple of `kv_heads`; None: equal.
+        drop: dropout of the weights. scale: factor of the scores; None: 1 / sqrt(head_dim).
+        distances: what distances add to the scores; None: nothing.
+        cap: soft cap of the scaled scores s, which become cap tanh(s / cap); None: no cap.
 
     Returns:
         (T, heads * head_dim)
     """
-    assert cap is None or distances is None  # of no architecture
+    assert cap is None or distances is None  # no architecture has both
     scale = 1.0 / math.sqrt(q.shape[1] // heads) if scale is None else scale
     options = AttentionOptions(heads, kv_heads or heads, scale, mask, drop, distances, cap)
     if packed.split is not None and packed.split.size > 1:
@@ -65,8 +66,8 @@ def packed_attention(
 def _shared_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
-    """Attention of this rank's tokens where several ranks share the tokens (context parallelism)."""
-    split, (heads, kv_heads, _, mask, drop, *_) = packed.split, options
+    """Attention of this rank's tokens if several ranks share the tokens (context parallelism)."""
+    split, heads, kv_heads = packed.split, options.heads, options.kv_heads
     both = torch.stack((k, v), 1)
     if heads % split.size == 0 and kv_heads % split.size == 0:
         q = split.to_heads(q[:, None]).squeeze(1)
@@ -78,12 +79,12 @@ def _shared_attention(
     mixed, low = [], split.rank * packed.num_tokens
     for piece in packed.sequences.pieces(low, low + packed.num_tokens):
         rows, keys, of_memory = slice(*piece.rows), slice(*piece.tokens), None
-        own = options._replace(drop=drop.of_queries(*(low + row for row in piece.rows)))
+        own = options._replace(drop=options.drop.of_queries(*(low + row for row in piece.rows)))
         if memory is not None:
             numbers = [min(number, memory.num_sequences) for number in piece.numbers]
             of_memory, keys = memory.part(*numbers), slice(*(memory.starts()[number] for number in numbers))
         if piece.whole is not None:
-            own = own._replace(mask=mask.of_tokens(*piece.tokens))
+            own = own._replace(mask=options.mask.of_tokens(*piece.tokens))
             mixed.append(_attention(q[rows], k[keys], v[keys], piece.whole, of_memory, own))
         elif of_memory is not None and not of_memory.num_sequences:  # the dummy sequence has no memory
             mixed.append(0 * q[rows])
@@ -94,23 +95,23 @@ def _shared_attention(
 
 
 def _attention_of_part(q: Tensor, k: Tensor, v: Tensor, first: int, keys: slice, options: AttentionOptions) -> Tensor:
-    """Attention of a part of one sequence, whose first token stands at place `first`, to the tokens `keys`."""
-    heads, kv_heads, scale, mask, _, distances, _ = options
-    parts = ((q, heads), (k, kv_heads), (v, kv_heads))
+    """Attention of a part of one sequence, whose first token is at place `first`, to the tokens `keys`."""
+    mask, distances = options.mask, options.distances
+    parts = ((q, options.heads), (k, options.kv_heads), (v, options.kv_heads))
     q, k, v = (x.unflatten(1, (n, -1)).transpose(0, 1)[None] for x, n in parts)
     sizes = q.shape[2], k.shape[2]
     of_keys = None if mask.segments is None else mask.segments[keys][None]
     of_queries = None if of_keys is None else of_keys[:, first : first + sizes[0]]
     seen = mask.rectangle(*sizes, like=q, first=first, segments=(of_queries, of_keys))
     if distances is not None:
-        seen = with_scores(distances.scores(q, k, first) * scale, seen)
+        seen = with_scores(distances.scores(q, k, first) * options.scale, seen)
     return sdpa(q, k, v, seen, options, first)[0].transpose(0, 1).flatten(1)
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
-    """Attention of whole sequences that are all here: flash attention where it serves, else as below."""
+    """Attention of whole sequences that are all on this rank: flash attention if it can be used, else as below."""
     mask, dropout = options.mask, options.drop.p
     plain = mask.bias is None and mask.segments is None and options.distances is None and options.cap is None
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // options.heads, dropout) and q.shape[0] and k.shape[0]:
@@ -122,10 +123,10 @@ def _attention(
 
 
 def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
-    """Whether torch's flash attention takes these, forward and backward."""
+    """Whether torch's flash attention supports these in forward and backward."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    # The backward pass of other heads wider than 192 is for data centre GPUs only: sm_86, 89 and 120 raise in it.
+    # For other head dimensions above 192, backward works only on data centre GPUs; sm_86, 89 and 120 raise.
     sized = head_dim % 8 == 0 and (head_dim <= 192 or (224 < head_dim <= 256 and not dropout))
     return sized and torch.cuda.get_device_properties(device).major >= 8
 
@@ -133,12 +134,12 @@ def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, dropout:
 def _by_sequence_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
-    """The compiled operator on packed sequences where it serves, else by segments or by bucket."""
-    heads, kv_heads, scale, mask, drop, distances, cap = options
+    """The compiled operator for packed sequences if it can be used, else by segments or by bucket."""
+    mask, drop = options.mask, options.drop
     offsets = sequences.cu_seqlens, sequences.cu_seqlens if memory is None else memory.cu_seqlens
-    alike = mask.segments is None and distances is None and drop.p < 1 and offsets[0].numel() == offsets[1].numel()
-    if alike and attention.serves(q, k, v, mask.bias):
-        shape = attention.Heads(heads, kv_heads, scale, mask.causal, mask.window, cap)
+    plain = mask.segments is None and options.distances is None and drop.p < 1
+    if plain and offsets[0].numel() == offsets[1].numel() and attention.serves(q, k, v, mask.bias):
+        shape = attention.Heads(options.heads, options.kv_heads, options.scale, mask.causal, mask.window, options.cap)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())
     return _by_segments_or_bucket(q, k, v, sequences, memory, options)
 
@@ -147,8 +148,8 @@ def _by_sequence_or_bucket(
 def _by_segments_or_bucket(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences | None, options: AttentionOptions
 ) -> Tensor:
-    """What torch.compile leaves out of its graphs: the compiled operators for segments and for distances where they
-    serve, else buckets of sequences of similar length."""
+    """What torch.compile leaves out of its graphs: the compiled operators for segments and for distances if they can be
+    used, else buckets of sequences of similar length."""
     mask, distances = options.mask, options.distances
     if mask.segments is not None and attention.serves(q, k, v, mask.bias, mask.segment_bias):
         kinds = None if mask.segment_bias is None else mask.segment_bias.shape[1]
@@ -174,7 +175,7 @@ def _by_segments_or_bucket(
 
 
 def _rules(sequences: Sequences, segments: Segments, kinds: int | None) -> attention.Rules | None:
-    """`rules_of` these, worked out once for all layers."""
+    """`rules_of` these segments, computed once for all layers."""
 
     def make() -> tuple[Tensor, attention.Rules | None]:
         return segments.values, rules_of(segments, sequences.cu_seqlens, kinds)
@@ -186,20 +187,20 @@ def _rules(sequences: Sequences, segments: Segments, kinds: int | None) -> atten
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences, options: AttentionOptions
 ) -> Tensor:
-    """The operator below `torch.nn.attention.varlen.varlen_attn`, which has no dropout, and on torch 2.11 may lack
-    `enable_gqa`: fewer heads of keys than of queries are taken as they come."""
-    heads, kv_heads, scale, mask, drop, *_ = options
-    parts = (x.view(x.shape[0], n, x.shape[1] // n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+    """The operator under `torch.nn.attention.varlen.varlen_attn`, since that has no dropout, and in torch 2.11 perhaps
+    no `enable_gqa`; this one takes fewer key heads than query heads as they are."""
+    mask, sides = options.mask, ((q, options.heads), (k, options.kv_heads), (v, options.kv_heads))
+    parts = (x.view(x.shape[0], n, x.shape[1] // n) for x, n in sides)
     window = -1 if mask.window is None else mask.window - 1
     out, *_ = torch.ops.aten._flash_attention_forward(
         *parts,
         *_as_many(sequences.cu_seqlens, memory.cu_seqlens),
-        max(2, sequences.max_seqlen),  # at 1 torch swaps queries with their group, as if no sequence were empty
+        max(2, sequences.max_seqlen),  # at 1, torch swaps queries with their group, as if no sequence were empty
         memory.max_seqlen,
-        drop.p,
+        options.drop.p,
         mask.causal and mask.window is None,
         False,  # return_debug_mask
-        scale=scale,
+        scale=options.scale,
         window_size_left=window,
         window_size_right=0 if mask.causal else window,
     )
@@ -207,8 +208,8 @@ def _varlen(
 
 
 def _equally_long(tokens: int, sequences: Sequences) -> bool:
-    """Whether so many tokens are sequences of one length, which is likely to come again: cuDNN takes some 30 ms to plan
-    for a new one. Does not wait for a device."""
+    """Whether these tokens are sequences of one length that is likely to recur: cuDNN takes some 30 ms to plan for a
+    new length. Does not wait for a device."""
     length = sequences.max_seqlen
     return length % _PLANNED == 0 and tokens == length * (sequences.cu_seqlens.numel() - 1)
 
@@ -216,18 +217,19 @@ def _equally_long(tokens: int, sequences: Sequences) -> bool:
 def _of_equal_lengths(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, memory: Sequences, options: AttentionOptions
 ) -> Tensor:
-    """By scaled_dot_product_attention, with what torch prefers on this GPU. On Hopper and Blackwell this is cuDNN,
-    which is far ahead of flash attention 2, the only one for sequences of any length."""
-    heads, kv_heads, scale, mask, drop, *_ = options
+    """By scaled_dot_product_attention, with the kernel that torch prefers on this GPU. On Hopper and Blackwell that is
+    cuDNN's, which is much faster than flash attention 2, the only kernel for sequences of any length."""
+    heads, kv_heads = options.heads, options.kv_heads
     sides = (q, heads, sequences), (k, kv_heads, memory), (v, kv_heads, memory)
     qs, ks, vs = (x.view(-1, of.max_seqlen, n, x.shape[1] // n).transpose(1, 2) for x, n, of in sides)
+    grouped, causal = heads != kv_heads, options.mask.causal
     out = F.scaled_dot_product_attention(
-        qs, ks, vs, dropout_p=drop.p, is_causal=mask.causal, scale=scale, enable_gqa=heads != kv_heads
+        qs, ks, vs, dropout_p=options.drop.p, is_causal=causal, scale=options.scale, enable_gqa=grouped
     )
     return out.transpose(1, 2).reshape(q.shape)
 
 
 def _as_many(queries: Tensor, keys: Tensor) -> list[Tensor]:
-    """Both offsets, for the same number of sequences: a dummy sequence that only one side has is empty on the other."""
+    """Both offsets for the same number of sequences: a dummy sequence that only one has is empty in the other."""
     most = max(queries.numel(), keys.numel())
     return [x if x.numel() == most else torch.cat([x, x[-1:].expand(most - x.numel())]) for x in (queries, keys)]

@@ -1,8 +1,8 @@
-"""Packed: what a forward knows of its batch without padding, made once and handed to every layer.
+"""Packed: the description of a batch without padding, made once per forward and passed to every layer.
 
-Inside a model all tokens of a batch are one axis of length T. A padded batch is unpadded once at the embedding and
-repadded once at the output; a packed batch arrives that way. Where sequences begin and end is layers.sequences, where
-their tokens stand in the caller's input is layers.layout.
+Inside a model, all tokens of a batch are one axis of length T. A padded batch is unpadded once, at the embedding, and
+repadded once, at the output; a packed batch arrives without padding. layers.sequences says where sequences begin and
+end, layers.layout where their tokens are in the caller's input.
 """
 
 from dataclasses import dataclass, replace
@@ -33,26 +33,25 @@ def in_rows(x: Tensor, lengths: Tensor, longest: int, fill: float) -> Tensor:
 
 @dataclass
 class Packed:
-    """A batch of n sequences with T tokens, and what the layers of a model share in its forward.
+    """A batch of n sequences with T tokens, and what the layers of a model share in one forward.
 
     Attributes:
         sequences: where each sequence begins and ends.
-        layout: where the tokens stand in the caller's input.
+        layout: where the tokens are in the caller's input.
         positions: (T,) position of each token in its sequence (in a padded batch: its column).
-        split: under context parallelism, which tokens are this rank's (engine.parallel.context.TokenSplit). Tensors
-            (T, ...) of the model, and `positions`, are then this rank's part; `sequences` and `layout` are of all
-            tokens, with a dummy sequence at the end of `sequences` where it takes one to divide them.
-        draws: what dropouts draw from, where a training loop says which rows these are; None: torch's generator.
+        split: under context parallelism, which tokens are this rank's (engine.parallel.context.TokenSplit). The model's
+            tensors (T, ...) and `positions` are then this rank's part, while `sequences` and `layout` describe all
+            tokens. If the ranks cannot share these equally, `sequences` ends with a dummy sequence.
+        draws: the source of dropout masks if the training loop has named the rows; None: torch's generator.
         cache: keys and values of earlier tokens (layers.cache.KVCache).
-        memory: (states, sequences) of the encoder, for cross-attention. memory_draws: as `draws`, of its tokens.
-        rotary: (cos, sin) of each token, made once for all layers (layers.rotary). local_rotary: those of layers with a
-            window, where they are others.
+        memory: (states, sequences) of the encoder, for cross-attention. memory_draws: `draws` of its tokens.
+        rotary: (cos, sin) of each token, shared by all layers (layers.rotary). local_rotary: those of layers with a
+            window, if they differ.
         distances: the embeddings of the distances between tokens (layers.disentangled.DistanceStates).
-        bias, segments, segment_bias, rectangles: what attention adds and hides, as in layers.mask.Mask.
-        output_tokens: (m,) indices of the tokens whose states the unit that gets this computes (`with_outputs`); None:
-            all.
-        branch_scale: what multiplies the branches that a unit adds to its hidden states, before their last product.
-        labelled: for the head over the vocabulary, the labels and the indices of the tokens that have one; found once.
+        bias, segments, segment_bias, rectangles: as in layers.mask.Mask.
+        output_tokens: (m,) indices of the tokens whose states the next unit has to compute (`with_outputs`); None: all.
+        branch_scale: factor of the branches that a unit adds to its hidden states, applied before their last product.
+        labelled: the labels, and the indices of the tokens that have one, cached for the vocabulary's head.
     """
 
     sequences: Sequences
@@ -83,7 +82,7 @@ class Packed:
         position_ids: Tensor | None = None,
         prefix: str = "",
     ) -> "Packed":
-        """A batch that arrives packed, ids of shape (1, T). Errors name the inputs with `prefix` before them."""
+        """A batch that arrives packed, with ids of shape (1, T). prefix: of the inputs' names in errors."""
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
             raise ValueError(
                 f"{prefix}cu_seqlens: got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}, expected "
@@ -101,7 +100,7 @@ class Packed:
             max_seqlen = max(lengths, default=0)
         elif max_seqlen is None:
             max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if cu_seqlens.numel() > 1 else 0
-        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as the kernels want it
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()  # as kernels require
         if position_ids is not None:
             positions = flat_positions(position_ids, (1, tokens), prefix)
         else:
@@ -121,10 +120,10 @@ class Packed:
         count: bool = False,
         prefix: str = "",
     ) -> "Packed":
-        """A padded batch, ids of shape (batch, seq); attention_mask (batch, seq) is 1 at tokens and 0 at padding.
+        """A padded batch, with ids of shape (batch, seq); attention_mask (batch, seq) is 1 at tokens and 0 at padding.
 
-        Positions are columns, or with `count` the number of tokens of the row before each. Errors name the inputs with
-        `prefix` before them.
+        Positions are columns or, with `count`, the number of earlier tokens in the row. prefix: of the inputs' names in
+        errors.
         """
         batch, seq = shape
         if attention_mask is None:
@@ -164,7 +163,7 @@ class Packed:
     # -- the same batch, changed ---------------------------------------------------------------------------------------
 
     def with_prefix(self, count: int, first: int = 0) -> "Packed":
-        """The same with `count` tokens of the model's own before each sequence, at the positions from `first` on."""
+        """The batch with `count` tokens of the model's own before each sequence, at positions `first` and up."""
         n, tokens, s = self.num_sequences, self.num_tokens, self.sequences
         device = s.cu_seqlens.device
         seqlens = s.cu_seqlens[1:] - s.cu_seqlens[:-1]
@@ -185,11 +184,11 @@ class Packed:
         )
 
     def with_draws(self) -> "Packed":
-        """The same, with dropouts that draw by row and place, where a training loop says which rows these are."""
+        """The batch with dropout masks drawn by row and position, if the training loop has named the rows."""
         return replace(self, draws=draws_of(self.cu_seqlens, self.num_tokens))
 
     def split_over(self, split: Any) -> "Packed":
-        """The same for one rank of those that share the tokens by `split`."""
+        """The batch for one of the ranks that share the tokens by `split`."""
         s, dummy = self.sequences, split.padding(self.num_tokens)
         cu, lengths = s.cu_seqlens, s.lengths
         if dummy:
@@ -210,10 +209,11 @@ class Packed:
         )
 
     def with_outputs(self, tokens: Tensor | None) -> "Packed":
-        """The same for a unit of whose states only those of `tokens` (m,), ascending indices, are used.
+        """The batch for a unit of whose output only the states of `tokens` (m,), ascending indices, are used.
 
-        All tokens are attended to as ever; after that the unit computes only these (`narrow`), and returns zeros for
-        the rest (`widen`). All are computed where dropouts, which tell rows by their number, could not tell these.
+        Attention still reads all tokens; after that the unit computes only these (`narrow`), and returns zeros for the
+        rest (`widen`). If dropout, which identifies tensors by their number of rows, would confuse them with another
+        part, all are computed.
         """
         if tokens is self.output_tokens:
             return self
@@ -225,27 +225,27 @@ class Packed:
         return replace(self, output_tokens=tokens, draws=draws)
 
     def of_run(self, number: int) -> "Packed":
-        """The same for one of several runs of the same unit, whose dropouts draw masks of its own in each."""
+        """The batch for one of several runs of a unit, each of which draws dropout masks of its own."""
         return self if self.draws is None else replace(self, draws=self.draws.of_run(number))
 
     def attend_to(self, states: Tensor, encoder: "Packed") -> None:
-        """Let cross-attention read the states of the tokens of an encoder, `memory`.
+        """Set the encoder states, `memory`, that cross-attention reads.
 
-        Lengths are compared only where the host knows them: to ask a GPU would be to wait for it.
+        Lengths are checked only if the host knows them, since reading them from a GPU would wait for it.
 
         Raises:
-            ValueError: a sequence of the batch has tokens and the encoder's one has none.
+            ValueError: a sequence of the batch has tokens, but the encoder's has none.
         """
         if self.sequences.lengths is not None and encoder.sequences.lengths is not None:
             self.sequences.paired_lengths(encoder.sequences)
         self.memory, self.memory_draws = (states, encoder.sequences), encoder.draws
 
     def narrow(self, x: Tensor) -> Tensor:
-        """(T, ...) -> (m, ...), the rows of the tokens whose states are used."""
+        """(T, ...) -> (m, ...), the rows of `output_tokens`."""
         return x if self.output_tokens is None else x.index_select(0, self.output_tokens)
 
     def widen(self, x: Tensor) -> Tensor:
-        """(m, ...) of the tokens whose states are used -> (T, ...), zeros elsewhere."""
+        """(m, ...) for `output_tokens` -> (T, ...), zeros elsewhere."""
         if self.output_tokens is None:
             return x
         return x.new_zeros(self.num_tokens, *x.shape[1:]).index_copy(0, self.output_tokens, x)
@@ -258,7 +258,7 @@ class Packed:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """(n + 1,) int32, see layers.sequences; with the dummy's end where there is one."""
+        """(n + 1,) int32, see layers.sequences; if there is a dummy sequence, its end follows."""
         return self.sequences.cu_seqlens
 
     @property
@@ -268,7 +268,7 @@ class Packed:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, what a cache holds of it included."""
+        """Tokens of the longest sequence, including those in the cache."""
         return self.sequences.max_seqlen + (0 if self.cache is None else len(self.cache))
 
     @property
@@ -288,20 +288,20 @@ class Packed:
 
     @property
     def in_input_order(self) -> bool:
-        """Whether the caller's tokens are those of the input, in its order: no padding, and where several ranks share
-        them no tokens of the model's own between them."""
+        """Whether the tokens are the input's, in its order: without padding and, if several ranks share them, without
+        tokens of the model's own in between."""
         shared = self.split is not None and self.split.size > 1
         return self.layout.indices is None and not (shared and self.layout.caller_tokens is not None)
 
     # -- between the caller's tensors and the tokens -------------------------------------------------------------------
 
     def unpad(self, x: Tensor, fill: int = 0, prefix: Tensor | None = None, name: str = "a tensor") -> Tensor:
-        """(batch, seq, ...) or (1, T, ...) -> (T, ...), with `fill` at dummy tokens and at those of the model's own.
+        """(batch, seq, ...) or (1, T, ...) -> (T, ...), with `fill` at dummy tokens and at the model's own tokens.
 
-        prefix: (count, ...) of the model's own before each sequence, in place of `fill`. name: what the caller calls x.
+        prefix: (count, ...) for the model's own tokens before each sequence, in place of `fill`. name: of x in errors.
 
         Raises:
-            ValueError: x is of another shape than the input.
+            ValueError: x has not the shape of the input.
         """
         x = self.layout.unpad(x, fill, prefix, name)
         if self.split is None:
@@ -315,7 +315,7 @@ class Packed:
         return self.layout.repad(self.gather(x), fill)
 
     def pad_by_sequence(self, x: Tensor, fill: float) -> Tensor:
-        """(T,) -> (n, longest), the caller's tokens left-aligned, `fill` after each end; for a softmax over each
+        """(T,) -> (n, longest), the caller's tokens left-aligned and padded with `fill`, for a softmax over each
         sequence."""
         layout, before = self.layout, self.layout.prefix_length
         x = layout.of_caller(self.gather(x))
@@ -326,13 +326,13 @@ class Packed:
         return in_rows(x, seqlens, longest, fill)
 
     def first_tokens(self) -> Tensor:
-        """(n,) index of each sequence's first token. Raises ValueError where a sequence has none."""
+        """(n,) index of each sequence's first token. Raises ValueError if a sequence has none."""
         return self.sequences.first_tokens()
 
     def last_tokens(self) -> Tensor:
-        """(n,) index of each sequence's last token. Raises ValueError where a sequence has none.
+        """(n,) index of each sequence's last token. Raises ValueError if a sequence has none.
 
-        Of rows without padding that hold several sequences, the last of each row.
+        If rows without padding hold several sequences, the index of each row's last token.
         """
         rows, seq = self.shape
         if not self.layout.packed and self.layout.indices is None and self.num_sequences != rows:
@@ -340,9 +340,9 @@ class Packed:
         return self.sequences.last_tokens()
 
     def last_of(self, kept: Tensor) -> Tensor:
-        """(n,) index, among all tokens, of each sequence's last token that is `kept`; -1 where it has none.
+        """(n,) index, among all tokens, of each sequence's last token that is `kept`; -1 if it has none.
 
-        kept: (batch, seq) or packed (1, T), bool; on the host only if the offsets are known there.
+        kept: (batch, seq) or packed (1, T), bool; it may be on the host if the offsets are known there.
         """
         layout = self.layout
         flat = kept.flatten() if layout.indices is None else kept.flatten().index_select(0, layout.indices)
@@ -356,14 +356,14 @@ class Packed:
     # -- over the ranks that share the tokens --------------------------------------------------------------------------
 
     def gather(self, x: Tensor) -> Tensor:
-        """(T, ...) of all tokens but the dummies, from this rank's."""
+        """This rank's (T, ...) -> that of all tokens, without the dummy sequence."""
         if self.split is None:
             return x
         x = self.split.gather(x)
         return x[: x.shape[0] - self.sequences.dummy]
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """A sum over all tokens, from the sum over this rank's."""
+        """A sum over this rank's tokens -> the sum over all tokens."""
         return x if self.split is None else self.split.sum(x)
 
     @property
@@ -372,29 +372,30 @@ class Packed:
         return 0 if self.split is None else self.split.rank * self.num_tokens
 
     def sequence_of(self, tokens: Tensor | None = None) -> Tensor:
-        """(m,) the number of the sequence of each of this rank's tokens with the indices `tokens` (m,); None: of all
-        its tokens. Of the dummy's it is the number of sequences."""
+        """(m,) the index of the sequence that each of this rank's `tokens` (m,) belongs to; None: for all its tokens.
+        Tokens of the dummy sequence get n."""
         if tokens is None:
             tokens = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
         places = (tokens + self.first_own_token).to(self.cu_seqlens.dtype)
         return torch.searchsorted(self.cu_seqlens[1:].contiguous(), places, right=True)
 
     def sum_by_sequence(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """(n, ...) for each sequence the sum of x (m, ...), the values of this rank's tokens with the indices `tokens`
-        (m,); None: of all its tokens."""
-        sums = x.new_zeros(self.num_sequences + 1, *x.shape[1:])  # the last: of the dummy's tokens
+        """(n, ...) the sum, over each sequence, of x (m, ...), which are values of this rank's `tokens` (m,); None: of
+        all its tokens."""
+        sums = x.new_zeros(self.num_sequences + 1, *x.shape[1:])  # the last row is for the dummy sequence
         sums = sums.index_add(0, self.sequence_of(tokens), x)
         return self.sum_over_ranks(sums[:-1])
 
     def mean_by_sequence(self, x: Tensor) -> Tensor:
-        """(n, ...) for each sequence the mean of x (T, ...) over its tokens, added up in fp32. Raises ValueError where
-        a sequence has none."""
+        """(n, ...) the mean of x (T, ...) over each sequence's tokens, summed in fp32. Raises ValueError if a sequence
+        has none."""
         first = self.first_tokens()
         counts = self.cu_seqlens[1 : self.num_sequences + 1] - first
         return (self.sum_by_sequence(x.float()) / counts.view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
 
     def of_this_rank(self, places: Tensor) -> Tensor:
-        """Of tokens with these indices in an input (`in_input_order`), on the host: the indices of this rank's."""
+        """Those of the tokens with these indices in the input (`in_input_order`; on the host) that are this rank's, as
+        local indices."""
         if self.split is None or self.split.size == 1:
             return places
         places = places - self.split.rank * self.num_tokens

@@ -1,4 +1,4 @@
-"""Fingerprints of data, as data.sources makes them: whether two are of the same rows, and how they differ."""
+"""Comparing fingerprints of data, which data.sources makes: whether the rows are the same, and how they differ."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ _HASHES = ("sha256", "source")  # fields of fingerprints that are keyed by the p
 
 
 def identity(data: Any) -> Any:
-    """The part of a fingerprint that does not change when files are moved. Their order is part of it: rows are numbered
-    and weights given in this order."""
+    """The part of a fingerprint that does not change when files are moved. The order of files is part of it, because
+    rows are numbered, and weights are given, in this order."""
     if not isinstance(data, dict):
         return [identity(part) for part in data] if isinstance(data, list) else data
     return {
@@ -17,7 +17,7 @@ def identity(data: Any) -> Any:
 
 
 def differences(before: Any, now: Any) -> str:
-    """How the data of two fingerprints differ, in brackets: rows and files; "" if the fingerprints do not tell."""
+    """How the rows and files of two fingerprints differ, in parentheses; "" if the fingerprints do not tell."""
     parts = []
     if all(isinstance(data, dict) and "rows" in data for data in (before, now)):
         parts.append(f"{_amount(now)} now, {_amount(before)} then")

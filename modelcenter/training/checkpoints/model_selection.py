@@ -1,4 +1,4 @@
-"""Which evaluation of a run is the best, where its model is, and when to stop waiting for a better one."""
+"""Model selection: which evaluation of a run is best, where its model is, and when to stop early."""
 
 import difflib
 import json
@@ -17,8 +17,7 @@ from modelcenter.training.config import TrainConfig
 from modelcenter.training.metrics import SMALLER_IS_BETTER
 from modelcenter.training.output.folder import CHECKPOINTS
 
-# Flags that change the scores of a model: some that a run may change when it goes on, and others that one may which
-# --resume names. Of the names of all tasks.
+# Flags, of all tasks, that change a model's scores. A resumed run may change some of them, and --resume PATH others.
 _SCORE_FLAGS = (
     "language num_beams max_new_tokens length_penalty no_repeat_ngram_size prefix source_lang target_lang "
     "max_target_length form eval_fraction max_length too_long template train_on reference beta loss_type teacher "
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def check_best_metric(cfg: TrainConfig, task: Any, eval_set: Examples | None) -> None:
-    """Raise ValueError, before the first step, where no evaluation could tell which model is best. Collective."""
+    """Raise ValueError, before the first step, if no evaluation can tell which model is best. Collective."""
     for name in ("best_metric", "early_stopping"):
         if getattr(cfg, name) is not None and eval_set is None:
             raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
@@ -48,24 +47,24 @@ def check_best_metric(cfg: TrainConfig, task: Any, eval_set: Examples | None) ->
 class ModelSelection:
     """The evaluations of a run, compared by one metric.
 
-    An evaluation is kept as {"metric": its name in a row, "value", "step"}; {} is none.
+    An evaluation is kept as {"metric": its name in a row, "value", "step"}; {} means none.
 
     Attributes:
         metric: its name in a row, with eval_.
-        latest: the last evaluation. best: the best of all. best_on_disk: the best of those whose model is on the disk,
-            which checkpoints/best names.
-        evaluations_since_best: how many in a row were not the best.
+        latest: the last evaluation. best: the best one. best_on_disk: the best one whose model is on disk, which
+            checkpoints/best names.
+        evaluations_since_best: number of evaluations since the best one.
     """
 
     def __init__(self, metric: str, patience: int | None):
-        """metric: with or without eval_. patience: how many evaluations in a row may be worse; None: any number."""
+        """metric: with or without eval_. patience: how many evaluations in a row may be worse; None: no limit."""
         self.metric = f"eval_{metric.removeprefix('eval_')}"
         self.patience = patience
         self.latest: dict[str, Any] = {}
         self.best: dict[str, Any] = {}
         self.best_on_disk: dict[str, Any] = {}
         self.evaluations_since_best = 0
-        self._best_once_written: dict[str, Any] = {}  # best_on_disk when the checkpoint that is being written is there
+        self._best_once_written: dict[str, Any] = {}  # best_on_disk once the checkpoint in progress is complete
 
     @property
     def smaller_is_better(self) -> bool:
@@ -76,10 +75,10 @@ class ModelSelection:
         return self.patience is not None and self.evaluations_since_best >= self.patience
 
     def judge(self, row: dict[str, Any]) -> bool:
-        """Take note of an evaluation, a row of metrics.jsonl; whether it is the best so far.
+        """Record an evaluation, a row of metrics.jsonl. Returns whether it is the best so far.
 
         Raises:
-            ValueError: it does not have the metric.
+            ValueError: the row lacks the metric.
         """
         if self.metric not in row:
             known = ", ".join(key.removeprefix("eval_") for key in row if key.startswith("eval_"))
@@ -94,50 +93,50 @@ class ModelSelection:
     def _latest_is_better_than(self, other: dict[str, Any]) -> bool:
         """Whether the last evaluation is better than another; a number is better than none."""
         value, sign = self.latest["value"], -1 if self.smaller_is_better else 1
-        if value is None or not math.isfinite(value):  # nothing is greater than NaN: it would stay the best
+        if value is None or not math.isfinite(value):  # nothing compares greater than NaN, so it would stay the best
             return False
         return "value" not in other or sign * value > sign * other["value"]
 
-    # -- the models of these evaluations on the disk -----------------------------------------------------------------
+    # -- the models of these evaluations on disk ---------------------------------------------------------------------
 
     def would_be_best_on_disk(self, step: int) -> bool:
-        """Whether the model of this step, once saved, is the best one on the disk."""
+        """Whether the model of this step, once saved, will be the best one on disk."""
         return self.latest.get("step") == step and self._latest_is_better_than(self.best_on_disk)
 
     def state(self, becomes_best: bool) -> dict[str, Any]:
-        """For a checkpoint. becomes_best: would_be_best_on_disk."""
+        """The state for a checkpoint. becomes_best: the result of `would_be_best_on_disk`."""
         on_disk = self.latest if becomes_best else self.best_on_disk
         return {"best": self.best, "linked": on_disk, "bad_evaluations": self.evaluations_since_best}
 
     def checkpoint_started(self, becomes_best: bool) -> None:
-        """A checkpoint is being written. becomes_best: would_be_best_on_disk."""
+        """Called when a checkpoint is being written. becomes_best: the result of `would_be_best_on_disk`."""
         self._best_once_written = self.latest if becomes_best else self.best_on_disk
 
     def checkpoint_ended(self, written: bool) -> None:
-        """The last checkpoint is on the disk, or could not be written."""
+        """Called when the last checkpoint is on disk, or could not be written."""
         if written:
             self.best_on_disk = self._best_once_written
         else:
             self._best_once_written = self.best_on_disk
 
     def load(self, state: dict[str, Any], in_output_dir: bool, still_counts: Callable[[dict[str, Any]], bool]) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Args:
-            state: what `state` gave. in_output_dir: the checkpoint is of this run, and not of another folder.
-            still_counts: whether an evaluation from before the stop still counts.
+            state: the result of `state`. in_output_dir: the checkpoint is this run's, and not in another folder.
+            still_counts: tells whether an evaluation from before the stop still counts.
         """
         on_disk = state.get("linked", state["best"])
         if still_counts(state["best"]):
             self.best = state["best"]
-            if in_output_dir:  # patience that was over in another folder would let nothing be trained here
+            if in_output_dir:  # if patience ran out in another folder, nothing would be trained here
                 self.best_on_disk, self.evaluations_since_best = on_disk, state["bad_evaluations"]
         elif in_output_dir and on_disk.get("metric") == self.metric and still_counts(on_disk):
             self.best = self.best_on_disk = on_disk  # the checkpoint of a better one could not be written
         self._best_once_written = self.best_on_disk
 
     def fall_back(self, step: int | None, rows: list[dict[str, Any]]) -> None:
-        """The model of the best evaluation is not on the disk: take that of another step, if `rows` has its value."""
+        """Called if the best evaluation's model is not on disk: take that of another step, if `rows` has its value."""
         judged = (row for row in reversed(rows) if row["step"] == step and row.get(self.metric) is not None)
         value = next((row[self.metric] for row in judged), None)
         self.best = {} if value is None else {"metric": self.metric, "value": value, "step": step}
@@ -147,30 +146,30 @@ class ModelSelection:
 
 
 def evaluation_conditions(cfg: TrainConfig, eval_set: Examples | None) -> dict[str, Any]:
-    """The data and the flags that scores depend on: only scores under the same conditions compare. {}: no data."""
+    """The data and flags that scores depend on; only scores with equal conditions compare. {}: no evaluation data."""
     if eval_set is None:
         return {}
     names = [*_SCORE_FLAGS, *(f"{role}_column" for role in cfg.roles)]
     if cfg.eval_fraction is not None:
         names.append("seed")  # it draws the rows that are held out
     if cfg.task == "dpo":
-        names.append("label_smoothing")  # elsewhere of the loss in training alone
+        names.append("label_smoothing")  # other tasks use it only in the training loss
     flags = {name: getattr(cfg, name) for name in names if hasattr(cfg, name)}
     return json.loads(json.dumps({"eval_data": identity(eval_set.fingerprint()), **flags}))
 
 
 def changed_condition(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The flag that keeps scores from before a stop from comparing with those of now; None: they compare. Collective.
+    """The flag because of which scores from before a stop do not compare with new ones; None: they do. Collective.
 
     Args:
-        before, now: evaluation_conditions; those of an older version may lack some.
+        before, now: evaluation_conditions; an older version's may lack some.
     """
     return from_rank_0(next((name for name in now if name in before and now[name] != before[name]), None))
 
 
 def still_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:
-    """Whether the best evaluation before a stop is still the one to beat: it is by the present metric, and where its
-    model may become the run's, that is in output_dir. Collective."""
+    """Whether the best evaluation before a stop is still the one to beat: its metric is the current one and, if its
+    model may become the run's model, that is in output_dir. Collective."""
     if not best:
         return True
     reason = ""
@@ -187,7 +186,7 @@ def still_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:
 
 
 def warn_best_dropped(best: dict[str, Any], reason: str) -> None:
-    """Warn that the best evaluation from before a stop is not one to beat."""
+    """Warn that the best evaluation from before a stop does not count."""
     if engine.rank() == 0:
         name = best["metric"].removeprefix("eval_")
         log.warning(
@@ -196,10 +195,10 @@ def warn_best_dropped(best: dict[str, Any], reason: str) -> None:
 
 
 def best_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint that `best` names; None: there is none, or it is damaged, which is reported. Collective."""
+    """The checkpoint that `best` names; None if there is none, or it is damaged, which is logged. Collective."""
     try:
         path = latest_checkpoint(checkpoints / "best")
-    except ValueError as error:  # of a checkpoint that is named by itself; any other would be passed over
+    except ValueError as error:  # raised for a damaged checkpoint that is named; others would be skipped
         if engine.rank() == 0:
             log.warning("the best checkpoint is passed over: %s", error)
         return None

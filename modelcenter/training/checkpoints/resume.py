@@ -1,4 +1,4 @@
-"""Continuing a run where it was stopped: which checkpoint, and whether it is of the same run."""
+"""Resuming a run that was stopped: finding the checkpoint, and checking that it belongs to the same run."""
 
 import json
 import logging
@@ -25,9 +25,9 @@ from modelcenter.training.config.common import PLACES
 from modelcenter.training.output.folder import CHECKPOINTS
 from modelcenter.training.output.json_text import json_text
 
-# Flags that decide which parameters there are and which of them the optimizer has.
+# Flags that determine which parameters there are, and which of them the optimizer has.
 _PARAMETER_FLAGS = ("freeze", "lora_rank", "lora_targets", "use_dora", "quantize", "share_embeddings")
-# Flags that decide which rows a stream has, and in which order.
+# Flags that determine the rows of a stream and their order.
 _STREAM_FLAGS = ("seed", "shuffle_window", "max_length", "document", "noise_density", "mean_span")
 _RUN_FIELDS = (("task", str, "a text"), ("step", int, "a number"), ("flags", dict, "an object"))  # of RUN_FILE
 
@@ -36,10 +36,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Continuation:
-    """A checkpoint that a run goes on from.
+    """A checkpoint that a run resumes from.
 
-    flags, data: of its run. forced: --resume named it, so flags may differ. in_output_dir: it is in this run's
-    output_dir, not in the folder of another run.
+    Attributes:
+        flags, data: those of the checkpoint's run. forced: --resume names it, so flags may differ.
+        in_output_dir: it is in this run's output_dir, not in another run's folder.
     """
 
     checkpoint: Path
@@ -51,7 +52,7 @@ class Continuation:
 
     def check(self, cfg: TrainConfig, data: Any) -> None:
         """Raise ValueError if flags or data differ from those of the checkpoint's run, naming the first such flag.
-        Collective: rank 0 wrote down the paths of its own node, so it alone compares those."""
+        Collective. The checkpoint has the paths of rank 0's node, so only rank 0 compares paths."""
         with together(f"comparing the run with {self.checkpoint}"):
             now = json.loads(json.dumps(cfg.arithmetic(), default=str))
             changed = self._changed_flags(now, cfg.unsaid)
@@ -62,9 +63,9 @@ class Continuation:
                 self._warn_of_changes(now, changed, data)
 
     def _changed_flags(self, now: dict[str, Any], unsaid: Mapping[str, Any]) -> dict[str, Any]:
-        """{flag: the value that the checkpoint's run had} of those that have another now.
+        """{flag: the value in the checkpoint's run} for flags whose values differ now.
 
-        unsaid: what None stands for, of the flags where that is known.
+        unsaid: what None stands for, for flags where that is known.
         """
         known = [name for name in self.flags if name in now and (engine.rank() == 0 or name not in PLACES)]
 
@@ -89,9 +90,9 @@ class Continuation:
             )
 
     def _check_state_fits(self, now: dict[str, Any], changed: dict[str, Any]) -> None:
-        """Raise ValueError where the state in the checkpoint is of no use, even if --resume named it."""
+        """Raise ValueError if the state in the checkpoint cannot be used, even if --resume names it."""
         weights = f"--model {self.checkpoint}"
-        if self.flags.get("lora_rank") is not None:  # no model as it is
+        if self.flags.get("lora_rank") is not None:  # it has to be exported first
             weights = f"`modelcenter export {shlex.quote(str(self.checkpoint))} DST`, then --model DST"
         remedy = f"Give the same; or begin anew with its weights: {weights} and another --output_dir, without --resume"
         for name, before in changed.items():
@@ -100,25 +101,25 @@ class Continuation:
                     f"{name}: got {now[name]!r}, but {self.checkpoint} is of a run with {before!r}, which trains other "
                     f"parameters. {remedy}"
                 )
-            if name == "optimizer" or (name == "precision" and "fp16" in (now[name], before)):  # it scales the loss
+            if name == "optimizer" or (name == "precision" and "fp16" in (now[name], before)):  # fp16 has a loss scale
                 raise ValueError(
                     f"{name}: got {now[name]!r}, which has no use for the state that {self.checkpoint} keeps for "
                     f"{before!r}. {remedy}"
                 )
 
     def sums_of_other_base(self, cfg: TrainConfig, model: Model) -> dict[str, float] | None:
-        """frozen_sums of a model with an adapter, for `check_base`, if --resume came with another --model; else None.
-        Collective, before the checkpoint is loaded."""
+        """`frozen_sums` of a model with an adapter, for `check_base`, if --model is not that of the checkpoint's run;
+        else None. Collective; call it before the checkpoint is loaded."""
         if model.adapter is None or not from_rank_0(bool(self._changed_flags({"model": cfg.model}, {}))):
             return None
         return frozen_sums(model)
 
     def check_base(self, cfg: TrainConfig, model: Model, before: Mapping[str, float] | None) -> None:
-        """Raise ValueError if the weights of another --model are not those under the adapter in the checkpoint: what is
-        saved would name it as the adapter's base. Collective, after the checkpoint was loaded.
+        """Raise ValueError if another --model's weights are not those under the adapter in the checkpoint, since the
+        saved adapter would name it as its base. Collective; call it after the checkpoint is loaded.
 
         Args:
-            before: what `sums_of_other_base` gave.
+            before: the result of `sums_of_other_base`.
         """
         if before is None:
             return
@@ -139,8 +140,8 @@ class Continuation:
             )
 
     def changed_stream_flag(self, cfg: TrainConfig, data: Any) -> str | None:
-        """The flag that gives a stream other rows, or another order, than the checkpoint has a place in; None: they are
-        the same."""
+        """The flag that changes the rows of a stream, or their order, so that the checkpoint's position in it is not
+        valid; None: there is none."""
         if identity(data) != identity(self.data):
             return "train_data"
         now = cfg.arithmetic()
@@ -148,14 +149,14 @@ class Continuation:
 
 
 def find_continuation(cfg: TrainConfig) -> Continuation | None:
-    """The checkpoint that --resume means, if there is one. Collective.
+    """The checkpoint to resume from, as --resume says, if there is one. Collective.
 
-    A run that --resume started from a checkpoint of another folder goes on from its own once it has some: the same
-    command, started again after a stop, loses nothing.
+    A run that --resume started from a checkpoint in another folder resumes from its own checkpoints once it has some,
+    so repeating the same command after a stop loses nothing.
 
     Raises:
-        ValueError: --resume names a place without a whole checkpoint of a run, or output_dir holds checkpoints of
-            another run, which would be mixed up with those of this one.
+        ValueError: there is no complete checkpoint where --resume says, or output_dir holds checkpoints of another run,
+            which would be mixed up with this run's.
     """
     if cfg.resume == "never" or cfg.overwrite_output_dir or cfg.dry_run or cfg.output_dir is None:
         return None
@@ -225,7 +226,7 @@ def run_file_text(cfg: TrainConfig, step: int, data: Any, trained: list[str] | N
 
 
 def _start_of(resume: str) -> str | None:
-    """The absolute path that --resume lets a run begin with; None where it names none."""
+    """The absolute path of what --resume starts a run from; None if it names none."""
     return None if resume in ("auto", "never") else str(Path(expanduser(resume)).absolute())
 
 
@@ -236,14 +237,14 @@ def absolute_path(name: str, value: Any) -> Any:
 
 
 def frozen_sums(model: Model) -> dict[str, float]:
-    """The sum of this rank's part of each parameter that is not trained, by which models are told from each other."""
+    """The sum of this rank's part of each frozen parameter, by which models can be told apart."""
     frozen = ((name, local_tensor(p)) for name, p in model.named_parameters() if not p.requires_grad)
     return {name: tensor.sum(dtype=torch.float64).item() for name, tensor in frozen}
 
 
 def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[str, Any]:
-    """engine.load_checkpoint, but learning rates, decays and their like are as the flags say: --resume PATH may go on
-    with others than the checkpoint's. Collective."""
+    """engine.load_checkpoint, except that learning rates, decays and the like stay as the flags say, which may differ
+    from the checkpoint's with --resume PATH. Collective."""
     groups = [
         [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         for optimizer in manager.optimizers
@@ -254,5 +255,5 @@ def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[st
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
     for schedule, values in zip(manager.lr_schedulers, schedules, strict=True):
-        schedule.load_state_dict({**values, "num_iter": schedule.num_iter})  # which sets the rates, too
+        schedule.load_state_dict({**values, "num_iter": schedule.num_iter})  # also sets the learning rates
     return state

@@ -1,4 +1,4 @@
-"""The writing of a run's checkpoints."""
+"""Writing a run's checkpoints."""
 
 import time
 from collections.abc import Callable
@@ -15,8 +15,7 @@ from modelcenter.training.output.folder import CHECKPOINTS, free_space
 class CheckpointWriter:
     """Writes checkpoints while training goes on.
 
-    One that cannot be written costs nothing but itself: those before it stay. It is reported, and an error only where
-    the run ends with it.
+    If one cannot be written, earlier ones stay. That is reported, and is an error only if the run ends with it.
     """
 
     def __init__(self, output: Path, keep: int, selection: ModelSelection, report: Callable[[str], None]):
@@ -29,11 +28,11 @@ class CheckpointWriter:
         return (time.monotonic() - self._started_at) / 60
 
     def finish_last(self, step: int, best: int | None) -> None:
-        """Finish the save of the newest checkpoint, which the run goes on from: it may have been killed before `last`
-        and `best` named their checkpoints. Collective.
+        """Finish saving the newest checkpoint, from which the run resumes: it may have been killed before `last` and
+        `best` were set. Collective.
 
         Args:
-            best: the step of the one that `best` names.
+            best: the step of the checkpoint that `best` must name.
         """
         finish_save(self._output / CHECKPOINTS, step, best=best, keep=self._keep)
 
@@ -46,11 +45,11 @@ class CheckpointWriter:
         write_extra: Callable[[Path], None],
         wait: bool,
     ) -> None:
-        """Write a checkpoint of this step, after the last one is on the disk. Collective.
+        """Write a checkpoint of this step, once the previous one is on disk. Collective.
 
         Args:
-            state: of the run beside model and optimizer; that of the selection is added. write_extra: writes further
-                files into the folder that it is given. wait: until the checkpoint is on the disk; the run ends then.
+            state: the run's state besides model and optimizer; the selection's is added. write_extra: writes further
+                files into the folder that it is given. wait: wait until the checkpoint is on disk, as the run ends.
 
         Raises:
             OSError: with `wait`, on all ranks: it could not be written.
@@ -70,7 +69,7 @@ class CheckpointWriter:
             self._report(failure)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk. Collective."""
+        """Wait until the checkpoint in progress is on disk. Collective."""
         try:
             wait_checkpoint()
             self._selection.checkpoint_ended(written=True)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from engine import policy
 from modelcenter.command_line.flags import Flags, Idle, flag
 from modelcenter.command_line.spellings import INSTEAD
 from modelcenter.data.schemas.forms import FORMS
@@ -20,9 +21,9 @@ from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.registry import nearest, own_preset
 from modelcenter.training.config.checks import check_fraction, check_not_negative, check_positive
 
-RECOMPUTES = ("none", "cheap", "selective", "full")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16", "bf16-params", "bf16-sr")
-# torch's words, and what they mean.
+RECOMPUTES = ("none", "cheap", "selective", "full")  # not "offload", for which there is --offload all
+PRECISIONS = ("auto", *policy.PRECISIONS)
+# torch's names, and what they mean.
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 MATMUL_PRECISION = (
     "precision in which fp32 matrices are multiplied (sums are in fp32): highest: fp32; high: TF32 on a GPU; medium: "
@@ -30,7 +31,7 @@ MATMUL_PRECISION = (
 )
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
-# Flags of how a run is distributed, evaluated, logged or saved, not of what it computes: a run may go on with others.
+# Flags of how a run is distributed, evaluated, logged or saved, not of what it computes. A resumed run may change them.
 MAY_CHANGE = frozenset(
     "eval_generate eval_samples num_beams max_new_tokens length_penalty no_repeat_ngram_size metrics language "
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
@@ -38,9 +39,9 @@ MAY_CHANGE = frozenset(
     "dp_replicate tp cp pp pp_schedule recompute compile offload best_metric early_stopping prefetch "
     "eval_max_new_tokens token_accuracy peak_flops".split()
 )
-# Flags that name a file or folder, whose path may differ between nodes.
+# Flags that name files or folders, whose paths may differ between nodes.
 PLACES = frozenset("model generator reference teacher tokenizer train_data eval_data output_dir".split())
-# Arguments of hub.load.load_model that are no fields of a model's configuration, and what to use for them in a run.
+# Arguments of hub.load.load_model that are not fields of a model's configuration, and what a run uses instead.
 NOT_MODEL_FIELDS = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"
 ) | {
@@ -230,7 +231,7 @@ class TrainConfig(Flags):
         "all but matrix products and attention; full: all of each block", choices=RECOMPUTES)
     compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
     offload: str = _engine("none", "what to keep in host memory; optimizer: the optimizer's master weights and "
-        "moments; all: also the activations that the backward pass needs", choices=("none", "optimizer", "all"))
+        "moments; all: also the activations that the backward pass needs", choices=policy.OFFLOAD)
     peak_flops: float | None = _engine(None, "peak operations per second of one device, such as 989e12, from which mfu "
         "in metrics.jsonl is computed; if not given, the manufacturer's figure for known GPUs, and no mfu on other "
         "devices")

@@ -1,12 +1,12 @@
 """The floating-point operations that training needs, and their share of the devices' peak: model FLOPs utilisation
 (mfu), as in PaLM (arXiv:2204.02311, appendix B).
 
-Counted are the products of linear layers, of attention and with the vocabulary, two operations for each multiplication
-and addition: at every token, and with the vocabulary only where there is a label. Not counted are recomputation in
-backward and padding, which take time and add nothing, and DeBERTa's projections of distances, which are few. As is
-usual, every layer counts whole at every token: also the last one, which computes only the states that the head reads
-(Model.reads), and also at tokens that are left out (Model.without_unneeded). In short models with few labels this makes
-the share look better than the products alone.
+Counted are the products of linear layers, of attention and with the vocabulary, with two operations for each
+multiplication and addition: at every token, or, with the vocabulary, at every label. Recomputation in backward and
+padding are not counted, since they take time and add nothing; nor are DeBERTa's projections of distances, which are
+few. As is usual, every layer counts at every token, even the last one, which computes only the states that the head reads
+(Model.reads), and even at tokens that are left out (Model.without_unneeded). In shallow models with few labels, this
+makes the share look better than the executed products alone would.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from modelcenter.layers.heads import ExtractiveQA, LateClassifier, ReplacedToken
 from modelcenter.models.base import Model
 from modelcenter.training.metrics import sum_over_ranks
 
-# Peaks that manufacturers publish, in 1e12 operations a second: dense products of 16-bit numbers (data sheets also
-# print twice as many, for weights of which half are zero), summed in fp32, of the fastest board of the name. The first
-# key that is a part of a device's name counts. A MI250X is two devices.
+# Peaks that manufacturers publish, in 1e12 operations a second: dense products of 16-bit numbers (data sheets also give
+# twice as many, for sparse weights), summed in fp32, on the fastest board of that name. The first key that is a part of
+# a device's name is used. A MI250X is two devices.
 # From NVIDIA's data sheets, as on nvidia.com/en-us/data-center/<a100|h100|h200|l4|l40s|...>; Blackwell's architecture
 # brief (HGX B100: 112e15 sparse fp4 operations of 8 boards, of which a 64th counts here); the white papers of GA102
 # (A40, RTX A6000, RTX 3090) and Ada (RTX 6000, RTX 4090); the A10G's data sheet for AWS. H800 and A800: as H100 and
@@ -46,7 +46,7 @@ PUBLISHED_PEAKS: dict[str, float] = {
 
 
 def published_peak(name: str) -> float | None:
-    """Operations a second of a device, as its manufacturer publishes them; None: it is not in the table."""
+    """The peak operations per second that a device's manufacturer publishes; None if it is not in the table."""
     return next((1e12 * rate for part, rate in PUBLISHED_PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a run that changed nothing because their gradient was not finite, and the rows they were made of."""
+"""The steps of a run that changed nothing because their gradient was not finite, and the rows of these steps."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +10,9 @@ from modelcenter.training.batch_sources import BatchSource
 
 
 class SkippedSteps:
-    """Finds out, when the device is read anyway, which of the steps since then were skipped.
+    """Finds out which steps were skipped, at times when the device is read anyway.
 
-    count: of the whole run, as of the last call of `new_rows`.
+    count: number of skipped steps of the whole run, as of the last call of `new_rows`.
     """
 
     def __init__(self, manager: OptimManager, source: BatchSource):

@@ -1,5 +1,5 @@
 """What a run writes to --output_dir and shows on the terminal.
 
-record.py has the rows of metrics.jsonl and what is shown meanwhile (display.py, messages.py, curves.py, trackers.py);
-summary.py writes summary.json; folder.py and lock.py say who may write to the folder.
+record.py writes metrics.jsonl and shows progress (display.py, messages.py, curves.py, trackers.py); summary.py makes
+summary.json; folder.py and lock.py decide who may write to the folder.
 """

@@ -1,4 +1,4 @@
-"""curves.png: loss, learning rate and evaluation metrics of a run, drawn."""
+"""curves.png: plots of a run's loss, learning rate and evaluation metrics."""
 
 import io
 import math
@@ -11,7 +11,7 @@ from modelcenter._paths import write_whole
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Loss, learning rate and evaluation metrics over the steps; without matplotlib one line says so."""
+    """Plot loss, learning rate and evaluation metrics over the steps. Without matplotlib, print a line that says so."""
     if find_spec("matplotlib") is None:
         print(f"{path.name} needs matplotlib (pip install matplotlib): not drawn", file=sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal while it trains."""
+"""The progress of a run on the terminal."""
 
 import sys
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 
 class Display:
-    """A bar with the newest numbers on a terminal; a line per logged row elsewhere."""
+    """A progress bar with the newest numbers on a terminal; elsewhere a line per logged row."""
 
     def __init__(self, steps: int, stream: TextIO | None = None):
         self.steps, self.stream = steps, stream or sys.stdout
@@ -20,7 +20,7 @@ class Display:
             self.bar.start()
 
     def step(self, step: int) -> None:
-        """Move the bar to so many steps."""
+        """Move the bar to `step`."""
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
 

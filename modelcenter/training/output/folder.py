@@ -1,4 +1,4 @@
-"""The folder of a run: whether it may be written to, and what an earlier run left in it. For rank 0."""
+"""The folder of a run: whether the run may write to it, and clearing what an earlier run left. For rank 0."""
 
 import json
 import shlex
@@ -28,7 +28,7 @@ _FILES = (
 
 @contextmanager
 def remove_if_empty(path: Path) -> Iterator[None]:
-    """Afterwards remove a folder, and those above it, if they were made inside and hold nothing."""
+    """Afterwards, remove a folder and its parents if they were created inside and are empty."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
@@ -39,10 +39,10 @@ def remove_if_empty(path: Path) -> Iterator[None]:
 
 
 def prepare_output(path: Path, overwrite: bool) -> None:
-    """Make sure that a run can write to a folder, before anything slow starts.
+    """Check that a run can write to a folder, before anything slow starts, and create it.
 
     Raises:
-        ValueError: it is a file; it holds a finished run (and not overwrite), files that no run wrote or a broken link.
+        ValueError: it is a file, or holds a finished run (without `overwrite`), foreign files or a broken link.
         OSError: it cannot be written.
     """
     if path.is_dir():
@@ -69,9 +69,9 @@ def prepare_output(path: Path, overwrite: bool) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run wrote it. A config.yaml or a model/ does not tell: people have their own under these names, which
-    must not be cleared."""
-    if any((path / CHECKPOINTS).glob(f"step-*/{RUN_FILE}")):  # people bring these alone from another disk
+    """Whether a run wrote the folder. A config.yaml or model/ is no proof: it may be the user's own, and must not be
+    removed."""
+    if any((path / CHECKPOINTS).glob(f"step-*/{RUN_FILE}")):  # users copy checkpoints alone from another disk
         return True
     return (path / "metrics.jsonl").is_file() or (path / "summary.json").is_file()
 
@@ -79,23 +79,23 @@ def _is_run(path: Path) -> bool:
 def _may_be_there_before(entry: Path) -> bool:
     """Whether an entry may be in a folder that no run has written to."""
     if entry.name in _FILES and entry.is_dir() and (entry.is_symlink() or not any(entry.iterdir())):
-        return True  # where people want it: another disk
+        return True  # prepared by the user, perhaps as a link to another disk
     return entry.name.startswith(".") or _is_log(entry)
 
 
 def _is_log(path: Path) -> bool:
-    """Whether a shell or a queue wrote it, of the command's own output: log, train.log, nohup.out, slurm-7.err."""
+    """Whether a shell or a queue wrote the command's own output to it: log, train.log, nohup.out, slurm-7.err."""
     return path.name.rpartition(".")[2] in ("log", "out", "err") and path.is_file()
 
 
 def clear_output(path: Path) -> None:
-    """Remove what an earlier run left, now that the new one starts; other files stay."""
+    """Remove the files of an earlier run when a new one starts; other files stay."""
     for name in _FILES:
         _empty(path / name)
 
 
 def _empty(path: Path) -> None:
-    """Remove a file or a folder. A link to a folder on another disk, where people put checkpoints, is emptied."""
+    """Remove a file or a folder. If it is a link to a folder, perhaps on another disk, empty that folder instead."""
     if path.is_symlink() and path.is_dir():
         for entry in path.iterdir():
             _remove(entry)  # links too, such as `last` and those to checkpoints that are kept elsewhere
@@ -118,7 +118,7 @@ def _status(summary: Path) -> str | None:
 
 
 def free_space(path: Path) -> str:
-    """What is free on the disk of a folder, in words."""
+    """The free space on a folder's disk, in words."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:  # such as a folder that is gone

@@ -1,4 +1,4 @@
-"""The record of a run: the rows of its files, and what it shows meanwhile. Only rank 0 writes and shows."""
+"""The record of a run: the rows of its files, and its progress on the terminal. Only rank 0 writes and shows."""
 
 import json
 import sys
@@ -17,21 +17,21 @@ from modelcenter.training.output.trackers import Trackers
 
 
 class Record:
-    """The rows of metrics.jsonl and the files around them; with writer=False (other ranks, dry runs) the rows in memory
-    alone.
+    """Writes the rows of metrics.jsonl and the files beside it. With writer=False (on other ranks and in dry runs),
+    rows are only kept in memory.
 
-    If rows or the curves cannot be written, that is reported once and the run goes on; summary.json must be written.
+    If rows or the curves cannot be written, that is reported once and the run continues; summary.json must be written.
     """
 
     def __init__(
         self, path: Path | None, total_steps: int, writer: bool, step: int = 0, cfg: TrainConfig | None = None
     ):
-        """step: that the run goes on from; rows of later steps, which a stopped run wrote, are cut off."""
+        """step: the step that the run resumes from; rows of later steps, which a stopped run wrote, are removed."""
         self.path = path if writer else None
         self.rows: list[dict[str, Any]] = []
         self.display = Display(total_steps) if writer else None
         self._file: TextIO | None = None
-        self._unwritable: set[str] = set()  # files of which that has been reported
+        self._unwritable: set[str] = set()  # files that were reported as unwritable
         self._trackers = Trackers(None)
         if self.path is not None:
             self.rows = truncate_rows(self.path / "metrics.jsonl", step)
@@ -47,13 +47,13 @@ class Record:
         if self._file is not None and self.path is not None:
             with self._reporting_failure("metrics.jsonl"):
                 self._file.write(json_text(row) + "\n")
-                self._file.flush()  # on a full disk a few KB stay in the buffer, and are written once there is space
+                self._file.flush()  # on a full disk, a few KB stay in the buffer until there is space
         self._trackers.log(row)
         if self.display is not None:
             self.display.row(row)
 
     def log_sample(self, row: dict[str, Any]) -> None:
-        """Add a row to samples.jsonl, of what the model made of an example, and show it."""
+        """Add a row to samples.jsonl, the model's output for an example, and show it."""
         self._append("samples.jsonl", row)
         self.report("\n".join(f"  {name:<10} {str(value)!r:.500}" for name, value in row.items() if name != "step"))
 
@@ -63,7 +63,7 @@ class Record:
                 file.write(json_text(row) + "\n")
 
     def log_skipped(self, row: dict[str, Any]) -> None:
-        """Add a row to skipped.jsonl, of a step that changed nothing because its gradient was not finite."""
+        """Add a row to skipped.jsonl, for a step that changed nothing because its gradient was not finite."""
         if self.path is not None:
             self._append("skipped.jsonl", row)
             self.report(f"step {row['step']}: the gradient was not finite, skipped; its rows are in skipped.jsonl")
@@ -74,14 +74,14 @@ class Record:
             self.display.print_line(text)
 
     def close(self, summary: dict[str, Any], finish: Callable[[], None] | None = None) -> None:
-        """Write summary.json (whole or not at all) and curves.png; then end the trackers.
+        """Write summary.json (atomically) and curves.png, and close the trackers.
 
         Args:
-            finish: what a run that has finished does last, once the curves are drawn. Only then does summary.json say
-                that it has: a run that is killed before goes on, and does it again.
+            finish: the last action of a finished run, called once the curves are drawn. summary.json is written after
+                it, so that a run that is killed earlier resumes and repeats it.
 
         Raises:
-            OSError: summary.json could not be written. And what `finish` raises.
+            OSError: summary.json could not be written. Also what `finish` raises.
         """
         if self.display is not None:
             self.display.close()
@@ -89,7 +89,7 @@ class Record:
             if self._file is not None and self.path is not None:
                 with self._reporting_failure("metrics.jsonl"):
                     self._file.close()
-                if finish is None:  # first, as little time may be left
+                if finish is None:  # write it first, because little time may be left
                     _write_summary(self.path / "summary.json", summary)
                 self._draw(self.path / "curves.png")
                 if finish is not None:
@@ -101,13 +101,13 @@ class Record:
     def _draw(self, path: Path) -> None:
         try:
             plot(self.rows, path)
-        except Exception as error:  # of matplotlib too: a drawing that fails does not end the run
+        except Exception as error:  # any error of matplotlib: a failed drawing must not end the run
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             print(f"{path.name} could not be written: {reason}", file=sys.stderr)
 
     @contextmanager
     def _reporting_failure(self, name: str) -> Iterator[None]:
-        """Report once that a file cannot be written, in place of raising."""
+        """Report, once per file, that it cannot be written, instead of raising."""
         try:
             yield
         except OSError as error:
@@ -122,11 +122,11 @@ def _write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove rows of later steps and half-written rows from a file of JSON lines; returns the rest."""
+    """Remove rows of later steps and incomplete rows from a file of JSON lines. Returns the rest."""
     if not path.is_file():
         return []
     rows = []
-    # Not splitlines(): what a model wrote may hold U+2028 and its like.
+    # Not splitlines(): generated texts may contain U+2028 and the like.
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)

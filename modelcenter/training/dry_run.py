@@ -1,7 +1,6 @@
 """--dry_run: what a run would do and cost, judged by its data and one step. Leaves nothing behind."""
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from modelcenter.training.setup.prepare import PreparedRun
 
 def dry_run(cfg: TrainConfig, prepared: PreparedRun) -> None:
     """Print the plan and a decoded batch on rank 0, then run one step on every rank. Writes nothing."""
-    run = Run(cfg, replace(prepared, continuation=None))  # it shows the run from its first step
+    run = Run(cfg, prepared)
     first = next(iter(run.batch_source.batches()))
     if engine.rank() == 0:
         for name, value in _plan(cfg, run, run.eval_set):

@@ -4,9 +4,9 @@
 Counted are the products of linear layers, of attention and with the vocabulary, with two operations for each
 multiplication and addition: at every token, or, with the vocabulary, at every label. Recomputation in backward and
 padding are not counted, since they take time and add nothing; nor are DeBERTa's projections of distances, which are
-few. As is usual, every layer counts at every token, even the last one, which computes only the states that the head reads
-(Model.reads), and even at tokens that are left out (Model.without_unneeded). In shallow models with few labels, this
-makes the share look better than the executed products alone would.
+few. As is usual, every layer counts at every token, even the last one, which computes only the states that the head
+reads (Model.reads), and even at tokens that are left out (Model.without_unneeded). In shallow models with few labels,
+this makes the share look better than the executed products alone would.
 """
 
 from __future__ import annotations

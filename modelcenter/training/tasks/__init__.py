@@ -1,10 +1,10 @@
-"""The tasks that a model is trained for, by name. Imports no torch: a task's own module is imported when it is used.
+"""The tasks that a model can be trained for, by name. Imports no torch: a task's module is imported when it is used.
 
-base.py says what a task is, examples.py what it trains on; each has a module of its own (classification.py, qa.py,
-lm.py, ...; pretraining/). They share: splits.py and column_roles.py, which rows and columns are read; questions.py,
-answer_examples.py, word_tags.py, related_examples.py, ranked_examples.py and structured_examples.py, what rows mean;
-windows.py and answer_spans.py, rows that are too long for the model; class_weights.py; text_search.py, how embeddings
-find texts; pair_scores.py, how rerankers score them; preview.py, rows shown to people.
+base.py defines what a task is, examples.py what it trains on. Each task has a module of its own (classification.py,
+qa.py, lm.py, ...; pretraining/). The others are shared: splits.py and column_roles.py, which rows and columns are read;
+questions.py, answer_examples.py, word_tags.py, related_examples.py, ranked_examples.py and structured_examples.py, what
+rows mean; windows.py and answer_spans.py, rows that are too long for the model; class_weights.py; text_search.py, how
+embeddings find texts; pair_scores.py, how rerankers score them; preview.py, rows for people to read.
 """
 
 import importlib
@@ -17,9 +17,9 @@ from typing import Any
 class TaskInfo:
     """Where the parts of a task are.
 
-    verb: of the command line, finetune or pretrain. script: in scripts/. config: its flags, in training.config.
-    implementation: module and class. heads: tasks of the model (see modelcenter.from_pretrained) that it uses.
-    families: the model_types whose heads these are, where those of others mean something else; empty: any.
+    verb: the command line's, finetune or pretrain. script: in scripts/. config: the class of its flags, in
+    training.config. implementation: module and class. heads: the model tasks (see modelcenter.from_pretrained) that it
+    trains. families: the model_types that it is limited to, if these heads mean something else elsewhere; empty: any.
     """
 
     verb: str
@@ -30,7 +30,7 @@ class TaskInfo:
     families: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """The class that does it."""
+        """The class that implements the task."""
         module, name = self.implementation.split(":")
         return getattr(importlib.import_module(f"modelcenter.training.tasks.{module}"), name)
 
@@ -39,7 +39,7 @@ class TaskInfo:
         return getattr(importlib.import_module("modelcenter.training.config"), self.config)
 
     def takes(self, family: str, heads: Collection[str]) -> bool:
-        """Whether a model of a family that has these heads can be trained for it."""
+        """Whether models of a family that has these heads can be trained for the task."""
         return (not self.families or family in self.families) and any(head in heads for head in self.heads)
 
 
@@ -77,10 +77,10 @@ TASKS: dict[str, TaskInfo] = {
 
 
 def tasks_of(verb: str) -> dict[str, TaskInfo]:
-    """The tasks of a verb by their names on the command line: both verbs have one that is called lm there."""
+    """The tasks of a verb by their names on the command line, where both verbs have a task called lm."""
     return {name.removeprefix(f"{verb}-"): info for name, info in TASKS.items() if info.verb == verb}
 
 
 def task_of_head(family: str, head: str) -> str | None:
-    """The task that uses models of a family with this head; None: there is none."""
+    """The task for models of a family with this head; None: there is none."""
     return next((name for name, info in TASKS.items() if info.takes(family, [head])), None)

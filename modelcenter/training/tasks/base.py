@@ -1,7 +1,7 @@
-"""What a task is, for the one loop and for predict and evaluate.
+"""What a task is to the training loop, and to predict and evaluate.
 
 A task defines the examples, the head of the model, the metrics and the predictions. It reads its data when it is
-created, so that wrong data is an error before anything else starts.
+created, so that invalid data is an error before anything else starts.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ from modelcenter.training.tasks.splits import inference_split
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Task(ABC):
-    """One kind of training. Made by `from_flags` for a training run, by `for_inference` for a trained model.
+    """A kind of training. Created by `from_flags` for a training run, by `for_inference` for a trained model.
 
     A training run calls the methods in this order: from_flags, adopt_label_order (if it starts from a checkpoint),
     on_tokenizer_loaded, model_options and, for random weights, special_tokens, wrap, on_model_built, learn_from (if
@@ -40,72 +40,72 @@ class Task(ABC):
     evaluate.
 
     Attributes:
-        name: in TASKS. loss_fn: what is trained on; None: the loss of the model's own head. distillation: the same
-            where the model has a teacher.
+        name: its key in TASKS. loss_fn: the training loss; None: that of the model's own head. distillation: `loss_fn`,
+            if the model has a teacher.
     """
 
     name: ClassVar[str]
-    wraps_model: ClassVar[bool] = False  # what trains is made of --model by `wrap`
+    wraps_model: ClassVar[bool] = False  # whether `wrap` builds the model to train around --model
     loss_fn: TrainingLoss | None = None
     distillation: Distillation | None = None
 
     @property
     @abstractmethod
     def head(self) -> str:
-        """Task of the model."""
+        """The task of the model, as in modelcenter.from_pretrained."""
 
     # -- training ----------------------------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
     def from_flags(cls, cfg: Any) -> Self:
-        """The task of a training run: reads or opens its data, finds columns and labels, and writes those that were
-        found into the flags.
+        """Create the task of a training run: read or open its data, find columns and labels, and write what was found
+        into the flags.
 
         Args:
-            cfg: the flags, of the task's own TrainConfig.
+            cfg: the flags, an instance of the task's own TrainConfig.
 
         Raises:
             ValueError: no such data, columns or labels, or rows that the task cannot use.
         """
 
     def adopt_label_order(self, names: Sequence[str]) -> None:
-        """Before the model is built: number the classes as the checkpoint does that training starts from, if it has the
-        same ones, so that the classes of its head keep their meaning. names: its classes, in order."""
+        """Called before the model is built: number the classes as the initial checkpoint does, if it has the same ones,
+        so that its head keeps its meaning. names: the checkpoint's classes, in order."""
         return
 
     def model_options(self) -> dict[str, Any]:
-        """Fields of the model's configuration that the data decide."""
+        """Fields of the model's configuration that depend on the data."""
         return {}
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
-        """Special tokens of the tokenizer, as fields of the configuration of a model with random weights: those of a
-        preset belong to the tokenizer of its family."""
+        """The tokenizer's special tokens, as fields of the configuration of a model with random weights, since a
+        preset's belong to its family's tokenizer."""
         ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
         return {"pad_token_id": tokenizer.pad_token_id} | {n: token for n, token in ends.items() if token is not None}
 
     def on_tokenizer_loaded(self, tokenizer: Any) -> None:
-        """Before the model is built. Raises ValueError: flags that do not fit the tokenizer."""
+        """Called before the model is built. Raises ValueError if flags do not fit the tokenizer."""
         return
 
     def wrap(self, model: Model, load: Callable[..., Model]) -> Model:
-        """The model that trains, around the one of --model, before it is sharded.
+        """Build the model to train around that of --model, before it is sharded.
 
         Args:
-            load: `load(name or config, task, **options)`: another model as the flags say, not sharded.
+            load: `load(name or config, task, **options)` loads another model with the options of the flags, unsharded.
 
         Raises:
-            ValueError: flags that do not fit the model.
+            ValueError: flags do not fit the model.
         """
         return model
 
     def on_model_built(self, model: Model) -> None:
-        """After the model is built, before the data are tokenised."""
+        """Called after the model is built, before the data are tokenised."""
         return
 
     @abstractmethod
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[Examples, Examples | None]:
-        """The examples to train on, and those to evaluate on if there are any."""
+        """The examples to train on, and those to evaluate on (None: there are none)."""
 
     def precompute(
         self,
@@ -115,28 +115,29 @@ class Task(ABC):
         checkpoint: Path | None,
         rows_needed: Callable[[Examples], np.ndarray],
     ) -> None:
-        """Before the first step and before a checkpoint is loaded: what the task needs of the model that it starts
-        from. Collective.
+        """Called before the first step, and before a checkpoint is loaded: compute what the task needs from the initial
+        model. Collective.
 
         Args:
-            checkpoint: the run goes on from it; what `write_extra` put there need not be computed again.
-            rows_needed: numbers of the examples of a set that the run will use; not of a stream.
+            checkpoint: what the run resumes from; what `write_extra` wrote there need not be computed again.
+            rows_needed: `rows_needed(examples)` gives the numbers of the examples that the run will use; not for a
+                stream.
 
         Raises:
-            ValueError: the model has not what the task needs.
+            ValueError: the model lacks what the task needs.
         """
         return
 
     def write_extra(self, folder: Path) -> None:
-        """Write into a checkpoint what `precompute` found, and what the model needs beside its weights. On rank 0."""
+        """Write into a checkpoint what `precompute` found, and what the model needs besides its weights. On rank 0."""
         return
 
     def save_model(self, model: Model, target: Path, tokenizer: Any, card: dict[str, Any]) -> None:
-        """Write what the run has trained as the Hugging Face directory `target`. Collective."""
+        """Write the trained model as the Hugging Face directory `target`. Collective."""
         model.save_pretrained(target, tokenizer=tokenizer, card=card)
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:
-        """Before the first step, after a checkpoint was loaded."""
+        """Called before the first step, after a checkpoint is loaded."""
         return
 
     @abstractmethod
@@ -144,7 +145,7 @@ class Task(ABC):
         """Which columns are used, in words."""
 
     def learn_from(self, distillation: Distillation) -> None:
-        """Train the model with a teacher. After `on_model_built`, before the data are tokenised."""
+        """Train the model with a teacher. Called after `on_model_built`, before the data are tokenised."""
         self.loss_fn = self.distillation = distillation
 
     # -- evaluation --------------------------------------------------------------------------------------------------
@@ -154,13 +155,13 @@ class Task(ABC):
         """New, empty metrics."""
 
     def metric_names(self, examples: Examples) -> list[str]:
-        """The metrics of an evaluation of these examples by which models can be compared. Collective."""
+        """The metrics of these examples by which models can be compared. Collective."""
         metrics = self.metrics()
         return list(dict.fromkeys(["loss", metrics.main, *metrics.result()]))
 
     @property
     def teacher_metric_names(self) -> list[str]:
-        """Those of its metrics by which models can be compared that a teacher adds."""
+        """The further metrics, by which models can be compared, that a teacher adds."""
         return [] if self.distillation is None else self.distillation.metric_names
 
     def update_metrics(self, metrics: Any, out: Any, batch: dict[str, Any]) -> None:
@@ -179,62 +180,62 @@ class Task(ABC):
         metrics: Score | None = None,
         feed: MetricUpdate | None = None,
     ) -> dict[str, float | None]:
-        """evaluation.evaluate by the loss of the head, and beside the teacher, if there is one. Collective."""
+        """evaluation.evaluate with the loss of the head, and compared with the teacher if there is one. Collective."""
         if self.distillation is not None:
             return self.distillation.evaluate(model, batches, metrics, feed)
         return evaluate(model, batches, metrics, feed)
 
     def length_limit(self, max_length: int) -> str:
-        """The flag that says where texts are cut, and its value, for people. max_length: of a row."""
+        """The flag that limits the length of texts, and its value, for messages. max_length: that of a row."""
         return f"max_length {max_length}"
 
     def count_rows(self, examples: Examples) -> int:
-        """Rows of the data, of which a long one may make several examples."""
+        """The number of rows of the data; a long row may make several examples."""
         return len(examples)
 
     def samples(self, model: Model, tokenizer: Any, examples: Examples) -> list[dict[str, Any]]:
-        """The model's outputs for some examples, for people: lines of samples.jsonl. Collective."""
+        """The model's outputs for some examples, for people to read: lines of samples.jsonl. Collective."""
         return []
 
     # -- inference with a trained model ------------------------------------------------------------------------------
 
     @classmethod
     def read_data(cls, cfg: Any, run: TrainConfig | None, labelled: bool) -> Any:
-        """The rows that a trained model is used on, for `for_inference`. Arguments: see there."""
+        """Read the rows for `for_inference`, which explains the arguments."""
         source = sources.find(cfg.data or [], cfg.data_config)
         return apply_form(source.read(inference_split(source, cfg.split, labelled)), inference_form(cfg, run), cls.name)
 
     @classmethod
     @abstractmethod
     def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Any, labelled: bool) -> Self:
-        """The task for rows that a trained model is used on; finds their columns.
+        """Create the task for using a trained model on some rows, whose columns it finds.
 
         Args:
-            cfg: a PredictConfig. run: the flags of the run that trained the model; None: they are not known. table:
-                from `read_data`. labelled: the rows have labels, for an evaluation.
+            cfg: a PredictConfig. run: the flags of the run that trained the model; None: unknown. table: from
+                `read_data`. labelled: the rows must have labels, for an evaluation.
 
         Raises:
             ValueError: no such columns, or rows that the task cannot use.
         """
 
     def trained_model(self, source: str, load: Callable[..., Model], policy: Any) -> Model:
-        """The model for the rows of `for_inference`, on all ranks.
+        """Load the model for the rows of `for_inference`, on all ranks.
 
         Args:
-            source: its folder or Hub name. load: `load(source=source, policy=policy)` loads one. policy: how it is
-                sharded.
+            source: its folder or Hub name. load: `load(source=source, policy=policy)` loads a model. policy: how to
+                shard it.
 
         Raises:
-            ValueError: it is not all that the task needs.
+            ValueError: the task needs more than this model.
         """
         return load()
 
     @abstractmethod
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> Examples:
-        """After the model is loaded: the rows of `for_inference` as examples.
+        """The rows of `for_inference` as examples. Called after the model is loaded.
 
         Raises:
-            ValueError: labels that the model does not know, or rows that are too long for it.
+            ValueError: the model does not know a label, or rows are too long for it.
         """
 
     @abstractmethod
@@ -247,10 +248,10 @@ class Task(ABC):
 
 
 def decoder_token(tokenizer: Any, name: str, use: str) -> int:
-    """A special token of the tokenizer that an encoder-decoder needs. use: what for, as a verb: "starts", "ends".
+    """A special token of the tokenizer that an encoder-decoder needs. use: the purpose, as a verb: "starts", "ends".
 
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer has no such token.
     """
     token: int | None = getattr(tokenizer, f"{name}_token_id")
     if token is None:
@@ -262,13 +263,13 @@ def decoder_token(tokenizer: Any, name: str, use: str) -> int:
 
 
 def takes_tokens_for_context(model: Model) -> bool:
-    """Whether all tokens are context, which sees what comes after it, unless a batch says otherwise: CPM-Ant's."""
+    """Whether tokens are context, which sees what follows it, unless a batch says otherwise, as in CPM-Ant."""
     return getattr(model, "input_defaults", {}).get("context") == 1
 
 
 def plain_text_context(model: Model, run: TrainConfig | None, tokenizer: Any) -> int | None:
-    """How many tokens at the beginning of a text were context for a model that takes all for it, where the run trained
-    it on plain text: those that the tokenizer puts before it. None: another run, or another model."""
+    """If a run trained a model that takes tokens for context on plain text: how many tokens at the beginning of a text
+    were context, which are those that the tokenizer puts there. None for other runs and models."""
     if not takes_tokens_for_context(model):
         return None
     if isinstance(run, PretrainConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,9 @@ def accumulate_over_ranks(
         uses.counted = step < len(batches)
         _prepare_backward(uses, set_last, step == needed - 1, reached)
 
-    microbatches: Iterable[Any] = _padded(batches, needed, empty)
+    padded = _padded(batches, needed, empty)
     if pipeline is not None:
-        microbatches = list(microbatches)
+        microbatches = list(padded)
         pipeline.check_same(microbatches)
         held = pipeline.take_shared_gradients(model)
     roots, parameters = sharded_roots(model), shown_parameters(model)
@@ -58,7 +58,7 @@ def accumulate_over_ranks(
         if pipeline is not None:
             total = pipeline.train(model, microbatches, loss_of, run_backward, before_backward)
         else:
-            total = run_in_turn(microbatches, loss_of, run_backward, before_backward)
+            total = run_in_turn(padded, loss_of, run_backward, before_backward)
     if pipeline is not None:
         pipeline.sum_shared_gradients(model, held)
     if runtime.world_size() > 1:

@@ -1,16 +1,16 @@
-"""Distributed checkpoints: a directory that is complete or absent, readable on any number of ranks.
+"""Distributed checkpoints: directories that are complete or absent, and readable on any number of ranks.
 
 ::
 
     manifest.json     format_version and, for each other file, its size in bytes and its sha256, or those of its parts
     model/            the parameters and persistent buffers, by torch.distributed.checkpoint
-    optim/            the optimizers' tensors by parameter name, likewise             (training checkpoints)
+    optim/            the optimizers' tensors, by parameter name, in the same format   (training checkpoints)
     state/            schedules, loss scale, user state; random generators by rank    (training checkpoints)
     ...               what the caller adds (configuration, tokenizer)
 
-``model``, ``optimizer`` and ``training`` write and read those folders, ``random_state`` and ``safe_pickle`` the values
-in state/; ``files`` has the manifest and the rename that makes a directory complete, ``steps`` a directory of many
-checkpoints, ``dcp`` and ``dcp_metadata`` the format of torch.distributed.checkpoint.
+``model``, ``optimizer`` and ``training`` write and read these folders, ``random_state`` and ``safe_pickle`` the values
+in state/. ``files`` handles the manifest, and the rename that makes a directory complete; ``steps`` handles directories
+of many checkpoints; ``dcp`` and ``dcp_metadata`` handle the format of torch.distributed.checkpoint.
 """
 
 import importlib
@@ -75,7 +75,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # What needs no more than files comes without torch.distributed.checkpoint, whose import takes a second.
+    # What only needs files is imported without torch.distributed.checkpoint, which takes a second.
     if name in ("model", "optimizer", "training"):
         return importlib.import_module(f"engine.checkpoint.{name}")
     if name not in __all__:

@@ -37,17 +37,17 @@ _PATIENCE = 1800.0  # seconds
 
 @dataclass(frozen=True)
 class _Contents:
-    """All that is written, in memory that training does not touch (asynchronous) or does not touch yet."""
+    """Everything to write. For an asynchronous save, in memory that training does not change."""
 
     tensors: dict[str, dict[str, torch.Tensor]]  # by directory
     common: bytes  # the same for all ranks
     generators: bytes
-    ready: Sequence[torch.cuda.Event] = ()  # after which the copies are there
+    ready: Sequence[torch.cuda.Event] = ()  # after these, the copies are complete
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One checkpoint to write: its contents, its place, and how many earlier ones stay."""
+    """A checkpoint to write: its contents, its place, and how many earlier ones to keep."""
 
     path: Path
     contents: _Contents
@@ -58,7 +58,7 @@ class _Job:
 
 
 def _start_writer(job: _Job, group: dist.ProcessGroup | None) -> Background:
-    # A thread begins on GPU 0, and using that one takes some of its memory for each rank.
+    # A new thread uses GPU 0 by default, which would cost memory there for each rank.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     writer = Background(functools.partial(_write_later, job, group, device), f"checkpoint {job.path}")
     writer.start()
@@ -81,7 +81,7 @@ def _write_later(job: _Job, group: dist.ProcessGroup | None, device: int | None)
         raise
 
 
-_writer: Background | None = None  # the asynchronous save under way: at most one, so that its collectives come in order
+_writer: Background | None = None  # the save in progress; at most one, so that collectives are made in order
 
 
 def save_checkpoint(
@@ -96,36 +96,37 @@ def save_checkpoint(
     asynchronous: bool = False,
     extra: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write all that training needs to go on: complete or absent, loadable on any mesh. Collective.
+    """Write everything that training needs to continue, as a directory that is complete or absent. Collective.
 
-    Saved are the parameters and persistent buffers, the optimizers' states and groups, schedules and loss scale (an
-    ``OptimManager``), Python's, numpy's and torch's random generators of each rank, and ``state``.
+    It contains the parameters and persistent buffers, the states and groups of the optimizers, schedules and loss scale
+    (of an ``OptimManager``), each rank's random generators (Python's, NumPy's and torch's), and ``state``. It can be
+    loaded on any mesh.
 
     Args:
-        directory: the checkpoint, which replaces one that is there, and nothing else; with ``step`` the directory of
-            many. On a file system that all ranks share. Links are followed.
-        state: the user's own: numbers, strings, tensors, lists, tuples and dicts of them. Rank 0's is saved.
+        directory: the checkpoint, which may replace an existing checkpoint but nothing else; with ``step``, the
+            directory of many. On a file system that all ranks share. Links are followed.
+        state: the user's own state: numbers, strings, tensors, and lists, tuples and dicts of these. Rank 0's is saved.
         step: write to ``directory``/step-00000100.
         keep: with ``step``, how many complete checkpoints to keep, counted back from this step; older ones are removed,
-            but for the best.
-        best: with ``step``, make ``directory``/best name this one.
+            except for the best.
+        best: with ``step``, make ``directory``/best name this checkpoint.
         asynchronous: return as soon as everything is copied to host memory, and write in a thread; later steps do not
             change what is written. A failure is logged, and raised by the next call of
-            ``save_checkpoint``, ``load_checkpoint`` or ``wait_checkpoint``; one save waits for the one before it.
-        extra: called on rank 0 with the directory under construction, to add files (configuration, tokenizer). By
-            default it is the model's ``write_texts``, if it has one: a model of modelcenter is then exported from the
-            checkpoint alone. A function of your own may call that too. For a model of the Hub it may ask the Hub, at
-            the first save, which files its tokenizer has; ``extra=lambda path: None`` leaves all of this out.
+            ``save_checkpoint``, ``load_checkpoint`` or ``wait_checkpoint``. A save waits for the previous one.
+        extra: called on rank 0 with the directory under construction, to add files (configuration, tokenizer). The
+            default is the model's ``write_texts``, if it has one, so that a model of modelcenter can be exported from
+            the checkpoint alone; a function of your own may call that too. For a model from the Hub, the first save may
+            ask the Hub which files its tokenizer has; ``extra=lambda path: None`` leaves all of this out.
 
     Returns:
         The checkpoint's path.
 
     Raises:
-        ValueError: an argument is wrong, ``directory`` has other files or nothing can replace it (the current one, a
-            mount point), ``state`` holds something else, an optimizer holds parameters that are not the model's, or a
+        ValueError: an argument is invalid, ``directory`` has other files or cannot be replaced (the current directory,
+            a mount point), ``state`` holds something else, an optimizer holds parameters that are not the model's, or a
             parameter is on meta.
-        RuntimeError or OSError: writing failed on a rank, or a rank was lost, which is named; raised on every rank, and
-            what was there before is as it was.
+        RuntimeError or OSError: writing failed on a rank, or a rank was lost, which is named. Raised on every rank; an
+            earlier checkpoint is unchanged.
     """
     wait_checkpoint()
     if step is None and (keep is not None or best):
@@ -147,7 +148,7 @@ def save_checkpoint(
 
 
 def wait_checkpoint() -> None:
-    """Wait for an asynchronous save to be on the disk. Raises what went wrong in it, on every rank."""
+    """Wait until an asynchronous save is on disk. Raises its error, if it failed, on every rank."""
     global _writer
     if _writer is not None:
         writer, _writer = _writer, None
@@ -164,18 +165,18 @@ def load_checkpoint(
     verify: bool = False,
     generators: bool = True,
 ) -> dict[str, Any]:
-    """Bring model, optimizers, schedules, loss scale and random generators to where a checkpoint left them. Collective.
+    """Restore model, optimizers, schedules, loss scale and random generators from a checkpoint. Collective.
 
-    Each rank reads its slices, on whatever mesh. On the mesh that saved it, training goes on bit for bit. On another
-    mesh the random generators cannot go on as they were: they are seeded anew from the saved ones, the same at each
-    load.
+    Each rank reads its own slices, on any mesh. On the mesh that saved the checkpoint, training continues bit for bit.
+    On another mesh the random generators cannot be restored; they are seeded from the saved ones, in the same way at
+    each load.
 
     Args:
         directory: a checkpoint, or a directory of many, of which the newest valid one is loaded.
-        model, optim_manager: as they were given to ``save_checkpoint``, built anew. Parameter groups must hold the same
-            parameters; an optimizer that was saved may be left out (None).
+        model, optim_manager: like those given to ``save_checkpoint``, newly built. Parameter groups must hold the same
+            parameters; a saved optimizer may be left out (None).
         strict: see ``load_model``.
-        verify: also compare the files' sha256, which reads them once more.
+        verify: also compare the files' sha256, which reads them a second time.
         generators: restore the random generators.
 
     Returns:
@@ -190,7 +191,7 @@ def load_checkpoint(
     if path is None:
         why = "; ".join(broken) or f"neither {MANIFEST} nor a step-... that has one"
         raise ValueError(f"{Path(directory).absolute()} holds no valid checkpoint: {why}")
-    load_model(path, model, strict=strict)  # whose hashes, with `verify`, were just compared
+    load_model(path, model, strict=strict)  # with `verify`, its hashes have just been compared
     if not from_rank_0(runtime.rank() == 0 and (path / STATE).is_dir()):
         if optim_manager is not None:
             raise ValueError(f"checkpoint {path} holds a model only, no optimizer: load it without optim_manager")
@@ -230,7 +231,7 @@ def _collect(
     state: Any,
     staged: bool,
 ) -> _Contents:
-    """Everything that a checkpoint holds; ``staged``: in host memory of its own. Collective."""
+    """Everything that a checkpoint holds; with ``staged``, copied to host memory. Collective."""
     doing = f"collecting the state for {path}"
     optim: dict[str, Any] | None = None
     with together(doing):
@@ -246,7 +247,7 @@ def _collect(
                 manager = {k: v for k, v in optim_manager.state_dict().items() if k != "optimizers"}
     if optim_manager is not None:
         optim = {"manager": manager, "optimizers": merge_stages(model, optimizers)}
-        if any(gather_from_stages(model, bool(held))):  # none before the first step; a frozen stage has none at all
+        if any(gather_from_stages(model, bool(held))):  # no states before the first step, nor on a frozen stage
             tensors[OPTIM] = held
     with together(doing):
         common = dump({"mesh": _mesh_sizes(), "optim": optim, "state": dict(state or {})})
@@ -264,16 +265,16 @@ def _optimizers(given: OptimManager | torch.optim.Optimizer) -> list[torch.optim
 def _stage(
     tensors: dict[str, dict[str, torch.Tensor]],
 ) -> tuple[dict[str, dict[str, torch.Tensor]], list[torch.cuda.Event]]:
-    """Copies in host memory, and the events after which they are there."""
+    """Copies in host memory, and the events after which they are complete."""
     local = (local_tensor(t) for members in tensors.values() for t in members.values())
     devices = {tensor.device for tensor in local if tensor.is_cuda}
     copies = {part: {name: _staged(t) for name, t in members.items()} for part, members in tensors.items()}
-    # Later updates are later on the same streams, so they cannot overtake the copies.
+    # Later updates are queued on the same streams, so they cannot overtake the copies.
     return copies, [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; from a GPU it is under way when this returns."""
+    """A copy in host memory; from a GPU, it is still in progress when this returns."""
     local = local_tensor(tensor)
     if not local.is_cuda:
         return with_local(tensor, zero_pages.copy_of(local))
@@ -302,7 +303,7 @@ def _write(job: _Job, group: dist.ProcessGroup | None) -> None:
 @once_per_world
 def _writers_group() -> dist.ProcessGroup:
     """A second group of all ranks for the writer's thread: its collectives must not mix with training's. Collective."""
-    # Training goes on while a rank's disk is slow, and to wait for it costs less than the checkpoint.
+    # If a rank's disk is slow, training continues meanwhile, so waiting costs less than losing the checkpoint.
     seconds = max(runtime.current().timeout, _PATIENCE)
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
 

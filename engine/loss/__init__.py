@@ -1,9 +1,9 @@
-"""Cross-entropy, once: labelled positions only, in chunks of vocabulary logits, summed and divided by a given count.
+"""The cross-entropy: for labelled positions only, in chunks of vocabulary logits, summed and divided by a given count.
 
-The count is that of the whole global batch, so a gradient does not depend on how the batch is cut into microbatches and
-ranks. `logits` is for logits that are there; `head` works them out of hidden states and a weight, a chunk of positions
-at a time (`chunks`), of a vocabulary that tensor parallelism may split (`vocabulary`); the predictions of a teacher may
-take a share of the loss (`distillation`), and `sampling` draws from the same logits.
+The count is that of the whole global batch, so gradients do not depend on how the batch is cut into microbatches and
+ranks. `logits` takes logits; `head` computes them from hidden states and a weight, a chunk of positions at a time
+(`chunks`), for a vocabulary that tensor parallelism may split (`vocabulary`). A teacher's predictions may take a share
+of the loss (`distillation`), and `sampling` draws from the same logits.
 """
 
 from engine.loss.distillation import SoftTargets

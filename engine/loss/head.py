@@ -1,8 +1,8 @@
 """Losses of hidden states and the weight of a vocabulary, without ever holding all logits.
 
-Their gradient is taken in the forward pass, where a chunk's logits still are, as the only thing that backward adds is a
-scalar factor. Not so in fp16, where a gradient divided by the count is below the smallest number unless the loss scale,
-which backward brings, multiplies it first: there the logits are computed again.
+The gradient is computed in the forward pass, while a chunk's logits exist, because backward only adds a scalar factor.
+In fp16 this does not work: a gradient divided by the count would be below the smallest number, unless the loss scale,
+which is known only in backward, multiplies it first. There, backward computes the logits again.
 """
 
 from typing import Any
@@ -39,11 +39,11 @@ def linear_cross_entropy(
     Args:
         hidden: (n, hidden_size), labelled or not. weight: (vocab_size, hidden_size). bias: (vocab_size,) or None.
         targets: (n,) int64, -100 where there is no label; those rows cost nothing.
-        all_labelled: no target is -100, so a GPU need not be asked which are.
-        cap: above 0; a logit x is cap tanh(x / cap) (Gemma 2). None: it is as it comes.
+        all_labelled: no target is -100, so the host need not ask a GPU which ones are.
+        cap: soft cap above 0: logits x become cap tanh(x / cap) (Gemma 2). None: no cap.
 
-    Under tensor parallelism weight and bias are DTensors split by rows of the vocabulary. Each rank computes its part
-    of the logits, and the ranks agree on the sums: hidden, targets and the result are the same on all of them.
+    Under tensor parallelism, weight and bias are DTensors that are split by rows of the vocabulary. Each rank computes
+    its part of the logits, and the ranks exchange sums; hidden, targets and the result are equal on all of them.
     """
     if not all_labelled:
         labelled = (targets != IGNORE_INDEX).nonzero().flatten()
@@ -68,14 +68,15 @@ def linear_distillation(
     label_smoothing: float = 0.0,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """linear_cross_entropy, of which a teacher's predictions take a share, without ever holding all logits of either.
+    """A mean of linear_cross_entropy and the distance to a teacher's predictions, without ever holding all logits of
+    either model.
 
     Args:
-        hidden, weight, bias, count, cap: as for linear_cross_entropy; the teacher's logits have a cap of their own.
-            targets: (n,) int64, none of them -100.
+        hidden, weight, bias, count, cap: as in linear_cross_entropy; the teacher's logits have a cap of their own.
+        targets: (n,) int64, none of them -100.
 
     Returns:
-        The loss, 0-d, and what it is made of, (2,) fp32 outside autograd: cross_entropy(logits, targets, count), and
+        The loss, 0-d, and its two parts, (2,) fp32 outside autograd: cross_entropy(logits, targets, count), and
         T^2 KL(teacher || student) summed and divided by the same count.
 
     Raises:
@@ -100,12 +101,11 @@ def linear_log_probs(
 ) -> Tensor:
     """log_softmax(hidden @ weight.T + bias) at the target of each row, without ever holding all logits.
 
-    For losses that are no sum over rows, such as of preferences. As their gradient is not known in forward, chunks of
-    logits are computed again in backward.
+    For losses that are not sums over rows, such as those of preferences. Since their gradient is not known in forward,
+    backward computes the chunks of logits again.
 
     Args:
-        hidden: (n, hidden_size). weight, bias, cap: as for linear_cross_entropy. targets: (n,) int64, none of them
-            -100.
+        hidden: (n, hidden_size). weight, bias, cap: as in linear_cross_entropy. targets: (n,) int64, none of them -100.
 
     Returns:
         (n,) fp32.
@@ -120,7 +120,7 @@ def linear_log_probs(
 def vocabulary_logits(
     hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None, *, cap: float | None = None
 ) -> Tensor:
-    """hidden (..., hidden_size) @ weight.T + bias, whole on every rank however weight and bias are split. cap: as for
+    """hidden (..., hidden_size) @ weight.T + bias, whole on every rank, however weight and bias are split. cap: as in
     linear_cross_entropy."""
     if isinstance(weight, ExtendedVocabulary):
         return torch.cat([vocabulary_logits(hidden, part, None, cap=cap) for part in (weight.words, weight.more)], -1)
@@ -149,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         soft: SoftTargets | None,
         cap: float | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss; beside a teacher also the two means that it is made of."""
+        """The loss; with a teacher also its two parts."""
         wanted = ctx.needs_input_grad[:3]
         train = any(wanted)
         ctx.table = weight if wanted[1] and is_plain_table(weight) else None
@@ -176,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head_gives_gradient(ctx.table, ctx)
         if ctx.recompute:
             hidden, weight, bias, targets = ctx.saved_tensors
-            scaled = ctx.count / grad  # what the gradient in fp32 is divided by, before it is fp16
+            scaled = ctx.count / grad  # the divisor of the fp32 gradient, before it is rounded to fp16
             head = ChunkedHead(hidden, weight, bias, ctx.shard, fused=ctx.soft is None, cap=ctx.cap)
             gradients = HeadGradients(head, ctx.needs_input_grad[:3])
             _sum_of_losses(head, targets, scaled, ctx.smoothing, ctx.shard, ctx.soft, gradients)
@@ -201,13 +201,13 @@ def _sum_of_losses(
     soft: SoftTargets | None,
     gradients: HeadGradients | None,
 ) -> Tensor:
-    """The sum of the losses in fp32, 0-d; beside a teacher (2,), also that of its losses. gradients: get those of the
-    sum / count, in which each has its share."""
+    """The sum of the losses in fp32, 0-d; with a teacher (2,), with the sum of the distances to it. gradients: take the
+    gradients of sum / count, in which each part has its share."""
     train = gradients is not None
     taught = None if soft is None else TaughtLosses(soft, head, shard)
     total = head.hidden.new_zeros(() if taught is None else 2, dtype=torch.float32)
     for chunk in head.chunks:
-        whole = head.logits(chunk)  # later their gradient, zero in the classes of zeros
+        whole = head.logits(chunk)  # becomes their gradient, which is zero in classes that are padding
         slopes = head.slopes(whole) if train else None
         logits = whole[:, : head.classes]
         if taught is not None:
@@ -218,20 +218,20 @@ def _sum_of_losses(
             total += _losses_of_shard(logits, targets[chunk], count, smoothing, train, shard).sum()
         if gradients is not None:
             gradients.add(chunk, whole, slopes)
-        del whole, logits, slopes  # before the next chunk, which takes their memory
+        del whole, logits, slopes  # so that the next chunk reuses their memory
     return total
 
 
 def _losses_of_shard(
     logits: Tensor, targets: Tensor, count: Tensor | float, smoothing: float, train: bool, shard: VocabularyShard
 ) -> Tensor:
-    """cross_entropy_ where logits (n, columns) are this rank's part."""
+    """cross_entropy_ for logits (n, columns) that are this rank's part."""
     wide = logits.float()
     at, here = shard.columns(targets, logits.shape[1])
     sums = shard.reduce(wide, at, here)
     in_place = wide is logits
     losses = losses_(wide, at, sums, count if in_place else 1, smoothing, train, shard.vocab, here)
-    if train and not in_place:  # divided as they become 16 bits, in one pass
+    if train and not in_place:  # divide and convert to 16 bits in one pass
         torch.div(wide, count, out=logits)
     return losses
 
@@ -272,7 +272,7 @@ class _LinearLogProbs(torch.autograd.Function):
         gradients = HeadGradients(head, ctx.needs_input_grad[:3])
         for chunk in head.chunks:
             g = grad[chunk, None].float()
-            whole = head.logits(chunk)  # later their gradient
+            whole = head.logits(chunk)  # becomes their gradient
             slopes, logits = head.slopes(whole), whole[:, : head.classes]
             d = logits.float().sub_(sums[chunk]).exp_().mul_(-g)
             if ctx.shard is None:
@@ -285,7 +285,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if d.dtype != whole.dtype:
                 logits.copy_(d)
             gradients.add(chunk, whole, slopes)
-            del whole, logits, slopes, d  # before the next chunk, which takes their memory
+            del whole, logits, slopes, d  # so that the next chunk reuses their memory
         dhidden, dweight, dbias = gradients.finish()
         if ctx.shard is not None and dhidden is not None:
             dhidden = ctx.shard.sum(dhidden)

@@ -1,4 +1,4 @@
-"""Operators behind one name, whatever this machine offers: the fast one where there is one, else its torch reference.
+"""Operators under one name on any machine: the compiled one if it is available, else its torch reference.
 
 ::
 
@@ -11,10 +11,10 @@
     compilation, graphs               what torch.compile takes into its graphs
     autograd, autocast, remade        autograd functions; tensors that backward makes again
     layout, sha256, counters          bytes of files, hashes, counters between processes
-    table_memory, zero_pages          memory of large tables, and zeros that take none
+    table_memory, zero_pages          memory of large tables, and zeros that take no memory
 
-Dropout (`engine.ops.dropout_masks`): torch's `bernoulli_` draws one number at a time on one thread, slower than the
-matrix product beside it. Here 16 bits of a counter-based generator decide an element.
+Dropout (`engine.ops.dropout_masks`): torch's `bernoulli_` draws one number at a time on one thread, which takes longer
+than the matrix product beside it. Here, 16 bits of a counter-based generator decide for each element.
 """
 
 from engine.ops import graphs as graphs  # for its operators, which others call by their names

@@ -1,4 +1,4 @@
-"""One object for a training step: loss scale, clipping, finite check, optimizers and their schedules."""
+"""``OptimManager``, one object for a training step: loss scale, clipping, finite check, optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.optim.states import whole_states, with_parts, with_placed_states
 
 
 class OptimManager:
-    """Runs optimizers together, as in BMTrain.
+    """Steps several optimizers together, as in BMTrain.
 
     ::
 
@@ -33,19 +33,19 @@ class OptimManager:
             norm = manager.clip_grad_norm(optimizer.param_groups, 1.0)
             manager.step()
 
-    A step whose gradients are not finite on some rank is skipped on all ranks; a learning rate schedule counts it all
-    the same. ``AdamOptimizer``, ``AdamW8bit`` and ``Lion`` skip it on the device; other optimizers wait for the device
-    to say so. With a loss scale, the scale then falls by ``loss_scale_factor``, and it rises by it after
+    A step whose gradients are not finite on some rank is skipped on all ranks; learning-rate schedules count it all the
+    same. ``AdamOptimizer``, ``AdamW8bit`` and ``Lion`` skip it on the device; for other optimizers, the host waits for
+    the device. With a loss scale, the scale is then divided by ``loss_scale_factor``, and multiplied by it again after
     ``loss_scale_steps`` good steps, within its bounds.
 
     Args:
-        loss_scale: the first loss scale; None: no scaling.
+        loss_scale: the initial loss scale; None: no scaling.
         loss_scale_factor: above 1.
-        loss_scale_steps: good steps until the scale rises.
+        loss_scale_steps: number of consecutive good steps after which the scale grows.
         min_loss_scale, max_loss_scale: bounds of the scale.
-        grad_scale: gradients are the sum over ranks divided by this; None: by the number of ranks, the average.
-        abort_after: raise FloatingPointError after this many skipped steps in a row (those that only lower the loss
-            scale do not count); None: never. On a GPU it is seen one step late.
+        grad_scale: gradients are the sum over ranks divided by this; None: the average.
+        abort_after: raise FloatingPointError after this many skipped steps in a row (steps that only lower the loss
+            scale do not count); None: never. On a GPU it is noticed one step late.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OptimManager:
         self.grad_scale = grad_scale
         self._bounds = (float(min_loss_scale), float(max_loss_scale))
         self._abort_after = abort_after
-        # On the device of the parameters, once there are some: scale, good steps, skipped in all, skipped in a row.
+        # On the parameters' device, once there are some: scale, good steps, and (skipped in all, skipped in a row).
         self._scale: torch.Tensor | None = None
         self._good: torch.Tensor | None = None
         self._skipped: torch.Tensor | None = None
@@ -79,10 +79,10 @@ class OptimManager:
         self._deferred: dict[int, torch.Tensor] = {}
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Add an optimizer, and what ``step`` steps after it (anything with ``step()``).
+        """Add an optimizer, and a schedule to step after it (anything with ``step()``).
 
-        Raises ValueError if it is no optimizer, if it holds parameters from before ``engine.shard`` or of another
-        optimizer here, if its ``step`` needs a closure, or the schedule's a metric.
+        Raises ValueError if it is not an optimizer, if it holds parameters from before ``engine.shard`` or of another
+        optimizer here, or if its ``step`` needs a closure, or the schedule's a metric.
         """
         self._check_new(optimizer, lr_scheduler)
         self.optimizers.append(optimizer)
@@ -134,7 +134,7 @@ class OptimManager:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale (and, with ``grad_scale``, the number of ranks over it)."""
         if self.grad_scale is not None:
-            loss = loss * (runtime.world_size() / self.grad_scale)  # backward averages
+            loss = loss * (runtime.world_size() / self.grad_scale)  # because backward averages
         if self._first_scale is None:
             return loss
         if self._scale is None:
@@ -167,21 +167,21 @@ class OptimManager:
         Returns the norm before clipping, without the loss scale: 0-d, on the device, equal on all ranks.
 
         Args:
-            scale: taken and ignored, as BMTrain's older versions wanted it; the loss scale is known here.
-            defer: leave the gradients as they are and let ``step`` scale them inside its kernel, which saves a pass
-                over them. Takes effect for the optimizers of this package whose parameters are all in ``param_groups``.
+            scale: ignored; older versions of BMTrain required it, but the loss scale is known here.
+            defer: leave the gradients as they are, and let ``step`` scale them inside its kernel, which saves a pass
+                over them. Works for the optimizers of this package whose parameters are all in ``param_groups``.
         """
         parameters = _parameters(param_groups)
         norm = grad_norm(parameters, norm_type)
         if self._scale is not None:
             norm = norm / self._scale
         coefficient = clip_coefficient(norm, max_norm, eps)
-        left = parameters  # to be scaled here
+        left = parameters  # those to be scaled here
         inside: set[int] = set()
         for index, optimizer in enumerate(self.optimizers):
             own = _parameters(optimizer.param_groups)
             if not same_objects(own, parameters):
-                # Made only here: with many small parameters, a set of them costs as much as their norm.
+                # Made only if needed: with many small parameters, the set costs as much as their norm.
                 inside = inside or set(map(id, parameters))
                 if not inside.issuperset(map(id, own)):
                     continue
@@ -210,7 +210,7 @@ class OptimManager:
                 if coefficient is not None:
                     divisor = (1.0 if divisor is None else divisor) / coefficient
                 optimizer.step(grad_scale=divisor, found_inf=found)
-            elif not found.item():  # a foreign optimizer cannot be told on the device
+            elif not found.item():  # a foreign optimizer cannot skip the step on the device
                 if self._scale is not None:
                     scale_gradients_(_parameters(optimizer.param_groups), 1.0 / self._scale)
                 optimizer.step()
@@ -227,8 +227,8 @@ class OptimManager:
         others = [o for i, o in enumerate(self.optimizers) if i not in self._norms]
         rest = [p for optimizer in others for p in _parameters(optimizer.param_groups)]
         norms = list(self._norms.values())
-        # All stages of a pipeline meet in this norm: one that has no parameters of an optimizer cannot tell whether it
-        # was clipped.
+        # All stages of a pipeline take part in this norm, because a stage without parameters of an optimizer cannot
+        # tell whether they were clipped.
         if others or runtime.stages() > 1:
             norms.append(grad_norm(rest))
         finite = torch.stack([norm.to(self._skipped.device) for norm in norms]).isfinite().all()
@@ -243,14 +243,14 @@ class OptimManager:
             torch._amp_update_scale_(self._scale, self._good, found, self._factor, 1.0 / self._factor, self._interval)
             self._scale.clamp_(*self._bounds)
         self._skipped[0] += skip
-        # A skipped step that only lowered the loss scale neither adds to the row nor breaks it.
+        # A skipped step that only lowered the loss scale neither extends nor ends a sequence of skipped steps.
         self._skipped[1] = (self._skipped[1] + counts) * torch.where(skip > 0, 1, 0)
         if self._abort_after is None:
             return
         if self._skipped.device.type == "cuda":
             copy = torch.empty(2, dtype=torch.int64, pin_memory=True)
             copy.copy_(self._skipped, non_blocking=True)
-            # Of the device that copies, which need not be the current one.
+            # Recorded on the device that copies, which need not be the current one.
             self._seen = (copy, torch.cuda.current_stream(self._skipped.device).record_event())
         else:
             self._seen = (self._skipped, None)
@@ -261,7 +261,7 @@ class OptimManager:
             return
         counts, event = self._seen
         if event is not None:
-            event.synchronize()  # of the step before: the device has the whole of this one to go on with
+            event.synchronize()  # the previous step's: the device still has all of this step to work on
         in_all, in_a_row = counts.tolist()
         if in_a_row >= self._abort_after:
             raise FloatingPointError(
@@ -270,11 +270,11 @@ class OptimManager:
             )
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Loss scale, counts, and the state of optimizers and schedules, in torch's form.
+        """Loss scale, counts, and the states of optimizers and schedules, in torch's format.
 
         Args:
-            gather_opt: states are whole, on the CPU of every rank, and load on any number of ranks; else they are this
-                rank's shards. Collective.
+            gather_opt: make states whole, on the CPU of every rank, so that they load on any number of ranks
+                (collective); otherwise they are this rank's shards.
         """
         complete = whole_states if gather_opt else with_parts
         optimizers = [complete(optimizer.state_dict()) for optimizer in self.optimizers]
@@ -294,7 +294,7 @@ class OptimManager:
         """
         scale = self._check_state(state)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            cuts = isinstance(optimizer, FusedOptimizer)  # whole states, itself
+            cuts = isinstance(optimizer, FusedOptimizer)  # it takes its shards of whole states itself
             optimizer.load_state_dict(saved if cuts else with_placed_states(optimizer, saved))
         for i, (scheduler, saved) in enumerate(zip(self.lr_schedulers, state["lr_schedulers"], strict=True)):
             if scheduler is not None and saved is not None:
@@ -308,13 +308,13 @@ class OptimManager:
                 )
         if self._skipped is not None:
             self._skipped.copy_(torch.tensor(state.get("skipped", [0, 0])))
-        self._seen = None  # on a GPU a copy of the counts before
+        self._seen = None  # on a GPU, it is a copy of the earlier counts
         if self._scale is not None and self._good is not None:
             self._scale.fill_(scale)
             self._good.fill_(state.get("good_steps", 0))
 
     def _check_state(self, state: Any) -> Any:
-        """The loss scale in the state of a manager like this one. Raises ValueError if it is of another."""
+        """The loss scale in a manager's state. Raises ValueError if the state does not fit this manager."""
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"the state of an OptimManager is a {type(state).__name__}, expected a dict: what its state_dict() "
@@ -346,7 +346,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_loss_scale(first: float | None, factor: float, steps: int, least: float, most: float) -> None:
-    """Raises ValueError for arguments of ``OptimManager`` that make no loss scale."""
+    """Raise ValueError for invalid settings of the loss scale."""
     if first is not None and not (_is_number(first) and math.isfinite(first)):
         raise ValueError(f"loss_scale is {first!r}, expected the first scale, such as 2**16, or None")
     for name, value in (("min_loss_scale", least), ("max_loss_scale", most)):
@@ -363,7 +363,7 @@ def _check_loss_scale(first: float | None, factor: float, steps: int, least: flo
 
 
 def _parameters(param_groups: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []  # generators would be resumed twice for each parameter
+    found: list[torch.Tensor] = []  # a list, since nested generators would resume twice for each parameter
     for group in [param_groups] if isinstance(param_groups, torch.Tensor | dict) else param_groups:
         given = group["params"] if isinstance(group, dict) else group
         found += [given] if isinstance(given, torch.Tensor) else given

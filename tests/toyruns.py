@@ -6,6 +6,7 @@ import os
 import re
 import signal
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from toydata import SIZES, command, flags, read_jsonl
@@ -92,6 +93,26 @@ def die_at(monkeypatch, step, number=signal.SIGKILL):
         return take(self, batch)
 
     monkeypatch.setattr(loop.Run, "train_step", train_step)
+
+
+def assert_same_steps(rows, model, batches, loss_of, optimizer=None, schedule=None, rel=1e-3, abs=2e-5) -> None:
+    """A run has the losses, gradient norms and learning rates of a plain loop over a model of another library.
+
+    Args:
+        rows: the run's, one for each step, which clipped gradients at 0.5. batches: of all steps, in order.
+        loss_of: `loss_of(batch)`. optimizer: None: AdamW at 1e-2 without decay. schedule: None: a constant rate.
+    """
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for row, batch in zip(rows, batches, strict=True):
+        loss = loss_of(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        expected = {"loss": loss.item(), "grad_norm": norm.item(), "lr": optimizer.param_groups[0]["lr"]}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=rel, abs=abs), row["step"]
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
 
 
 def run_values(folder, name, **changes) -> dict:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, read_jsonl, write_folder, write_jsonl
-from toyruns import in_transformers, read_summary, train_classifier
+from toyruns import assert_same_steps, in_transformers, read_summary, train_classifier
 
 import engine
 import modelcenter
@@ -166,22 +166,15 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
     groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.9), eps=1e-3)
     schedule = get_linear_schedule_with_warmup(optimizer, 3, 12)
-    step = 0
-    for epoch in range(3):
-        for batch in EpochBatches(lengths, 8, 7).epoch(epoch):
-            texts = [data[i]["text"] for i in batch]
-            labels = torch.tensor([int(data[i]["label"] == "good") for i in batch])
-            loss = model(**make_tokenizer()(texts, padding=True, return_tensors="pt"), labels=labels).loss
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            expected = {"loss": loss.item(), "grad_norm": norm.item(), "lr": schedule.get_last_lr()[0]}
-            found = {name: ours[step][name] for name in expected}
-            assert found == pytest.approx(expected, rel=1e-3, abs=2e-5), step
-            optimizer.step()
-            schedule.step()
-            step += 1
-    assert step == 12 and max(row["grad_norm"] for row in ours) > 0.5
+
+    def loss_of(batch):
+        texts = [data[i]["text"] for i in batch]
+        labels = torch.tensor([int(data[i]["label"] == "good") for i in batch])
+        return model(**make_tokenizer()(texts, padding=True, return_tensors="pt"), labels=labels).loss
+
+    batches = [batch for epoch in range(3) for batch in EpochBatches(lengths, 8, 7).epoch(epoch)]
+    assert_same_steps(ours, model, batches, loss_of, optimizer, schedule)
+    assert len(ours) == 12 and max(row["grad_norm"] for row in ours) > 0.5
 
 
 CUTS = {

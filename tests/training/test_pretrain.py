@@ -7,7 +7,7 @@ import pytest
 import torch
 from text_toys import KINDS, SIZES, STILL, TOKENIZERS, flags, make_texts, pretrain, rows_of, write_texts
 from toydata import command, write_jsonl
-from toyruns import assert_same_end, die_at, in_a_process, read_summary, went_on_after
+from toyruns import assert_same_end, assert_same_steps, die_at, in_a_process, read_summary, went_on_after
 
 import modelcenter
 from modelcenter.cli import run as cli
@@ -99,20 +99,12 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder, kind):
     plan = EpochBatches(train_set.lengths, 8, 7)
     steps = 2 * plan.steps
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, int(np.ceil(0.06 * steps)), steps)
-    step = 0
-    for epoch in range(2):
-        for batch in plan.epoch(epoch):
-            made = padded(kind, train_set.batch(batch, epoch))
-            loss = model(**made).loss
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            found = {"loss": ours[step]["loss"], "grad_norm": ours[step]["grad_norm"]}
-            assert found == pytest.approx({"loss": loss.item(), "grad_norm": norm.item()}, rel=1e-3, abs=2e-5), step
-            optimizer.step()
-            schedule.step()
-            step += 1
-    assert step == len(ours)
+    batches = [(batch, epoch) for epoch in range(2) for batch in plan.epoch(epoch)]
+
+    def loss_of(batch):
+        return model(**padded(kind, train_set.batch(*batch))).loss
+
+    assert_same_steps(ours, model, batches, loss_of, optimizer, schedule)
     if pairs:
         return
     model.eval()

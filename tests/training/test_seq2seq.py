@@ -8,7 +8,7 @@ import pytest
 import torch
 from seq2seq_toys import SIZES, flags, make_rows, make_tokenizer, write_folder
 from toydata import command, read_jsonl, write_jsonl
-from toyruns import die_at, read_summary, run_script, went_on_after
+from toyruns import assert_same_steps, die_at, read_summary, run_script, went_on_after
 
 import modelcenter
 from engine.testing import run as on_ranks
@@ -81,20 +81,9 @@ def test_same_losses_as_a_plain_loop_over_the_transformers_model(folder):
     groups += [{"params": [p for p in named if p.dim() == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     schedule = get_linear_schedule_with_warmup(optimizer, 2, 8)
-    step = 0
-    for epoch in range(2):
-        for batch in EpochBatches(lengths, 8, 7).epoch(epoch):
-            loss = model(**hf_batch([data[i] for i in batch])).loss
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            expected = {"loss": loss.item(), "grad_norm": norm.item(), "lr": schedule.get_last_lr()[0]}
-            found = {name: ours[step][name] for name in expected}
-            assert found == pytest.approx(expected, rel=1e-3, abs=2e-5), step
-            optimizer.step()
-            schedule.step()
-            step += 1
-    assert step == 8 and ours[-1]["tokens"] == 2 * lengths.sum()
+    batches = [[data[i] for i in b] for epoch in range(2) for b in EpochBatches(lengths, 8, 7).epoch(epoch)]
+    assert_same_steps(ours, model, batches, lambda batch: model(**hf_batch(batch)).loss, optimizer, schedule)
+    assert len(ours) == 8 and ours[-1]["tokens"] == 2 * lengths.sum()
     with torch.no_grad():
         expected = model.eval()(**hf_batch(make_rows(7, seed=2))).loss.item()
     assert rows[-1]["eval_loss"] == pytest.approx(expected, rel=1e-3)

@@ -77,18 +77,9 @@ def test_families_have_the_gradients_of_the_cpu(name: str, task: str):
         torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max+mean_sqrt_len+weighted_mean+cls"])
-@pytest.mark.parametrize("scored", [False, True], ids=["negatives", "scores"])
-def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
-    """A step of two microbatches, whose texts are told apart together; with a device and a host that know the rows.
-
-    Where poolings are joined, without prompts and with a dense layer behind them.
-    """
+def texts_in_batches(scored: bool, prompts: bool):
+    """Two microbatches of pairs of texts, some of which are equal, with scores or without."""
     import torch
-
-    import modelcenter as mc
-    from modelcenter.testing import randomize_
-    from modelcenter.training.contrastive import InBatchNegatives, RankedPairs
 
     batches = []
     for first in (0, 6):
@@ -101,7 +92,27 @@ def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
             "text_ids": torch.arange(first, first + 6) % 7,
         }
         batch |= {"scores": torch.arange(3).repeat_interleave(2) + first / 9} if scored else {}
-        batches.append(batch | ({"prompt_lengths": torch.tensor([1, 0] * 3)} if "+" in pooling else {}))
+        batches.append(batch | ({"prompt_lengths": torch.tensor([1, 0] * 3)} if prompts else {}))
+    return batches
+
+
+SCORED = pytest.mark.parametrize("scored", [False, True], ids=["negatives", "scores"])
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "max+mean_sqrt_len+weighted_mean+cls"])
+@SCORED
+def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
+    """A step of two microbatches, whose texts are told apart together.
+
+    Where poolings are joined, with prompts and with a dense layer behind them.
+    """
+    import torch
+
+    import modelcenter as mc
+    from modelcenter.testing import randomize_
+    from modelcenter.training.contrastive import InBatchNegatives, RankedPairs
+
+    batches = texts_in_batches(scored, prompts="+" in pooling)
     dense = ["24:gelu"] if "+" in pooling else []
     found = []
     for device in ("cpu", DEVICE):
@@ -373,6 +384,27 @@ def test_a_step_waits_for_nothing(name: str, task: str):
                 mc.training.accumulate(model, [batch], backward=manager.backward)
             manager.clip_grad_norm(optimizer.param_groups, 1.0, defer=True)
             manager.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@SCORED
+def test_a_step_of_embeddings_waits_for_nothing(scored: bool):
+    import torch
+
+    import engine
+    import modelcenter as mc
+    from modelcenter.training.contrastive import InBatchNegatives, RankedPairs
+
+    model = mc.from_config("tiny/bert", "embedding", policy=False).to(DEVICE).train()
+    batches = texts_in_batches(scored, prompts=True)
+    loss = RankedPairs() if scored else InBatchNegatives(symmetric=True)
+    try:
+        for step in range(2):
+            if step == 1:  # what is made once may wait
+                torch.cuda.set_sync_debug_mode("error")
+            with engine.ops.dropout_key(1, step):
+                mc.training.accumulate(model, batches, loss)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

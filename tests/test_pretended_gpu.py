@@ -113,6 +113,11 @@ def test_a_step_waits_without_the_copies_of_the_host(name, task, monkeypatch):
         test_gpu.test_a_step_waits_for_nothing(name, task)
 
 
+@test_gpu.SCORED
+def test_a_step_of_embeddings_waits_for_nothing(scored):
+    test_gpu.test_a_step_of_embeddings_waits_for_nothing(scored)
+
+
 def test_examples_with_other_numbers_of_choices_wait_for_nothing():
     head, pooled = MultipleChoice(4, 0.0).to("cuda"), torch.randn(5, 4, device="cuda", requires_grad=True)
     labels, choices = (to_device(torch.tensor(x), torch.device("cuda", 0)) for x in ([1, 2], [2, 3]))

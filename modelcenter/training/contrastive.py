@@ -1,7 +1,8 @@
 """Losses of embeddings, which make texts that belong together more similar than others.
 
 They are computed over all texts of a global batch together (training.joint_loss). A batch holds its texts row by row:
-an anchor, its positive, and perhaps negatives.
+an anchor, its positive, and perhaps negatives. Which texts these are the host knows: it finds their indices, so that it
+never waits for a GPU.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.loss import cross_entropy
+from modelcenter.layers.host_copies import to_device
 
 ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2  # roles of texts
 TEXT_FACTS = ("roles", "text_ids", "scores")  # in a batch beside the model's inputs: a number for each text
@@ -105,6 +107,12 @@ class InBatchNegatives(EmbeddingLoss):
         place = torch.searchsorted(documents, positives)  # the place of each row's positive among the documents
         count = len(texts)  # encodes each (anchor, positive) as one number
         pairs = (texts[anchors] * count + texts[positives]).sort().values
+        weight = 1 / (max(len(anchors), 1) * (2 if self.symmetric else 1))
+        step = max(1, _ELEMENTS // max(len(documents), 1))
+        first, last = torch.searchsorted(anchors, torch.tensor([own.start, own.stop])).tolist()
+        texts, anchors, positives, documents, place, pairs = (
+            to_device(x, vectors.device) for x in (texts, anchors, positives, documents, place, pairs)
+        )
 
         def belong(first: Tensor, second: Tensor) -> Tensor:
             """Whether two texts are an anchor and its positive, or equal."""
@@ -112,9 +120,6 @@ class InBatchNegatives(EmbeddingLoss):
             known = pairs[torch.searchsorted(pairs, pair).clamp(max=len(pairs) - 1)] == pair
             return known | (first == second)
 
-        first, last = torch.searchsorted(anchors, torch.tensor([own.start, own.stop], device=anchors.device)).tolist()
-        weight = 1 / (max(len(anchors), 1) * (2 if self.symmetric else 1))
-        step = max(1, _ELEMENTS // max(len(documents), 1))
         for start in range(first, last, step):
             rows = torch.arange(start, min(start + step, last), device=anchors.device)
             with torch.set_grad_enabled(gradient):
@@ -143,12 +148,16 @@ class RankedPairs(EmbeddingLoss):
             return
         anchors, positives = _pairs(facts)
         scores, order = facts[anchors, 2].sort()
+        below = torch.searchsorted(scores, scores)  # for each pair, the number of pairs with a lower score
+        higher = below.nonzero().flatten()  # the pairs that have some below them
+        anchors, positives, higher, last = (
+            to_device(x, vectors.device) for x in (anchors[order], positives[order], higher, below[higher] - 1)
+        )
         with torch.set_grad_enabled(gradient):
-            alike = self.scale * (vectors[anchors[order]] * vectors[positives[order]]).sum(-1)
-            below = torch.searchsorted(scores, scores)  # for each pair, the number of pairs with a lower score
+            alike = self.scale * (vectors[anchors] * vectors[positives]).sum(-1)
             # For each pair, the log of the sum of exp(alike of another - its own) over the pairs with lower scores.
-            sums = alike.logcumsumexp(0)[(below - 1).clamp(min=0)] - alike
-            yield torch.cat([alike.new_zeros(1), sums[below > 0]]).logsumexp(0)
+            sums = alike.logcumsumexp(0)[last] - alike[higher]
+            yield torch.cat([alike.new_zeros(1), sums]).logsumexp(0)
 
 
 def _pairs(facts: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class JointLoss(Protocol):
         """One rank's share of the loss of all items; the shares of all ranks add up to the loss.
 
         Args:
-            outputs: (N, width) fp32. facts: (N, k) fp64, on the same device. own: the items that the rank answers for.
+            outputs: (N, width) fp32. facts: (N, k) fp64, on the host. own: the items that the rank answers for.
             gradient: whether the gradient is needed; if False, it is not valid.
 
         Returns:
@@ -147,43 +147,43 @@ def _joint(loss: JointLoss, own: Tensor | None, facts: Tensor | None) -> tuple[T
     device = engine.device() if own is None else own.device
     if runtime.world_size() == 1:
         assert own is not None and facts is not None
-        return loss.share(own.float(), facts.to(device), slice(0, len(own)))
+        return loss.share(own.float(), facts, slice(0, len(own)))
     items = None if own is None or not is_counted() else (own.float(), facts)
     every, every_fact, starts = _gather(items, device)
     first = (runtime.stages() - 1) * (runtime.world_size() // runtime.stages())
     leader = first + runtime.data_rank() * runtime.model_ranks()  # the first rank that computes this rank's batch
     mine = slice(starts[leader], starts[leader + 1])
     value, gradient = loss.share(every, every_fact, mine)
-    sums = torch.cat((gradient.flatten(), value.reshape(1).float())).to(runtime.message_device())
+    sums = torch.cat((gradient.flatten(), value.reshape(1).float()))
     if not is_counted():
         sums.zero_()
     dist.all_reduce(sums)
-    sums = sums.to(device)
     return sums[-1], sums[:-1].view_as(gradient)[mine]
 
 
 def _gather(items: tuple[Tensor, Tensor | None] | None, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
-    """The outputs (N, width) and facts (N, k) of all ranks, and the index of each rank's first item, then N.
+    """The outputs (N, width) and, on the host, the facts (N, k) of all ranks, and the index of each rank's first item,
+    then N.
 
     Args:
         items: this rank's outputs and facts; None: it has none.
     """
-    place, world = runtime.message_device(), runtime.world_size()
+    host, world = runtime.message_device(), runtime.world_size()
     shape = [0, 0, 0] if items is None or items[1] is None else [*items[0].shape, items[1].shape[1]]
-    table = torch.empty(world, 3, dtype=torch.int64, device=place)
-    all_gather_flat(table, torch.tensor(shape, dtype=torch.int64, device=place))
+    table = torch.empty(world, 3, dtype=torch.int64, device=host)
+    all_gather_flat(table, torch.tensor(shape, dtype=torch.int64, device=host))
     shapes = table.tolist()
     most, width, k = (max(column) for column in zip(*shapes, strict=True))
     gathered = []
-    for number, (size, dtype) in enumerate(((width, torch.float32), (k, torch.float64))):
+    for number, (size, dtype, place) in enumerate(((width, torch.float32, device), (k, torch.float64, host))):
         mine = torch.zeros(most, size, dtype=dtype, device=place)
         if items is not None and (held := items[number]) is not None:
             mine[: len(held)] = held.to(place)
         every = torch.empty(world, most, size, dtype=dtype, device=place)
         all_gather_flat(every, mine)
-        gathered.append(torch.cat([every[rank, :n] for rank, (n, _, _) in enumerate(shapes)]).to(device))
+        gathered.append(torch.cat([every[rank, :n] for rank, (n, _, _) in enumerate(shapes)]))
     starts = [sum(n for n, _, _ in shapes[:rank]) for rank in range(world + 1)]
-    return gathered[0], gathered[1], starts
+    return gathered[0], gathered[1].cpu(), starts
 
 
 def _same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextManager[Any]:

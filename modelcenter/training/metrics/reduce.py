@@ -24,9 +24,10 @@ def is_counted() -> bool:
 
 def greatest(number: int) -> int:
     """The greatest of the ranks' numbers. Collective."""
-    most = torch.tensor(number, device=engine.device())
-    if engine.world_size() > 1:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if engine.world_size() == 1:
+        return number
+    most = torch.tensor(number, device=runtime.message_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
 
 

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from modelcenter.models.minicpm3 import MiniCPM3 as MiniCPM3
     from modelcenter.models.mistral import Mistral as Mistral
     from modelcenter.models.modernbert import ModernBert as ModernBert
+    from modelcenter.models.modernbert_decoder import ModernBertDecoder as ModernBertDecoder
     from modelcenter.models.mpnet import MPNet as MPNet
     from modelcenter.models.nomic_bert import NomicBert as NomicBert
     from modelcenter.models.opt import OPT as OPT

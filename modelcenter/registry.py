@@ -112,6 +112,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("gte", "Gte"),
         _ours("roberta", "Roberta"),
         _ours("modernbert", "ModernBert"),
+        _ours("modernbert-decoder", "ModernBertDecoder", "modernbert_decoder"),
         _ours("mpnet", "MPNet"),
         _ours("nomic_bert", "NomicBert"),
         _ours("xlm-roberta", "XLMRoberta", "roberta", "roberta:XLM_ROBERTA"),

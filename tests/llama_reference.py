@@ -1,4 +1,4 @@
-"""What the parity tests of models with Llama's body share: Llama's relatives and Gemma."""
+"""What the parity tests of decoders share: Llama, its relatives and Gemma, and others whose padding is token 0."""
 
 from harness import ArchitectureTests
 
@@ -12,7 +12,21 @@ def _turn_at_the_default_speed(model):
     model.rotary.theta = 10000.0
 
 
-class LlamaTests(ArchitectureTests):
+class DecoderTests(ArchitectureTests):
+    """Of decoders whose `pad_token_id` is 0."""
+
+    def rows(self, task, config, lengths=None, seed=0):
+        """The padding token stands in the text too, where its embedding does not train, and where it ends a text it is
+        not what a classifier reads."""
+        rows = super().rows(task, config, lengths, seed)
+        for row in rows:
+            row.input_ids[0] = 0
+            if task == "sequence-classification" and len(row.input_ids) > 4:
+                row.input_ids[-2:] = [0, 0]
+        return rows
+
+
+class LlamaTests(DecoderTests):
     """What all of them share: three query heads to a key head, whose width is not hidden_size / num_heads."""
 
     sizes = {
@@ -28,13 +42,3 @@ class LlamaTests(ArchitectureTests):
     }
     no_dropout = {"attention_dropout": 0.0, "classifier_dropout": 0.0}
     mutations = {"attention to later tokens": _see_the_future, "default theta": _turn_at_the_default_speed}
-
-    def rows(self, task, config, lengths=None, seed=0):
-        """The padding token stands in the text too, where its embedding does not train, and where it ends a text it is
-        not what a classifier reads."""
-        rows = super().rows(task, config, lengths, seed)
-        for row in rows:
-            row.input_ids[0] = 0
-            if task == "sequence-classification" and len(row.input_ids) > 4:
-                row.input_ids[-2:] = [0, 0]
-        return rows

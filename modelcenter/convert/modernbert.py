@@ -62,7 +62,7 @@ def _layer_types(every: int, layers: int) -> list[str]:
     return ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
 
 
-class _Fields:
+class ModernBertFields:
     """Both versions' ways to write which layers see all tokens, and the bases of their angles."""
 
     handles = frozenset({"rope_parameters", "rope_scaling"})
@@ -107,42 +107,40 @@ def _period(types: list[Any], likely: Any) -> int | None:
     return next((n for n in tried if _layer_types(n, len(types)) == types), None)
 
 
-CONFIG = ConfigMap(
-    fields={
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "intermediate_size",
-        "hidden_activation": "hidden_act",
-        "max_position_embeddings": "max_positions",
-        "layer_types": "layer_types",
-        _EVERY: "global_every",
-        "local_attention": "local_attention",
-        "global_rope_theta": "rope_theta",
-        "local_rope_theta": "local_rope_theta",
-        "norm_eps": "norm_eps",
-        "norm_bias": "norm_bias",
-        "attention_bias": "attention_bias",
-        "mlp_bias": "mlp_bias",
-        "decoder_bias": "decoder_bias",
-        "embedding_dropout": "dropout",
-        "attention_dropout": "attention_dropout",
-        "mlp_dropout": "mlp_dropout",
-        "classifier_dropout": "classifier_dropout",
-        "classifier_bias": "classifier_bias",
-        "classifier_activation": "classifier_act",
-        "classifier_pooling": "pooling",
-        "pad_token_id": "pad_token_id",
-        "initializer_range": "initializer_range",
-        "initializer_cutoff_factor": "initializer_cutoff",
-    },
-    # How transformers computes; and two fields of BERT, without an effect from the first version on.
-    ignored=frozenset(
-        """deterministic_flash_attn reference_compile repad_logits_with_grad sparse_prediction sparse_pred_ignore_index
-        layer_norm_eps position_embedding_type""".split()
-    ),
-    translation=_Fields(),
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "intermediate_size",
+    "hidden_activation": "hidden_act",
+    "max_position_embeddings": "max_positions",
+    "layer_types": "layer_types",
+    _EVERY: "global_every",
+    "local_attention": "local_attention",
+    "global_rope_theta": "rope_theta",
+    "local_rope_theta": "local_rope_theta",
+    "norm_eps": "norm_eps",
+    "norm_bias": "norm_bias",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "decoder_bias": "decoder_bias",
+    "embedding_dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "mlp_dropout": "mlp_dropout",
+    "classifier_dropout": "classifier_dropout",
+    "classifier_bias": "classifier_bias",
+    "classifier_activation": "classifier_act",
+    "pad_token_id": "pad_token_id",
+    "initializer_range": "initializer_range",
+    "initializer_cutoff_factor": "initializer_cutoff",
+}
+
+# How transformers computes, or the code that Ettin was trained with; and two fields of BERT, without an effect from the
+# first version on.
+IGNORED = frozenset(
+    """deterministic_flash_attn masked_prediction reference_compile repad_logits_with_grad sparse_prediction
+    sparse_pred_ignore_index layer_norm_eps position_embedding_type""".split()
 )
 
 ARCH = ArchMap(
@@ -151,5 +149,10 @@ ARCH = ArchMap(
     body=BODY,
     parts=PARTS,
     tasks=with_embedding(TASKS),
-    config=CONFIG,
+    config=ConfigMap(
+        {**FIELDS, "classifier_pooling": "pooling"},
+        required={"causal_mask": (False,), "is_causal": (False,)},
+        ignored=IGNORED,
+        translation=ModernBertFields(),
+    ),
 )

@@ -136,7 +136,8 @@ class Decoder(Model):
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan()
         if self.task == "causal-lm":
-            plan |= {f"head.{name}": "vocab" for name, p in self.head.named_parameters()}
+            own = ("bias", "weight")  # none where the embedding is the matrix
+            plan |= {f"head.{name}": "vocab" for name in own if getattr(self.head, name) is not None}
         return plan
 
     def forward(

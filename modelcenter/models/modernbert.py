@@ -17,25 +17,26 @@ from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
+from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
 from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch
 from modelcenter.models.layer_types import SLIDING, check_layer_types
 
+# The matrix of what stands between hidden states and a head, under the names that it has in all tasks.
+_BEFORE_HEADS = ("head.dense.weight", "transform.dense.weight", "head.transform.dense.weight")
+
 
 @dataclass(kw_only=True)
-class ModernBertConfig(EncoderConfig):
-    """Fields of ModernBERT; sizes count elements, dropouts are probabilities.
+class ModernBertBodyConfig(EncoderConfig):
+    """Fields of ModernBERT and its decoder; sizes count elements, dropouts are probabilities.
 
-    layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see those at most
-    local_attention // 2 places away and turn by local_rope_theta. None: every global_every-th one is full, from the
-    first on.
+    layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see those nearby (`window`) and
+    turn by local_rope_theta. None: every global_every-th one is full, from the first on.
+    local_attention: places from the farthest token that an encoder's window holds on one side to that on the other.
     dropout: of the embeddings. attention_dropout: of attention's weights and of its output. mlp_dropout: inside the
-    feed-forwards. pooling: what heads for whole texts read, the state of the first token ("cls") or the mean of all
-    ("mean").
+    feed-forwards.
     """
-
-    model_type: ClassVar[str] = "modernbert"
 
     max_positions: int = 8192
     layer_types: list[str] | None = None
@@ -54,7 +55,6 @@ class ModernBertConfig(EncoderConfig):
     classifier_dropout: float = 0.0
     classifier_bias: bool = False
     classifier_act: str = "gelu"
-    pooling: str = "cls"
     pad_token_id: int | None = 50283
     initializer_cutoff: float = 2.0
 
@@ -62,9 +62,7 @@ class ModernBertConfig(EncoderConfig):
         super().__post_init__()
         self.require(self.hidden_size // self.num_heads % 2 == 0, "num_heads", "heads of an even width: pairs turn")
         self.require_one_of("classifier_act", ACTIVATIONS)
-        self.require_one_of("pooling", ("cls", "mean"))
         self.require_probabilities("mlp_dropout", "classifier_dropout")
-        self.require(self.local_attention >= 0, "local_attention", "a number of tokens")
         self.require(self.global_every > 0, "global_every", "a number of layers, at least 1")
         if self.layer_types is not None:
             check_layer_types(self, self.layer_types, self.num_layers)
@@ -73,29 +71,48 @@ class ModernBertConfig(EncoderConfig):
     def head_dropout(self) -> float:
         return self.classifier_dropout
 
+    def slides(self, layer: int) -> bool:
+        """Whether layer 0, 1, ... sees the tokens nearby alone."""
+        types = self.layer_types
+        return layer % self.global_every > 0 if types is None else types[layer] == SLIDING
+
     def window(self, layer: int) -> int | None:
         """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""
-        types = self.layer_types
-        near = layer % self.global_every > 0 if types is None else types[layer] == SLIDING
-        return self.local_attention // 2 + 1 if near else None
+        raise AttributeError(f"{type(self).__name__} defines no `window`")
 
 
-class ModernBert(Encoder):
-    """ModernBERT with the head of `task`."""
+@dataclass(kw_only=True)
+class ModernBertConfig(ModernBertBodyConfig):
+    """Fields of ModernBERT.
 
-    config_class = ModernBertConfig
-    tasks = READING_TASKS
-    pooled_tasks = ()
-    tells_types = False
-    head_prefixes = ("head.", "transform.")
-    bounded = False
+    pooling: what heads for whole texts read, the state of the first token ("cls") or the mean of all ("mean").
+    """
 
-    config: ModernBertConfig
+    model_type: ClassVar[str] = "modernbert"
+
+    pooling: str = "cls"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_one_of("pooling", ("cls", "mean"))
+        self.require(self.local_attention >= 0, "local_attention", "a number of tokens")
+
+    def window(self, layer: int) -> int | None:
+        return self.local_attention // 2 + 1 if self.slides(layer) else None
+
+
+class ModernBertBody(Model):
+    """Embeddings, layers and how they start, of ModernBERT and its decoder."""
+
+    causal: ClassVar[bool]  # no token sees one after it
+    embed_norm: nn.Module
+    final_norm: nn.Module
+
+    config: ModernBertBodyConfig
 
     def make_body(self) -> None:
         c = self.config
         self.embed = Embedding(c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id)
-        self.token_type = None
         self.embed_norm = self._norm()
         self.embed_dropout = Dropout(c.dropout)
         head_dim = c.hidden_size // c.num_heads
@@ -103,11 +120,6 @@ class ModernBert(Encoder):
         self.layers = nn.ModuleList(self._block(i) for i in range(c.num_layers))
         self.layers[0].attn_norm = nn.Identity()  # what it reads is normed already
         self.final_norm = self._norm()
-        self.transform = None
-        if self.task not in ("base", "embedding", "masked-lm"):
-            self.transform = HeadTransform(
-                c.hidden_size, c.classifier_act, c.norm_eps, bias=c.classifier_bias, norm_bias=c.norm_bias
-            )
 
     def _norm(self) -> LayerNorm:
         return LayerNorm(self.config.hidden_size, self.config.norm_eps, bias=self.config.norm_bias)
@@ -115,12 +127,67 @@ class ModernBert(Encoder):
     def _block(self, layer: int) -> PreNormBlock:
         c, width = self.config, self.config.hidden_size
         return PreNormBlock(
-            SelfAttention(width, c.num_heads, c.attention_dropout, bias=c.attention_bias, window=c.window(layer)),
+            SelfAttention(
+                width,
+                c.num_heads,
+                c.attention_dropout,
+                bias=c.attention_bias,
+                causal=self.causal,
+                window=c.window(layer),
+            ),
             GatedMLP(width, c.intermediate_size, c.hidden_act, c.mlp_bias, c.mlp_dropout),
             self._norm,
             0.0,
             attn_dropout=c.attention_dropout,
         )
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        ctx = self.pack(batch)
+        x = self.embed_dropout(self.embed_norm(self.embedded(batch, ctx, self.embed)), ctx)
+        ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
+        ctx.local_rotary = self.local_rotary(ctx.positions, x.dtype, ctx.longest)
+        return x, ctx
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self.final_norm(x)
+
+    def init_spec(self) -> dict[str, tuple[Any, ...]]:
+        """As transformers': from a normal distribution cut off at `initializer_cutoff` deviations; those of matrices
+        whose products are added to the hidden states are smaller, and so are those of the vocabulary's head."""
+        c, spec = self.config, scaled_residuals(super().init_spec(), self.config.num_layers)
+        small = ("normal", c.initializer_range / (2 * c.num_layers) ** 0.5)
+        for name, rule in spec.items():
+            if name in _BEFORE_HEADS or (name == "head.weight" and self.task in VOCABULARY_TASKS):
+                spec[name] = small
+            elif name == "head.weight":
+                spec[name] = ("normal", c.hidden_size**-0.5)
+            if rule[0] == "normal":
+                spec[name] = ("truncated_normal", spec[name][1], c.initializer_cutoff)
+        return spec
+
+
+class ModernBert(ModernBertBody, Encoder):
+    """ModernBERT with the head of `task`."""
+
+    config_class = ModernBertConfig
+    tasks = READING_TASKS
+    pooled_tasks = ()
+    causal = False
+    tells_types = False
+    head_prefixes = ("head.", "transform.")
+    bounded = False
+
+    config: ModernBertConfig
+
+    def make_body(self) -> None:
+        super().make_body()
+        c = self.config
+        self.token_type = None
+        self.transform = None
+        if self.task not in ("base", "embedding", "masked-lm"):
+            self.transform = HeadTransform(
+                c.hidden_size, c.classifier_act, c.norm_eps, bias=c.classifier_bias, norm_bias=c.norm_bias
+            )
 
     def make_head(self, task: str) -> nn.Module | None:
         c = self.config
@@ -141,15 +208,9 @@ class ModernBert(Encoder):
         return super().make_head(task)
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        ctx = self.pack(batch)
-        x = self.embed_dropout(self.embed_norm(self.embedded(batch, ctx, self.embed)), ctx)
-        ctx.rotary = self.rotary(ctx.positions, x.dtype, ctx.longest)
-        ctx.local_rotary = self.local_rotary(ctx.positions, x.dtype, ctx.longest)
+        x, ctx = super().begin(batch)
         self.attend_to_encoder(batch, ctx)
         return x, ctx
-
-    def finish(self, x: Tensor) -> Tensor:
-        return self.final_norm(x)
 
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
         pooled = self.task in ("sequence-classification", "multiple-choice")
@@ -165,19 +226,3 @@ class ModernBert(Encoder):
             pooled = ctx.mean_by_sequence(x) if mean else ctx.select(x, ctx.first_tokens())
             return super().run_head(x, self.transform(pooled), ctx, batch, counts)
         return super().run_head(self.transform(x), None, ctx, batch, counts)
-
-    def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """As transformers': from a normal distribution cut off at `initializer_cutoff` deviations; those of matrices
-        whose products are added to the hidden states are smaller, and so are those of the vocabulary's head."""
-        c, spec = self.config, scaled_residuals(super().init_spec(), self.config.num_layers)
-        small = ("normal", c.initializer_range / (2 * c.num_layers) ** 0.5)
-        for name, rule in spec.items():
-            if name in ("head.dense.weight", "transform.dense.weight") or (
-                name == "head.weight" and self.task == "masked-lm"
-            ):
-                spec[name] = small
-            elif name == "head.weight":
-                spec[name] = ("normal", c.hidden_size**-0.5)
-            if rule[0] == "normal":
-                spec[name] = ("truncated_normal", spec[name][1], c.initializer_cutoff)
-        return spec

@@ -118,6 +118,7 @@ PROMPTED = [
     ("esm", "sequence-classification"),
     ("gemma3_text", "causal-lm"),
     ("gemma2", "causal-lm"),
+    pytest.param("modernbert-decoder", "causal-lm", marks=pytest.mark.full),
 ]
 
 

@@ -66,6 +66,8 @@ OTHERS = [
     ("modernbert", "masked-lm"),
     ("modernbert", "sequence-classification"),
     ("modernbert", "question-answering"),
+    ("modernbert-decoder", "causal-lm"),
+    ("modernbert-decoder", "sequence-classification"),
     ("distilbert", "sequence-classification"),
     ("deberta-v2", "masked-lm"),
     ("deberta-v2", "sequence-classification"),

@@ -91,6 +91,8 @@ def test_an_export_is_read_by_both(types, tmp_path):
         ),
         ({"classifier_pooling": "max"}, "pooling is 'max', expected one of cls, mean"),
         ({"hidden_size": 54}, "num_attention_heads is 6, expected heads of an even width"),
+        ({"is_causal": True}, "'is_causal': got True, but this modernbert implements False"),
+        ({"causal_mask": True}, "'causal_mask': got True"),
         ({"type_vocab_size": 2}, "config field not understood: 'type_vocab_size' = 2"),
     ],
 )

@@ -77,6 +77,8 @@ PARAMETERS = {
     "mistral-7b-instruct-4.34": 7_110_660_096,
     "mistral-small-24b-5.10": 22_901_314_560,
     "modernbert-base-4.47": 149_014_272,
+    "modernbert-decoder-random-5.16": 1_626_272,
+    "modernbert-ettin-17m-colbert-4.57": 16_797_952,  # with two more words
     "mpnet-all-base-v2-4.8": 109_486_464,
     "mpnet-base-4.1": 109_486_464,
     "mpnet-paraphrase-base-v2-4.7": 109_486_464,

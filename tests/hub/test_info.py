@@ -77,6 +77,7 @@ def test_fields_that_change_sizes(changes):
         ("gemma", {"attention_bias": True, "num_key_value_heads": 3}),
         ("gemma3_text", {"attention_bias": True, "head_dim": 12}),
         ("modernbert", dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)),
+        ("modernbert-decoder", dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)),
         ("deberta-v2", {"relative_attention": False, "position_biased_input": True, "type_vocab_size": 2}),
         (
             "deberta-v2",
@@ -99,9 +100,10 @@ def test_fields_that_change_sizes(changes):
 def test_fields_of_families(name, changes):
     config = {**preset(f"tiny/{name}")["config"], **changes}
     assert body_sizes(config) == counted(mc.from_config(config))
-    if name in ("eurobert", "modernbert"):
-        config |= {"decoder_bias": False} if name == "modernbert" else {}
-        assert task_sizes(config, "masked-lm") == counted(mc.from_config(config, "masked-lm"))
+    if name in ("eurobert", "modernbert", "modernbert-decoder"):
+        config |= {} if name == "eurobert" else {"decoder_bias": False}
+        task = "causal-lm" if name == "modernbert-decoder" else "masked-lm"
+        assert task_sizes(config, task) == counted(mc.from_config(config, task))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ HEADS: dict[str, Heads] = {
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "data2vec-text"), _ROBERTA),
     **dict.fromkeys(("distilbert", "deberta-v2", "esm", "gte", "mpnet", "nomic_bert"), {"masked-lm": _masked_words}),
     "modernbert": {"masked-lm": _modernbert_words},
+    "modernbert-decoder": {"causal-lm": _modernbert_words},
     "eurobert": {"masked-lm": _linear_masked_words},
     "electra": {
         "masked-lm": _narrow_masked_words,

@@ -307,7 +307,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "ernie": _ernie,
     "esm": _esm,
     "deberta-v2": _deberta,
-    "modernbert": _modernbert,
+    **dict.fromkeys(("modernbert", "modernbert-decoder"), _modernbert),
     "mpnet": _mpnet,
     "nomic_bert": _nomic_bert,
     "gte": _gte,

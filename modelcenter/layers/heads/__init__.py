@@ -13,6 +13,7 @@ from modelcenter.layers.heads.classification import (
     ReplacedTokensInContext,
     SequenceClassifier,
     TokenClassifier,
+    TransformedClassifier,
 )
 from modelcenter.layers.heads.embedding import DENSE_ACTIVATIONS, DenseLayers
 from modelcenter.layers.heads.labels import check_labels, count_labels, next_labels, token_labels
@@ -33,6 +34,6 @@ __all__ = [
     "CausalLM", "DENSE_ACTIVATIONS", "DenseCausalLM", "DenseClassifier", "DenseLayers", "DenseMultipleChoice",
     "DenseSeq2SeqLM", "ExtractiveQA", "HeadTransform", "LateClassifier", "LinearMaskedLM", "MaskedLM", "MultipleChoice",
     "NextSentence", "PairPretraining", "ReplacedTokens", "ReplacedTokensInContext", "SentenceOrder", "Seq2SeqLM",
-    "SequenceClassifier", "TokenClassifier", "VocabularyHead", "check_labels", "count_labels", "next_labels",
-    "token_labels",
+    "SequenceClassifier", "TokenClassifier", "TransformedClassifier", "VocabularyHead", "check_labels", "count_labels",
+    "next_labels", "token_labels",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from modelcenter.layers.heads.labels import (
     count_labels,
     supervised_labels,
 )
+from modelcenter.layers.heads.transform import HeadTransform
 from modelcenter.layers.host_copies import host_copy
 from modelcenter.layers.linear import Linear, activated
 from modelcenter.layers.mlp import ACTIVATIONS
@@ -114,6 +115,30 @@ class LateClassifier(DenseClassifier):
     ) -> dict[str, Tensor]:
         read = activated(x, self.dense, self.activation)
         return SequenceClassifier.forward(self, ctx.mean_by_sequence(read), batch, counts, ctx)
+
+
+class TransformedClassifier(SequenceClassifier):
+    """As SequenceClassifier, after a HeadTransform. bias: of both matrices. norm_bias: of the norm between them."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_labels: int,
+        dropout: float,
+        problem_type: str | None,
+        activation: str,
+        norm_eps: float,
+        *,
+        bias: bool,
+        norm_bias: bool,
+    ):
+        super().__init__(hidden_size, num_labels, dropout, problem_type, bias)
+        self.transform = HeadTransform(hidden_size, activation, norm_eps, bias=bias, norm_bias=norm_bias)
+
+    def forward(  # type: ignore[override]
+        self, pooled: Tensor, batch: Batch, counts: Counts, ctx: Packed | None = None
+    ) -> dict[str, Tensor]:
+        return super().forward(self.transform(pooled), batch, counts, ctx)
 
 
 class MultipleChoice(Smoothing, Linear):

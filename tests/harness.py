@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
+import modelcenter as mc
 from modelcenter import testing
 from modelcenter.testing import assert_same, randomize_, run_backward
 
 __all__ = [
     "ArchitectureTests",
     "assert_same",
+    "assert_starts_alike",
     "made_once",
     "randomize_",
     "run_backward",
@@ -32,6 +35,20 @@ def skip_unless_transformers_has(family: str) -> None:
     """Skip a test, or a file of tests, that compares with a model which this version of transformers lacks."""
     if family in LATER and family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"{family} is in transformers from {LATER[family]} on", allow_module_level=True)
+
+
+def assert_starts_alike(config: Any, hf_class: str, task: str, folder: Path) -> None:
+    """Of a config of transformers, a new model of ours has the tensors of one of theirs, and the large ones their
+    deviations and greatest numbers."""
+    wanted = dict(getattr(transformers, hf_class)(config).named_parameters())
+    config.save_pretrained(folder)
+    mc.from_config(folder, task).save_pretrained(folder / "ours")
+    ours = load_file(folder / "ours" / "model.safetensors")
+    assert set(ours) == set(wanted)
+    for name, tensor in wanted.items():
+        if tensor.numel() > 1000:
+            assert ours[name].std().item() == pytest.approx(tensor.std().item(), rel=0.1), name
+            assert ours[name].abs().max().item() == pytest.approx(tensor.abs().max().item(), rel=0.05), name
 
 
 def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:

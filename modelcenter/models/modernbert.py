@@ -141,6 +141,19 @@ class ModernBertBody(Model):
             attn_dropout=c.attention_dropout,
         )
 
+    def vocabulary_head(self, kind: type[MaskedLM]) -> MaskedLM:
+        c = self.config
+        return kind(
+            c.hidden_size,
+            c.vocab_size,
+            c.classifier_act,
+            c.norm_eps,
+            c.tie_embeddings,
+            dense_bias=c.classifier_bias,
+            norm_bias=c.norm_bias,
+            bias=c.decoder_bias,
+        )
+
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         x = self.embed_dropout(self.embed_norm(self.embedded(batch, ctx, self.embed)), ctx)
@@ -193,16 +206,7 @@ class ModernBert(ModernBertBody, Encoder):
         c = self.config
         match task:
             case "masked-lm":
-                return MaskedLM(
-                    c.hidden_size,
-                    c.vocab_size,
-                    c.classifier_act,
-                    c.norm_eps,
-                    c.tie_embeddings,
-                    dense_bias=c.classifier_bias,
-                    norm_bias=c.norm_bias,
-                    bias=c.decoder_bias,
-                )
+                return self.vocabulary_head(MaskedLM)
             case "question-answering":
                 return ExtractiveQA(c.hidden_size, c.classifier_dropout)
         return super().make_head(task)

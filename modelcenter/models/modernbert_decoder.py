@@ -48,16 +48,7 @@ class ModernBertDecoder(ModernBertBody, Decoder):
         c = self.config
         match task:
             case "causal-lm":
-                return DenseCausalLM(
-                    c.hidden_size,
-                    c.vocab_size,
-                    c.classifier_act,
-                    c.norm_eps,
-                    c.tie_embeddings,
-                    dense_bias=c.classifier_bias,
-                    norm_bias=c.norm_bias,
-                    bias=c.decoder_bias,
-                )
+                return self.vocabulary_head(DenseCausalLM)
             case "sequence-classification":
                 return TransformedClassifier(
                     c.hidden_size,

@@ -1,24 +1,9 @@
 """ModernBERT's decoder against transformers' model and its heads."""
 
+from gemma_reference import see_all, see_one_less, see_one_more, see_the_future
 from llama_reference import DecoderTests
 
 from modelcenter.layers.mlp import ACTIVATIONS
-
-
-def _see_the_future(model):
-    model.layers[0].attn.causal = False
-
-
-def _see_all(model):
-    model.layers[1].attn.window = None
-
-
-def _see_one_more(model):
-    model.layers[1].attn.window += 1
-
-
-def _see_one_less(model):
-    model.layers[1].attn.window -= 1
 
 
 def _turn_alike(model):
@@ -70,10 +55,10 @@ class TestModernBertDecoder(DecoderTests):
     }
     no_dropout = dict.fromkeys(("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout"), 0.0)
     mutations = {
-        "attention to later tokens": _see_the_future,
-        "no window": _see_all,
-        "a wider window": _see_one_more,
-        "a narrower window": _see_one_less,
+        "attention to later tokens": see_the_future,
+        "no window": see_all,
+        "a wider window": see_one_more,
+        "a narrower window": see_one_less,
         "angles of full attention": _turn_alike,
         "the first layer normed": _norm_twice,
         "no norm of the embeddings": _no_norm_of_the_embeddings,

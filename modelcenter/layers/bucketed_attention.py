@@ -181,7 +181,9 @@ class _BucketedAttention(Function):
             (grad.new_zeros if _partial(ctx.pairs, shape[0], side) else grad.new_empty)(shape)
             for shape, side in zip(ctx.shapes, (0, 1, 1), strict=True)
         )
-        dbias, dsegment_bias = (None if x is None else torch.zeros_like(x) for x in (bias, segment_bias))
+        needed = any(ctx.needs_input_grad[3:5])  # ALiBi's does not train, nor does a frozen one
+        biases = (bias, segment_bias) if needed else (None, None)
+        dbias, dsegment_bias = (None if x is None else torch.zeros_like(x) for x in biases)
         dtables = tables.zeros()
         saved = ctx.saved_tensors
         for i, (queries, keys) in enumerate(ctx.pairs):

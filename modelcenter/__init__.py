@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from modelcenter.models.albert import Albert as Albert
     from modelcenter.models.bart import Bart as Bart
     from modelcenter.models.bert import Bert as Bert
+    from modelcenter.models.bloom import Bloom as Bloom
     from modelcenter.models.composed import Composed as Composed
     from modelcenter.models.cpm1 import CPM1 as CPM1
     from modelcenter.models.cpm2 import CPM2 as CPM2

@@ -127,6 +127,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("gemma", "Gemma"),
         _ours("gemma2", "Gemma2"),
         _ours("gemma3_text", "Gemma3", "gemma", "gemma:GEMMA3"),
+        _ours("bloom", "Bloom"),
         _ours("gpt_neox", "GPTNeoX"),
         _ours("gptj", "GPTJ"),
         _ours("opt", "OPT"),

@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 # Who loads our exports of a family: vLLM by the list it publishes, llama.cpp as scripts/bench/clients.py found it.
 _BOTH = set("bert gpt2 gpt_neox llama minicpm minicpm3 mistral qwen2 qwen3 roberta xlm-roberta".split())
 SERVED = {
-    "vLLM": _BOTH | {"gemma", "gemma2", "gemma3_text", "gptj", "modernbert", "nomic_bert", "opt"},
+    "vLLM": _BOTH | {"bloom", "gemma", "gemma2", "gemma3_text", "gptj", "modernbert", "nomic_bert", "opt"},
     "llama.cpp": _BOTH,
 }
 CONVERTED = ("mt5", "t5", "umt5")  # llama.cpp's converter takes them; what it then gives was not compared

@@ -119,6 +119,7 @@ PROMPTED = [
     ("gemma3_text", "causal-lm"),
     ("gemma2", "causal-lm"),
     pytest.param("modernbert-decoder", "causal-lm", marks=pytest.mark.full),
+    pytest.param("bloom", "causal-lm", marks=pytest.mark.full),
 ]
 
 

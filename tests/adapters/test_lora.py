@@ -40,6 +40,8 @@ OTHERS = [
     ("gpt_neox", "token-classification"),
     ("t5", "sequence-classification"),
     ("gptj", "causal-lm"),
+    ("bloom", "causal-lm"),
+    ("bloom", "token-classification"),
     ("opt", "causal-lm"),
     ("qwen2", "causal-lm"),
     ("qwen3", "causal-lm"),

@@ -563,7 +563,7 @@ def test_a_model_without_a_language_head_writes_no_text(pair):
         mc.from_pretrained(pair[1], "base").generate(prompts("left")[0])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "opt", "bert", "roberta", "llama", "gpt_neox", "cpm1", "cpmant"])
+@pytest.mark.parametrize("name", "gpt2 gptj opt bert roberta llama gpt_neox bloom cpm1 cpmant".split())
 def test_models_with_a_table_of_positions_say_so(name):
     """A model is bounded exactly if it refuses one token more than it has positions for."""
     encoder = {"is_decoder": True} if name in ("bert", "roberta") else {}

@@ -17,6 +17,7 @@ CASES = {
     "gpt2": ("tiny/gpt2", {}),
     "rotary, grouped": ("tiny/llama", {"attention_dropout": 0.1}),
     "window": ("tiny/mistral", {"sliding_window": 3}),
+    "linear biases": ("tiny/bloom", {"attention_dropout": 0.1}),
 }
 
 

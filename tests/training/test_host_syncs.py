@@ -30,6 +30,7 @@ CASES = [
     pytest.param("tiny/pegasus", "seq2seq-lm", False, marks=pytest.mark.full),
     pytest.param("tiny/gemma2", "causal-lm", False, marks=pytest.mark.full),
     pytest.param("tiny/modernbert-decoder", "causal-lm", False, marks=pytest.mark.full),
+    pytest.param("tiny/bloom", "causal-lm", False, marks=pytest.mark.full),
     pytest.param("tiny/t5gemma", "seq2seq-lm", False, marks=pytest.mark.full),
     ("tiny/cpmant", "causal-lm", False), ("tiny/gpt2", "causal-lm", True),
     pytest.param("tiny/t5", "seq2seq-lm", True, marks=pytest.mark.full),

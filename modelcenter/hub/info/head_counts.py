@@ -82,7 +82,7 @@ HEADS: dict[str, Heads] = {
         "pretraining": _replaced_tokens,
     },
     "albert": {"masked-lm": _narrow_masked_words, "pretraining": _words_and_sentence_order},
-    **dict.fromkeys(("gpt2", "gpt_neox"), _DECODER),
+    **dict.fromkeys(("bloom", "gpt2", "gpt_neox"), _DECODER),
     "gptj": {"causal-lm": _biased_words},
     "opt": {"causal-lm": _narrow_words},
     **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3"), _DECODER),

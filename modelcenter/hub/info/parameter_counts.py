@@ -184,6 +184,16 @@ def _gpt2(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _bloom(c: Fields, kind: str) -> dict[str, int]:
+    d, layers = c.hidden_size, c.num_layers
+    return {
+        "embeddings": c.vocab_size * d,
+        "attention": layers * _attention(c, True),
+        "mlp": layers * _mlp(c, True, inner=4 * d),
+        "norms": 2 * d * (2 + 2 * layers),
+    }
+
+
 def _opt(c: Fields, kind: str) -> dict[str, int]:
     d, layers, narrow = c.hidden_size, c.num_layers, c.embedding_size
     final = c.pre_norm and not c.remove_final_norm
@@ -316,6 +326,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
+    "bloom": _bloom,
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }

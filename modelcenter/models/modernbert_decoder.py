@@ -24,6 +24,10 @@ class ModernBertDecoderConfig(ModernBertBodyConfig):
         super().__post_init__()
         self.require(self.local_attention >= 2, "local_attention", "at least 2: a token sees half as many")
 
+    @property
+    def is_decoder(self) -> bool:
+        return True
+
     def window(self, layer: int) -> int | None:
         return self.local_attention // 2 if self.slides(layer) else None
 

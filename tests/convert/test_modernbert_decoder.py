@@ -123,7 +123,9 @@ def test_sisters_are_of_one_size(size):
     }
 
 
-def test_frozen_padding():
+def test_padding_does_not_train_and_later_tokens_are_not_seen():
+    """To the training of language models it is a decoder, although its config is ModernBERT's."""
     model = mc.from_config("tiny/modernbert-decoder", "causal-lm", tie_word_embeddings=False)
+    assert model.config.is_decoder and all(layer.attn.causal for layer in model.layers)
     model(input_ids=torch.tensor([[5, 1, 6, 7]]), labels=torch.tensor([[5, 1, 6, 7]])).loss.backward()
     assert not model.embed.weight.grad[1].any() and model.embed.weight.grad[5].any()

@@ -31,6 +31,7 @@ def test_a_bias_is_made_once_for_lengths_that_are_alike():
     assert first.shape == (6, 127) and alibi(64, CPU, torch.float32) is first
     longer = alibi(65, CPU, torch.float32)
     assert longer.shape == (6, 255) and torch.equal(longer[:, 64:-64], first)
+    assert alibi(65, CPU, torch.bfloat16).dtype == torch.bfloat16  # a model that is cast makes another
     with torch.inference_mode():
         made = Alibi(6)(3, CPU, torch.float32)
     assert not made.is_inference() and not made.requires_grad

@@ -101,7 +101,8 @@ def test_a_classifier_has_a_head_of_its_own(tmp_path):
     """As in transformers: unlike the encoder's, it does not go on with what stands before the vocabulary's matrix."""
     mc.from_config("tiny/modernbert-decoder", "causal-lm").save_pretrained(tmp_path / "lm")
     assert "lm_head.dense.weight" in load_file(tmp_path / "lm" / "model.safetensors")
-    model = mc.from_pretrained(tmp_path / "lm", "sequence-classification")
+    model = mc.from_pretrained(tmp_path / "lm", "sequence-classification", classifier_dropout=0.3)
+    assert model.head.dropout.p == 0.3
     new = ["head.weight", "head.transform.dense.weight", "head.transform.norm.weight"]
     assert sorted(model.load_report.initialised) == sorted(new)
 

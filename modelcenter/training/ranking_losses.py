@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelcenter.layers.host_copies import host_copy
+from modelcenter.layers.packing import in_rows
 
 TEXT_FACTS = ("labels", "row_texts")  # in a batch beside the model's inputs
 
@@ -73,7 +74,7 @@ def by_row(values: Tensor, row_texts: Tensor) -> tuple[Tensor, Tensor]:
     """
     most = int(host_copy(row_texts).max()) if len(row_texts) else 0
     there = torch.arange(most, device=values.device) < row_texts[:, None]
-    return values.new_zeros(there.shape).masked_scatter(there, values), there
+    return in_rows(values, row_texts, most, 0.0), there
 
 
 class Binary(RankingLoss):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.loss import IGNORE_INDEX
 from modelcenter.layers.heads import count_labels
+from modelcenter.layers.packing import in_rows
 
 Batch = Mapping[str, Any]
 
@@ -156,10 +157,8 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 def by_sequence(values: Tensor, batch: Batch) -> Tensor:
     """(sequences, tokens of the longest): values (T,) of packed sequences, and the lowest number behind them."""
-    lengths = batch["cu_seqlens"].diff()
-    there = torch.arange(batch["max_seqlen"], device=values.device) < lengths[:, None]
-    lowest = torch.full_like(there, torch.finfo(torch.float32).min, dtype=torch.float32)
-    return lowest.masked_scatter(there, values.float())
+    lengths = batch["cu_seqlens"].diff().long()
+    return in_rows(values.float(), lengths, batch["max_seqlen"], torch.finfo(torch.float32).min)
 
 
 def in_order(logits: Tensor, order: Tensor | None) -> Tensor:

@@ -43,6 +43,9 @@ def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = Non
         policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: always a
             plain module.
         seed: of the values of a head that the files lack.
+        score_tokens: of a language model that becomes a classifier with one label: the tokens for yes and for no (or
+            for yes alone), as words or numbers. Where the files lack that head, it gives the logit of the one less that
+            of the other. None: those that the files of sentence-transformers name; without such, the head is drawn.
         adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
         config: of a weight file, or a distributed checkpoint, that has no config.json beside it: a name, a JSON file, a
             dictionary or a config of transformers.

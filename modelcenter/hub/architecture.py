@@ -14,6 +14,7 @@ from modelcenter.config import ModelConfig
 from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap
+from modelcenter.hub.files.cross_encoder_files import stored_score_tokens
 from modelcenter.hub.files.embedding_files import FindFile, dense_steps, makes_embeddings
 from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
@@ -25,6 +26,8 @@ class Blueprint:
     Attributes:
         arch: the rules that convert it. config: in our names. model: on meta.
         shapes: of the model's own parameters and persistent buffers, without what adapters add.
+        score_tokens: whose logits a head with one label stands for, of a checkpoint that has no such head: the token
+            for yes, and perhaps the one for no.
     """
 
     arch: ArchMap
@@ -32,6 +35,7 @@ class Blueprint:
     config: ModelConfig
     model: Any
     shapes: dict[str, Shape]
+    score_tokens: tuple[int, ...] = ()
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -77,8 +81,9 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 def choose_task(
     arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, find: FindFile | None = None
 ) -> str:
-    """The task asked for; else "embedding", where files beside the config say how embeddings are made; else the one
-    that the `architectures` of a config.json name.
+    """The task asked for; else "embedding", where files beside the config say how embeddings are made, or that of
+    classifiers, where they say that logits of two words make a score; else the one that the `architectures` of a
+    config.json name.
 
     Args:
         find: name of a file -> where it lies, None where there is none; None: there are none.
@@ -93,6 +98,8 @@ def choose_task(
         return task
     if find is not None and makes_embeddings(arch, find):
         return "embedding"
+    if find is not None and "sequence-classification" in arch.tasks and stored_score_tokens(find):
+        return "sequence-classification"
     declared = arch.declared_task(config.get("architectures"))
     if declared is None:
         raise ValueError(

@@ -22,6 +22,7 @@ from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, GENERATION_FILE
 from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, given_fields, name_of, resolve
+from modelcenter.hub.score_tokens import token_numbers
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.hub.weights import Weights, blueprint_of, open_weights
 
@@ -85,6 +86,7 @@ def load_model(
     prefix: str = "",
     ignore: str | Sequence[str] = (),
     adapter: Any = None,
+    score_tokens: Sequence[str | int] | None = None,
     **config_overrides: Any,
 ) -> Any:
     """See modelcenter.from_pretrained, which documents the arguments.
@@ -102,7 +104,11 @@ def load_model(
     generation = _taken_generation(config_overrides)
     sidecar = SidecarFiles(files.directory, files.repo, replace(options, revision=files.revision))
     overrides = _with_labels(config_overrides, num_labels, id2label)
-    blueprint = blueprint_of(files, task, architecture, overrides, sidecar.file)
+    tokens: tuple[int, ...] = ()
+    if score_tokens is not None:
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        tokens = token_numbers(score_tokens, name_or_path, **hub)
+    blueprint = blueprint_of(files, task, architecture, overrides, sidecar.file, tokens)
     model = blueprint.model
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         tokens = {name: value for name, value in config_overrides.items() if name.endswith("_token_id")}

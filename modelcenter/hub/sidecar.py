@@ -9,6 +9,7 @@ from pathlib import Path
 
 from modelcenter.hub.files.embedding_files import USUAL_FILES, dense_steps, is_embedding_file, use_own_folders
 from modelcenter.hub.files.names import TEMPLATES_FOLDER, TOKENIZER_FILES
+from modelcenter.hub.files.pair_template_files import write_prompt
 from modelcenter.hub.remote.download import HubOptions, UnreachableError, download_file, is_offline, list_files
 
 log = logging.getLogger("modelcenter")
@@ -52,6 +53,7 @@ class SidecarFiles:
     def copy_tokenizer(self, target: Path) -> None:
         """Copy the files of the tokenizer, if there is one, to a model's directory."""
         _copy(self.tokenizer(), target)
+        write_prompt(self.file, target)
 
     def copy_embedding_files(self, target: Path, dense: bool = False) -> None:
         """Copy the files that say how embeddings are made, if there are some, to a model's directory; not weights.

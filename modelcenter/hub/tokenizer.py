@@ -14,6 +14,7 @@ from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.names import CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILES
+from modelcenter.hub.files.pair_template_files import template_with_prompt, writes_pairs
 from modelcenter.hub.remote.download import HubOptions, download_file, is_offline, is_reachable, not_cached_error
 from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, name_of, repo_of
 from modelcenter.registry import ARCHITECTURES, model_type_of
@@ -90,6 +91,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
             kwargs |= {"mask_token": masks.sentence, "mask_token_sent": masks.token}  # in the order of their numbers
         kwargs = {**_auto_arguments(files, fields, kwargs["trust_remote_code"]), **kwargs}
         made = _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)
+        if writes_pairs(getattr(made, "chat_template", None)):
+            made.chat_template = template_with_prompt(files.find, made.chat_template)
         return made if masks is None else masks.put_right(made)
     except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
         for path in files.held():

@@ -1,8 +1,9 @@
 """Where the weights of a model come from: files in Hugging Face's form, or a distributed checkpoint of any task."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from modelcenter.convert.stream import ReadBuffer, Target, fill_targets, read_in
 from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint, stored_task
 from modelcenter.hub.dtypes import refuse_quantised
-from modelcenter.hub.files.cross_encoder_files import with_stored_activation
+from modelcenter.hub.files.cross_encoder_files import stored_score_tokens, with_stored_activation
 from modelcenter.hub.files.dcp import DCPSource, open_model
 from modelcenter.hub.files.dense_files import add_dense_weights
 from modelcenter.hub.files.embedding_files import (
@@ -29,6 +30,7 @@ from modelcenter.hub.files.embedding_files import (
 from modelcenter.hub.files.reader import FileSource, reading_threads
 from modelcenter.hub.legacy import open_hf_source
 from modelcenter.hub.resolve import ModelFiles
+from modelcenter.hub.score_tokens import add_score_head
 
 
 class Weights(Protocol):
@@ -78,6 +80,7 @@ def blueprint_of(
     architecture: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     find: FindFile | None = None,
+    score_tokens: Sequence[int] = (),
 ) -> Blueprint:
     """The model that a checkpoint holds, with the head of `task` or the one that its config declares.
 
@@ -85,9 +88,11 @@ def blueprint_of(
         architecture: the model_type that the checkpoint must have. overrides: fields of the config.
         find: name of a file -> where it lies beside the weights, None where there is none; None: those of the
             directory.
+        score_tokens: of Blueprint; none: those that the files name.
 
     Raises:
-        ValueError: the config names no architecture or head that is known here, or a field is not understood.
+        ValueError: the config names no architecture or head that is known here, or a field is not understood; tokens
+            for a head of another kind.
     """
     spec = find_spec(files.config, architecture, files.origin)
     arch: ArchMap = spec.arch_map()
@@ -96,14 +101,23 @@ def blueprint_of(
         find = beside(files.directory)
     chosen = choose_task(arch, task, files.config, files.origin, find)
     overrides, values = dict(overrides or {}), files.config
+    if score_tokens and (chosen != "sequence-classification" or overrides.get("num_labels", 1) != 1):
+        raise ValueError(
+            "score_tokens: they make the head of a model of the task sequence-classification with num_labels 1; leave "
+            "them out for another"
+        )
     if chosen == "sequence-classification":
         values = with_stored_activation(values, find)
+        if overrides.get("num_labels", 1) == 1:
+            score_tokens = score_tokens or stored_score_tokens(find)
+    if score_tokens and "id2label" not in overrides:
+        overrides["num_labels"] = 1
     if chosen == "embedding":
         overrides["embedding"] = EmbeddingSettings.over(read_embedding_files(find), overrides.get("embedding"))
     if arch.infer_config is not None and files.weights is not None:
         with open_hf_source(files) as source:
             overrides = {**arch.infer_config(files.config, source.tensors), **overrides}
-    blueprint = make_blueprint(spec, chosen, values, overrides, files.origin)
+    blueprint = replace(make_blueprint(spec, chosen, values, overrides, files.origin), score_tokens=tuple(score_tokens))
     if chosen == "embedding":
         check_dense_inputs(dense_steps(find), blueprint.model)
     return blueprint
@@ -122,23 +136,45 @@ def open_weights(files: ModelFiles, blueprint: Blueprint, find: FindFile) -> Ite
     """
     if files.distributed:
         assert files.directory is not None
+        if blueprint.score_tokens and blueprint.arch.declared_task(files.config.get("architectures")) != blueprint.task:
+            raise ValueError(
+                f"score_tokens: {files.directory} is a distributed checkpoint, whose head cannot be made of words; "
+                "`modelcenter convert --to hf` writes what can"
+            )
         with open_model(files.directory) as stored:
             yield DistributedWeights(stored, blueprint, files)
     else:
         with open_hf_source(files) as source:
-            if blueprint.task == "embedding":
-                add_dense_weights(source, dense_steps(find), find)
-            yield FileWeights(source, blueprint, files)
+            yield FileWeights.with_further_tensors(source, blueprint, files, find)
 
 
 class FileWeights:
     """Weights in files of Hugging Face's form, read through the conversion rules."""
 
-    def __init__(self, source: FileSource, blueprint: Blueprint, files: ModelFiles):
-        """Raises ValueError: two tensors of the file mean the same one."""
+    def __init__(self, source: FileSource, blueprint: Blueprint, files: ModelFiles, made: str = ""):
+        """made: name of the tensor that no file holds, see add_score_head. Raises ValueError: two tensors of the file
+        mean the same one."""
+        self._made = made
         self._source, self._blueprint, self._files = source, blueprint, files
         self._arch, self._layout = blueprint.arch, blueprint.layout
         self._match = match_names(self._arch, self._layout, source.tensors, files.config.get("architectures"))
+
+    @classmethod
+    def with_further_tensors(
+        cls, source: FileSource, blueprint: Blueprint, files: ModelFiles, find: FindFile
+    ) -> "FileWeights":
+        """Of a model's weight files, with what lies in other files or is made of their tensors.
+
+        Args:
+            find: as of blueprint_of.
+
+        Raises:
+            ValueError: as open_weights, add_dense_weights and add_score_head.
+        """
+        if blueprint.task == "embedding":
+            add_dense_weights(source, dense_steps(find), find)
+        made = add_score_head(source, blueprint, files.config.get("architectures"), files.origin)
+        return cls(source, blueprint, files, made)
 
     @property
     def fresh(self) -> list[str]:
@@ -234,7 +270,7 @@ class FileWeights:
 
     def dtypes(self) -> set[torch.dtype]:
         found, buffers = self._match.found.items(), self._layout.buffers
-        return {self._source.dtype(name) for key, name in found if key not in buffers}
+        return {self._source.dtype(name) for key, name in found if key not in buffers and name != self._made}
 
     def fill(self, model: Any) -> None:
         fill_targets(self._layout, self._match, self._source, engine.local_slices(model), reading_threads())

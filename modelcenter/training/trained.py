@@ -11,7 +11,7 @@ from modelcenter import registry
 from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.command_line.yaml_file import read_mapping
 from modelcenter.convert.config_map import names_of_numbers
-from modelcenter.hub.files.cross_encoder_files import is_cross_encoder
+from modelcenter.hub.files.cross_encoder_files import is_cross_encoder, stored_score_tokens
 from modelcenter.hub.files.embedding_files import makes_embeddings
 from modelcenter.hub.files.names import CONFIG_FILE, GENERATOR
 from modelcenter.hub.remote.download import HubOptions
@@ -71,7 +71,14 @@ class TrainedModel:
         sidecar = SidecarFiles(files.directory, files.repo, HubOptions(files.revision))
         head = "embedding" if makes_embeddings(arch, sidecar.file) else arch.declared_task(named)
         task = task_of_head(arch.model_type, head or "base")
-        if head == "sequence-classification" and is_cross_encoder(config, sidecar.file):
+        if (
+            "sequence-classification" in arch.tasks
+            and head != "embedding"
+            and (
+                stored_score_tokens(sidecar.file)
+                or (head == "sequence-classification" and is_cross_encoder(config, sidecar.file))
+            )
+        ):
             task = "reranking"
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))

@@ -52,12 +52,14 @@ def tokenize(
     *,
     max_length: int,
     targets: bool = False,
+    special_tokens: bool = True,
     cache: bool = True,
 ) -> Tokens:
     """Tokenise rows, or read them from the cache if the same texts were tokenised in the same way before.
 
     tokenizer: a transformers tokenizer; texts, pairs: n strings each; max_length: rows are cut to it, special tokens
-    included; targets: the texts are those to write, and marked as such by a multilingual tokenizer.
+    included; targets: the texts are those to write, and marked as such by a multilingual tokenizer; special_tokens:
+    False: the tokenizer adds none of its own.
     Ranks of one node share the work: one tokenises, the others wait for its files. Raises ValueError for an empty set
     of rows.
     """
@@ -66,7 +68,10 @@ def tokenize(
     with writing_targets(tokenizer) if targets else nullcontext():
         key = ["rows", _VERSION, max_length, tokenizer.truncation_side, tokenizer_state(tokenizer), texts, pairs]
         key += ["targets"] if targets and not tokenizer.is_fast else []  # of which a fast one's state knows
-        arrays = cached(key, lambda: _tokenize(tokenizer, texts, pairs, max_length, targets), cache=cache)
+        key += [] if special_tokens else ["no special tokens"]
+        arrays = cached(
+            key, lambda: _tokenize(tokenizer, texts, pairs, max_length, targets, special_tokens), cache=cache
+        )
     return Tokens(arrays["ids"], arrays["offsets"], type_ids_for(tokenizer, arrays), int(arrays["truncated"][0]))
 
 
@@ -117,12 +122,19 @@ def _ends_with(tokens: Tokens, end: int) -> np.ndarray:
 
 
 def _tokenize(
-    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, targets: bool
+    tokenizer: Any,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    max_length: int,
+    targets: bool,
+    special_tokens: bool,
 ) -> dict[str, np.ndarray]:
-    fast = tokenizer.is_fast
-    encoder = _fast_encoder(tokenizer, max_length) if fast else _slow_encoder(tokenizer, max_length, targets)
+    if tokenizer.is_fast:
+        encoder = _fast_encoder(tokenizer, max_length, special_tokens)
+    else:
+        encoder = _slow_encoder(tokenizer, max_length, targets, special_tokens)
     ids, types, lengths, truncated = [], [], [], 0
-    read_types, special = True, tokenizer.num_special_tokens_to_add()
+    read_types, special = True, tokenizer.num_special_tokens_to_add() if special_tokens else 0
 
     def chunks() -> Iterator[tuple[list[Any], bool]]:
         for start in range(0, len(texts), _CHUNK):
@@ -170,26 +182,32 @@ def unconfigured_backend(tokenizer: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _fast_encoder(tokenizer: Any, max_length: int) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+def _fast_encoder(
+    tokenizer: Any, max_length: int, special_tokens: bool
+) -> Iterator[Callable[[list[Any], bool], _Rows]]:
     """The Rust part itself: its transformers wrapper spends a third of the time on building dictionaries."""
     with unconfigured_backend(tokenizer) as backend:
         backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
         # What is read of an encoding is copied into Python lists, so types only when they are asked for.
         yield lambda batch, read_types: [
-            (e.ids, e.type_ids if read_types else (), bool(e.overflowing)) for e in backend.encode_batch_fast(batch)
+            (e.ids, e.type_ids if read_types else (), bool(e.overflowing))
+            for e in backend.encode_batch_fast(batch, add_special_tokens=special_tokens)
         ]
 
 
 @contextmanager
-def _slow_encoder(tokenizer: Any, max_length: int, targets: bool) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+def _slow_encoder(
+    tokenizer: Any, max_length: int, targets: bool, special_tokens: bool
+) -> Iterator[Callable[[list[Any], bool], _Rows]]:
+    options = {"return_token_type_ids": True, "add_special_tokens": special_tokens}
     names = ("text_target", "text_pair_target") if targets else ("text", "text_pair")
 
     def encode(batch: list[Any], read_types: bool) -> _Rows:
         rows: _Rows = []
         for item in batch:
             given = dict(zip(names, item if isinstance(item, tuple) else (item,), strict=False))
-            full = tokenizer(**given, return_token_type_ids=True)
-            cut = tokenizer(**given, truncation=True, max_length=max_length, return_token_type_ids=True)
+            full = tokenizer(**given, **options)
+            cut = tokenizer(**given, truncation=True, max_length=max_length, **options)
             rows.append((cut["input_ids"], cut["token_type_ids"], len(full["input_ids"]) > max_length))
         return rows
 

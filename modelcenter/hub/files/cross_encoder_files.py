@@ -2,10 +2,13 @@
 
 Its weights, config.json and tokenizer are those of a classifier with one label. What makes a score of the output is
 said by an entry of config.json in versions 4 and 5 (before, by a field of its own), and later by the files that models
-of embeddings have, too. All are read; the entry of config.json is written, which all versions from 4 on read. Imports
-no torch.
+of embeddings have, too. All are read; the entry of config.json is written, which all versions from 4 on read.
+
+From 5.4 on it may also be a language model, whose score is the logit that it gives to one token after the pair, perhaps
+less that of another (the step LogitScore). Imports no torch.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,21 +20,25 @@ from modelcenter.hub.files.embedding_files import (
     step_kinds,
     stored_kind,
 )
-from modelcenter.hub.files.json_files import read_json
+from modelcenter.hub.files.json_files import read_json, read_json_objects
+from modelcenter.hub.files.pair_template_files import default_prompt, stored_template, writes_pairs
 
 _PATHS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "torch.nn.modules.linear.Identity"}
 ACTIVATIONS = tuple(_PATHS)
 ENTRY = "sentence_transformers"  # of config.json
 _OLD_FIELD = "sbert_ce_default_activation_function"
 _VERSION = "4.0.0"  # the first that reads the entry
+_WORD_STEPS = ["Transformer", "LogitScore"]
 
 
 def is_cross_encoder(config: Mapping[str, Any], find: FindFile) -> bool:
-    """Whether files say that a classifier was trained as a cross-encoder with one score.
+    """Whether files say that a model was trained as a cross-encoder with one score.
 
     Args:
         config: contents of config.json. find: name of a file -> where it lies, None where there is none.
     """
+    if stored_score_tokens(find):
+        return True
     return _has_one_label(config) and (activation_path(config) is not None or stored_kind(find) == CROSS_ENCODER)
 
 
@@ -41,21 +48,49 @@ def with_stored_activation(config: Mapping[str, Any], find: FindFile) -> dict[st
     Raises:
         ValueError: they describe a model that is more than a classifier.
     """
-    if not _has_one_label(config) or find(MODULES_FILE) is None or stored_kind(find) != CROSS_ENCODER:
-        return {**config}
     modules, settings = find(MODULES_FILE), find(SETTINGS_FILE)
-    assert modules is not None and settings is not None
-    if (kinds := step_kinds(modules)) != ["Transformer"]:
-        raise ValueError(f"{modules}: the steps are {', '.join(kinds)}; supported of a cross-encoder is Transformer")
-    values = read_json(settings)
-    prompts, name = values.get("prompts") or {}, values.get("default_prompt_name")
-    if name is not None and isinstance(prompts, dict) and prompts.get(name):
+    if modules is None or settings is None or stored_kind(find) != CROSS_ENCODER:
+        return {**config}
+    kinds = step_kinds(modules)
+    if not _has_one_label(config) and kinds != _WORD_STEPS:
+        return {**config}
+    if kinds not in (["Transformer"], _WORD_STEPS):
         raise ValueError(
-            f"{settings}: queries begin with the prompt {prompts[name]!r:.60}, and here with none; write it into the "
+            f"{modules}: the steps are {', '.join(kinds)}; supported of a cross-encoder are Transformer and perhaps "
+            "LogitScore"
+        )
+    if (prompt := default_prompt(find)) is not None and not writes_pairs(stored_template(find)):
+        raise ValueError(
+            f"{settings}: queries begin with the prompt {prompt!r:.60}, and here with none; write it into the "
             "queries of the data, and make default_prompt_name null"
         )
+    values = read_json(settings)
     path = values.get("activation_fn")
     return {**config} if path is None else {**config, ENTRY: {"activation_fn": path, "version": _VERSION}}
+
+
+def stored_score_tokens(find: FindFile) -> tuple[int, ...]:
+    """The tokens whose logits make the score of a language model: the one for yes, and perhaps the one for no. Empty:
+    the files describe no such model.
+
+    Args:
+        find: as of is_cross_encoder.
+
+    Raises:
+        ValueError: they describe one, but not by the numbers of tokens.
+    """
+    modules = find(MODULES_FILE)
+    if modules is None or stored_kind(find) != CROSS_ENCODER or step_kinds(modules) != _WORD_STEPS:
+        return ()
+    folder = str(read_json_objects(modules)[1].get("path") or "1_LogitScore")
+    if not re.fullmatch(r"\w+", folder) or (path := find(f"{folder}/config.json")) is None:
+        raise ValueError(f"{modules} lists the step {folder}, but {folder}/config.json is missing")
+    values = read_json(path)
+    numbers = [values.get("true_token_id"), values.get("false_token_id")]
+    tokens = [number for number in numbers if number is not None]
+    if numbers[0] is None or not all(type(number) is int and number >= 0 for number in tokens):
+        raise ValueError(f"{path}: true_token_id and false_token_id are {numbers}, expected numbers of tokens")
+    return tuple(tokens)
 
 
 def activation_of(config: Mapping[str, Any]) -> str | None:

@@ -44,7 +44,7 @@ _MODEL_FILE = re.compile(
     r"(model|pytorch_model)([-.][^/]*)?\.(safetensors|bin)(\.index\.json)?|tf_model\.h5|flax_model\.msgpack"
     r"|(generation_)?config\.json|manifest\.json|conversion\.json"
     r"|modules\.json|config_sentence_transformers\.json|sentence_bert_config\.json"
-    r"|\d+_(Pooling|Dense|Normalize)(/(config\.json|(model|pytorch_model)\.(safetensors|bin)))?"
+    r"|\d+_(Pooling|Dense|Normalize|LogitScore)(/(config\.json|(model|pytorch_model)\.(safetensors|bin)))?"
 )
 
 

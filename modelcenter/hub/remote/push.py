@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.memory import readable
 from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.card import check_card, read_card
-from modelcenter.hub.files.embedding_files import beside, dense_steps
+from modelcenter.hub.files.embedding_files import beside
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import (
     ADAPTER_CONFIG_FILE,
@@ -116,7 +116,6 @@ def _code_of(directory: Path) -> set[str]:
 
 def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
     """Compare headers with config.json: every tensor there, and known, and of its shape. Reads no weights."""
-    from modelcenter.hub.files.dense_files import add_dense_weights
     from modelcenter.hub.files.weight_files import open_weight_files  # torch, which the checks before this do without
     from modelcenter.hub.weights import FileWeights, blueprint_of
 
@@ -128,10 +127,7 @@ def _check_tensors(directory: Path, say: Callable[[str], None]) -> None:
                 f"{directory}: {files.config.get('model_type')!r} is not known here; its tensors' names and "
                 "shapes are not checked"
             )
-        blueprint, find = blueprint_of(files), beside(directory)
-        if blueprint.task == "embedding":
-            add_dense_weights(source, dense_steps(find), find)
-        weights = FileWeights(source, blueprint, files)
+        weights = FileWeights.with_further_tensors(source, blueprint_of(files), files, beside(directory))
         weights.check(strict=True, ignore_mismatched_sizes=False, head_requested=False)
 
 

@@ -142,6 +142,12 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
         "max_seq_length", "max_source_length")
     template: str = _texts("auto", "how a prompt is written: chat, plain, none or the path of a Jinja file. auto: as "
         "in the run", "chat_template")
+    pair_template: str | None = _texts(None, "how a reranker that is a decoder reads a query and a text: qwen3, "
+        "bge-gemma or a Jinja file; as the model's tokenizer has it if not given", "reranker_template")
+    instruction: str | None = _texts(None, "what such a template says that is to be judged; as the template has it if "
+        "not given")
+    score_tokens: list[str] | None = _texts(None, "of a language model that is used as a reranker: the word for yes "
+        "and the word for no, or that for yes alone; if not given, as its files or a published template have it")
     source_lang: str | None = _texts(None, "language to translate from; the run's if not given")
     target_lang: str | None = _texts(None, "language to translate to; the run's if not given")
     prefix: str | None = _texts(None, "text put before each source; the run's if not given", "source_prefix")

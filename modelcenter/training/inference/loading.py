@@ -15,11 +15,13 @@ def start_ranks(cfg: Any) -> None:
     set_matmul_precision(cfg.matmul_precision)
 
 
-def load_model(cfg: Any, trained: TrainedModel, source: str | None = None, **options: Any) -> Model:
-    """The model on all ranks. cfg: flags of inference. source: what to load in its place. options: of
+def load_model(
+    cfg: Any, trained: TrainedModel, source: str | None = None, task: str | None = None, **options: Any
+) -> Model:
+    """The model on all ranks. cfg: flags of inference. source: what to load in its place. task, options: of
     modelcenter.from_pretrained."""
     options = {"policy": load_policy(cfg), "revision": cfg.revision, **options}
-    return modelcenter.from_pretrained(source or trained.source, None, **options)
+    return modelcenter.from_pretrained(source or trained.source, task, **options)
 
 
 def load_policy(cfg: Any) -> engine.Policy:

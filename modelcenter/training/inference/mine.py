@@ -26,7 +26,6 @@ from modelcenter.data.schemas.related_texts import (
     read_single_texts,
 )
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.training.config import MineConfig
 from modelcenter.training.inference.hard_negatives import Choice, Pool, Rules, choose, lowest_positives, search
 from modelcenter.training.inference.loading import load_model, load_tokenizer, max_length_of, start_ranks
@@ -35,6 +34,7 @@ from modelcenter.training.setup.model import omit_unused_token_types
 from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.embedding import tokenize_with_prompts
 from modelcenter.training.tasks.examples import TokenExamples
+from modelcenter.training.tasks.pair_reading import tokenize_pairs
 from modelcenter.training.tasks.pair_scores import activated, check_one_label, outputs_of, shown
 from modelcenter.training.tasks.related_examples import TextExamples
 from modelcenter.training.tasks.text_search import all_embeddings
@@ -164,7 +164,7 @@ def _score_anew(
     with together("preparing the pairs", patient=True):
         first = [pool.queries[number] for number in pairs[:, 0].tolist()]
         second = [pool.documents[number] for number in pairs[:, 1].tolist()]
-        tokens = tokenize(tokenizer, first, second, max_length=max_length)
+        tokens = tokenize_pairs(tokenizer, first, second, max_length)
     _tell_cut(tokens.truncated, max_length)
     found = activated(model, outputs_of(model, TokenExamples(table, tokens), cfg.batch_size))
     of_documents, of_positives = found.split([len(query_of), len(pool.positives)])

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -20,7 +20,6 @@ from modelcenter.data.schemas.ranked_texts import (
 )
 from modelcenter.data.schemas.related_texts import RelatedColumns
 from modelcenter.data.table import Table
-from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.hub.files.cross_encoder_files import activation_of, with_activation
 from modelcenter.models.base import Model
 from modelcenter.training.config import RerankingConfig, TrainConfig
@@ -28,6 +27,7 @@ from modelcenter.training.metrics import Likeness, PairLabels, Ranking, Score, s
 from modelcenter.training.ranking_losses import RANKING_LOSSES, Binary, RankingLoss, by_row
 from modelcenter.training.tasks.base import Task
 from modelcenter.training.tasks.classification import name_padding_token
+from modelcenter.training.tasks.pair_reading import PairReading, tokenize_pairs
 from modelcenter.training.tasks.pair_scores import activated, check_one_label, outputs_of, shown
 from modelcenter.training.tasks.ranked_examples import RankedExamples
 from modelcenter.training.tasks.splits import read_splits, tells_of_rows
@@ -46,6 +46,7 @@ class Reranking(Task):
         cfg: the flags; None: of a trained model that they are not known of. table, texts: rows to train on, or that a
             trained model is used on; for a loss that compares texts, rows to train on with the same query are one.
         labelled: rows that a trained model is used on have labels, by which it is judged. label: the head's one.
+        reading: how pairs are read, by the flags.
     """
 
     name: ClassVar[str] = "reranking"
@@ -59,6 +60,7 @@ class Reranking(Task):
     eval_texts: RankedTexts | None = None
     labelled: bool = True
     label: str = "LABEL_0"
+    reading: PairReading = field(default_factory=PairReading)
 
     @classmethod
     def from_flags(cls, cfg: RerankingConfig) -> Self:
@@ -95,6 +97,7 @@ class Reranking(Task):
             loss_fn=loss_fn,
             eval_table=eval_table,
             eval_texts=eval_texts,
+            reading=PairReading.of(cfg),
         )
 
     def adopt_label_order(self, names: Sequence[str]) -> None:
@@ -102,7 +105,12 @@ class Reranking(Task):
             self.label = names[0]
 
     def model_options(self) -> dict[str, Any]:
-        return {"num_labels": 1, "id2label": {0: self.label}, "problem_type": None}
+        head = {"num_labels": 1, "id2label": {0: self.label}, "problem_type": None}
+        assert self.cfg is not None
+        return head if self.cfg.from_scratch else head | self.reading.head_options()
+
+    def on_tokenizer_loaded(self, tokenizer: Any) -> None:
+        self.reading.prepare(tokenizer)
 
     def on_model_built(self, model: Model) -> None:
         assert self.cfg is not None
@@ -180,10 +188,23 @@ class Reranking(Task):
         if labelled:
             check_told_apart(table, columns, texts)
         loss_fn = RANKING_LOSSES[_suited_loss(columns, texts, None if known is None else known.loss)]()
-        return cls(cfg=known, table=table, columns=columns, texts=texts, loss_fn=loss_fn, labelled=labelled)
+        return cls(
+            cfg=known,
+            table=table,
+            columns=columns,
+            texts=texts,
+            loss_fn=loss_fn,
+            labelled=labelled,
+            reading=PairReading.of(cfg),
+        )
+
+    def trained_model(self, source: str, load: Callable[..., Model], policy: Any) -> Model:
+        head = self.reading.head_options()
+        return load(task=self.head, **head) if head else load()
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> RankedExamples:
         check_one_label(model)
+        self.reading.prepare(tokenizer)
         make = self._judged_examples if self.labelled else _examples
         return make(self.table, self.texts, tokenizer, max_length)
 
@@ -204,7 +225,7 @@ class Reranking(Task):
 
 def _examples(table: Table, texts: RankedTexts, tokenizer: Any, max_length: int, **options: Any) -> RankedExamples:
     """options: of RankedExamples. Raises ValueError: a query and its text have no token."""
-    tokens = tokenize(tokenizer, *texts.pairs(), max_length=max_length)
+    tokens = tokenize_pairs(tokenizer, *texts.pairs(), max_length=max_length)
     if not tokens.lengths.all():
         row = int(texts.row_of[np.argmin(tokens.lengths)])
         raise ValueError(

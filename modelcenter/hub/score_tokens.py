@@ -1,0 +1,96 @@
+"""A reranker that is a language model, as a classifier: of the pair's last hidden state h, the logit of "yes" less that
+of "no" is h (w_yes - w_no), so a head with one label whose weight is that difference of two rows gives the same score.
+
+The model needs no logits of a whole vocabulary then, and is what transformers loads as a sequence classifier. Qwen's
+rerankers are published in this form too, converted in the same way.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelcenter import registry
+from modelcenter.convert.layout import compile_layout
+from modelcenter.convert.match import match_names, to_key
+from modelcenter.hub.architecture import Blueprint, on_meta
+from modelcenter.hub.files.reader import FileSource, TensorInfo, row_major_strides
+from modelcenter.hub.tokenizer import load_tokenizer
+
+LM = "causal-lm"
+
+
+def token_numbers(words: Sequence[str | int], name: Any, **options: Any) -> tuple[int, ...]:
+    """The numbers of words that are tokens of a model's tokenizer; numbers as they are.
+
+    Args:
+        words: for yes, and perhaps for no. name, options: of the tokenizer, see load_tokenizer.
+
+    Raises:
+        ValueError: not one or two words, the same ones, or a word that is no single token.
+    """
+    if isinstance(words, str) or len(words) not in (1, 2) or len({*words}) < len(words):
+        raise ValueError(f"score_tokens: got {words!r}, expected the word for yes, and perhaps another one for no")
+    if all(isinstance(word, int) for word in words):
+        return tuple(int(word) for word in words)
+    tokenizer = load_tokenizer(name, **options)
+    return tuple(word if isinstance(word, int) else _number_of(word, tokenizer) for word in words)
+
+
+def _number_of(word: str, tokenizer: Any) -> int:
+    """The number of a word: of the token that is written so, as in sentence-transformers, else of its one token."""
+    number = tokenizer.get_vocab().get(word)
+    if number is not None:
+        return int(number)
+    encoded = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if len(encoded) != 1:
+        raise ValueError(
+            f"score_tokens: {word!r} is {len(encoded)} tokens of this tokenizer, expected one; give another spelling"
+        )
+    return int(encoded[0])
+
+
+def add_score_head(source: FileSource, blueprint: Blueprint, architectures: Sequence[str] | None, origin: str) -> str:
+    """Add the weight of a head with one label to the tensors of a language model, made of rows of its vocabulary's
+    matrix, in fp32. Does nothing where the files hold that head.
+
+    Args:
+        blueprint: of the classifier; its score_tokens say which rows. architectures: what the config declares.
+        origin: for messages.
+
+    Returns:
+        The name of the tensor; "" where none was added.
+
+    Raises:
+        ValueError: the files hold no such matrix, or the score would not be a product with it alone.
+    """
+    arch, tokens = blueprint.arch, blueprint.score_tokens
+    keys = [key for key, part in blueprint.layout.key_parts.items() if part]
+    if not tokens or any(to_key(arch, name) in keys for name in source.tensors):
+        return ""
+    if LM not in arch.tasks or len(keys) != 1:
+        raise ValueError(f"score_tokens: {origin} is of {arch.model_type}, expected a decoder with a vocabulary's head")
+    model = on_meta(registry.get(arch.model_type), blueprint.config, LM)
+    head = {name for name, _ in model.named_parameters() if name.startswith("head.")}
+    if head - {"head.weight"} or model.head.cap is not None:
+        raise ValueError(
+            f"score_tokens: logits of {arch.model_type} are more than a product with the vocabulary's matrix (a bias, "
+            "or a limit of their size), so no head with one label gives the same score; leave it out to train a new one"
+        )
+    layout = compile_layout(arch, LM, blueprint.config, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    table = "head.weight" if head else "embed.weight"
+    (key,) = (key for key in layout.pieces if table in layout.natives(key))
+    name = match_names(arch, layout, source.tensors, architectures).found.get(key)
+    info = None if name is None else source.tensors[name]
+    if info is None or name is None or info.shape != layout.native_shapes[table]:
+        raise ValueError(f"score_tokens: {origin} holds no {layout.written[key]}, the matrix of its vocabulary")
+    rows, width = info.shape
+    if max(tokens) >= rows:
+        raise ValueError(f"score_tokens: got token {max(tokens)}, but {name!r} of {origin} has {rows} rows")
+    weights = [source.read(name, ((token, token + 1), (0, width))).float() for token in tokens]
+    weight = (weights[0] - weights[1] if len(weights) > 1 else weights[0]) * model.head.scale
+    made = blueprint.layout.written[keys[0]]
+    place = TensorInfo(Path(info.file), info.offset, torch.float32, (1, width), row_major_strides((1, width)))
+    source.add({made: place}, {made: weight})
+    return made

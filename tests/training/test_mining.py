@@ -124,6 +124,28 @@ def test_a_share_of_a_score_below_zero_lowers_the_limit():
     assert choice.documents[0].tolist() == [2] and choice.dropped == {"relative_margin": 2}
 
 
+def test_drawn_negatives():
+    """Of those that are left as many as asked for, all with the same chance, by score; of few, all of them."""
+    scores = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4], [0.3, 0.95, -torch.inf, 0.2, -torch.inf, 0.99]])
+    scores, limit = scores.repeat(500, 1), torch.full((1000,), 2.0)
+    numbers = torch.arange(6).repeat(1000, 1)
+    rules = Rules(num_negatives=2, depth=6, skip=1, max_score=0.96, seed=5)
+    choice = choose(scores, numbers, limit, rules)
+    drawn = [found.tolist() for found in choice.documents]
+    assert all(len(found) == len(set(found)) == 2 for found in drawn)
+    assert drawn == [sorted(found, key=lambda d: -scores[i, d]) for i, found in enumerate(drawn)]
+    assert all(torch.equal(scores[i, f], torch.from_numpy(choice.scores[i])) for i, f in enumerate(drawn))
+    counts = np.bincount(np.concatenate(drawn[::2]), minlength=6)
+    assert counts[0] == 0 and all(abs(count - 200) < 50 for count in counts[1:])
+    assert all(found == [0, 3] for found in drawn[1::2])  # all that are left there
+    assert drawn != [f.tolist() for f in choose(scores, numbers, limit, replace(rules, seed=6)).documents]
+    assert drawn == [f.tolist() for f in choose(scores, numbers, limit, rules).documents]
+    # A rule that leaves out a text changes nothing for those that did not take it.
+    fewer = [f.tolist() for f in choose(scores, numbers, limit, replace(rules, min_score=0.45)).documents]
+    kept = [(a, b) for a, b in zip(drawn[::2], fewer[::2], strict=True) if 5 not in a]
+    assert len(kept) > 200 and all(a == b for a, b in kept)
+
+
 def test_the_search_on_two_ranks(monkeypatch):
     monkeypatch.setattr(hard_negatives, "_QUERIES", 4)
     pool, *_, queries, documents = random_pool()
@@ -297,3 +319,17 @@ def test_mining_is_in_the_help(capsys):
     said = capsys.readouterr().out
     assert "--relative_margin" in said and "finetune reranking" in said
     assert json.dumps(said)
+
+
+def test_negatives_are_drawn_by_the_seed(folder):
+    model = embedder(folder)
+    words = ("--num_negatives", "2", "--sampling", "random")
+    first, again, other = (mine(folder, *words, "--seed", seed, model=model) for seed in ("1", "1", "2"))
+    top = mine(folder, "--num_negatives", "2", model=model)
+    assert first == again and first != other and first != top
+    looked_at = mine(folder, "--num_negatives", "20", model=model)  # ten times as many as are drawn
+    for drawn, row in zip(first, looked_at, strict=True):
+        places = [row["negatives"].index(text) for text in drawn["negatives"]]
+        assert len(places) == 2 and places == sorted(places)
+    with pytest.raises(ValueError, match="seed: .* give --sampling random too"):
+        mine(folder, "--seed", "1", model=model)

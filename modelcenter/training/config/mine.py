@@ -24,6 +24,7 @@ class MineConfig(EngineFlags):
         "revision": Idle(lambda c: is_local(c.model), "with a local model, as it is for those of the Hub; leave it "
             "out"),
         "corpus_column": Idle(lambda c: not c.corpus, "without corpus, whose column it names; give that too"),
+        "seed": Idle(lambda c: c.sampling == "top", "where the best texts are taken; give --sampling random too"),
     }
 
     model: str | None = _model(None, "model of embeddings: run folder, checkpoint directory or Hub name",
@@ -56,13 +57,17 @@ class MineConfig(EngineFlags):
     range_min: int = _negatives(0, "pass over so many of the texts that are most alike to the anchor: they may belong "
         "to it although no row says so")
     range_max: int | None = _negatives(None, "look at no more than so many texts for each anchor; if not given, "
-        "range_min + num_negatives, and 10 times num_negatives where a reranker or a limit of scores is given")
+        "range_min + num_negatives, and 10 times num_negatives where a reranker, a limit of scores or --sampling random "
+        "is given")
     margin: float | None = _negatives(None, "leave out texts whose score is not so much below that of the positive",
         "absolute_margin")
     relative_margin: float | None = _negatives(None, "leave out texts whose score is not below that of the positive by "
         "this share of it, such as 0.05")
     max_score: float | None = _negatives(None, "leave out texts with a higher score")
     min_score: float | None = _negatives(None, "leave out texts with a lower score")
+    sampling: str = _negatives("top", "which of the texts that are left become negatives. top: the most alike; random: "
+        "some, drawn among all up to range_max", "sampling_strategy", choices=("top", "random"))
+    seed: int = _negatives(42, "of the drawing")
 
     batch_size: int = _batches(64, "texts per rank and batch", "eval_batch_size", "per_device_eval_batch_size")
     # fmt: on
@@ -71,7 +76,7 @@ class MineConfig(EngineFlags):
     def depth(self) -> int:
         """How many texts are looked at for each anchor."""
         limits = self.margin, self.relative_margin, self.max_score, self.min_score, self.reranker
-        filtered = any(limit is not None for limit in limits)
+        filtered = self.sampling == "random" or any(limit is not None for limit in limits)
         usual = self.range_min + self.num_negatives * (_FILTERED if filtered else 1)
         return usual if self.range_max is None else self.range_max
 

@@ -60,6 +60,7 @@ class Rules:
             other rules leave are passed over.
         margin, relative_margin: by how much a negative's score must be below that of the positive, of several the
             lowest; the latter as a share of the size of this score. max_score, min_score: of a negative.
+        seed: negatives are drawn at random among all that are left, by this seed; None: the best are taken.
     """
 
     num_negatives: int
@@ -69,6 +70,7 @@ class Rules:
     relative_margin: float | None = None
     max_score: float | None = None
     min_score: float | None = None
+    seed: int | None = None
 
 
 @dataclass
@@ -137,7 +139,19 @@ def choose(scores: Tensor, documents: Tensor, positives: Tensor, rules: Rules) -
         drop("max_score", scores > rules.max_score)
     if rules.min_score is not None:
         drop("min_score", scores < rules.min_score)
-    place = kept.cumsum(1) - 1
-    taken = kept & (place >= rules.skip) & (place < rules.skip + rules.num_negatives)
+    left = kept & (kept.cumsum(1) > rules.skip)
+    taken = left & (_turns(left, rules.seed) < rules.num_negatives)
     rows = [(documents[row][mask].numpy(), scores[row][mask].numpy()) for row, mask in enumerate(taken)]
     return Choice([row[0] for row in rows], [row[1] for row in rows], dropped)
+
+
+def _turns(left: Tensor, seed: int | None) -> Tensor:
+    """int64 (n, count): the turn, from 0, in which each document that is left would be taken. left: bool (n, count), the
+    best first. seed: of Rules.
+
+    Each document has a number of its own, whatever others are left: a rule that leaves out more changes nothing else.
+    """
+    if seed is None:
+        return left.cumsum(1) - 1
+    numbers = torch.rand(left.shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.masked_fill(~left, torch.inf).argsort(1).argsort(1)

@@ -115,7 +115,14 @@ def run_mine(cfg: MineConfig) -> None:
     if reranker is not None:
         scores, of_positives = _score_anew(cfg, reranker, rows.table, pool, scores, documents)
     rules = Rules(
-        cfg.num_negatives, cfg.depth, cfg.range_min, cfg.margin, cfg.relative_margin, cfg.max_score, cfg.min_score
+        cfg.num_negatives,
+        cfg.depth,
+        cfg.range_min,
+        cfg.margin,
+        cfg.relative_margin,
+        cfg.max_score,
+        cfg.min_score,
+        cfg.seed if cfg.sampling == "random" else None,
     )
     choice = choose(scores, documents, lowest_positives(of_positives, pool), rules)
     _check_some(choice, pool, cfg)

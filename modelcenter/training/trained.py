@@ -71,14 +71,8 @@ class TrainedModel:
         sidecar = SidecarFiles(files.directory, files.repo, HubOptions(files.revision))
         head = "embedding" if makes_embeddings(arch, sidecar.file) else arch.declared_task(named)
         task = task_of_head(arch.model_type, head or "base")
-        if (
-            "sequence-classification" in arch.tasks
-            and head != "embedding"
-            and (
-                stored_score_tokens(sidecar.file)
-                or (head == "sequence-classification" and is_cross_encoder(config, sidecar.file))
-            )
-        ):
+        classifies = head == "sequence-classification" or stored_score_tokens(sidecar.file)
+        if classifies and is_cross_encoder(config, sidecar.file):
             task = "reranking"
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))

@@ -18,7 +18,10 @@ from modelcenter.adapters import load_lora
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
 from modelcenter.data.tokenization.pair_templates import PUBLISHED, PairTemplate
+from modelcenter.data.tokenization.tokenize import tokenize
 from modelcenter.hub.files.pair_template_files import with_instruction, writes_pairs
+from modelcenter.hub.info import model_info
+from modelcenter.hub.score_tokens import token_numbers
 from modelcenter.training.tasks.pair_reading import tokenize_pairs
 from modelcenter.training.trained import TrainedModel
 from scripts.finetune_reranking import main
@@ -34,6 +37,12 @@ SHORT = (
     "Q {{ (messages | selectattr('role', 'eq', 'query') | first).content }}\n"
     "D {{ (messages | selectattr('role', 'eq', 'document') | first).content }}<|im_end|>\nanswer:"
 )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
+    return tmp_path
 
 
 def tokenizer_with(template=None):
@@ -133,6 +142,19 @@ def test_a_scale_of_logits_is_part_of_the_head(tmp_path):
     torch.testing.assert_close(scores(model), logits[:, yes] - logits[:, no], atol=1e-5, rtol=1e-5)
 
 
+def test_words_are_tokens(tmp_path):
+    """A word that is written so in the vocabulary is that token, as in sentence-transformers; else its one token."""
+    tokenizer = tokenizer_with()
+    tokenizer.save_pretrained(tmp_path)
+    vocabulary = tokenizer.get_vocab()
+    assert len(tokenizer("Ġfood", add_special_tokens=False)["input_ids"]) > 1
+    assert token_numbers(["Ġfood"], tmp_path) == token_numbers([" food"], tmp_path) == (vocabulary["Ġfood"],)
+    assert token_numbers([7, "no"], tmp_path) == (7, vocabulary["no"])
+    for words in ("yes", ["a", "b", "c"], [], [3, 3]):
+        with pytest.raises(ValueError, match="expected the word for yes, and perhaps another one for no"):
+            token_numbers(words, tmp_path)
+
+
 def test_a_head_in_the_files_stays(tmp_path):
     folder = save_lm(tmp_path / "lm")
     model = mc.from_pretrained(folder, "sequence-classification", num_labels=1, seed=8)
@@ -196,13 +218,27 @@ def test_templates_are_the_published_ones(name):
 def test_which_templates_are_for_pairs():
     from chat_toys import CHATML
 
-    assert writes_pairs(SHORT) and not any(map(writes_pairs, (CHATML, None, {"default": SHORT}, "query document")))
+    others = (CHATML, None, {"default": SHORT}, "query document", SHORT.replace("'document'", "'text'"))
+    assert writes_pairs(SHORT) and not any(map(writes_pairs, others))
     tokenizer = tokenizer_with(CHATML)  # it writes any role, but is not made for pairs
     plain = tokenize_pairs(tokenizer, ["a b"], ["c"], 64).row(0).tolist()
     assert plain == tokenizer("a b", "c")["input_ids"]
     parts = SHORT.replace(".content }}", ".content[0].text }}")  # as of models that read images
     rows = [tokenize_pairs(tokenizer_with(text), ["a b"], ["c"], 64).row(0).tolist() for text in (SHORT, parts)]
     assert rows[0] == rows[1]
+
+
+def test_the_tokenizer_adds_nothing_to_a_template(folder):
+    """Whatever it adds to other texts, and to these ones if they are tokenised in another way."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with(SHORT)
+    expected = tokenize_pairs(tokenizer, ["a b"], ["c"], 64).row(0).tolist()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("no $A", special_tokens=[("no", 392)])
+    rendered = PairTemplate(tokenizer).render("a b", "c")
+    with_more = tokenize(tokenizer, [rendered], max_length=64).row(0).tolist()
+    assert with_more == [392, *expected]
+    assert tokenize_pairs(tokenizer, ["a b"], ["c"], 64).row(0).tolist() == expected
 
 
 def test_mistakes_in_templates(tmp_path):
@@ -251,6 +287,8 @@ def test_their_files_say_all(tmp_path, prompt):
     yes, no = tokenizer_with().convert_tokens_to_ids(["yes", "no"])
     folder = as_of_theirs(tmp_path / "st", {"true_token_id": yes, "false_token_id": no}, prompt)
     assert TrainedModel(str(folder)).task_info().config == "RerankingConfig"
+    about = model_info(str(folder))
+    assert (about["task"], about["activation"]) == ("sequence-classification", "identity")
     rows = [{"query": "a river", "docs": ["food", "the city centre"], "labels": [1, 0]}]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     cli(["predict", str(folder), str(data), "--output", str(tmp_path / "out.jsonl")])
@@ -278,6 +316,9 @@ def test_their_files_with_one_word(tmp_path):
 def test_mistakes_in_their_files(tmp_path):
     named = as_of_theirs(tmp_path / "st", {"true_token_id": "yes"})
     with pytest.raises(ValueError, match=r"true_token_id and false_token_id are \['yes', None\], expected numbers"):
+        mc.from_pretrained(named)
+    (named / "1_LogitScore" / "config.json").write_text('{"false_token_id": 5}')
+    with pytest.raises(ValueError, match=r"true_token_id and false_token_id are \[None, 5\], expected numbers"):
         mc.from_pretrained(named)
     (named / "1_LogitScore" / "config.json").unlink()
     with pytest.raises(ValueError, match="lists the step 1_LogitScore, but 1_LogitScore/config.json is missing"):
@@ -318,12 +359,6 @@ def flags(folder, **changes):
         "max_length": 128,
         **changes,
     }
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
-    return tmp_path
 
 
 def encoded(query, text):

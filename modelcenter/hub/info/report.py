@@ -9,7 +9,12 @@ from typing import Any
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.embedding_settings import EmbeddingSettings
-from modelcenter.hub.files.cross_encoder_files import activation_path, is_cross_encoder, with_stored_activation
+from modelcenter.hub.files.cross_encoder_files import (
+    activation_path,
+    is_cross_encoder,
+    stored_score_tokens,
+    with_stored_activation,
+)
 from modelcenter.hub.files.embedding_files import (
     DenseStep,
     FindFile,
@@ -110,6 +115,8 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
         described["tasks"] = list(arch.tasks)
         if directory is not None and makes_embeddings(arch, beside(directory)):
             described |= {"task": "embedding", "embedding": _describe_embedding(directory)}
+        elif directory is not None and stored_score_tokens(beside(directory)):
+            described["task"] = "sequence-classification"
         if (
             described["task"] == "sequence-classification"
             and (activation := _activation(config, directory)) is not None

@@ -57,8 +57,8 @@ class MineConfig(EngineFlags):
     range_min: int = _negatives(0, "pass over so many of the texts that are most alike to the anchor: they may belong "
         "to it although no row says so")
     range_max: int | None = _negatives(None, "look at no more than so many texts for each anchor; if not given, "
-        "range_min + num_negatives, and 10 times num_negatives where a reranker, a limit of scores or --sampling random "
-        "is given")
+        "range_min + num_negatives, and 10 times num_negatives where a reranker, a limit of scores or --sampling "
+        "random is given")
     margin: float | None = _negatives(None, "leave out texts whose score is not so much below that of the positive",
         "absolute_margin")
     relative_margin: float | None = _negatives(None, "leave out texts whose score is not below that of the positive by "

@@ -146,8 +146,8 @@ def choose(scores: Tensor, documents: Tensor, positives: Tensor, rules: Rules) -
 
 
 def _turns(left: Tensor, seed: int | None) -> Tensor:
-    """int64 (n, count): the turn, from 0, in which each document that is left would be taken. left: bool (n, count), the
-    best first. seed: of Rules.
+    """int64 (n, count): the turn, from 0, in which each document that is left would be taken. left: bool (n, count),
+    the best first. seed: of Rules.
 
     Each document has a number of its own, whatever others are left: a rule that leaves out more changes nothing else.
     """

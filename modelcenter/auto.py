@@ -46,6 +46,8 @@ def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = Non
         score_tokens: of a language model that becomes a classifier with one label: the tokens for yes and for no (or
             for yes alone), as words or numbers. Where the files lack that head, it gives the logit of the one less that
             of the other. None: those that the files of sentence-transformers name; without such, the head is drawn.
+        keep_layers: numbers, from 0, of the layers to take; of an encoder-decoder the encoder's. keep_decoder_layers:
+            the decoder's. None: all. Everything else stays as it is: a student begins so.
         adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
         config: of a weight file, or a distributed checkpoint, that has no config.json beside it: a name, a JSON file, a
             dictionary or a config of transformers.

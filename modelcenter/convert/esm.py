@@ -112,4 +112,5 @@ ARCH = ArchMap(
     config=CONFIG,
     ignore=(r"embeddings\.position_(ids|embeddings\.weight)",),
     old_spellings=bert.OLD_SPELLINGS,
+    layer_columns=("contact_head.regression.weight",),
 )

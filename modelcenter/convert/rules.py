@@ -374,6 +374,7 @@ class ArchMap:
             loaded, never written.
         old_spellings: (pattern, replacement) applied to the names of a file before anything else.
         infer_config: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
+        layer_columns: hub tensors (1, layers * n) with n columns for each layer.
         files: in model_configs, written beside a checkpoint: code for transformers, which its `auto_map` names.
     """
 
@@ -386,6 +387,7 @@ class ArchMap:
     ignore: tuple[str, ...] = ()
     old_spellings: tuple[tuple[str, str], ...] = ()
     infer_config: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
+    layer_columns: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     body_in_model: tuple[Rule, ...] = ()
 

@@ -67,12 +67,29 @@ def _work_flags(parser: Parser) -> None:
     parser.add_argument("--verify", action="store_true", help="read all files back and compare their hashes")
 
 
+def _layer_numbers(word: str) -> list[int]:
+    """The numbers of one word of a flag: "0,2,4" or "3"."""
+    try:
+        return [int(number) for number in word.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {word!r}, expected numbers of layers, such as 0,2,4") from None
+
+
+def _kept(args: argparse.Namespace) -> Any:
+    """The layers that the flags keep; None: all."""
+    from modelcenter.convert.kept_layers import KeptLayers
+
+    given = [getattr(args, name, None) for name in ("keep_layers", "keep_decoder_layers")]
+    return KeptLayers.of(*([n for word in words for n in word] if words else None for words in given))
+
+
 def _request(args: argparse.Namespace) -> Any:
     from modelcenter.hub.conversion.checkpoint import Request
     from modelcenter.hub.remote.download import HubOptions
 
     options = HubOptions(args.revision, args.token, args.cache_dir, args.local_files_only)
-    return Request(args.config, getattr(args, "prefix", ""), tuple(getattr(args, "ignore", ())), options)
+    prefix, ignore = getattr(args, "prefix", ""), tuple(getattr(args, "ignore", ()))
+    return Request(args.config, prefix, ignore, options, _kept(args))
 
 
 def _work(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,6 +114,15 @@ def convert_main(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="DST", help="directory to write")
     parser.add_argument("--to", required=True, choices=("hf", "distributed"), help="format of DST")
     _source_flags(parser)
+    for flag, of in (("--keep_layers", "; of an encoder-decoder the encoder's"), ("--keep_decoder_layers", "")):
+        whose = "a decoder's layers" if "decoder" in flag else "the layers"
+        parser.add_argument(
+            flag,
+            nargs="+",
+            type=_layer_numbers,
+            metavar="N",
+            help=f"take only {whose} of these numbers, from 0, such as 0,2,4{of} (default: all)",
+        )
     _work_flags(parser)
     args = parser.read(list(argv))
     convert = _conversion().convert

@@ -17,6 +17,7 @@ from modelcenter.convert.legacy.translation import TranslatedTensor, hf_config, 
 from modelcenter.convert.pieces import HUB, NATIVE, Box, bounds, full_box, restrict, view
 from modelcenter.hub.files.reader import FileSource, TensorInfo
 from modelcenter.hub.files.weight_files import open_weight_files
+from modelcenter.hub.kept_layers import keep_layers
 from modelcenter.hub.resolve import ModelFiles
 from modelcenter.registry import ARCHITECTURES
 
@@ -72,6 +73,9 @@ def open_hf_source(files: ModelFiles) -> FileSource:
     base = _open(files)
     entry = files.legacy
     if entry is None:
+        if files.kept is not None:
+            base = base if files.opened is None else base.copy()  # it is opened once more for each who reads it
+            keep_layers(base, files, files.kept)
         return base
     try:
         shapes = {name: info.shape for name, info in base.tensors.items()}

@@ -15,10 +15,12 @@ import engine
 from engine.collectives import gather_objects
 from modelcenter.config import ModelConfig
 from modelcenter.convert.config_map import GENERATION
+from modelcenter.convert.kept_layers import KeptLayers
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint
 from modelcenter.hub.dtypes import common_dtype, parse_dtype
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, GENERATION_FILE
+from modelcenter.hub.kept_layers import with_kept_layers
 from modelcenter.hub.legacy import in_hf_form
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, given_fields, name_of, resolve
@@ -87,6 +89,8 @@ def load_model(
     ignore: str | Sequence[str] = (),
     adapter: Any = None,
     score_tokens: Sequence[str | int] | None = None,
+    keep_layers: Sequence[int] | None = None,
+    keep_decoder_layers: Sequence[int] | None = None,
     **config_overrides: Any,
 ) -> Any:
     """See modelcenter.from_pretrained, which documents the arguments.
@@ -100,15 +104,17 @@ def load_model(
     options = HubOptions(revision, token, cache_dir, local_files_only)
     sharded = policy is not False and engine.is_initialized()
     files = _find_checkpoint(name_or_path, options, config, prefix, ignore, architecture, sharded)
+    if (kept := KeptLayers.of(keep_layers, keep_decoder_layers)) is not None:
+        files = with_kept_layers(files, kept, architecture)
     began = time.perf_counter()
     generation = _taken_generation(config_overrides)
     sidecar = SidecarFiles(files.directory, files.repo, replace(options, revision=files.revision))
     overrides = _with_labels(config_overrides, num_labels, id2label)
-    tokens: tuple[int, ...] = ()
+    words: tuple[int, ...] = ()
     if score_tokens is not None:
         hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-        tokens = token_numbers(score_tokens, name_or_path, **hub)
-    blueprint = blueprint_of(files, task, architecture, overrides, sidecar.file, tokens)
+        words = token_numbers(score_tokens, name_or_path, **hub)
+    blueprint = blueprint_of(files, task, architecture, overrides, sidecar.file, words)
     model = blueprint.model
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         tokens = {name: value for name, value in config_overrides.items() if name.endswith("_token_id")}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelcenter._paths import nearest_beside
+from modelcenter.convert.kept_layers import KeptLayers
 from modelcenter.convert.legacy.translation import LegacyNetwork
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.json_files import read_json
@@ -46,6 +47,7 @@ class ModelFiles:
         distributed: `directory` is a distributed checkpoint.
         prefix: what to take off the names of the weight file. ignore: patterns (of fnmatch) of tensors to pass over.
         legacy: the network of ModelCenter that the weights are of (hub.legacy.in_hf_form).
+        kept: the layers of it that are taken, which `config` describes; None: all.
         opened: the weight file, where it could only be read whole and was (hub.files.reader.FileSource).
     """
 
@@ -59,6 +61,7 @@ class ModelFiles:
     prefix: str = ""
     ignore: tuple[str, ...] = ()
     legacy: LegacyNetwork | None = None
+    kept: KeptLayers | None = None
     opened: Any = None
 
     @property

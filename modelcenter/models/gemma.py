@@ -15,7 +15,7 @@ from modelcenter.layers.norm import UnitOffsetRMSNorm
 from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import Rotary
 from modelcenter.models.inputs import Batch
-from modelcenter.models.layer_types import SLIDING, check_layer_types
+from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
 from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 from modelcenter.models.outputs import ModelOutput
 
@@ -65,6 +65,10 @@ class Gemma3Config(GemmaConfig):
         self.require(self.query_pre_attn_scalar > 0, "query_pre_attn_scalar", "more than 0")
         if self.layer_types is not None:
             check_layer_types(self, self.layer_types, self.num_layers)
+
+    def types_of_layers(self) -> list[str]:
+        """layer_types, whichever field says them."""
+        return [FULL if self.window(i) is None else SLIDING for i in range(self.num_layers)]
 
     def window(self, layer: int) -> int | None:
         """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""

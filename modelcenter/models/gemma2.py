@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from modelcenter.models.gemma import GemmaConfig, SandwichBody
-from modelcenter.models.layer_types import SLIDING, check_layer_types
+from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
 
 
 @dataclass(kw_only=True)
@@ -39,6 +39,10 @@ class Gemma2Config(GemmaConfig):
             self.require(cap is None or cap > 0, name, "more than 0, or none")
         if self.layer_types is not None:
             check_layer_types(self, self.layer_types, self.num_layers)
+
+    def types_of_layers(self) -> list[str]:
+        """layer_types, also where no field says them."""
+        return [SLIDING if self.slides(i) else FULL for i in range(self.num_layers)]
 
     def slides(self, layer: int) -> bool:
         """Whether layer 0, 1, ... sees a window."""

@@ -21,7 +21,7 @@ from modelcenter.models.base import VOCABULARY_TASKS, Model
 from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
 from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch
-from modelcenter.models.layer_types import SLIDING, check_layer_types
+from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
 
 # The matrix of what stands between hidden states and a head, under the names that it has in all tasks.
 _BEFORE_HEADS = ("head.dense.weight", "transform.dense.weight", "head.transform.dense.weight")
@@ -75,6 +75,10 @@ class ModernBertBodyConfig(EncoderConfig):
         """Whether layer 0, 1, ... sees the tokens nearby alone."""
         types = self.layer_types
         return layer % self.global_every > 0 if types is None else types[layer] == SLIDING
+
+    def types_of_layers(self) -> list[str]:
+        """layer_types, whichever field says them."""
+        return [SLIDING if self.slides(i) else FULL for i in range(self.num_layers)]
 
     def window(self, layer: int) -> int | None:
         """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""

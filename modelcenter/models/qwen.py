@@ -35,6 +35,11 @@ class Qwen2Config(LlamaBodyConfig):
             self.layer_types = [FULL if i < full else SLIDING for i in range(self.num_layers)]
         check_layer_types(self, self.layer_types, self.num_layers)
 
+    def types_of_layers(self) -> list[str]:
+        """layer_types."""
+        assert self.layer_types is not None
+        return self.layer_types
+
     def window(self, layer: int) -> int | None:
         """Tokens that layer 0, 1, ... sees; None: all."""
         assert self.layer_types is not None

@@ -23,6 +23,7 @@ from modelcenter.convert.contents import (
     ignored_names,
     missing_keys,
 )
+from modelcenter.convert.kept_layers import KeptLayers
 from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import Match, belongs_to_part, to_key, unknown_message
 from modelcenter.convert.pieces import HUB, NATIVE, Piece, full_box
@@ -42,6 +43,7 @@ from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.weight_files import open_weight_files
+from modelcenter.hub.kept_layers import keep_layers, with_kept_layers
 from modelcenter.hub.legacy import in_hf_form, open_hf_source
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, read_config, refuse_two_models, resolve
@@ -70,12 +72,14 @@ class Request:
         config: a name, directory or JSON file whose config.json to take in place of the checkpoint's.
         prefix: what precedes the names in the file and is no part of them ("module.").
         ignore: shell patterns of tensors to leave out.
+        kept: the layers to take; None: all.
     """
 
     config: str | None = None
     prefix: str = ""
     ignore: tuple[str, ...] = ()
     options: HubOptions = field(default_factory=HubOptions)
+    kept: KeptLayers | None = None
 
 
 @dataclass
@@ -204,19 +208,28 @@ def _open_distributed(directory: Path, request: Request) -> Checkpoint:
         if not (directory / CONFIG_FILE).is_file():
             raise ValueError(f"{directory} has no {CONFIG_FILE}; say with --config NAME|FILE of which model it is")
         values = read_json(directory / CONFIG_FILE)
-    return _interpret(source, NATIVE, ModelFiles(str(directory), values, directory, distributed=True), request)
+    files = ModelFiles(str(directory), values, directory, distributed=True)
+    if request.kept is not None:
+        source.close()
+        files = with_kept_layers(files, request.kept)  # which says what to do
+    return _interpret(source, NATIVE, files, request)
 
 
 def _open_hf(path: str, request: Request) -> Checkpoint:
     """A Hugging Face directory, a model of `modelcenter list` or a Hub id; ModelCenter's and Megatron's files."""
     files = resolve(path, request.options, config=request.config)
+    if request.kept is not None:
+        files = with_kept_layers(in_hf_form(files), request.kept)
     renamed = in_hf_form(replace(files, prefix=request.prefix, ignore=request.ignore))
     if renamed.legacy is not None:  # its names are taken apart already
         return _interpret(open_hf_source(renamed), HUB, renamed, replace(request, prefix="", ignore=()))
     if request.prefix or request.ignore:  # interpreted with the names it has
         assert files.weights is not None
         del renamed  # a file that can only be read whole is not held twice
-        return _interpret(open_weight_files(files.weights), HUB, files, request)
+        source = open_weight_files(files.weights)
+        if request.kept is not None:
+            keep_layers(source, files, request.kept, request.prefix)
+        return _interpret(source, HUB, files, request)
     return _interpret(open_hf_source(renamed), HUB, files, request)
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def write_conversion_record(
                 "revision": files.revision,
                 "format": SIDES[checkpoint.side],
                 "architectures": files.config.get("architectures"),
+                **({} if files.kept is None else asdict(files.kept)),  # the numbers that the layers had there
             },
             "format": SIDES[plan.side],
             "model_type": checkpoint.arch.model_type,

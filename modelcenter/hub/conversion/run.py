@@ -202,8 +202,8 @@ class _Run:
         source, location = self.checkpoint.source, self.checkpoint.files
         files = sorted({source.position(name)[0] for name in source.tensors})
         stats = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [_stat(location.directory, f)] if s is not None]
-        # One file may hold a model twice, under two prefixes.
-        read = [self.checkpoint.names, location.prefix]
+        # One file may hold a model twice, under two prefixes; and layers that are kept have the names of others.
+        read = [self.checkpoint.names, location.prefix, location.kept]
         content = [__version__, stats, [asdict(job) for job in self.plan.jobs], location.config, read]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 

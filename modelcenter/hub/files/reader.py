@@ -75,6 +75,10 @@ class FileSource:
         """Whether tensors are in memory, since their file cannot be read in part."""
         return bool(self._loaded)
 
+    def copy(self) -> "FileSource":
+        """The same tensors, whose names change apart from those here."""
+        return FileSource(dict(self.tensors), dict(self._loaded), dict(self.absent))
+
     def add(self, tensors: Mapping[str, TensorInfo], loaded: Mapping[str, torch.Tensor]) -> None:
         """Add tensors of further files; arguments as of the constructor."""
         self.tensors = {**self.tensors, **tensors}

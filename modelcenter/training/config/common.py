@@ -52,6 +52,9 @@ NOT_MODEL_FIELDS = dict.fromkeys(
     "ignore_mismatched_sizes": "give --ignore_mismatched_sizes",
     "policy": "--zero, --recompute and --compile say it",
     "adapter": "--lora_rank and --freeze say it",
+    "score_tokens": "finetune reranking has --score_tokens",
+    "keep_layers": "`modelcenter convert --keep_layers` makes a model of them",
+    "keep_decoder_layers": "`modelcenter convert --keep_decoder_layers` makes a model of them",
     "token": "set HF_TOKEN",
     "cache_dir": "set HF_HUB_CACHE",
 }

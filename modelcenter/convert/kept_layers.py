@@ -1,0 +1,173 @@
+"""Some of the layers of a checkpoint (layer dropping, depth pruning): the beginning of a student that is taught by the
+whole, as DistilBERT's and DistilBART's.
+
+The layers that are kept move together, and everything else stays. What a layer is by its place, such as whether it sees
+a window, goes with it as far as the config of its family can say so; else the layers are refused.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modelcenter.config import ModelConfig
+from modelcenter.convert.match import to_key
+from modelcenter.convert.rules import ArchMap, Rule, template_regex
+
+ENCODER, DECODER = "encoder.", "decoder."
+_LAYER = re.compile(r"(?:.*\.)?layers\.\{i\}\.")  # of our names
+
+
+@dataclass(frozen=True)
+class KeptLayers:
+    """Which layers, by their numbers from 0.
+
+    Attributes:
+        layers: of an encoder-decoder those of the encoder. decoder_layers: of an encoder-decoder. None: all.
+    """
+
+    layers: tuple[int, ...] | None = None
+    decoder_layers: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, layers: Sequence[int] | None, decoder_layers: Sequence[int] | None) -> "KeptLayers | None":
+        """None: both are None. Raises ValueError: numbers that do not rise."""
+        for name, numbers in (("keep_layers", layers), ("keep_decoder_layers", decoder_layers)):
+            whole = numbers is None or all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+            if numbers is not None and not (whole and len(numbers) and [*numbers] == sorted({*numbers})):
+                raise ValueError(f"{name}: got {numbers!r:.80}, expected numbers of layers from 0, each above the last")
+        if layers is None and decoder_layers is None:
+            return None
+        return cls(*(None if numbers is None else tuple(numbers) for numbers in (layers, decoder_layers)))
+
+
+def config_of_kept(arch: ArchMap, config: ModelConfig, values: Mapping[str, Any], kept: KeptLayers) -> dict[str, Any]:
+    """The config.json of a model with these layers.
+
+    Args:
+        config: of the whole, made of `values`, its config.json.
+
+    Raises:
+        ValueError: there are no such layers, or they depend on their number in a way that no config can say.
+    """
+    task = arch.declared_task(values.get("architectures")) or next(iter(arch.tasks))
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    written = arch.config.write(_shortened(config, kept), arch.tasks[task].hf_class, str(dtype).removeprefix("torch."))
+    same = {name: values[name] for name in ("architectures", "dtype", "torch_dtype") if name in values}
+    return {name: v for name, v in written.items() if name not in ("architectures", "dtype")} | same
+
+
+def _shortened(config: Any, kept: KeptLayers) -> ModelConfig:
+    """The config with as many layers as are kept."""
+    sides = [getattr(config, side, None) for side in ("encoder", "decoder")]
+    if all(isinstance(side, ModelConfig) for side in sides):
+        numbers = (kept.layers, kept.decoder_layers)
+        names = ("keep_layers", "keep_decoder_layers")
+        changes = [
+            side if own is None else _of_one_side(side, own, "num_layers", name)
+            for side, own, name in zip(sides, numbers, names, strict=True)
+        ]
+        return config.replace(encoder=changes[0].to_dict(), decoder=changes[1].to_dict())
+    if kept.layers is not None:
+        config = _of_one_side(config, kept.layers, "num_layers", "keep_layers")
+    if kept.decoder_layers is not None:
+        if getattr(config, "num_decoder_layers", None) is None:
+            raise ValueError(f"keep_decoder_layers: {config.model_type} has one list of layers; give keep_layers alone")
+        config = _of_one_side(config, kept.decoder_layers, "num_decoder_layers", "keep_decoder_layers")
+    return config
+
+
+def _of_one_side(config: Any, numbers: tuple[int, ...], field: str, name: str) -> Any:
+    """The config with fewer layers in this field. name: of the argument, for errors."""
+    count, kind = getattr(config, field), config.model_type
+    if numbers[0] < 0 or numbers[-1] >= count:
+        raise ValueError(f"{name}: got {numbers[0]} to {numbers[-1]}, but {kind} has layers 0 to {count - 1} here")
+    if hasattr(config, "num_groups"):
+        raise ValueError(
+            f"{name}: layers of {kind} share their parameters, so none can be left out; a config with fewer layers "
+            "(num_hidden_layers) runs them fewer times"
+        )
+    if getattr(config, "scale_attention_by_layer", False):
+        raise ValueError(
+            f"{name}: with scale_attn_by_inverse_layer_idx a layer of {kind} computes by its number, which changes"
+        )
+    changes: dict[str, Any] = {field: len(numbers)}
+    if hasattr(config, "layer_types"):
+        types = config.types_of_layers()
+        changes["layer_types"] = [types[number] for number in numbers]
+    if hasattr(config, "scale_depth"):  # over the root of the number of layers: what each one adds stays as it was
+        changes["scale_depth"] = config.scale_depth * (len(numbers) / count) ** 0.5
+    return config.replace(**changes)
+
+
+def names_of_kept(arch: ArchMap, names: Collection[str], kept: KeptLayers, prefix: str = "") -> dict[str, str]:
+    """{name in a file: the name that it has beside the layers that are kept}, without those of the others.
+
+    Args:
+        names: of all tensors of the file. prefix: of the names, which is no part of them.
+
+    Raises:
+        ValueError: a layer has other tensors than the one in whose place it comes, so they are of different kinds.
+    """
+    places = _places(arch)
+    literals = [template_regex(hub) for rule in _rules(arch) for hub in rule.hub_templates() if "{i}" not in hub]
+    found: dict[str, str] = {}
+    tensors: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for name in names:
+        key = to_key(arch, name.removeprefix(prefix))
+        match = next((m for pattern in places if (m := pattern.match(key)) is not None), None)
+        if match is None or any(pattern.fullmatch(key) for pattern in literals):  # of all layers, whatever its name
+            found[name] = name
+            continue
+        side, number, rest = places[match.re], int(match["i"]), key[match.end() :]
+        numbers = kept.decoder_layers if side == DECODER else kept.layers
+        if not arch.ignores(key) and not any(_is_of_all(pattern, key, match) for pattern in literals):
+            tensors[side, number].add(rest)
+        if numbers is None:
+            found[name] = name
+        elif number in numbers:
+            moved = f"{key[: match.start('i')]}{numbers.index(number)}{key[match.end('i') :]}"
+            found[name] = name[: -len(key)] + moved if name.endswith(key) else prefix + moved
+    _check_alike(arch, tensors, kept)
+    taken = {name for name, new in found.items() if name == new}
+    return {name: new for name, new in found.items() if name in taken or new not in taken}
+
+
+def _check_alike(arch: ArchMap, tensors: Mapping[tuple[str, int], set[str]], kept: KeptLayers) -> None:
+    """Raise ValueError where a layer has other tensors than the one in whose place it comes. tensors: of (side,
+    number), without what precedes them."""
+    for side, numbers in ((DECODER, kept.decoder_layers), (ENCODER, kept.layers)):
+        for place, number in enumerate(numbers or ()):
+            known = (side, place) in tensors and (side, number) in tensors
+            if known and (other := tensors[side, place] ^ tensors[side, number]):
+                raise ValueError(
+                    f"keep_{'decoder_' if side == DECODER else ''}layers: layers {place} and {number} of "
+                    f"{arch.model_type} are not alike ({', '.join(sorted(other)[:3])} is in one alone), so {number} "
+                    f"cannot come in the place of {place}"
+                )
+
+
+def _is_of_all(literal: re.Pattern[str], key: str, match: re.Match[str]) -> bool:
+    """Whether a tensor of a layer repeats one that a rule names by the first layer's number."""
+    return literal.fullmatch(f"{key[: match.start('i')]}0{key[match.end('i') :]}") is not None
+
+
+def _places(arch: ArchMap) -> dict[re.Pattern[str], str]:
+    """What names of layers begin with in files -> DECODER, or ENCODER for the only side too."""
+    found: dict[re.Pattern[str], str] = {}
+    for rule in _rules(arch):
+        for native in rule.native_templates():
+            if (layer := _LAYER.match(native)) is None:
+                continue
+            side = DECODER if native.startswith(DECODER) else ENCODER
+            for hub in rule.hub_templates():
+                begin, _, rest = hub.partition("{i}.")
+                if rest:
+                    assert layer is not None
+                    found[re.compile(rf"{re.escape(begin)}(?P<i>\d+)\.")] = side
+    return found
+
+
+def _rules(arch: ArchMap) -> list[Rule]:
+    return [*arch.body, *(rule for part in arch.parts.values() for rule in part.rules)]

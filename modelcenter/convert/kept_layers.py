@@ -60,15 +60,13 @@ def config_of_kept(arch: ArchMap, config: ModelConfig, values: Mapping[str, Any]
 
 def _shortened(config: Any, kept: KeptLayers) -> ModelConfig:
     """The config with as many layers as are kept."""
-    sides = [getattr(config, side, None) for side in ("encoder", "decoder")]
-    if all(isinstance(side, ModelConfig) for side in sides):
-        numbers = (kept.layers, kept.decoder_layers)
-        names = ("keep_layers", "keep_decoder_layers")
-        changes = [
-            side if own is None else _of_one_side(side, own, "num_layers", name)
-            for side, own, name in zip(sides, numbers, names, strict=True)
-        ]
-        return config.replace(encoder=changes[0].to_dict(), decoder=changes[1].to_dict())
+    if isinstance(getattr(config, "encoder", None), ModelConfig):  # one of its own for each side
+        changes: dict[str, Any] = {}
+        for side, numbers in (("encoder", kept.layers), ("decoder", kept.decoder_layers)):
+            name = "keep_layers" if side == "encoder" else "keep_decoder_layers"
+            if numbers is not None:
+                changes[side] = _of_one_side(getattr(config, side), numbers, "num_layers", name).to_dict()
+        return config.replace(**changes)
     if kept.layers is not None:
         config = _of_one_side(config, kept.layers, "num_layers", "keep_layers")
     if kept.decoder_layers is not None:

@@ -120,16 +120,16 @@ def names_of_kept(arch: ArchMap, names: Collection[str], kept: KeptLayers, prefi
             continue
         side, number, rest = places[match.re], int(match["i"]), key[match.end() :]
         numbers = kept.decoder_layers if side == DECODER else kept.layers
-        if not arch.ignores(key) and not any(_is_of_all(pattern, key, match) for pattern in literals):
+        repeats_first = any(_is_of_all(pattern, key, match) for pattern in literals)
+        if not repeats_first and not arch.ignores(key):
             tensors[side, number].add(rest)
         if numbers is None:
             found[name] = name
-        elif number in numbers:
+        elif number in numbers and not repeats_first:
             moved = f"{key[: match.start('i')]}{numbers.index(number)}{key[match.end('i') :]}"
             found[name] = name[: -len(key)] + moved if name.endswith(key) else prefix + moved
     _check_alike(arch, tensors, kept)
-    taken = {name for name, new in found.items() if name == new}
-    return {name: new for name, new in found.items() if name in taken or new not in taken}
+    return found
 
 
 def _check_alike(arch: ArchMap, tensors: Mapping[tuple[str, int], set[str]], kept: KeptLayers) -> None:

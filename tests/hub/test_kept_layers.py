@@ -14,7 +14,7 @@ from engine.testing import run as on_ranks
 from modelcenter import compare, registry
 from modelcenter.cli import run as cli
 from modelcenter.compare.transformers_models import by_written_out_attention
-from modelcenter.convert.kept_layers import KeptLayers
+from modelcenter.convert.kept_layers import KeptLayers, names_of_kept
 from modelcenter.hub.conversion import convert
 from modelcenter.hub.conversion.checkpoint import Request
 from modelcenter.testing import randomize_
@@ -270,6 +270,22 @@ def test_columns_of_contacts_go_with_their_layers(tmp_path):
     columns = whole.contacts.weight.view(5, -1)[[1, 4]].flatten()
     assert torch.equal(ours.contacts.weight.flatten(), columns) and not ours.load_report.initialised
     assert torch.equal(ours.contacts.bias, whole.contacts.bias)
+
+
+def test_what_all_layers_repeat_stays_with_the_first(tmp_path):
+    """The frequencies of ESM-2, which its files hold in every layer."""
+    changes = {"position_embedding_type": "rotary", "emb_layer_norm_before": False}
+    save_whole(tmp_path / "whole", "esm", **changes)
+    held = load_file(tmp_path / "whole" / "model.safetensors")
+    frequencies = [name for name in held if name.endswith("inv_freq")]
+    assert len(frequencies) == 5
+    found = names_of_kept(registry.get("esm").arch_map(), held, KeptLayers((1, 4)))
+    assert len(set(found.values())) == len(found) and [n for n in frequencies if n in found] == frequencies[:1]
+    whole, ours = mc.from_pretrained(tmp_path / "whole"), mc.from_pretrained(tmp_path / "whole", keep_layers=(1, 4))
+    assert torch.equal(ours.rotary.frequencies, whole.rotary.frequencies)
+    whole.layers = torch.nn.ModuleList([whole.layers[1], whole.layers[4]])
+    batch = inputs(two_sides=False)
+    torch.testing.assert_close(logits_of(ours, batch), logits_of(whole, batch))
 
 
 REFUSED = {

@@ -16,7 +16,8 @@ from modelcenter.cli import run as cli
 from modelcenter.compare.transformers_models import by_written_out_attention
 from modelcenter.convert.kept_layers import KeptLayers, names_of_kept
 from modelcenter.hub.conversion import convert
-from modelcenter.hub.conversion.checkpoint import Request
+from modelcenter.hub.conversion.checkpoint import Request, open_checkpoint
+from modelcenter.hub.conversion.run import FORMATS, _Run
 from modelcenter.testing import randomize_
 
 TWO_SIDES = ("bart", "mbart", "marian", "m2m_100", "pegasus", "t5", "mt5", "umt5", "t5gemma", "encoder-decoder", "cpm2")
@@ -261,6 +262,28 @@ def test_names_with_a_prefix_and_weights_that_are_read_whole(tmp_path):
     by_pickle = mc.from_pretrained(tmp_path / "whole", keep_layers=[1, 4]).state_dict()
     for found in (ours, converted, by_pickle):
         assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+def test_weights_that_are_read_whole_are_opened_twice(tmp_path):
+    """T5's say by their names whether the head is the embedding."""
+    save_whole(tmp_path, "t5")
+    expected = mc.from_pretrained(tmp_path, keep_layers=[1, 4]).state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    found = mc.from_pretrained(tmp_path, keep_layers=[1, 4]).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+def test_a_conversion_of_other_layers_is_another(tmp_path):
+    """What an interrupted one has left holds other values under the same names."""
+    save_whole(tmp_path / "whole", "bert")
+    names = set()
+    for kept in (KeptLayers((0, 1)), KeptLayers((0, 2)), KeptLayers((0, 2))):
+        with open_checkpoint(tmp_path / "whole", Request(kept=kept)) as checkpoint:
+            work = _Run(checkpoint, tmp_path / "target", FORMATS["hf"], None, 10**9, 1, False, False)
+            names.add(work._fingerprint())
+    assert len(names) == 2
 
 
 def test_columns_of_contacts_go_with_their_layers(tmp_path):

@@ -120,6 +120,9 @@ def logits_of(model, batch):
 CUTS = {"first": ((0, 2, 3), (0, 3)), "inner": ((1, 2, 4), (1, 2)), "encoder": ((0, 4), None), "decoder": (None, (2,))}
 
 
+MODERNBERTS = ("modernbert", "modernbert-decoder")
+
+
 def _loaded(cls, folder):
     """transformers' model, in which attention is the same in every version."""
     return by_written_out_attention(cls.from_pretrained(str(folder)).eval())
@@ -129,8 +132,8 @@ CASES = [
     pytest.param(family, which, marks=[] if (family, which) in FAST else pytest.mark.full)
     for family in FAMILIES
     for which in CUTS
-    # With one list of layers the latter two are none, or the first again; of ModernBERT the first layer stays first.
-    if (family in TWO_SIDES or which in ("first", "inner")) and (family, which) != ("modernbert", "inner")
+    # With one list of layers the latter two are none, or the first again; of ModernBERTs the first layer stays first.
+    if (family in TWO_SIDES or which in ("first", "inner")) and not (family in MODERNBERTS and which == "inner")
 ]
 
 
@@ -169,10 +172,10 @@ def test_as_transformers_with_its_lists_cut(tmp_path, family, which):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text", "modernbert", "t5gemma"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text", *MODERNBERTS, "t5gemma"])
 def test_windows_go_with_their_layers(tmp_path, family):
     """Of texts that are longer than a window. transformers' side is the test above, with short texts."""
-    window = {"modernbert": {"local_attention": 4}}.get(family, {"sliding_window": 3})
+    window = {"local_attention": 4} if family in MODERNBERTS else {"sliding_window": 3}
     changes = {} if family == "t5gemma" else window
     if family == "qwen2":
         changes = window | {"use_sliding_window": True, "max_window_layers": 2}

@@ -3,12 +3,12 @@
     python scripts/bench/attention.py [--rows 16] [--length 512] [--rounds 3] [--output result.json]
 
 Rows are ragged. Here they are packed; torch's scaled_dot_product_attention gets them padded, with the mask that
-transformers would make of them: of the padding, of later tokens, of those far away on both sides (ModernBERT), with a
-bias for each distance (T5), or by segments (CPM). Its masks are made beforehand, as they are shared by layers, and
-their gradients end there. No operator of torch has scores with products for each distance (DeBERTa): its products are
-those with the vectors of all distances, from which each pair's are gathered. Nor has one a soft cap of the scores
-(Gemma 2), which is written out as transformers does. In each round one process times all contenders in turn and keeps
-the best of several runs of each; the results are the medians.
+transformers would make: it hides padding, later tokens, or tokens far away on both sides (ModernBERT), adds a bias for
+each distance (T5), or depends on segments (CPM). The masks are made beforehand, because layers share them, and
+gradients stop at them. torch has no operator for scores with products for each distance (DeBERTa): the products with
+the vectors of all distances are computed, and those of each pair gathered. Nor has it one for a soft cap of the scores
+(Gemma 2), which is composed as in transformers. In each round one process times all contenders in turn and keeps the
+best of several runs of each; the results are the medians.
 """
 
 import argparse

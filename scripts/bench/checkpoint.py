@@ -5,8 +5,8 @@
 Two ranks save a model of matrices at ZeRO-3 with AdamW by engine.save_checkpoint between two steps, in processes that
 keep freed memory, as training does. Three times are reported for each save: how long the call holds up training, how
 long until the checkpoint is on the disk, and how long the steps during it take compared with an undisturbed one. The
-first save is reported separately, because it copies into memory that is new to the process, and later ones reuse it;
-with it goes the peak resident memory of a rank above that of training.
+first save is reported separately, because it copies into new memory, which later saves reuse; the peak resident memory
+of a rank above that of training is measured with it.
 """
 
 import argparse

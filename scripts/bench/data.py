@@ -1,10 +1,10 @@
-"""Data: loading and tokenising short rows, compared with `datasets`; how full batches are; how fast they are made.
+"""Loading and tokenising short rows, compared with `datasets`; how full batches are, and how fast they are made.
 
-Loading reads a jsonl file and gives token ids: here with this project's readers and tokeniser, in the peer with
+Loading reads a jsonl file and returns token ids: here with this project's readers and tokeniser, in the peer with
 `datasets.load_dataset` and `datasets.map` with the tokenizer in batches. Both start without a cache and have the same
 number of threads or processes; a second peer uses the tokenizer's own threads instead of processes. Slot utilisation is
 the number of tokens divided by the budget of full global batches (`parts` microbatches each), for the lengths of the
-data. Padding is what batches of a fixed number of rows would have if they were padded to their longest row.
+data. Padding is the share that batches of a fixed number of rows would have if padded to their longest row.
 
     python scripts/bench/data.py --rows 1000000 --data path/to/data --output result.json
 

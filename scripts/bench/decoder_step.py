@@ -1,9 +1,9 @@
 """A decoder's training step, compared with LitGPT and transformers: a Llama with grouped queries.
 
 All contenders start from the same weights (LitGPT's own conversion of the directory that transformers saved) and train
-on rows of equal length, so that nobody pads, in fp32: forward, loss, backward, clipping and fused AdamW. LitGPT runs as
-its fine-tuning scripts do and, with --compile, compiled as its pretraining scripts do, in an environment that is made
-from PyPI. Contenders take turns in processes of their own; their losses over the steps must agree.
+on rows of equal length, so that there is no padding, in fp32: forward, loss, backward, clipping and fused AdamW. LitGPT
+runs as its fine-tuning scripts do and, with --compile, compiled as its pretraining scripts do, in an environment
+installed from PyPI. Contenders take turns in processes of their own; their losses over the steps must agree.
 
     python scripts/bench/decoder_step.py --output result.json
 """

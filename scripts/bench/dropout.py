@@ -1,5 +1,5 @@
-"""The cost of dropout on the CPU: the operator that draws its mask from a counter, compared with torch's; and of
-dropout, residual and norm as one operator, compared with one after the other, each the fastest that there is.
+"""The cost of dropout on the CPU: the operator that draws its mask from a counter, compared with torch's; and dropout,
+residual and norm as one operator, compared with the fastest separate operators.
 
     python scripts/bench/dropout.py [--tokens 8192] [--channels 768] [--rounds 3] [--output result.json]
 

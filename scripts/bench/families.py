@@ -1,7 +1,7 @@
-"""Forward and backward of each model family, compared with transformers' model (SDPA) of the same weights, in fp32.
+"""Forward and backward of each model family, compared with transformers' model (SDPA) with the same weights, in fp32.
 
 Each family is measured with rows of equal length, with ragged rows (packed here, padded in transformers), and with
-ragged rows of which one token in seven has a label. Contenders take turns in one process.
+ragged rows in which one token in seven has a label. Contenders take turns in one process.
 
     python scripts/bench/families.py --output result.json
 """

@@ -1,20 +1,27 @@
 """Fine-tuning compared with Hugging Face's Trainer: real tokens per second, time to exported model, and memory.
 
-The tasks are BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, and T5 on
-E2E. More are made of E2E's texts: BERT tags the words that say what is known of a restaurant, finds them as answers in
-several texts, and chooses which of four texts is about it; GPT-2 learns to prefer that one (DPO, one pass over its
-pairs, without dropout); BERT makes embeddings by which the text is found. Both sides train the same model from the same
-weights on the same rows, with the same tokenizer, batch size, steps, learning rates, dropout, clipping, fused AdamW and
-threads, in fp32. Trainer runs with its defaults; with rows of similar length grouped; for decoders, with the rows of a
-batch packed end to end; and with --compiled by torch.compile. The peer of DPO is TRL, with the reference model beside
-the other or with its log-probabilities computed before the first step. That of embeddings is sentence-transformers,
-which has no flag for groups of similar length, but takes a sampler that makes them; the rows are 512 without a text in
-common, of which both compute the same loss. With --microbatch a step is cut, and its texts run twice, for embeddings
-and for gradients; here those of the first microbatch run once. With --matmul_precision medium both sides multiply
-numbers that are rounded to bf16, with sums in fp32, and Trainer has a turn with autocast to bf16. Tokens are those that
-are not padding (in an encoder-decoder, on both sides). To show that nobody wins by doing less, the loss curves and the
-numbers of tokens are recorded, and transformers evaluates each export on held-out rows. (With answers in a text,
-transformers' loss is higher at first: padding is among the places where an answer may be.)
+The tasks:
+
+- BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, and T5 on E2E;
+- BERT on E2E's texts: it tags the words that describe a restaurant, finds these words as answers in several texts,
+  chooses which of four texts is about the restaurant, and learns embeddings with which that text is found;
+- GPT-2 learns to prefer that text (DPO, one pass over its pairs, without dropout).
+
+Both sides train the same model from the same weights on the same rows, with the same tokenizer, batch size, steps,
+learning rates, dropout, clipping, fused AdamW and threads, in fp32. Tokens per second count tokens that are not padding
+(in an encoder-decoder, on both sides). To show that no side wins by doing less, loss curves and numbers of tokens are
+recorded, and transformers evaluates each export on held-out rows. (In question answering, transformers' loss is higher
+at first, because its softmax includes padding.)
+
+- Trainer runs with its defaults; with rows of similar length grouped; for decoders, with the rows of a batch packed end
+  to end; and, with --compiled, under torch.compile.
+- The peer of DPO is TRL, with the reference model in memory, or with its log-probabilities computed before the first
+  step.
+- The peer of embeddings is sentence-transformers, which has no flag to group rows by length but takes a sampler that
+  does. The 512 rows have no text in common, so both sides compute the same loss. With --microbatch a step is split, and
+  its texts run twice, for embeddings and for gradients; here those of the first microbatch run once.
+- With --matmul_precision medium both sides multiply numbers rounded to bf16, with sums in fp32, and Trainer has a turn
+  with autocast to bf16.
 
     python scripts/bench/finetune.py --data path/to/data --output result.json
     python scripts/bench/finetune.py --ranks 2 --tasks classification   # sharded here, Trainer under DDP

@@ -2,11 +2,11 @@
 
 Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with
 fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); dropout of
-activations; and, forward and backward, norms of activations with and without what is added before, the gradient of a
-bias, activations, rotary positions and the loss over a vocabulary. Contenders take turns in one process. A time is the
-GPU's for one of four calls that stand behind other work of it, as a step stands behind a backward pass, so that the
-host is ahead; what the host takes to start a call (milliseconds for 2,000 tensors) is recorded beside it. Results
-without such `host_ms` were timed by the host, with four calls between two synchronisations.
+activations; and, forward and backward, norms of activations with and without an addition before them, the gradient of
+a bias, activation functions, rotary positions and the loss over a vocabulary. Contenders take turns in one process. A
+time is the GPU's for one of four calls that are queued behind other work, as a step is behind a backward pass, so that
+the host is ahead. The host's time to launch a call (milliseconds for 2,000 tensors) is recorded beside it as `host_ms`;
+results without it were timed by the host, with four calls between two synchronisations.
 
     python scripts/bench/gpu_optimizer.py --output result.json
 """

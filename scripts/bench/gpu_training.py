@@ -3,27 +3,27 @@
 The cases:
 
 - BERT-large and T5-large on rows of realistic, ragged lengths up to 512, packed here and padded in the peer; BERT-large
-  also on four times as many, on full rows, with dropout and without, and within 11 GB of memory;
-- both on four rows of 32 tokens, whose kernels take no time: what either side's Python does for a step;
-- a GPT with 1.3 billion parameters on full rows of 2,048 tokens, four of them (what the peer can hold) and twelve, with
-  dropout and without, and on ragged rows, and a Llama of that size on four full rows, with recompute="cheap", and on
-  twelve without;
+  also on four times as many rows, on full rows, with and without dropout, and within 11 GB of memory;
+- both on four rows of 32 tokens, whose kernels take next to no time, to measure each side's Python overhead per step;
+- a GPT with 1.3 billion parameters on full rows of 2,048 tokens (four, as many as the peer can hold, and twelve), with
+  and without dropout, and on ragged rows; a Llama of that size on four full rows, with recompute="cheap", and on twelve
+  without;
 - the same GPT with its optimizer's states on the host, which shows how fast the host's threads and the bus make a step;
 - a GPT with 13 billion parameters (40 layers, 5,120 wide, 512 tokens) and 8-bit moments, which takes 103 GB, and 29 GB
   for activations.
 
-The peer is transformers' model as Trainer runs it: fp32 weights, bf16 autocast, SDPA, fused AdamW; where liger-kernel
-is installed and supports the model (not GPT-2), also with its kernels. --compiled adds both sides under torch.compile.
+The peer is transformers' model as Trainer runs it: fp32 weights, bf16 autocast, SDPA, fused AdamW; if liger-kernel is
+installed and supports the model (not GPT-2), also with its kernels. --compiled adds both sides under torch.compile.
 The peer keeps up to three times as much of each layer, and both sides take as many rows as it can hold in 78 GiB.
 
-A time is that of a step among several behind one another, as in training, so that the host may be ahead of the GPU.
-Results from before 27 November 2026 are of single steps, after each of which the host waited for the GPU.
+A time is that of one step in an uninterrupted series, as in training, so that the host may be ahead of the GPU. Results
+from before 27 November 2026 are of single steps, after each of which the host waited for the GPU.
 
-Each contender has a process of its own; those of a case import what they need at the same time, and then run one after
+Each contender has a process of its own. Those of a case import their packages at the same time, and then run one after
 another. A GPU slows down as it warms up, so this project's fastest variant is measured before the peers and again after
 them, and the ratios use the mean of both. Initial values are each side's own. Utilisation is the model's arithmetic at
-real tokens (scripts/bench/lib/flops.py), relative to the rate that the GPU's maker promises, and to the rate of bf16
-products measured in the same run.
+real tokens (scripts/bench/lib/flops.py), relative to the rate that the GPU's manufacturer states, and to the rate of
+bf16 products measured in the same run.
 
     python scripts/bench/gpu_training.py --output result.json [--cases bert-large gpt-1.3b]
 """

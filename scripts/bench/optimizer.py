@@ -4,7 +4,7 @@
 
 In each round one process times all contenders in turn and keeps the best of several runs of each. The results are the
 medians over the rounds. The ceiling is torch's in-place `add_`, which reads and writes each byte once; the GB/s of a
-step count the bytes that it must read and write at least. --peers also measures DeepSpeed's CPUAdam, which it installs
+step count the bytes that it must at least read and write. --peers also measures DeepSpeed's CPUAdam, which it installs
 from PyPI into an environment of its own.
 """
 

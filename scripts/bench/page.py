@@ -3,7 +3,7 @@
 
 python scripts/bench/page.py
 
-A test compares page and README with what this script makes of the JSON. The plots (SVG) show the same rows.
+A test compares page and README with the output of this script. The plots (SVG) show the same rows.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ HEAD = """# Performance
 
 Every measurement of this project's speed and memory, compared with other libraries. The README has [a summary](../README.md#speed).
 
-- **Peers**: contenders take turns, in processes of their own unless a section says otherwise; numbers are medians of the turns.
-- **Numbers**: how many times as good this project is, which is the ratio of two rates, or the inverse ratio of two times or sizes. Above 1 this project is ahead. In brackets: what was measured here, and there.
-- **"Wanted"** is the target that this project set itself.
-- **Limits**: each run also measures how fast the machine multiplies matrices and copies memory at best, to compare the numbers with what is possible.
-- **Machines** differ, so compare ratios. "AMD" is a CPU with AVX-512, "Zen5" a newer one, "AVX2" one of AMD without AVX-512, "Intel" one with it, "H200" a GPU ([GPU](gpu.md)).
-
-To repeat the measurements:
+- **Ratios** above 1 mean that this project is ahead. They are ratios of rates, or inverse ratios of times or sizes. In brackets: what was measured here and for the peer.
+- **Peers** and this project take turns, in separate processes unless a section says otherwise; numbers are medians of the turns.
+- **Targets** are those that this project set itself.
+- **Limits**: each run also measures the best rates of matrix products and memory copies on its machine, to compare the numbers with what is possible.
+- **Machines** differ, so compare ratios. "AMD" is a CPU with AVX-512, "Zen5" a newer one, "AVX2" an AMD CPU without AVX-512, "Intel" a CPU with it, "H200" a GPU ([GPU](gpu.md)).
+"""  # noqa: E501
+REPEAT = """## Repeat the measurements
 
 ```bash
 make bench ARGS="--data path/to/data"
@@ -45,7 +45,7 @@ python -m scripts.bench --only finetune_classification --quick
 python scripts/bench/page.py     # writes this page, its plots and the README's table
 ```
 
-`--data` names a folder that holds `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`); without it, the fine-tuning benchmarks use the samples in `scripts/samples`.
+`--data` names a folder with `sst2` (`train.tsv`, `dev.tsv`), `e2e` (`train.csv`, `dev.csv`) and `tinyshakespeare` (`input.txt`); without it, the fine-tuning benchmarks use the samples in `scripts/samples`.
 """  # noqa: E501
 
 
@@ -53,9 +53,9 @@ Records = Mapping[str, Mapping[str, Any]]  # of one benchmark: {machine: record}
 
 
 def records() -> dict[str, dict[str, dict[str, Any]]]:
-    """{name of a benchmark: {machine: its record}}, in the order in which they run.
+    """{name of a benchmark: {machine: its record}}, in the order in which benchmarks run.
 
-    Results of another machine are in NAME.MACHINE.json.
+    NAME.MACHINE.json holds the results of another machine.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in (*SPEED, *ON_GPUS):
@@ -67,7 +67,7 @@ def records() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def record_in(path: Path) -> dict[str, Any]:
-    """The record in a file; a file that is cut off or edited by mistake ends the program with its name."""
+    """The record in a file; a truncated or badly edited file ends the program with a message that names it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no UTF-8
@@ -79,34 +79,37 @@ def bench_of(name: str) -> Bench:
 
 
 def render(found: Mapping[str, Records]) -> str:
-    parts = [HEAD, summary(found)]
+    parts = [HEAD, f"Benchmarks: {', '.join(f'[{name}](#{name})' for name in found)}.\n", summary(found)]
     scripts = [bench_of(name).script for name in found]
     parts += [section(name, of, scripts[i] in scripts[:i]) for i, (name, of) in enumerate(found.items())]
     if missing := [f"`{name}`" for name in SPEED if name not in found]:
         parts.append(f"## Not measured yet\n\n{', '.join(missing)}: they have no JSON file yet.\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, REPEAT])
 
 
 def summary(found: Mapping[str, Records]) -> str:
     """Rows where a peer is ahead, and rows that miss their target, with the reason that a benchmark gives."""
-    behind: list[str] = []
-    missed: list[str] = []
+    behind: list[list[str]] = []
+    missed: list[list[str]] = []
     for of in found.values():
         for (what, peer), rows in by_machine(of, tables.comparisons).items():
-            said = f"- {what}, against {peer}: "
-            why = next((f": {row['why']}" for row in rows.values() if row["why"]), "")
+            why = next((row["why"] for row in rows.values() if row["why"]), "")
             losses = {machine: row for machine, row in rows.items() if round(row["ratio"], 2) < 1}
             short = {machine: row for machine, row in rows.items() if machine not in losses and tables.misses(row)}
-            behind += [f"{said}{ratios_of(losses)}{why}"] if losses else []
-            missed += [f"{said}{ratios_of(short)}{why}"] if short else []
+            behind += [[what, peer, *ratios_of(losses), why]] if losses else []
+            missed += [[what, peer, *ratios_of(short), why]] if short else []
         for (what, limit), rows in by_machine(of, tables.fractions).items():
             if rows := {machine: row for machine, row in rows.items() if tables.misses(row)}:
-                reached = listed(rows, lambda row: f"{100 * row['fraction']:.1f} %")
-                wanted = tables.wanted(next(iter(rows.values())))
-                missed.append(f"- {what}: {reached} of {limit}, {wanted} is wanted")
-    nothing = ["- Nothing that was measured."]
-    lines = ["## Where another library is ahead", "", *(behind or nothing), ""]
-    return "\n".join([*lines, "## Not behind, but short of the target", "", *(missed or nothing), ""])
+                reached = listed(rows, tables.reached)
+                missed.append([what, limit, reached, tables.target_of(next(iter(rows.values()))), ""])
+    lines = ["## Where another library is ahead", "", shortfalls("peer", "ratio", behind), ""]
+    lines += ["## Not behind, but short of the target", "", shortfalls("peer or limit", "ratio or share", missed), ""]
+    return "\n".join(lines)
+
+
+def shortfalls(other: str, measured: str, lines: Sequence[Sequence[str]]) -> str:
+    """A table of shortfalls, or a word if there are none; `other` and `measured` head the second and third column."""
+    return tables.markdown(["what", other, measured, "target", "reason"], lines, (0, 1, 4)) if lines else "Nowhere."
 
 
 def by_machine(
@@ -120,10 +123,10 @@ def by_machine(
     return found
 
 
-def ratios_of(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """0.95 (AMD), 0.78 (Zen5) times as good, 1.1 is wanted."""
-    wanted = next((f", {tables.wanted(row)} is wanted" for row in rows.values() if tables.misses(row)), "")
-    return f"{listed(rows, lambda row: format(row['ratio'], '.2f'))} times as good{wanted}"
+def ratios_of(rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """("0.95 (AMD), 0.78 (Zen5)", "1.1"): the ratios, and the target if it is missed."""
+    target = next((tables.target_of(row) for row in rows.values() if tables.misses(row)), "")
+    return listed(rows, lambda row: format(row["ratio"], ".2f")), target
 
 
 def listed(rows: Mapping[str, Mapping[str, Any]], show: Callable[[Mapping[str, Any]], str]) -> str:
@@ -131,25 +134,27 @@ def listed(rows: Mapping[str, Mapping[str, Any]], show: Callable[[Mapping[str, A
 
 
 def section(name: str, of: Records, described: bool = False) -> str:
-    """A benchmark's section; described: an earlier section has the description of its script."""
+    """A benchmark's section; described: whether an earlier section already describes its script."""
     bench = bench_of(name)
     lines = [f"## {name}", "", *([] if described else [about(bench.script), ""])]
     if any(record["settings"].get("quick") for record in of.values()):
         lines += ["**A trial run that only shows that the benchmark works: its numbers mean nothing.**", ""]
     for rows_of, second, show_row in (
-        (tables.comparisons, "against", tables.compared),
-        (tables.fractions, "of which limit", tables.reached),
+        (tables.comparisons, "peer", tables.compared),
+        (tables.fractions, "limit", tables.reached),
     ):
         cells = [
-            [what, other, *(show_row(found.get(machine)) for machine in of), tables.wanted_of(found.values())]
+            [what, other, *(show_row(found.get(machine)) for machine in of), tables.newest_target(found.values())]
             for (what, other), found in by_machine(of, rows_of).items()
         ]
-        lines += [tables.markdown(["what", second, *of, "wanted"], cells), ""] if cells else []
+        lines += [tables.markdown(["what", second, *of, "target"], cells), ""] if cells else []
     if any(map(tables.comparisons, of.values())):
-        lines += [f"![How many times as good](plots/{name}.svg)", ""]
+        lines += [f"![Ratios](plots/{name}.svg)", ""]
     notes = dict.fromkeys(note for record in of.values() for note in record["notes"])
     lines += [f"{note}\n" for note in notes]
+    lines += ["<details><summary>Dates, machines, settings and versions</summary>\n"]
     lines += [f"- {machine}: {origin(bench, record)}" for machine, record in of.items()]
+    lines += ["\n</details>"]
     return "\n".join([*lines, f"\n`scripts/bench/{bench.script}.py`\n"])
 
 
@@ -256,7 +261,7 @@ def plot(name: str, of: Records) -> None:
     axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.set_yticks(list(places), [f"{what} / {peer}" for what, peer in rows], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_xlabel("times as good as the peer; black: wanted", fontsize=7)
+    axes.set_xlabel("ratio; above 1 this project is ahead; black: target", fontsize=7)
     figure.legend(loc="outside upper right", ncols=len(of), fontsize=7, frameon=False)
     PLOTS.mkdir(exist_ok=True)
     figure.savefig(PLOTS / f"{name}.svg", metadata={"Date": None, "Creator": None})

@@ -1,4 +1,4 @@
-"""Quality: what is learned, compared with Hugging Face's Trainer, from the same weights in the same number of steps.
+"""Quality of trained models, compared with Hugging Face's Trainer: same weights, same number of steps.
 
 Each task is trained from several seeds (of the initial weights, the order of rows and dropout), and transformers
 evaluates every export on the same held-out rows. Mean and standard deviation are reported. "Equal within noise" means

@@ -1,8 +1,8 @@
-"""One training step on several ranks: this engine's sharding, compared with loops written by hand on PyTorch's own.
+"""One training step on several ranks: this engine's sharding, compared with hand-written loops on PyTorch's own.
 
 All contenders train the same GPT-2-like model (this project's, so that only the engine differs) in fp32 on packed
 tokens, with clipping and AdamW. One further contender is transformers' model of the same shape on the same tokens,
-which is what a loop written by hand would most likely shard. Contenders take turns, step by step, in the same
+which a hand-written loop would most likely shard. Contenders take turns, step by step, in the same
 processes.
 
     python scripts/bench/sharded_step.py --output result.json
@@ -10,9 +10,9 @@ processes.
 
 ZeRO-3 is compared with fully_shard on each block (PyTorch's FSDP2), clip_grad_norm_ and fused AdamW; ZeRO-2, which
 keeps whole parameters between forward and backward, with DistributedDataParallel and the same clipping and optimizer.
---peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, in processes of their own, each just after this engine in
-processes of its own; DeepSpeed is installed from PyPI into an environment of its own. On a CPU accelerate always gives
-DistributedDataParallel; the JSON records the class that it made. On GPUs the model is larger, because a small one would
+--peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, each in processes of its own, just after processes of this
+engine; DeepSpeed is installed from PyPI into an environment of its own. On a CPU accelerate always creates
+DistributedDataParallel; the JSON records the class. On GPUs the model is larger, because a small one would
 only measure kernel launches.
 """
 

@@ -1,4 +1,4 @@
-"""Imports and start-up: what a user waits for before anything happens.
+"""Imports and start-up: how long a user waits before anything happens.
 
 Measured are imports in a process of their own (minus an empty process), the commands that answer without PyTorch, and
 the demo from its start to its first training step on 2 sharded ranks, which includes training a tokenizer and creating

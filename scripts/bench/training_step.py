@@ -4,10 +4,10 @@ BERT (masked LM, one label in seven tokens), GPT-2 and T5, with 4 layers (T5: 4 
 step is forward, backward, clipping and fused AdamW, with packed rows here, and with padded rows and SDPA in
 transformers, from the same weights; without dropout, and with the 0.1 that these models are trained with. The share is
 the model's arithmetic (attention included; padding and recomputation excluded; the vocabulary at labels only), divided
-by the time of a step and the rate of fp32 products, both at their best in the same turns: what the machine gives
-changes within minutes (records of AMD CPUs: the median step, and the median rate of the run). Contenders take turns in
-one process; the times of steps are medians. --compiled adds this project's units under torch.compile, and the time
-until their first two steps are done.
+by the time of a step and the rate of fp32 products, both the best of the same turns, because a machine's speed changes
+within minutes (in records of AMD CPUs, the median step and the median rate of the run). Contenders take turns in one
+process; the times of steps are medians. --compiled adds this project's units under torch.compile, and the time until
+their first two steps are done.
 
     python scripts/bench/training_step.py --output result.json
 """

@@ -295,14 +295,15 @@ def test_losses_are_told():
     told = page.summary({"x": {"AMD": {"rows": [behind, slower, short, over, late]}}})
     ahead, missed = told.split("## Not behind")
     assert (behind["ratio"], slower["ratio"]) == (0.5, 1.2)
-    assert "against peer: 0.50 (AMD) times as good: it holds two" in ahead and "1.20" not in ahead
-    assert "1.20 (AMD) times as good, 1.5 is wanted" in missed
-    assert "step: 40.0 % (AMD) of products, 65 % is wanted" in missed
-    assert "150.0 % (AMD) of a second, at most 100 % is wanted" in missed and "end" not in missed
+    assert "| memory | peer | 0.50 (AMD) |  | it holds two |" in ahead and "1.20" not in ahead
+    assert "| step | peer | 1.20 (AMD) | 1.5 |  |" in missed
+    assert "| step | products | 40.0 % (AMD) | 65 % |  |" in missed
+    assert "| start | a second | 150.0 % (AMD) | at most 100 % |  |" in missed and "end" not in missed
     equal, older = lib.against("loss", "peer", 5.624, 5.616, "loss"), behind | {"why": "", "ratio": 0.4}
     told = page.summary({"x": {"AMD": {"rows": [equal, older]}, "Intel": {"rows": [behind]}}})
     # Machines share a line, and a record without a reason the other's.
-    assert "0.40 (AMD), 0.50 (Intel) times as good: it holds two" in told and "loss" not in told
+    assert "| memory | peer | 0.40 (AMD), 0.50 (Intel) |  | it holds two |" in told and "loss" not in told
+    assert "Nowhere." in told.split("## Not behind")[1] and "Nowhere." not in told.split("## Not behind")[0]
 
 
 def test_machines_are_columns():
@@ -317,7 +318,7 @@ def test_machines_are_columns():
     about |= {"settings": {"quick": False}, "versions": {}, "notes": ["a note"], "date": "a day", "commit": "c0ffee"}
     records = {"AMD": about | {"rows": [fast, other]}, "Intel": about | {"rows": [slow, reached]}}
     lines = page.section("startup", records, described=True).splitlines()
-    assert "| what | against | AMD | Intel | wanted |" in lines
+    assert "| what | peer | AMD | Intel | target |" in lines
     assert "| step | peer | 3.00 (3 / 1 tokens/s) | 1.25 (3 / 1 tokens/s) | 1.5 |" in lines
     assert "| load | peer | 1.50 (2 / 3 s) |  |  |" in lines and "| step | products |  | 40.0 % | 65 % |" in lines
     assert lines.count("a note") == 1 and [line[:8] for line in lines if "c0ffee" in line] == ["- AMD: a", "- Intel:"]

@@ -1,6 +1,6 @@
 """The rows of a record as tables: plain text after a run, Markdown in docs/performance.md."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -23,20 +23,20 @@ def cells(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
     """(header, lines) of the comparisons and of the fractions, if there are any."""
     found = []
     if rows := comparisons(record):
-        head = ["what", "against", "unit", "here", "there", "times as good", "wanted"]
+        head = ["what", "peer", "unit", "here", "there", "ratio", "target"]
         lines = [
-            [r["what"], r["peer"], r["unit"], number(r["ours"]), number(r["theirs"]), f"{r['ratio']:.2f}", wanted(r)]
+            [r["what"], r["peer"], r["unit"], number(r["ours"]), number(r["theirs"]), f"{r['ratio']:.2f}", target_of(r)]
             for r in rows
         ]
         found.append((head, lines))
     if rows := fractions(record):
-        lines = [[r["what"], r["limit"], f"{100 * r['fraction']:.1f} %", wanted(r)] for r in rows]
-        found.append((["what", "of which limit", "reached", "wanted"], lines))
+        lines = [[r["what"], r["limit"], f"{100 * r['fraction']:.1f} %", target_of(r)] for r in rows]
+        found.append((["what", "limit", "reached", "target"], lines))
     return found
 
 
 def compared(row: Mapping[str, Any] | None) -> str:
-    """2.80 (3,236 / 1,157 tokens/s); nothing where a machine has no such row."""
+    """2.80 (3,236 / 1,157 tokens/s); empty for a machine without this row."""
     if row is None:
         return ""
     return f"{row['ratio']:.2f} ({number(row['ours'])} / {number(row['theirs'])} {row['unit']})"
@@ -46,12 +46,12 @@ def reached(row: Mapping[str, Any] | None) -> str:
     return "" if row is None else f"{100 * row['fraction']:.1f} %"
 
 
-def wanted_of(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What is wanted of the same row on several machines: the target of the last one measured that has one."""
-    return next(filter(None, map(wanted, reversed(list(rows)))), "")
+def newest_target(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The target of the same row on several machines: that of the last one that has a target."""
+    return next(filter(None, map(target_of, reversed(list(rows)))), "")
 
 
-def wanted(row: Mapping[str, Any]) -> str:
+def target_of(row: Mapping[str, Any]) -> str:
     if "ratio" in row:
         return "" if row["target"] is None else f"{row['target']:.4g}"
     if row["most"] is not None:
@@ -79,7 +79,7 @@ def text(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *record["notes"]])
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first two columns are text and the others numbers."""
-    rule = ["---" if i < 2 else "---:" for i in range(len(head))]
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], text: Collection[int] = (0, 1)) -> str:
+    """A table; `text` are the indices of the columns of text, the others hold numbers and are aligned right."""
+    rule = ["---" if i in text else "---:" for i in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])

@@ -306,6 +306,18 @@ def test_losses_are_told():
     assert "Nowhere." in told.split("## Not behind")[1] and "Nowhere." not in told.split("## Not behind")[0]
 
 
+def test_a_run_prints_its_rows():
+    row, limit = lib.against("step", "peer", 3.0, 1.0, "s", target=1.5), lib.fraction("step", 0.4, "products", 0.65)
+    (head, [line]), (limits, [reached]) = tables.cells({"rows": [row, limit]})
+    measured = list(zip(head, line, strict=True))
+    assert measured[3:] == [("here", "3"), ("there", "1"), ("ratio", "0.33"), ("target", "1.5")]
+    assert list(zip(limits, reached, strict=True))[1:] == [
+        ("limit", "products"),
+        ("reached", "40.0 %"),
+        ("target", "65 %"),
+    ]
+
+
 def test_machines_are_columns():
     """A machine without a row leaves its cell empty; the target is the newest one."""
     fast = lib.against("step", "peer", 3.0, 1.0, "tokens/s", target=1.5)
@@ -320,6 +332,7 @@ def test_machines_are_columns():
     lines = page.section("startup", records, described=True).splitlines()
     assert "| what | peer | AMD | Intel | target |" in lines
     assert "| step | peer | 3.00 (3 / 1 tokens/s) | 1.25 (3 / 1 tokens/s) | 1.5 |" in lines
+    assert tables.newest_target([fast, fast | {"target": 2.0}, slow]) == "2"
     assert "| load | peer | 1.50 (2 / 3 s) |  |  |" in lines and "| step | products |  | 40.0 % | 65 % |" in lines
     assert lines.count("a note") == 1 and [line[:8] for line in lines if "c0ffee" in line] == ["- AMD: a", "- Intel:"]
 

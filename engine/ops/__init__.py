@@ -1,23 +1,23 @@
-"""Operators under one name on any machine: the compiled one if it is available, else its torch reference.
+"""Operators with one name on every machine: compiled if available, else their torch reference.
 
 ::
 
     library, build, __main__          finding and loading the compiled operators of csrc/; compiling them
-    fused, reference, rounding_bits   steps of optimizers on lists of tensors, and the same in torch
+    fused, reference, rounding_bits   optimizer steps on lists of tensors, and their torch reference
     gemm, activation, attention, distance_attention, norm, rotary, embeddings, cross_entropy, soft_cap
-                                      what the layers of a model compute
+                                      the operations of model layers
     dropout_masks, philox, triton_dropout
                                       dropout and its random bits
-    compilation, graphs               what torch.compile takes into its graphs
-    autograd, autocast, remade        autograd functions; tensors that backward makes again
-    layout, sha256, counters          bytes of files, hashes, counters between processes
-    table_memory, zero_pages          memory of large tables, and zeros that take no memory
+    compilation, graphs               what torch.compile puts into its graphs
+    autograd, autocast, remade        autograd functions; tensors that backward recomputes
+    layout, sha256, counters          transposes and checksums, SHA-256, counters shared by processes
+    table_memory, zero_pages          memory for large tables; zeros that take no memory
 
 Dropout (`engine.ops.dropout_masks`): torch's `bernoulli_` draws one number at a time on one thread, which takes longer
-than the matrix product beside it. Here, 16 bits of a counter-based generator decide for each element.
+than the matrix product next to it. Here, 16 bits of a counter-based generator decide each element.
 """
 
-from engine.ops import graphs as graphs  # for its operators, which others call by their names
+from engine.ops import graphs as graphs  # registers operators that are called by name
 from engine.ops.activation import Activation, gated, gelu, gelu_tanh, silu
 from engine.ops.compilation import eager, host_number, leave_to_eager
 from engine.ops.cross_entropy import cross_entropy_

@@ -51,13 +51,13 @@ def _report() -> int:
 
     from engine.ops import gemm, library, onednn_linear
 
-    warnings.filterwarnings("ignore", "the fused .* operators are not in use")  # the lines say so, and why
+    warnings.filterwarnings("ignore", "the fused .* operators are not in use")  # the report says so, and why
     lines = []
     for device in ("cpu", "cuda"):
         name = f"fused operators, {device.upper()}"
         try:
             status = library.on(torch.device(device))
-        except RuntimeError as error:  # a GPU that is full, or another process's alone
+        except RuntimeError as error:  # a GPU that is full, or in exclusive use by another process
             status = library.Status(False, f"the GPU does not answer: {str(error).splitlines()[0]}")
         lines.append(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
@@ -70,7 +70,7 @@ def _report() -> int:
         lines.append('with torch.set_float32_matmul_precision("medium"): in bf16, with sums in fp32')
     try:
         print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # who reads it has seen enough; else Python would complain at its end
+    except BrokenPipeError:  # the reader has closed the pipe; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

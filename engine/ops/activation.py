@@ -1,12 +1,12 @@
 """Activations of feed-forward networks.
 
-On a CPU, torch takes longer for GELU, by the error function or by its tanh approximation, than memory does; and what
-multiplies an activation is a pass of its own, in both directions. The compiled operators (csrc/cpu/activation.h) take
-one exponential function and one division, and one pass for all.
+On a CPU, torch's GELU, exact or with tanh, is bound by computation rather than by memory, and multiplying the
+activation by `up` is another pass, in forward and in backward. The compiled operators (csrc/cpu/activation.h) need one
+exponential and one division per element, and a single pass.
 
-On a GPU the compiled operators (csrc/cuda/activation.cu) take as long as memory does, and so the time that torch takes
-for the tensors between: what multiplies an activation takes part in the same pass (`gated`), and the gradient of the
-bias before it comes out of the activation's (`engine.ops.linear_activated`).
+On a GPU the compiled operators (csrc/cuda/activation.cu) are bound by memory, and save torch's passes over intermediate
+tensors: the product with `up` is part of the same pass (`gated`), and the activation's backward also yields the
+gradient of the bias of the layer before it (`engine.ops.linear_activated`).
 """
 
 import functools
@@ -22,17 +22,17 @@ from engine.ops.autograd import Function, once_differentiable
 
 Activation = Callable[[Tensor], Tensor]
 
-# By these numbers of csrc/core/activation.h the operators know an activation.
+# The numbers of the activations in csrc/core/activation.h.
 _GELU, _GELU_TANH, _SILU, RELU = range(4)
 
-# Numbers of a tensor on a GPU: below, what is saved is less than what Python adds. With a gate torch has twice the
-# operators.
+# Elements of a tensor on a GPU below which the compiled operator saves less time than the Python around it takes. With
+# a gate torch runs twice as many operators.
 _PAYING, _PAYING_GATED = 1 << 24, 1 << 22
-_PAYING_ON_A_CPU = 1 << 15  # of all but the tanh approximation of GELU alone: with fewer torch takes no longer
+_PAYING_ON_A_CPU = 1 << 15  # elements below which torch is as fast, except for gelu_tanh without a gate
 
 
 def run(x: Tensor, up: Tensor | None, kind: int) -> Tensor:
-    """The activation of x (..., n), times up if it is given, by the compiled operator. up: as x."""
+    """The activation of x (..., n), times `up` (same shape) if given, by the compiled operator."""
     found: Tensor = library.operator("activation")(x, up, kind, library.stream(x.device))
     return found
 
@@ -40,15 +40,14 @@ def run(x: Tensor, up: Tensor | None, kind: int) -> Tensor:
 def run_backward(
     grad: Tensor, x: Tensor, up: Tensor | None, kind: int, sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and up, and on a GPU the sums (n,) of the first over all else; without elements what is not
-    there."""
+    """Gradients of x and up and, with `sums` on a GPU, that of x summed over its rows, (n,); empty if absent."""
     call = library.operator("activation_backward")
     found: tuple[Tensor, Tensor, Tensor] = call(grad, x, up, kind, sums, library.stream(x.device))
     return found
 
 
 class Activated(Function):
-    """in_graph: a graph of torch.compile holds both directions."""
+    """in_graph: forward and backward are operators in a graph of torch.compile."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, kind: int, in_graph: bool = False) -> Tensor:
@@ -69,7 +68,7 @@ class Activated(Function):
 
 
 class _Times(Function):
-    """a * b, elementwise, of which an activation may be made again."""
+    """a * b, elementwise, for factors that backward may recompute."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -85,8 +84,11 @@ class _Times(Function):
 
 
 def _pays(numbers: int, on_a_cpu: int, x: Tensor, *others: Tensor) -> bool:
-    """Whether the compiled operators take these and are faster, as so many numbers are worth an autograd function in
-    Python. Where torch.compile takes them, their number may be a symbol, and on a GPU it fuses activations itself."""
+    """Whether the compiled operators take these tensors and are faster than torch's.
+
+    numbers, on_a_cpu: the number of elements from which an autograd function in Python pays, on a GPU and on a CPU.
+    Inside torch.compile the number of elements may be symbolic, and on a GPU the compiler fuses activations itself.
+    """
     if x.dim() == 0:
         return False
     if torch.compiler.is_compiling():
@@ -105,7 +107,7 @@ def _activate(x: Tensor, up: Tensor | None, kind: int) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x times how much of a standard normal distribution is below x (Hendrycks and Gimpel 2016), elementwise."""
+    """x times the standard normal cumulative distribution function of x, elementwise (Hendrycks and Gimpel 2016)."""
     return remade.note(_activate(x, None, _GELU) if _pays(_PAYING, _PAYING_ON_A_CPU, x) else F.gelu(x), gelu, x)
 
 
@@ -124,18 +126,18 @@ _KINDS: dict[Activation, int] = {gelu: _GELU, gelu_tanh: _GELU_TANH, silu: _SILU
 
 
 def kind_of(activation: Activation) -> int | None:
-    """By what number the compiled operators know it, if they do."""
+    """The number of an activation in the compiled operators; None: they do not have it."""
     return _KINDS.get(activation)
 
 
 def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """activation(gate) * up, elementwise.
 
-    The compiled operators round once on a GPU, where torch rounds the activation before it multiplies. They keep gate
-    and up for backward, where torch keeps activation(gate) too, unless it is relu's: a third of the memory is saved.
+    On a GPU the compiled operators round once, whereas torch rounds the activation before it multiplies. They keep gate
+    and up for backward; torch also keeps activation(gate), so they save a third of the memory, except with relu.
 
     Args:
-        activation: `gelu`, `gelu_tanh`, `silu` and torch's relu may be part of the operator.
+        activation: any function; `gelu`, `gelu_tanh`, `silu` and torch's relu can be fused.
         gate, up: (..., n).
     """
     pays = gate.shape == up.shape and _pays(_PAYING_GATED, _PAYING_ON_A_CPU, gate, up)

@@ -1,5 +1,6 @@
-"""Attention of packed sequences on the CPU: the compiled operator (csrc/cpu/attention.h) takes each sequence and head
-by itself, in the caches, without padding, copies or stored weights. `serves` says where it is there, and fast."""
+"""Attention of packed sequences on the CPU. The compiled operator (csrc/cpu/attention.h) works on one sequence and head
+at a time, within the caches, without padding, copies or stored weights. `serves` says whether it is available and
+fast."""
 
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from engine.torch_compat import may_round_products
 
 
 class Heads(NamedTuple):
-    """heads: of the queries. kv_heads: of keys and values; `heads` is a multiple. scale: of the scores.
-    causal: a query sees itself and what is before it. window: and only what is less than so many places away.
-    cap: above 0; a scaled score s is cap tanh(s / cap), before a bias and the mask (Gemma 2); None: as it is.
+    """heads: of the queries. kv_heads: of keys and values; divides `heads`. scale: factor of the scores.
+    causal: a query sees itself and the tokens before it. window: it only sees tokens less than this distance away.
+    cap: above 0; a scaled score s becomes cap tanh(s / cap), before bias and mask (Gemma 2); None: no cap.
     """
 
     heads: int
@@ -27,15 +28,15 @@ class Heads(NamedTuple):
     cap: float | None = None
 
     def numbers(self) -> tuple[int, int, float, bool, int, float, bool]:
-        """As the compiled operator takes them, and whether it may round what it multiplies to bf16."""
+        """The arguments of the compiled operator; the last says whether it may round factors to bf16."""
         may_round = not torch.compiler.is_compiling() and may_round_products()
         return self.heads, self.kv_heads, self.scale, self.causal, self.window or 0, self.cap or 0.0, may_round
 
 
 class Dropped(NamedTuple):
-    """Which weights are dropped, each with probability p: query i of head h draws as channel j, for the key at place j,
-    of token tokens[i] + (first_head + h) 2^20 (engine.ops.dropout_masks). tokens: (T,) int64, None: 0, 1, 2, ...
-    key, site: as there.
+    """Which attention weights are dropped, each with probability p. The weight of query i and key j in head h uses the
+    random bits of channel j of token tokens[i] + (first_head + h) 2^20 (engine.ops.dropout_masks, also for key and
+    site). tokens: (T,) int64; None: 0, 1, 2, ...
     """
 
     p: float = 0.0
@@ -46,12 +47,12 @@ class Dropped(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Who sees whom by segments, and what is added to their scores: tokens of one kind in a sequence are treated alike.
+    """Attention rules between segments: which keys a query sees, and the bias of their scores, by the tokens' kinds.
 
-    kinds: (T,) int32, the kind of each token, numbered from 0 in each sequence. counts: (n,) int32, the kinds of each
-    sequence. rules: int32, of each sequence (count, count), a row for a query's kind and a column for a key's: -1: the
-    query does not see the key; else twice a number, and one more where it sees what is not after itself only. The
-    number is 0 where `bias` is added, else 1 more than the place in `segment_bias` of what is added instead.
+    kinds: (T,) int32, the kind of each token, numbered from 0 in each sequence. counts: (n,) int32, the number of kinds
+    in each sequence. rules: int32, for each sequence (count, count), a row per kind of query and a column per kind of
+    key. -1: the query does not see the key. Otherwise 2 * number, plus 1 if the query sees only keys that are not after
+    it; number is 0 to add `bias`, or 1 + the column of `segment_bias` that is added instead.
     """
 
     kinds: Tensor
@@ -68,13 +69,14 @@ def serves(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
 
 NOTHING_DROPPED = Dropped()
 
-_KEY = 7  # its place among the numbers of the compiled operator, behind those of `Heads`
+_KEY = 7  # index of the key in the numbers of the compiled operator, after those of `Heads`
 
 
 def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """(attention, the sums of its rows for backward), outside autograd.
+    """(attention, the row statistics that backward needs), without autograd.
 
-    arguments: as of `Attention`; contiguous. By segments: then those of `Rules` and (heads, width) segment_bias.
+    arguments: those of `Attention`, contiguous; with segments followed by the fields of `Rules` and segment_bias
+    (heads, width).
     """
     heads = arguments[6]
     out, sums = torch.empty_like(q), q.new_empty(q.shape[0], heads, 2)
@@ -85,9 +87,9 @@ def run(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 def run_backward(
     grad: Tensor, need_bias: bool, out: Tensor, sums: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, and of the bias where it is needed.
+    """Gradients of q, k, v, and of the bias if needed.
 
-    arguments: as of `run`; by segments then the tensor that gets the gradient of segment_bias, or None.
+    arguments: those of `run`; with segments followed by the tensor for the gradient of segment_bias, or None.
     """
     q, k, v, _, _, bias, *_ = arguments
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -97,7 +99,7 @@ def run_backward(
 
 
 class Attention(Function):
-    """numbers: of `Heads`, key, site, first_head, threshold; key and site are tensors in a compiled graph."""
+    """numbers: those of `Heads`, key, site, first_head, threshold; in a compiled graph key and site are tensors."""
 
     @staticmethod
     def forward(
@@ -129,7 +131,7 @@ class Attention(Function):
 
 
 class AttentionBySegments(Function):
-    """numbers: of `Heads`, key, site, first_head, threshold."""
+    """numbers: those of `Heads`, key, site, first_head, threshold."""
 
     @staticmethod
     def forward(
@@ -173,9 +175,9 @@ def attention(
     """dropout(softmax(capped(scale q k^T) + bias)) v inside each sequence.
 
     Args:
-        q: (T, heads * head_dim) fp32. k, v: (S, kv_heads * head_dim). cu_queries, cu_keys: (n + 1,) of an integer type,
-            rising from 0 to T and S: sequence i is rows cu[i] : cu[i + 1]. bias: (heads, 2 * m - 1), m no less than the
-            longest sequence: column m - 1 + d for a key d places after its query.
+        q: (T, heads * head_dim) fp32. k, v: (S, kv_heads * head_dim). cu_queries, cu_keys: (n + 1,) integers, rising
+            from 0 to T and S: sequence i is rows cu[i] : cu[i + 1]. bias: (heads, 2 * m - 1), m at least the length of
+            the longest sequence: column m - 1 + d is for keys d places after their query.
 
     Returns:
         (T, heads * head_dim); zeros where a sequence has no keys.
@@ -183,7 +185,7 @@ def attention(
     offsets = [cu.int().contiguous() for cu in (cu_queries, cu_keys)]
     p, key, site, tokens, first_head = dropped
     threshold = round(p * 65536)
-    if threshold == 65536:  # so near to 1 that 16 bits keep none
+    if threshold == 65536:  # so close to 1 that 16 bits keep nothing
         return F.dropout(attention(q, k, v, cu_queries, cu_keys, heads, bias), 1.0)
     inputs = [x if x is None else x.contiguous() for x in (q, k, v, *offsets, bias, tokens)]
     if torch.compiler.is_compiling():
@@ -203,10 +205,10 @@ def attention_by_segments(
     segment_bias: Tensor | None = None,
     dropped: Dropped = NOTHING_DROPPED,
 ) -> Tensor:
-    """`attention` of each sequence to itself, where `rules` say who sees whom in place of `heads`.
+    """`attention` of each sequence to itself, with the masks of `rules` in place of those of `heads`.
 
     Args:
-        segment_bias: (heads, ...), beside a bias.
+        segment_bias: (heads, ...), see `Rules`; only together with a bias.
     """
     p, key, site, tokens, first_head = dropped
     threshold = round(p * 65536)

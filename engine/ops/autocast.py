@@ -1,4 +1,4 @@
-"""What torch.autocast asks of operators that it does not know."""
+"""The casts of torch.autocast, for operators that it does not know."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a product with x: x's, or that of the autocast around it."""
+    """The dtype of a product with x: that of the enclosing autocast, else x's."""
     return torch.get_autocast_dtype(x.device.type) if _is_cast(x) else x.dtype
 
 
 def as_factors(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """x and others as the autocast around them has them in a product.
+    """x and others, cast as the enclosing autocast casts the factors of a product.
 
-    For autograd functions that compute products in backward too, where autocast is off, or whose forward takes the
-    gradients, which are of one dtype with the factors.
+    For autograd functions that compute products in backward too, where autocast is off, or compute gradients in
+    forward, which need the dtype of the factors.
     """
     if not _is_cast(x):
         return (x, *others)

@@ -1,4 +1,4 @@
-"""What the autograd functions of operators share."""
+"""The base of the operators' autograd functions."""
 
 import functools
 from collections.abc import Callable
@@ -10,11 +10,12 @@ from engine.torch_compat import in_function_transform
 
 
 class Function(torch.autograd.Function):
-    """torch's, for operators that every layer calls: no subclass has a ``setup_context``.
+    """torch.autograd.Function with a faster ``apply``, for operators that every layer calls. No subclass may define
+    ``setup_context``.
 
-    For those that have, torch's ``apply`` looks in Python at itself and at each argument, which takes a third of the
-    time of a call; where a model is small, and always on a GPU, that is a step's time. Not for what torch.compile takes
-    into its graphs.
+    torch's ``apply`` handles functions with ``setup_context`` in Python and checks each argument, a third of the time
+    of a call; a small model, and any model on a GPU, waits for that time in each step. Not for functions that
+    torch.compile traces into its graphs.
     """
 
     _apply: Callable[..., Any]
@@ -25,16 +26,16 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if in_function_transform():  # about which torch's raises
+        if in_function_transform():  # torch's own apply raises the error
             return super().apply(*args)
         return cls._apply(*args)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise an error for a second derivative, as ``create_graph=True`` asks for.
+    """Raise an error when ``create_graph=True`` asks for a second derivative.
 
-    torch's decorator of this name notices it if the gradient that comes in has one, and only in ``backward``. But what
-    comes out depends on the inputs of forward too: it would be taken for a constant, without a word.
+    torch's decorator of this name only raises if the incoming gradient requires grad, and only in the second backward.
+    But the result depends on the inputs of forward too, and would silently be treated as a constant.
     """
 
     @functools.wraps(backward)

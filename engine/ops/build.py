@@ -1,7 +1,8 @@
-"""Compiles csrc/ into shared libraries, without importing torch: it needs torch's headers, a C++ compiler, and nvcc.
+"""Compiles csrc/ into shared libraries without importing torch. Needs torch's headers, a C++ compiler and, for CUDA,
+nvcc.
 
-The CPU library holds each kernel for several instruction sets and chooses when it is loaded, so it runs on any CPU of
-the architecture. Both libraries use the part of torch's stable ABI that version 2.11 has.
+The CPU library holds each kernel for several instruction sets and chooses one when it is loaded, so it runs on any CPU
+of the architecture. Both libraries only use the stable ABI of torch 2.11.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PACKAGE = Path(__file__).resolve().parent
 _ROOT = _PACKAGE.parent.parent  # of a checkout
 
 _COMMON = ["-O3", "-std=c++17"]
-# Without contraction and with the hardware's own division and root, all processors give the same bits.
+# Without contraction, and with IEEE division and square root, all processors give the same bits.
 _CPU = [*_COMMON, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 _CUDA = [*_COMMON, "-fmad=false", "-ftz=true", "-prec-div=true", "-prec-sqrt=true", "-lineinfo", "-Xptxas", "-v"]
 _TORCH = ["-DTORCH_STABLE_ONLY", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # torch 2.11 and later
@@ -35,12 +36,12 @@ _ISAS = {
         "-mprefer-vector-width=512",
     ],
 }
-_ROUNDED = ["-mavx512bf16"]  # beside those of avx512: for products of numbers rounded to bf16
+_ROUNDED = ["-mavx512bf16"]  # added to the flags of avx512, for products of numbers rounded to bf16
 _ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 
 
 class BuildError(RuntimeError):
-    """A library cannot be built here; the message says why in one line, then what the compiler said."""
+    """A library cannot be built here: the message gives the reason in one line, then the compiler's output."""
 
 
 def sources() -> Path:
@@ -60,12 +61,12 @@ def key() -> str:
 
 
 def file_name(kind: str) -> str:
-    """The file of the "cpu" or "cuda" library for this machine and these sources."""
+    """The file name of the "cpu" or "cuda" library for this machine and these sources."""
     return f"fused-{kind}-{platform.system().lower()}-{platform.machine()}-{key()}.so"
 
 
 def folders() -> list[Path]:
-    """Where libraries may be, in the order in which they are looked for and, if writable, built."""
+    """The folders where libraries are looked for, in this order; they are built in the first writable one."""
     if chosen := os.environ.get("MODELCENTER_LIBRARY_DIR"):
         return [Path(chosen)]
     first = _ROOT / "build" / "csrc" if (_ROOT / "csrc" / "core").is_dir() else _PACKAGE / "lib"
@@ -73,7 +74,7 @@ def folders() -> list[Path]:
 
 
 def _caches() -> list[Path]:
-    """The user's cache folder; none for a user without a home, as in some containers."""
+    """The user's cache folder; none for users without a home directory, as in some containers."""
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         return [Path(chosen)]
     try:
@@ -97,10 +98,10 @@ def nvcc() -> str | None:
 def build(kind: str, jobs: int | None = None) -> tuple[Path, str]:
     """Compile the "cpu" or the "cuda" library.
 
-    Returns (its path, what the compilers reported: for CUDA the registers and spills of each kernel).
+    Returns (its path, the compilers' output: for CUDA the registers and spills of each kernel).
 
     Raises:
-        BuildError: there is no compiler, no torch, no writable folder, or the compiler fails.
+        BuildError: there is no compiler, no torch or no writable folder, or the compiler fails.
     """
     parts = _cpu_parts() if kind == "cpu" else _cuda_parts()
     jobs = jobs or _jobs()
@@ -113,12 +114,12 @@ def build(kind: str, jobs: int | None = None) -> tuple[Path, str]:
         made = f"{room}/library.so"
         _run([compiler(), "-shared", *objects, "-o", made, *_link(kind)])
         target = folder / file_name(kind)
-        os.replace(made, target)  # whoever builds or loads at the same time sees the old file or the new one
+        os.replace(made, target)  # atomic: concurrent builds and loads see the old file or the new one
     return target, "\n".join(report for report in reports if report)
 
 
 def _jobs() -> int:
-    """How many compilers run at a time: $MAX_JOBS, else one for each processor; at most 4."""
+    """The number of compilers that run at a time: $MAX_JOBS, else one per processor; at most 4."""
     chosen = os.environ.get("MAX_JOBS")
     if chosen and not (chosen.isdecimal() and int(chosen)):
         raise BuildError(f"MAX_JOBS is {chosen!r}, expected a whole number of at least 1, or nothing")
@@ -126,7 +127,7 @@ def _jobs() -> int:
 
 
 def compiler() -> str:
-    """The C++ compiler: $CXX, or the first there is."""
+    """The C++ compiler: $CXX, or the first that is found."""
     for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
         if name and shutil.which(name):
             return name
@@ -157,7 +158,7 @@ def _cpu_parts() -> list[list[str]]:
 
 
 def cpu_kernels(cxx: str) -> list[tuple[str, list[str]]]:
-    """The files of kernels for this machine's CPUs, and with which flags this compiler makes each of them."""
+    """The kernel files for this machine's CPUs, each with the flags for this compiler."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return [("kernels.cpp", ["-DMC_ISA=plain"]), ("rounded.cpp", [])]
     kernels = [("kernels.cpp", [*flags, f"-DMC_ISA={isa}"]) for isa, flags in reversed(_ISAS.items())]
@@ -166,7 +167,7 @@ def cpu_kernels(cxx: str) -> list[tuple[str, list[str]]]:
 
 
 def knows(cxx: str, flags: Sequence[str]) -> bool:
-    """Whether a compiler takes these flags: older ones lack the latest instructions."""
+    """Whether a compiler accepts these flags: older ones lack the latest instructions."""
     probe = [cxx, *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     return subprocess.run(probe, capture_output=True).returncode == 0
 
@@ -182,7 +183,7 @@ def _cuda_parts() -> list[list[str]]:
             f"{cc} knows none of the compute capabilities {', '.join(_ARCHITECTURES)}"
         )  # fmt: skip
     generate = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
-    generate.append(f"-gencode=arch=compute_{codes[-1]},code=compute_{codes[-1]}")  # for GPUs to come
+    generate.append(f"-gencode=arch=compute_{codes[-1]},code=compute_{codes[-1]}")  # PTX, for future GPUs
     kernels = [cc, *_CUDA, *generate, "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2"]
     kernels += ["-ccbin", cxx, "-c"]
     bind = [cxx, *_CPU, *_include(), "-c", str(cuda / "bind.cpp")]
@@ -202,7 +203,7 @@ def _link(kind: str) -> list[str]:
     torch = [f"-L{libraries}", "-ltorch_cpu"]
     if kind == "cpu":
         return torch
-    # nvcc may be a script that stands elsewhere than its toolkit; it knows.
+    # nvcc may be a script outside its toolkit, so ask it for the path.
     said = re.search(r"TOP=(\S+)", _run([str(nvcc()), "-dryrun", "-x", "cu", os.devnull]))
     top = Path(said[1]) if said else Path(str(nvcc())).resolve().parent.parent
     found = [f"-L{folder}" for folder in (top / "lib64", top / "lib", *top.glob("targets/*/lib")) if folder.is_dir()]

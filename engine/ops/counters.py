@@ -1,7 +1,7 @@
-"""Counters in memory that processes share: one process counts up, the others wait until it has come far enough.
+"""Counters in shared memory: one process counts up, the others wait until the counter reaches a value.
 
-Whoever sees a new value sees all that was written before it. Without the compiled operators (csrc/cpu/counters.h) a
-process that waits looks again and again; that its looks come in order only some processors promise.
+A process that sees a new value also sees everything that was written before it. Without the compiled operators
+(csrc/cpu/counters.h) waiting processes poll, which is only correct on processors that keep the order of writes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 
 from engine.ops import library
 
-_ORDERED = ("x86_64", "AMD64")  # processors whose writes all others see in the order in which they were made
-_AWAKE = 20  # looks without a pause
-_PAUSE = 1e-4  # seconds between two looks
+_ORDERED = ("x86_64", "AMD64")  # processors whose writes become visible to all others in program order
+_AWAKE = 20  # polls without a pause
+_PAUSE = 1e-4  # seconds between two polls
 
 
 def usable() -> bool:
-    """Whether counters can be waited for here."""
+    """Whether processes can wait for counters on this machine."""
     return library.cpu().loaded or platform.machine() in _ORDERED
 
 
 def count_to_(counter: torch.Tensor, value: int) -> None:
-    """Set a counter, one int64 number that only this process sets, to a higher value."""
+    """Raise a counter, an int64 tensor of one element that only this process writes, to a value."""
     if library.cpu().loaded:
         torch.ops.modelcenter.count_to_(counter, value)
     else:
@@ -32,7 +32,7 @@ def count_to_(counter: torch.Tensor, value: int) -> None:
 
 
 def reached(counter: torch.Tensor, value: int, seconds: float) -> bool:
-    """Wait until a counter has at least this value, at most for some seconds. Returns whether it has."""
+    """Wait until a counter has at least this value, for at most so many seconds. Returns whether it has."""
     if library.cpu().loaded:
         found: bool = torch.ops.modelcenter.count_reached(counter, value, int(seconds * 1000))
         return found

@@ -1,5 +1,5 @@
-"""Cross-entropy of rows of logits and its gradient, which takes their place. The compiled operator (csrc/cpu/loss.h,
-csrc/cuda/loss.cu) goes over a row while it is in the nearest caches; torch goes over all rows some ten times."""
+"""Cross-entropy of rows of logits; its gradient overwrites the logits. The compiled operator (csrc/cpu/loss.h,
+csrc/cuda/loss.cu) works on a row while it is in the nearest caches; torch passes over all rows some ten times."""
 
 import torch
 from torch import Tensor
@@ -13,17 +13,17 @@ _16_BITS = (torch.bfloat16, torch.float16)
 def cross_entropy_(
     logits: Tensor, targets: Tensor, count: Tensor | float, smoothing: float = 0.0, train: bool = True
 ) -> Tensor:
-    """(n,) fp32: (1 - smoothing) (lse - logit of the target) + smoothing (lse - mean of the logits), of each row.
+    """(n,) fp32, for each row (1 - smoothing) (lse - logit of the target) + smoothing (lse - mean of the logits).
 
-    It is computed in fp32, also where the logits are not; the gradient is then rounded once.
+    Computed in fp32 for all dtypes; the gradient of 16-bit logits is rounded once.
 
     Args:
-        logits: (n, classes) of fp32, bf16 or fp16, whose rows are contiguous; with `train` the gradient of the losses'
-            sum / count takes their place, else they are as before. targets: (n,) int64, classes of the rows.
+        logits: (n, classes) fp32, bf16 or fp16, with contiguous rows. With `train` they are overwritten by the gradient
+            of sum(losses) / count, else unchanged. targets: (n,) int64, the class of each row.
 
     Raises:
-        IndexError, RuntimeError: a target is none of the classes; on a GPU, where nothing waits for it, an assertion of
-            the device, as torch's.
+        IndexError, RuntimeError: a target is not a class. On a GPU nothing waits for this check: it is a device-side
+            assertion, as torch's.
     """
     if _is_compiled(logits):
         loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
@@ -73,11 +73,11 @@ def losses_(
     classes: int,
     hit: Tensor,
 ) -> Tensor:
-    """The losses (n,) of `cross_entropy_`, from logits (n, columns) of some of the classes.
+    """The losses (n,) of `cross_entropy_`, from logits (n, columns) of a part of the classes.
 
     Args:
-        at: (n, 1) the column of the target. hit: (n, 1) whether it is among these. sums: over all classes lse (n, 1),
-            the logit of the target (n, 1) and, where there is smoothing, the mean (n,).
+        at: (n, 1), the column of the target. hit: (n, 1), whether the target is in this part. sums: over all classes
+            lse (n, 1), the logit of the target (n, 1) and, with smoothing, the mean (n,).
     """
     lse, at_target, mean = sums
     loss = (lse - at_target).squeeze(1) * (1 - smoothing)
@@ -91,7 +91,7 @@ def losses_(
 def _to_gradient(
     softmax: Tensor, at: Tensor, count: Tensor | float, smoothing: float, classes: int, hit: Tensor | None = None
 ) -> None:
-    """Softmax (n, columns) -> the gradient of the losses' sum / count, in its place. hit: None: each target is here."""
+    """Turn the softmax (n, columns) into the gradient of sum(losses) / count, in place. hit: None: all hit."""
     if smoothing:
         softmax.sub_(smoothing / classes)
     if softmax.shape[1]:

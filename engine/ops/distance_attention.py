@@ -1,5 +1,6 @@
-"""Attention of packed sequences on the CPU whose scores know distances: the compiled operator (csrc/cpu/distances.h).
-Products for distances, like scores, never leave the caches. `attention.serves` says where it is there, and fast."""
+"""Attention of packed sequences on the CPU whose scores depend on distances, by a compiled operator
+(csrc/cpu/distances.h). Neither scores nor products with distances leave the caches. `attention.serves` says whether it
+is available and fast."""
 
 from typing import Any
 
@@ -36,7 +37,7 @@ class _ByDistances(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: recomputation gives them once
+        saved = ctx.saved_tensors  # read once: recomputation returns them only once
         _, _, q, k, v, _, *tables, _ = saved
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         dkeys, dqueries = (
@@ -59,13 +60,13 @@ def attention_by_distances(
     queries: Tensor | None,
     dropped: Dropped = NOTHING_DROPPED,
 ) -> Tensor:
-    """dropout(softmax(scale (q k^T + q keys^T + k queries^T))) v of each sequence to itself; a query's product with
-    `keys`, and a key's with `queries`, is that with the row for their distance.
+    """dropout(softmax(scale (q k^T + q keys^T + k queries^T))) v of each sequence to itself. A query is multiplied by
+    the row of `keys`, and a key by the row of `queries`, for their distance.
 
     Args:
-        q, k, v: (T, heads * head_dim) fp32. cu_seqlens: (n + 1,) of an integer type, rising from 0 to T: sequence i is
-            rows cu[i] : cu[i + 1]. heads: as many for keys and values. keys, queries: (2 * m - 1, heads * head_dim)
-            fp32, m no less than the longest sequence: row m - 1 + d for a key d places after its query. None: no such
+        q, k, v: (T, heads * head_dim) fp32. cu_seqlens: (n + 1,) integers, rising from 0 to T: sequence i is rows
+            cu[i] : cu[i + 1]. heads: kv_heads equals heads. keys, queries: (2 * m - 1, heads * head_dim) fp32, m at
+            least the length of the longest sequence: row m - 1 + d is for a key d places after its query. None: no such
             product.
 
     Returns:
@@ -73,7 +74,7 @@ def attention_by_distances(
     """
     p, key, site, tokens, first_head = dropped
     threshold = round(p * 65536)
-    if threshold == 65536:  # so near to 1 that 16 bits keep none
+    if threshold == 65536:  # so close to 1 that 16 bits keep nothing
         return F.dropout(attention_by_distances(q, k, v, cu_seqlens, heads, keys, queries), 1.0)
     numbers = heads.heads, heads.scale, heads.causal, heads.window or 0, key, site, first_head, threshold
     inputs = [x if x is None else x.contiguous() for x in (q, k, v, cu_seqlens.int(), keys, queries, tokens)]

@@ -1,12 +1,13 @@
-"""Dropout whose mask is a function of (seed, step, site, token, channel): computed again in backward, never stored.
+"""Dropout whose mask is a function of (seed, step, site, token, channel): recomputed in backward, never stored.
 
-A token has the same mask however a batch is cut into ranks, microbatches and packed rows, so that a run with dropout
-has the same losses on any number of ranks. For that a training loop says which step it is (`dropout_key`) and which
-rows of the data a batch holds (`dropout_rows`); a model then numbers its tokens by row and place (`Draws`). Without
-them each call takes a key from torch's generator: `torch.manual_seed` and a saved generator state reproduce the masks.
+A token has the same mask however a batch is cut into ranks, microbatches and packed rows, so a run with dropout has the
+same losses on any number of ranks. For this, a training loop sets the step (`dropout_key`) and the rows of the data in
+a batch (`dropout_rows`), and the model numbers its tokens by row and position (`Draws`). Without them each call takes a
+key from torch's generator: `torch.manual_seed` and a saved generator state reproduce the masks.
 
 The generator is Philox4x32-10 (`engine.ops.philox`). 16 bits decide an element, so the keep probability is exact to
-2^-16. The compiled operator, Triton's on GPUs without it, and their reference give the same bits, on CPUs and GPUs.
+2^-16. The compiled operator, the Triton kernel for GPUs without it, and the reference give the same bits, on CPUs and
+GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engine.ops.compilation import host_number
 from engine.ops.philox import random_bits, scale_of
 
 _MASK64 = (1 << 64) - 1
-# Elements that the reference works on at a time. On a GPU each time launches some 140 kernels.
+# Elements that the reference processes at a time. On a GPU each chunk launches some 140 kernels.
 _CHUNK, _GPU_CHUNK = 1 << 18, 1 << 22
 
 _triton_works = True  # until it fails
@@ -38,7 +39,7 @@ _rows: ContextVar[Tensor | None] = ContextVar("engine.ops.dropout_rows", default
 
 @contextmanager
 def dropout_key(seed: int, step: int) -> Iterator[None]:
-    """Inside, models draw the masks of this step of a run with this seed. Needs `dropout_rows` too."""
+    """Inside, models draw the masks of this step of a run with this seed. Takes effect together with `dropout_rows`."""
     token = _key.set(_signed(_splitmix(_splitmix(seed & _MASK64) + step)))
     try:
         yield
@@ -53,7 +54,7 @@ def has_dropout_key() -> bool:
 
 @contextmanager
 def dropout_rows(rows: Tensor | None) -> Iterator[None]:
-    """Inside, a batch holds these rows of the data: int64, one for each sequence (or for each run of as many)."""
+    """Inside, batches hold these rows of the data: int64, one per sequence (or per group of equally many sequences)."""
     token = _rows.set(rows)
     try:
         yield
@@ -63,14 +64,14 @@ def dropout_rows(rows: Tensor | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Draws:
-    """Which random numbers the dropouts of one forward take.
+    """The random numbers that the dropouts of one forward use.
 
     Attributes:
-        key: of (seed, step). sequences: (n,) int64, the number of each sequence, its place in the data times 2^32.
-        tokens: (T,) int64, the number of each token of this rank, that of its sequence plus its place in it.
-        parts: other ways to cut the tokens, found by how many there are (a part of them under sequence parallelism).
-        every: the numbers of all tokens of the batch, where several ranks share them; None: `tokens`.
-        graph_key: the key, () int64 on the host, for a compiled graph, of which a number would be a constant.
+        key: derived from (seed, step). sequences: (n,) int64, the number of each sequence: its row of the data * 2^32.
+        tokens: (T,) int64, the number of each token of this rank: that of its sequence plus its position.
+        parts: subsets of the tokens, as sequence parallelism has them; selected by their size.
+        every: the numbers of all tokens of the batch, if several ranks share them; None: `tokens`.
+        graph_key: the key as () int64 on the host for compiled graphs, in which an int would be a constant.
     """
 
     key: int
@@ -81,7 +82,7 @@ class Draws:
     graph_key: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.graph_key is None:  # else fully_shard copies the batch for a unit
+        if self.graph_key is None:  # already set when fully_shard copies the batch for a unit
             self.graph_key = host_number(self.key)
 
     @property
@@ -90,12 +91,12 @@ class Draws:
         return self.tokens if self.every is None else self.every
 
     def of_run(self, number: int) -> Draws:
-        """The same rows and tokens for one of several runs of the same modules in a forward: each has a key of its own,
-        as the sites are the same."""
+        """The draws of one of several runs of the same modules in a forward: each needs its own key, because the sites
+        are the same."""
         return replace(self, key=_signed(_splitmix((self.key & _MASK64) + 1 + number)), graph_key=None)
 
     def of(self, count: int) -> Tensor:
-        """The numbers of the tokens of an activation that has so many."""
+        """The token numbers of an activation with `count` tokens."""
         for tokens in (self.tokens, *self.parts):
             if tokens.numel() == count:
                 return tokens
@@ -103,10 +104,10 @@ class Draws:
 
 
 def draws_of(cu_seqlens: Tensor, tokens: int) -> Draws | None:
-    """The draws of a batch of `tokens` tokens with these offsets; None where no loop has said step and rows.
+    """The draws of a batch of `tokens` tokens with these offsets; None without `dropout_key` and `dropout_rows`.
 
     Raises:
-        ValueError: there are not as many rows as sequences, or runs of sequences.
+        ValueError: the number of sequences is not a multiple of the number of rows.
     """
     key, rows = _key.get(), _rows.get()
     if key is None or rows is None:
@@ -130,7 +131,7 @@ def fresh_key() -> int:
 
 
 def drawn_key() -> int | Tensor:
-    """The same; in what is being compiled as a tensor, which the graph draws."""
+    """A key from torch's generator; under torch.compile a tensor that the graph draws."""
     return _fresh() if torch.compiler.is_compiling() else fresh_key()
 
 
@@ -151,13 +152,14 @@ def dropout(
     """Zero elements with probability p and scale the rest by 1 / (1 - p).
 
     Args:
-        x: (..., channels), of any floating dtype. key: of (seed, step); None: one from torch's generator.
-        site: a number below 2^32 of the place in the model. Both may be tensors () int64 on the host, which are no
-            constants of a compiled graph. tokens: int64, one for each row of x; None: 0, 1, 2, ...
-        first_channel: that of x[..., 0], where x is a part of the channels.
+        x: (..., channels), any floating-point dtype. key: derived from (seed, step); None: one from torch's generator.
+        site: a number below 2^32 that identifies the place in the model. Key and site may be tensors, () int64 on the
+            host, so that they are not constants of a compiled graph. tokens: int64, one for each row of x; None: 0, 1,
+            2, ...
+        first_channel: the channel of x[..., 0], if x has a part of the channels.
 
     Raises:
-        ValueError: p is not a probability below 1, or tokens does not fit x.
+        ValueError: p is not a probability, or tokens does not fit x.
     """
     return _drop(x, None, p, training, key, site, tokens, first_channel)
 
@@ -173,7 +175,7 @@ def dropout_add(
     tokens: Tensor | None = None,
     first_channel: int = 0,
 ) -> Tensor:
-    """residual + dropout(x, p), in one pass. residual: as x; else as `dropout`."""
+    """residual + dropout(x, p), in one pass. residual: like x. Other arguments: see `dropout`."""
     if not training or p == 0.0 or x.numel() == 0:
         return residual + x
     if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -182,14 +184,14 @@ def dropout_add(
 
 
 def threshold_of(p: float) -> int:
-    """An element is dropped where its 16 bits are below this. Raises ValueError if p is no probability."""
+    """The number below which 16 random bits drop an element. Raises ValueError if p is not a probability."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p is {p}, expected a probability, 0 <= p <= 1")
     return round(p * 65536)
 
 
 def check_tokens(x: Tensor, tokens: Tensor | None) -> None:
-    """Raises ValueError unless there is one number for each row of x, or none at all."""
+    """Raise ValueError unless `tokens` is None or has one number for each row of x."""
     if tokens is not None and tokens.numel() * x.shape[-1] != x.numel():
         raise ValueError(
             f"tokens has {tokens.numel()} numbers for an x of shape {tuple(x.shape)}: give one for each row"
@@ -197,8 +199,8 @@ def check_tokens(x: Tensor, tokens: Tensor | None) -> None:
 
 
 def numbers_of(x: Tensor, tokens: Tensor | None) -> Tensor | None:
-    """The numbers of the rows of x, as the compiled operators take them."""
-    # As they come they mostly are: a view that backward keeps costs the host half as much as an operator.
+    """`tokens` in the form that the compiled operators take."""
+    # Mostly no change is needed: a view that backward keeps costs the host half as much as an operator.
     if tokens is None or (tokens.dim() == 1 and tokens.device == x.device and tokens.is_contiguous()):
         return tokens
     return tokens.to(x.device).reshape(-1).contiguous()
@@ -218,7 +220,7 @@ def _drop(
     if not training or p == 0.0 or x.numel() == 0:
         return x
     check_tokens(x, tokens)
-    # On a GPU, a key that is drawn on the host would be a constant of a CUDA graph.
+    # On a GPU, a key drawn on the host would be a constant of a CUDA graph.
     if threshold == 65536 or hasattr(x, "placements") or (key is None and x.device.type != "cpu"):
         out = F.dropout(x, p)
         return out if residual is None else residual + out
@@ -234,7 +236,7 @@ def _drop(
 
 
 class Dropout(Function):
-    """key, site: numbers, or in a compiled graph tensors."""
+    """key, site: ints, or tensors in a compiled graph."""
 
     @staticmethod
     def forward(
@@ -257,7 +259,7 @@ class Dropout(Function):
         (tokens,) = ctx.saved_tensors
         x = None
         if need_x:
-            # Dropout is linear: its derivative is a dropout, which has derivatives of its own.
+            # Dropout is linear: its derivative is a dropout, which is differentiable in turn.
             again = Dropout.apply if torch.is_grad_enabled() else _run
             x = again(grad, None, tokens, *ctx.settings)
         return x, grad if need_residual else None, None, None, None, None, None
@@ -273,9 +275,9 @@ def _run(x: Tensor, residual: Tensor | None, tokens: Tensor | None, *settings: A
 def run(
     x: Tensor, residual: Tensor | None, tokens: Tensor | None, threshold: int, key: int, site: int, first_channel: int
 ) -> Tensor:
-    """The dropout outside autograd. residual: of the shape and dtype of x."""
-    # Rows as they come are the usual case, and the host's time is a step's on a GPU; a view of them as a unit's output
-    # would have FSDP warn.
+    """Dropout without autograd. residual: with the shape and dtype of x."""
+    # x mostly has two dimensions. Views cost time on the host, which GPU steps wait for, and a view as the output of a
+    # unit would make FSDP warn.
     rows = x.contiguous() if x.dim() == 2 else x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
     add = None if residual is None else residual.reshape(rows.shape).contiguous()
     numbers = numbers_of(x, tokens)
@@ -290,9 +292,9 @@ def run(
 
 
 def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
-    """Run the dropout by Triton, on a GPU where that works. Warns once if it does not; returns whether it did.
+    """Run dropout by Triton, on GPUs where this works; returns whether it did. Warns once if Triton fails.
 
-    Raises RuntimeError where the GPU has no memory left, or a kernel before this one has failed.
+    Raises RuntimeError if the GPU is out of memory, or if an earlier kernel has failed.
     """
     global _triton_works
     if not _triton_works or x.device.type != "cuda" or x.dtype not in library.FLOATS:
@@ -302,10 +304,10 @@ def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
 
         with torch.cuda.device(x.device):
             triton_dropout.drop_(out, x, *more)
-    except Exception as error:  # it is not installed, has no C compiler, does not know the GPU, ...
+    except Exception as error:  # Triton is not installed, finds no C compiler, does not know the GPU, ...
         if "out of memory" in str(error):
             raise
-        torch.cuda.synchronize(x.device)  # raises what a kernel before has done: Triton reports it as if of its own
+        torch.cuda.synchronize(x.device)  # raises an earlier kernel's error, which Triton reports as its own
         _triton_works = False
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"dropout runs by some 400 kernels of torch's, as Triton fails: {reason}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Tables of embeddings whose gradients cost what the looked-up rows do, and are right in 16 bits on a CPU too."""
+"""Embedding tables whose gradients cost as much as the rows that are looked up, and are accurate in 16 bits on CPUs."""
 
 import weakref
 from typing import Any
@@ -22,13 +22,14 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class _GivenGradient:
-    """The gradient of a whole table that autograd has been given in this backward pass, and what look-ups add to it.
+    """A gradient of a whole table that autograd has received in this backward pass, and the rows that look-ups add.
 
-    A look-up's gradient is zero but for some rows: as a tensor of its own it costs to fill it and to go over the table
-    once more to add it. The rows are added instead where autograd has the sum of all gradients of the table.
+    The gradient of a look-up is zero except for some rows. As a separate tensor it would have to be filled, and the
+    whole table traversed to add it. Instead, a hook adds the rows to the sum of the table's gradients.
 
     Args:
-        node: of a head, which has made the gradient in its forward; None: of a look-up, which makes it anew each time.
+        node: the autograd node of a head that made the gradient in forward; None: a look-up, which makes a new one each
+            time.
     """
 
     def __init__(self, node: Any = None):
@@ -37,8 +38,9 @@ class _GivenGradient:
         self._hook: Any = None
 
     def takes(self, table: Tensor, rows: Tensor, sums: Tensor) -> bool:
-        """Take rows (n,), none twice, and what is added to them (n, width), in a look-up's backward; False: the look-up
-        is to give its gradient itself, as this is another pass, or somebody's hook is to see the sum before."""
+        """In the backward of a look-up: accept sums (n, width) to add to rows (n,), without duplicates. False: the
+        look-up must return its gradient itself, as this is another pass, or another hook must see the whole gradient.
+        """
         if running_backward() != self._pass:
             return False
         if self._hook is None:
@@ -50,10 +52,10 @@ class _GivenGradient:
         return True
 
     def _add(self, grad: Tensor) -> Tensor | None:
-        if running_backward() != self._pass:  # another thread's, or this one has failed
+        if running_backward() != self._pass:  # another thread's backward, or a later one after this has failed
             return None
         node = None if self._node is None else self._node()
-        if node is not None and can_go_backward(node):  # it has kept its gradient, to give it once more
+        if node is not None and can_go_backward(node):  # the head keeps its gradient for another backward
             grad = grad.clone()
         whole = local_tensor(grad)
         for rows, sums in self._rows:
@@ -65,24 +67,24 @@ class _GivenGradient:
         self._rows.clear()
 
 
-# Tables that a head is too, and large ones -> what was last given for them.
+# {table: the last gradient of the whole table}, for tables that are also heads, and for large ones.
 _given = WeakTensorKeyDictionary()
 
 
 def head_gives_gradient(table: Tensor, node: Any) -> None:
-    """Say, in the backward of a head whose autograd node this is, that it returns the gradient of a plain table."""
+    """Called in the backward of a head, with its autograd node: the head returns the gradient of a plain table."""
     _given[table] = _GivenGradient(node)
 
 
 def takes_rows(table: Tensor, rows: Tensor, sums: Tensor) -> bool:
-    """In the backward of a look-up: add its rows to the gradient of the table that is there already, of this pass or of
-    the microbatches before, where autograd would add all of one to all of the other. Only rows differ from zero.
+    """In the backward of a look-up: add its rows to an existing gradient of the table, from this pass or from earlier
+    microbatches. Autograd would add whole tables, although only these rows differ from zero.
 
     Args:
-        table: a parameter; of a shard the rows of this rank. rows: (n,), none twice. sums: (n, width).
+        table: a parameter; of a shard, rows of this rank. rows: (n,), without duplicates. sums: (n, width).
 
     Returns:
-        False: the look-up is to give its gradient itself, and to say so by `gives_gradient` if it is a large one.
+        False: the look-up must return its gradient itself and, if the table is large, call `gives_gradient`.
     """
     given, grad = _given.get(table), table.grad
     if given is not None and given.takes(table, rows, sums):
@@ -97,8 +99,8 @@ def takes_rows(table: Tensor, rows: Tensor, sums: Tensor) -> bool:
 
 
 def gives_gradient(table: Tensor | None) -> None:
-    """Say, in the backward of a look-up, that it returns the gradient of a whole table, to which others may add. None:
-    the table is gone."""
+    """Called in the backward of a look-up: it returns the gradient of a whole table, to which others may add. None: the
+    table no longer exists."""
     if table is not None:
         _given[table] = _GivenGradient()
 
@@ -129,10 +131,10 @@ class _Lookup(torch.autograd.Function):
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """F.embedding, whose gradients of a row are added up in fp32.
+    """F.embedding, with gradients summed in fp32.
 
-    On a CPU torch adds those of a table in 16 bits up in 16 bits, where a sum stops growing at 256 (bf16) or 2,048
-    (fp16) times what is added: of a row that 4,096 tokens look up, one of two token types say, a sixteenth is left.
+    On a CPU torch sums the gradients of a 16-bit table in 16 bits, where a sum stops growing at 256 (bf16) or 2,048
+    (fp16) times its summands: a row that 4,096 tokens look up, such as a token type, keeps a sixteenth of its gradient.
 
     Args:
         ids: integers of any shape. weight: (rows, width). padding_idx: a row that is not trained.
@@ -150,8 +152,8 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
 
 
 class Embedding(nn.Embedding):
-    """torch's, looked up by `embedding`. Raises ValueError for max_norm, scale_grad_by_freq and sparse gradients, which
-    that does not know."""
+    """torch.nn.Embedding that looks up by `embedding`. Raises ValueError for max_norm, scale_grad_by_freq and sparse,
+    which that does not support."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,9 +166,9 @@ class Embedding(nn.Embedding):
 
 
 def check_ids(ids: Tensor, rows: int) -> None:
-    """Check ids for a table of so many rows, of which each rank has some: one that no rank has would become zeros.
+    """Check the ids for a table of `rows` rows that are split over ranks: an id beyond them would give zeros.
 
-    Raises IndexError as nn.Embedding does; on a GPU the device asserts it.
+    Raises IndexError as nn.Embedding does; on a GPU it is a device-side assertion.
     """
     if ids.device.type != "cpu":
         assert_on_device(((ids >= 0) & (ids < rows)).all(), "index out of range of a table that tp_size splits")

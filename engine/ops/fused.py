@@ -1,29 +1,29 @@
-"""Fused operators on lists of local tensors: compiled (csrc/) where the library is there, else their torch reference.
+"""Fused operators on lists of local tensors: compiled (csrc/) if the library is available, else their torch reference.
 
-All take contiguous fp32, bf16 or fp16 tensors of one device, of any size and alignment, empty ones too; a list holds
-one dtype. The compiled operators do not wait for a GPU; the reference reads `found_inf` and the steps. A DTensor is
-passed as its local tensor.
+They take contiguous fp32, bf16 or fp16 tensors of any size (also empty) and alignment, on one device; each list has one
+dtype. The compiled operators do not wait for a GPU; the reference does, to read `found_inf` and the steps. Pass the
+local tensor of a DTensor.
 
-The optimizer steps share their first arguments:
+The optimizer steps share these arguments:
 
-    p, g: parameters and gradients. m, v: moments, fp32 or bf16. step: an fp32 number for each parameter, on its device,
-        how often it was stepped; counted up here.
+    p, g: parameters and gradients. m, v: moments, fp32 or bf16. step: for each parameter, on its device, its number of
+        steps so far, one fp32 number, which is incremented.
     aux, mode: where the fp32 value of a parameter is kept, so that small updates are not lost:
         "plain": p is fp32; aux is empty.
         "master": aux holds fp32 copies, which are rounded into p (fp32, bf16 or fp16).
-        "remainder": p is bf16 and aux holds the 16 bits (int16) that it lacks: the same values as "master" in 2 bytes
-            less; p is rounded to nearest with ties away from zero.
-        "random": p is bf16 and nothing else is kept: updates are rounded at random, exactly in expectation. `places`
+        "remainder": p is bf16 and aux holds the missing 16 bits (int16): the same values as "master" in 2 bytes less; p
+            is rounded to nearest with ties away from zero.
+        "random": p is bf16 and nothing else is kept: updates are rounded stochastically, exact in expectation. `places`
             gives (key, inner, stride, base) of each parameter: element i is element base + i // inner * stride +
             i % inner of the whole tensor, so that every mesh rounds alike.
-    gscale: an fp32 number that gradients are multiplied by (unscaling and clipping). found_inf: an fp32 number; where
-        it is not 0, nothing changes, nor do steps count up.
+    gscale: one fp32 number that gradients are multiplied by (unscaling and clipping). found_inf: one fp32 number; if it
+        is not 0, nothing changes and no step is counted.
 
-CPUs of all kinds and GPUs compute the same bits, and so does the reference, but for denormals: they become zero, and
-the reference keeps them.
+All CPUs and GPUs compute the same bits. So does the reference, except that it keeps denormals, which the compiled
+operators flush to zero.
 
-Raises ValueError (all of them) for lists that differ in length, tensors that differ in size or device, dtypes that an
-operator does not take, tensors that are not contiguous or that overlap.
+Every function raises ValueError for lists that differ in length, tensors that differ in size or device, dtypes that it
+does not take, and tensors that are not contiguous or overlap.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def adamw_(
     found_inf: Tensor | None = None,
     places: Sequence[int] = (),
 ) -> None:
-    """One step of AdamW with decoupled decay; in place. See the module for the arguments."""
+    """One step of AdamW (decoupled weight decay), in place. See the module for the arguments."""
     arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], eps, weight_decay)
     if not _ran("adamw_", p, lambda: _check(arguments), p, g, m, v, aux, step, gscale, found_inf,
@@ -87,12 +87,12 @@ def adamw8_(
     gscale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`adamw_` with moments in 8 bits (csrc/core/quantize.h): a byte each, and an fp32 scale for each block.
+    """`adamw_` with 8-bit moments (csrc/core/quantize.h): a byte each, and an fp32 scale for each block.
 
     Args:
-        m, v: uint8, as p. m_scale, v_scale: fp32, (rows, ceil(width / 128)). All of them begin as zeros.
-        widths: for each parameter, the length of its rows, across whose end no block goes.
-        places: as in mode "random", in each mode: the second moments are rounded at random.
+        m, v: uint8, with the sizes of p. m_scale, v_scale: fp32, (rows, ceil(width / 128)). All start as zeros.
+        widths: for each parameter, the length of its rows; blocks do not cross the end of a row.
+        places: as for mode "random", but in every mode: second moments are rounded stochastically.
     """
     scales = (m_scale, v_scale, widths)
     arguments = StepArguments(p, g, m, v, aux, step, gscale, found_inf, _mode(mode), places, scales)
@@ -117,7 +117,7 @@ def lion_(
     found_inf: Tensor | None = None,
     places: Sequence[int] = (),
 ) -> None:
-    """One step of Lion (Chen et al. 2023) with decoupled decay; in place. See the module for the arguments."""
+    """One step of Lion (Chen et al. 2023) with decoupled weight decay, in place. See the module for the arguments."""
     arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, betas[0], betas[1], weight_decay)
     if not _ran("lion_", p, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf,
@@ -141,7 +141,7 @@ def sgdm_(
     found_inf: Tensor | None = None,
     places: Sequence[int] = (),
 ) -> None:
-    """One step of torch.optim.SGD with momentum; the decay is added to the gradient. See the module."""
+    """One step of torch.optim.SGD with momentum, in place; weight decay is added to the gradient. See the module."""
     arguments = StepArguments(p, g, m, None, aux, step, gscale, found_inf, _mode(mode), places)
     numbers = (lr, momentum, weight_decay, nesterov)
     if not _ran("sgdm_", p, lambda: _check(arguments), p, g, m, aux, step, gscale, found_inf,
@@ -150,10 +150,10 @@ def sgdm_(
 
 
 def grad_norm_sq(g: Tensors, out: Tensor) -> None:
-    """Write the sum of the squares of all gradients into `out` (one fp64 number).
+    """Write the sum of squares of all gradients into `out` (one fp64 number).
 
-    Added up in an order that depends on the sizes alone, so that it repeats bit for bit with any number of threads. It
-    is not finite exactly if a gradient is not.
+    The order of summation depends only on the sizes, so the result has the same bits with any number of threads. It is
+    finite if and only if all gradients are.
     """
 
     def check() -> None:
@@ -174,10 +174,10 @@ def clip_coef_(
     loss_scale: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """What a step needs of the sum of squares (one fp64 number) of gradients that were multiplied by `loss_scale`.
+    """What a step needs to know from the sum of squares (one fp64 number) of gradients multiplied by `loss_scale`.
 
-    Writes, one fp32 number each: the `norm` without the loss scale; `gscale`, what the gradients are to be multiplied
-    by, min(1, max_norm / (norm + eps)) / loss_scale; `found_inf`, 1 if the norm is not finite, else 0.
+    Writes one fp32 number each: `norm`, without the loss scale; `gscale`, the factor for the gradients, min(1, max_norm
+    / (norm + eps)) / loss_scale; `found_inf`, 1 if the norm is not finite, else 0.
     """
 
     def check() -> None:
@@ -191,7 +191,7 @@ def clip_coef_(
 
 
 def cast_scale_copy_(out: Tensors, input: Tensors, scale: Tensor | None = None) -> None:
-    """out = input * scale, each rounded to the dtype of its `out`. scale: one fp32 number."""
+    """out = input * scale, rounded to the dtype of `out`. scale: one fp32 number; None: 1."""
 
     def check() -> None:
         _pairs(out, input, "out", "input")
@@ -210,7 +210,7 @@ def cast_scale_copy_(out: Tensors, input: Tensors, scale: Tensor | None = None) 
 
 
 def split_master_(master: Tensors, p: Tensors, remainder: Tensors) -> None:
-    """Take fp32 numbers apart, without loss: into bf16 ones, rounded, and the 16 bits (int16) that are missing."""
+    """Split fp32 numbers without loss into rounded bf16 numbers `p` and the missing 16 bits, `remainder` (int16)."""
     if _ran("split_master_", p, lambda: _check_split(master, p, remainder), master, p, remainder):
         return
     for whole, high, low in zip(master, p, remainder, strict=True):
@@ -218,7 +218,7 @@ def split_master_(master: Tensors, p: Tensors, remainder: Tensors) -> None:
 
 
 def merge_master_(p: Tensors, remainder: Tensors, master: Tensors) -> None:
-    """Put together what `split_master_` has taken apart, bit for bit (a NaN becomes the standard one)."""
+    """The inverse of `split_master_`, bit for bit, except that every NaN becomes the standard one."""
     if _ran("merge_master_", p, lambda: _check_split(master, p, remainder), p, remainder, master):
         return
     for whole, high, low in zip(master, p, remainder, strict=True):
@@ -226,13 +226,13 @@ def merge_master_(p: Tensors, remainder: Tensors, master: Tensors) -> None:
 
 
 def _ran(operator: str, tensors: Tensors, check: Callable[[], None], *arguments: object) -> bool:
-    """Run a compiled operator, if it takes tensors on the device of these. Returns whether it did; if not, the
-    arguments are checked, for the reference.
+    """Run a compiled operator if it serves the device of `tensors`. Returns whether it did; if not, the arguments are
+    checked for the reference.
 
     Args:
-        check: raises ValueError if the arguments are wrong. The compiled operator's own checks are terse: where it
-            refuses, this raises the full message.
-        arguments: of the operator, but for the stream.
+        check: raises ValueError if the arguments are wrong. The compiled operator's own messages are terse: when it
+            raises, this gives the full one.
+        arguments: those of the operator, except the stream.
     """
     if not len(tensors) or not library.serves(tensors[0].device):
         check()
@@ -241,7 +241,7 @@ def _ran(operator: str, tensors: Tensors, check: Callable[[], None], *arguments:
         library.operator(operator)(*arguments, library.stream(tensors[0].device))
     except RuntimeError:
         check()
-        raise  # the arguments are right: no memory, or the GPU has failed, perhaps in what ran before
+        raise  # the arguments are right: out of memory, or a failure of the GPU, perhaps in an earlier kernel
     return True
 
 
@@ -252,7 +252,7 @@ def _mode(mode: str) -> int:
 
 
 def _check(a: StepArguments) -> None:
-    """Raises ValueError for arguments that a step cannot take."""
+    """Raise ValueError for arguments that a step cannot take."""
     _check_lengths(a)
     if not len(a.p):
         return
@@ -289,7 +289,7 @@ def _check_dtypes(a: StepArguments, device: torch.device) -> None:
 
 
 def _lists(a: StepArguments) -> dict[str, Tensors]:
-    """The lists of a step that have a tensor for each parameter, of its size."""
+    """The lists of a step with one tensor per parameter, of its size, by name."""
     lists = {"p": a.p, "g": a.g, "m": a.m}
     if a.v is not None:
         lists["v"] = a.v
@@ -376,7 +376,7 @@ def _one(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 def _overlap(written: Tensors, read: Tensors) -> None:
-    """Raises ValueError if memory that is written is also another tensor's."""
+    """Raise ValueError if written memory also belongs to another tensor."""
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), writes)
         for tensors, writes in ((written, True), (read, False))

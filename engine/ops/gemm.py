@@ -1,20 +1,21 @@
 """Products of matrices.
 
-torch multiplies fp32 matrices on a CPU with MKL, which on CPUs of other makers than Intel is slower than oneDNN, which
-torch ships too. But oneDNN makes code for each shape, a millisecond or two on one thread, and packed batches have
-another number of tokens in almost every step; and what torch lets it see is contiguous, so that in backward, whose
-operands are transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) is as fast
-as oneDNN without either, but for a few rows, as generation has them; without it oneDNN does all. On AMD's CPUs with
-AVX2 alone MKL is as fast as either, but again for a few rows, with which it takes up to six times as long as the
-compiled operator for few (csrc/cpu/few_rows.h). All are exact fp32, unless torch.set_float32_matmul_precision("medium")
-allows to round what is multiplied to bf16: CPUs with instructions for that multiply twice as fast (by the compiled
-operator, csrc/cpu/rounded.cpp, or Intel's with AMX by torch), and sums are in fp32 as before. The choice
-depends on the CPU, on what is built and on the shape, never on a timing, and no sum on the number of threads: a run
-repeats bit for bit.
+On a CPU torch multiplies fp32 matrices with MKL, which on CPUs by other makers than Intel is slower than oneDNN, also
+part of torch. But oneDNN compiles code for each shape, a millisecond or two on one thread, and packed batches have a
+new number of tokens in almost every step. And torch only passes it contiguous matrices: in backward, where factors are
+transposed, torch copies them first, on one thread. The compiled operator (csrc/cpu/products.h) is as fast as oneDNN and
+needs neither, except for a few rows, as in generation, where oneDNN is used; without the compiled operator oneDNN does
+everything. On AMD CPUs with only AVX2, MKL is as fast as both, again except for a few rows, where it takes up to six
+times as long as the compiled operator for few rows (csrc/cpu/few_rows.h).
 
-On a GPU the products are torch's. The gradient of a bias, which is the sum over all rows, takes torch twice the time of
-reading them; the compiled operator (csrc/cuda/columns.cu) adds them up in one pass, in an order that does not change.
-Those of a layer with an activation come out of the activation's backward pass (csrc/cuda/activation.cu).
+All are exact fp32, unless torch.set_float32_matmul_precision("medium") allows factors to be rounded to bf16. CPUs with
+instructions for that then multiply twice as fast (by the compiled operator, csrc/cpu/rounded.cpp, or on Intel CPUs with
+AMX by torch); sums stay in fp32. The choice depends on the CPU, on what is built and on the shape, never on timing, and
+no sum depends on the number of threads: a run repeats bit for bit.
+
+On a GPU the products are torch's. For the gradient of a bias, the sum over all rows, torch takes twice as long as
+reading the rows; the compiled operator (csrc/cuda/columns.cu) sums in one pass and in a fixed order. In a layer with an
+activation, the backward pass of the activation returns this gradient (csrc/cuda/activation.cu).
 """
 
 import functools
@@ -33,10 +34,10 @@ from engine.ops.autograd import Function, once_differentiable
 from engine.torch_compat import may_round_products
 
 _CPU = torch.device("cpu")
-_FEW = 32  # rows, below which packing the other matrix takes longer than oneDNN, whose code for them is there
-_FEW_OF_MKL = 48  # rows, up to which the compiled operator for few is faster than MKL
-_PAYING = 1 << 24  # numbers of a result: below, torch takes less than 30 us for their sum
-# MKL is at its speed for as many columns; of a vocabulary of 50,257 at once it loses a quarter of it.
+_FEW = 32  # rows, below which oneDNN is faster than packing the other matrix, and has compiled its code already
+_FEW_OF_MKL = 48  # rows, up to which the compiled operator for few rows is faster than MKL
+_PAYING = 1 << 24  # elements of a result, below which torch sums the rows in less than 30 us
+# MKL runs at full speed for this many columns; with a vocabulary of 50,257 at once it is a quarter slower.
 _MANY, _COLUMNS = 4096, 1024
 
 
@@ -66,24 +67,24 @@ def _is_intel() -> bool:
 
 
 def compiled() -> bool:
-    """Whether the compiled operator is there, for an instruction set with which it is fast."""
+    """Whether the compiled operator is available for an instruction set with which it is fast."""
     return library.serves(_CPU) and library.cpu().isa == "avx512"
 
 
 def multiplies_in_bf16() -> bool:
-    """Whether this CPU multiplies fp32 matrices in bf16 where torch's setting, "medium", allows it."""
+    """Whether this CPU multiplies fp32 matrices in bf16 if torch's float32 matmul precision is "medium"."""
     if onednn_linear()[0] and compiled():
         return library.cpu().rounds
-    return "amx_bf16" in _cpu_info()  # oneDNN rounds fp32 matrices for these instructions alone
+    return "amx_bf16" in _cpu_info()  # oneDNN rounds fp32 matrices only for these instructions
 
 
 def few_compiled() -> bool:
-    """Whether that for few rows is there, on a CPU on which it was measured to be faster than MKL."""
+    """Whether the compiled operator for few rows is available, on a CPU where it was measured to be faster than MKL."""
     return library.serves(_CPU) and library.cpu().isa == "avx2" and not _is_intel()
 
 
 def _are_few(rows: int) -> bool:
-    """Whether the compiled operator for few multiplies so many, and not MKL."""
+    """Whether the compiled operator for few rows is used for so many, and not MKL."""
     return rows <= _FEW_OF_MKL and not torch.compiler.is_compiling() and few_compiled()
 
 
@@ -98,16 +99,16 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _compiled_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
-    """The same product, by the compiled operator."""
+    """a @ b.T + bias by the compiled operator."""
     bias = None if bias is None else bias.contiguous()
-    if room is None:  # selective recomputation keeps what an operator returns, not what it writes
+    if room is None:  # selective recomputation keeps what an operator returns, not what it writes into
         return torch.ops.modelcenter.linear(_as_it_lies(a), _as_it_lies(b), bias, may_round_products())
     torch.ops.modelcenter.linear_(room, _as_it_lies(a), _as_it_lies(b), bias, may_round_products())
     return room
 
 
 def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
-    """The same product of plain fp32 matrices, by whatever is faster here for so many rows."""
+    """a @ b.T + bias of plain fp32 matrices, by whatever is fastest on this CPU for so many rows."""
     if onednn_linear()[0]:
         if a.shape[0] < _FEW or torch.compiler.is_compiling() or not compiled():
             return _onednn(a, b, bias)
@@ -118,22 +119,22 @@ def _product_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor |
 
 
 def _torchs_nt(a: Tensor, b: Tensor, bias: Tensor | None, room: Tensor | None) -> Tensor:
-    """The same product, by torch, of not too many columns at once."""
+    """a @ b.T + bias by torch, for a limited number of columns at a time."""
     if b.shape[0] <= _MANY:
         return F.linear(a, b, bias)
     out = a.new_empty((a.shape[0], b.shape[0])) if room is None else room
     for first in range(0, b.shape[0], _COLUMNS):
         part = slice(first, first + _COLUMNS)
         product = torch.mm(a, b[part].t(), out=out[:, part])
-        if bias is not None:  # while it is in the caches; addmm would copy the bias into each row first
+        if bias is not None:  # while the product is in the caches; addmm would first copy the bias into each row
             product.add_(bias[part])
     return out
 
 
 def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | None = None) -> Tensor:
-    """a (m, k) @ b (n, k).T + bias outside autograd, for operators that write their own backward.
+    """a (m, k) @ b (n, k).T + bias without autograd, for operators with their own backward.
 
-    room: (m, n) whose rows are contiguous: memory that the product may take. What is returned has it.
+    room: (m, n) with contiguous rows: memory that the product may use; the result may then be this tensor.
     """
     if not library.plain_fp32(a, b, bias, room) or torch.is_autocast_enabled("cpu"):
         return F.linear(a, b, bias)
@@ -141,10 +142,10 @@ def matmul_nt(a: Tensor, b: Tensor, bias: Tensor | None = None, room: Tensor | N
 
 
 def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None, room: Tensor | None = None) -> Tensor:
-    """a (m, k) @ b (k, n) outside autograd, for operators that write their own backward; a may be transposed.
+    """a (m, k) @ b (k, n) without autograd, for operators with their own backward; a may be transposed.
 
-    add_to: (m, n), contiguous: the product is added to it, in place, and it is what is returned. room: (m, n),
-    contiguous: memory that the product may take if it is added to nothing.
+    add_to: (m, n), contiguous: the product is added to it in place, and it is returned. room: (m, n), contiguous:
+    memory that the product may use if there is no add_to.
     """
     return _product(a, b, add_to, room=room)[0]
 
@@ -152,7 +153,7 @@ def matmul(a: Tensor, b: Tensor, add_to: Tensor | None = None, room: Tensor | No
 def _product(
     a: Tensor, b: Tensor, add_to: Tensor | None = None, sums: bool = False, room: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """(a @ b or what it was added to, the sums of the rows of a if these are wanted)."""
+    """(a @ b, added to `add_to` if given; the row sums of a if `sums`, else None)."""
     if onednn_linear()[0] and library.plain_fp32(a, b, add_to) and not torch.compiler.is_compiling():
         if compiled():
             out = add_to if add_to is not None else a.new_empty((a.shape[0], b.shape[1])) if room is None else room
@@ -162,7 +163,7 @@ def _product(
             return out, total
         out = _onednn(a, b.t())
     elif add_to is not None and add_to.dtype == a.dtype == b.dtype:  # under autocast they may differ
-        return add_to.addmm_(a, b), a.sum(1) if sums else None  # on a GPU added in fp32, and no product is written
+        return add_to.addmm_(a, b), a.sum(1) if sums else None  # a GPU adds in fp32 and writes no product
     elif room is not None and not torch.is_autocast_enabled(a.device.type) and room.dtype == a.dtype == b.dtype:
         out = torch.mm(a, b, out=room)
     else:
@@ -193,8 +194,8 @@ def _column_sums(grad: Tensor) -> Tensor:
 
 
 class _TorchLinear(Function):
-    """torch's products, which selective recomputation knows: on a GPU for the compiled gradient of the bias, and
-    anywhere for what is not kept but made again."""
+    """torch's products, which selective recomputation knows: on a GPU for the compiled gradient of the bias, and on any
+    device for inputs that are recomputed instead of kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -214,7 +215,7 @@ class _TorchLinear(Function):
 def _of_products(
     grad: Tensor, shape: torch.Size, x: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x (*shape, in) and the weight, for the other and a gradient (rows, out), by torch's products."""
+    """Gradients of x (*shape, in) and of the weight for grad (rows, out), by torch; each needs the other factor."""
     dx = None if weight is None else torch.mm(grad, weight)
     if dx is not None and len(shape) != 1:
         dx = dx.view(*shape, -1)
@@ -224,8 +225,8 @@ def _of_products(
 
 
 class _LinearActivated(Function):
-    """`_TorchLinear` and an activation of what comes out: for the gradient of the bias nothing is read again. It
-    keeps what the two would: of relu, whose gradient can be found from it, what comes out."""
+    """`_TorchLinear` and an activation, whose backward also gives the gradient of the bias. Keeps what both would keep;
+    for relu its output, from which the gradient follows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, kind: int, remakes: bool) -> Tensor:
@@ -250,7 +251,7 @@ class _LinearActivated(Function):
 
 
 class _Linears(Function):
-    """Several linear layers of one x, on a CPU or a GPU: what they give back for it is added as it is multiplied."""
+    """Several linear layers of one x, on a CPU or a GPU: the products accumulate the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
@@ -285,18 +286,18 @@ class _Linears(Function):
 
 
 def _sums_pay(grad: Tensor) -> bool:
-    """Whether the compiled sum of its rows, on a GPU, takes less time than torch's."""
+    """Whether the compiled sum over rows, on a GPU, takes less time than torch's."""
     return grad.numel() >= _PAYING and library.plain_cuda(grad)
 
 
 def _joins(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether the operators of this project are in use for these."""
+    """Whether the compiled operators serve these tensors."""
     on_cpu = library.takes_fp32(x, *parameters) and not torch.is_autocast_enabled("cpu")
     return on_cpu or library.plain_cuda(x, *parameters)
 
 
 def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
-    """`linear` of x (rows, in) and the (weight, bias) of each of several layers."""
+    """`linear` of x with the (weight, bias) of each layer; for x (rows, in) they share one backward."""
     if x.dim() == 2 and torch.is_grad_enabled():
         parameters = [t for layer in layers for t in layer]
         if _joins(x, *parameters):
@@ -306,28 +307,28 @@ def linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[
 
 
 def _function_pays(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether the compiled gradient of the bias is worth an autograd function in Python: for a few numbers torch's is
-    as fast on a GPU, and the host is what a step waits for."""
+    """Whether the compiled gradient of the bias is worth an autograd function in Python: for few elements torch's is as
+    fast on a GPU, and the step waits for the host."""
     many = x.numel() * weight.shape[0] >= _PAYING * x.shape[-1] > 0
     return many and torch.is_grad_enabled() and library.plain_cuda(x, weight, bias)
 
 
 def _multiplies(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is something faster than torch's `linear` for these. Of few rows only without gradients: an
-    autograd function in Python takes what is saved."""
+    """Whether `_product_nt` is faster than torch's `linear`. With few rows only without gradients: an autograd function
+    in Python takes the time that is saved."""
     if not onednn_linear()[0] and (torch.is_grad_enabled() or not _are_few(x.shape[:-1].numel())):
         return False
     return library.plain_fp32(x, weight, bias) and not torch.is_autocast_enabled("cpu")
 
 
 def _is_remade(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's own function would keep what backward is to make again."""
+    """Whether torch's own function would keep a tensor that backward should recompute."""
     return remade.is_on(x) and (remade.is_noted(x) or remade.is_noted(weight))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) @ weight (out, in).T + bias (out,)."""
-    if torch.compiler.is_compiling():  # the compiler has its own ways with it
+    if torch.compiler.is_compiling():  # the compiler knows its own ways to multiply
         return F.linear(x, weight, bias)
     if bias is not None and bias.requires_grad and _function_pays(x, weight, bias):
         return _TorchLinear.apply(x, weight, bias)
@@ -336,7 +337,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return _TorchLinear.apply(x, weight, bias)
         return F.linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    # Without gradients an autograd function is all cost: in generation it took as long as the products beside it.
+    # Without gradients an autograd function only costs time: in generation as much as the products themselves.
     out = _Linear.apply(rows, weight, bias) if torch.is_grad_enabled() else _product_nt(rows, weight, bias)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 

@@ -1,9 +1,10 @@
-"""The operators that torch.compile takes into its graphs as they are, in place of what they are made of.
+"""The operators that torch.compile puts into its graphs as they are, without tracing into them.
 
-What a step or a layer decides, such as the key of its masks, comes as a tensor () int64 on the host: a number would be
-a constant of a graph, which would have to be compiled for each. `dropout_masks`, `norm` and `attention` call an
-operator where they are being compiled. It is their autograd function, of whose directions each is a part: a graph holds
-the parts. (`torch.library.custom_op` makes one operator of all, whose call takes 50 us more of Python.)
+Numbers that change from step to step or from layer to layer, such as the key of dropout masks, are tensors () int64 on
+the host: an int would be a constant of the graph, and each value would need a graph of its own. `dropout_masks`,
+`norm`, `attention` and `activation` call these operators while they are being compiled. Each operator is an autograd
+function, whose forward and backward are parts; the graph holds the parts. (`torch.library.custom_op` would wrap both in
+one operator, whose call takes 50 us more of Python.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from engine.ops import activation, attention, dropout_masks, norm
 
 _LIBRARY = torch.library.Library("modelcenter_graph", "DEF")
-_DRAWN = "Tensor? tokens, Tensor key, Tensor site, SymInt threshold"  # of norms
+_DRAWN = "Tensor? tokens, Tensor key, Tensor site, SymInt threshold"  # by norms
 
 
 def _define(schema: str) -> str:
@@ -26,15 +27,18 @@ def _define(schema: str) -> str:
 
 
 def _operator(schema: str, apply: Callable[..., Any]) -> None:
-    """An autograd function as an operator."""
+    """Define an autograd function as an operator."""
     name = _define(schema)
     for key in ("Autograd", "CompositeExplicitAutograd"):
         _LIBRARY.impl(name, apply, key)
 
 
 def _part(schema: str, run: Callable[..., Any], like: Callable[..., Any], key: int | None = None) -> None:
-    """One direction of it, on any device. like: what it returns, for tensors that hold nothing. key: the place of the
-    key among its arguments, behind which stands the site, if it has any."""
+    """Define the forward or the backward of an autograd function as an operator, on any device.
+
+    like: the fake implementation, which returns tensors of the same shapes without data. key: the index of the key
+    among the arguments, directly followed by the site; None: the function draws nothing.
+    """
 
     def call(*arguments: Any) -> Any:
         if key is None:
@@ -47,7 +51,7 @@ def _part(schema: str, run: Callable[..., Any], like: Callable[..., Any], key: i
 
 
 def _like(x: Tensor, there: object = True) -> Tensor:
-    """A tensor like x; where it is not there, one of no elements."""
+    """An uninitialised tensor like x, or without elements unless it is `there`."""
     return x.new_empty(x.shape if there else 0)
 
 

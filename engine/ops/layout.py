@@ -1,7 +1,7 @@
 """Operators on bytes between files and memory: transposes, and the checksum of zip archives.
 
-The compiled operators (csrc/cpu/bytes.h) turn numbers in registers, at a quarter of the time of numpy's copy by tiles,
-and take a third of zlib's time for a checksum.
+The compiled operators (csrc/cpu/bytes.h) transpose in registers, in a quarter of the time of numpy's copy by tiles, and
+take a third of zlib's time for a checksum.
 """
 
 import zlib
@@ -10,14 +10,14 @@ import torch
 
 from engine.ops import library
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
-_TILE = 256  # rows and columns that are transposed at once, so that both sides of it stay in the cache
-_LINE, _CLASH = 64, 2048  # bytes of a cache line; rows so far apart push each other's lines out of the nearest cache
-_CACHED = 16 * 2**20  # bytes; what goes to more than that is not read again soon
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_TILE = 256  # rows and columns that are transposed at a time, so that source and target stay in the cache
+_LINE, _CLASH = 64, 2048  # bytes of a cache line; row distance at which rows evict each other from the nearest cache
+_CACHED = 16 * 2**20  # bytes; a larger target is not read again soon, so it bypasses the caches
 
 
 def transpose_(out: torch.Tensor, values: torch.Tensor) -> None:
-    """`out.copy_(values.t())` on a CPU, for matrices of one dtype whose rows are contiguous, on the calling thread."""
+    """`out.copy_(values.t())` on a CPU, on the calling thread, for matrices of one dtype with contiguous rows."""
     item = out.dtype.itemsize
     if item not in WORDS:
         out.copy_(values.t())
@@ -30,8 +30,8 @@ def transpose_(out: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _by_tiles(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Through numpy, which is faster at it than torch. Where the rows of `values` lie at multiples of 2048 bytes a tile
-    is copied to rows that do not before it is turned: up to three times as fast."""
+    """Transpose with numpy, which is faster than torch. If the rows of `values` lie multiples of 2048 bytes apart, each
+    tile is first copied to rows that do not, which is up to three times as fast."""
     to, rows, tile = out.numpy(), values.numpy(), None
     if rows.strides[0] % _CLASH == 0:
         tile = torch.empty(_TILE, _TILE + _LINE // rows.itemsize, dtype=out.dtype).numpy()
@@ -46,7 +46,7 @@ def _by_tiles(out: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def crc32(data: torch.Tensor, start: int = 0) -> int:
-    """The CRC-32, as zlib has it, of the memory of a contiguous uint8 tensor that follows bytes of the CRC `start`."""
+    """zlib.crc32 of a contiguous uint8 tensor on a CPU; start: the CRC of the bytes before it."""
     if library.cpu().isa in ("", "plain"):
         return zlib.crc32(data.numpy().data, start)
     return int(torch.ops.modelcenter.crc32(data, start))

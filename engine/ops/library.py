@@ -1,4 +1,4 @@
-"""Finds and loads the compiled operators, once; says why there are none where there are none."""
+"""Finds and loads the compiled operators, once, and says why if there are none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ _NO_CODE, _OLD_DRIVER = (98, 209), (35, 222)
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a library is loaded, and its file and instruction set, or why not; of the CPU's also that set alone, and
-    whether it multiplies numbers rounded to bf16 here."""
+    """Whether a library is loaded.
+
+    what: its file and, for the CPU, the instruction set; or why it is not loaded. isa: that set alone. rounds: whether
+    the CPU library can multiply numbers rounded to bf16 on this CPU.
+    """
 
     loaded: bool
     what: str
@@ -36,15 +39,15 @@ class Status:
     rounds: bool = False
 
 
-#: Instruction set of the CPU library, and the kinds of devices on which operators are in use, once that is known: for
-#: what torch.compile takes, which cannot ask. A graph that was made before is made anew.
+#: The instruction set of the CPU library, and the device types whose operators are in use, once these are known. Code
+#: inside torch.compile cannot ask for them; graphs that were compiled before a change are compiled anew.
 loaded_isa = ""
 in_use: tuple[str, ...] = ()
 
 
 @functools.cache
 def cpu() -> Status:
-    """The CPU library, loaded if it can be. MODELCENTER_FUSED=0 leaves it out."""
+    """The CPU library, loaded if possible. MODELCENTER_FUSED=0 disables it."""
     global loaded_isa
     if os.environ.get("MODELCENTER_FUSED") == "0":
         return Status(False, "MODELCENTER_FUSED=0")
@@ -64,7 +67,7 @@ def cpu() -> Status:
 
 @functools.cache
 def cuda() -> Status:
-    """The CUDA library, loaded if it can be. Needs the CPU library, which declares the operators."""
+    """The CUDA library, loaded if possible. Needs the CPU library, which declares the operators."""
     if not cpu().loaded:
         return Status(False, "it needs the CPU library")
     if not torch.cuda.is_available():
@@ -76,7 +79,7 @@ def cuda() -> Status:
 
 
 def load_cuda(path: str) -> Status:
-    """Load this CUDA library; also where there is no GPU, to see that it loads."""
+    """Load this CUDA library. Works without a GPU, so that loading can be tested."""
     global _failure
     try:
         torch.ops.load_library(path)
@@ -88,7 +91,7 @@ def load_cuda(path: str) -> Status:
 
 
 def on(device: torch.device) -> Status:
-    """The library for tensors on this device. A GPU is asked whether it runs the kernels."""
+    """The library for tensors on this device. On a GPU a kernel is launched to see whether it runs."""
     if device.type == "cpu":
         return cpu()
     if device.type != "cuda":
@@ -110,7 +113,7 @@ def on(device: torch.device) -> Status:
 
 @functools.cache
 def serves(device: torch.device) -> bool:
-    """Whether the compiled operators take tensors on this device. Says once, in one line, where they do not."""
+    """Whether the compiled operators take tensors on this device. Warns once, in one line, if they do not."""
     global in_use
     if device.type not in ("cpu", "cuda"):
         return False
@@ -124,9 +127,9 @@ def serves(device: torch.device) -> bool:
 
 
 def plain_fp32(*tensors: torch.Tensor | None) -> bool:
-    """Ordinary CPU tensors (no DTensor or other subclass), fp32, with elements, of which no derivatives are taken but
-    those of backward."""
-    for t in tensors:  # every operator of every layer asks this: a loop takes half the time of all()
+    """Whether all are ordinary CPU tensors (no DTensor or other subclass), fp32 and not empty, outside of function
+    transforms (torch.func)."""
+    for t in tensors:  # called by every operator of every layer: a loop takes half the time of all()
         if t is None:
             continue
         if type(t) not in PLAIN or t.dtype is not torch.float32 or not t.is_cpu or not t.numel():
@@ -135,21 +138,21 @@ def plain_fp32(*tensors: torch.Tensor | None) -> bool:
 
 
 def takes_fp32(*tensors: torch.Tensor | None) -> bool:
-    """Whether the compiled operators of a CPU take these: `plain_fp32` ones, and not in what torch.compile takes."""
+    """Whether the compiled CPU operators take these: `plain_fp32` tensors, outside torch.compile."""
     return not torch.compiler.is_compiling() and plain_fp32(*tensors) and serves(_CPU)
 
 
 def plain_cuda(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Ordinary CUDA tensors (no DTensor or other subclass) of one dtype, fp32, bf16 or fp16, of which no derivatives
-    are taken but those of backward, where the compiled operators are loaded: not in what torch.compile takes, nor under
-    autocast, which has dtypes of its own for norms and products."""
+    """Whether the compiled CUDA operators are loaded and take these: ordinary CUDA tensors (no DTensor or other
+    subclass) of one dtype, fp32, bf16 or fp16, outside of function transforms (torch.func), of torch.compile, and of
+    autocast, which has its own dtypes for norms and products."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
     return same_rows(x, *others) and not in_function_transform() and serves(x.device)
 
 
 def same_rows(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether these are ordinary CUDA tensors of one dtype that the operators of rows take, not under autocast."""
+    """Whether these are ordinary CUDA tensors of one dtype that the operators on rows take, outside autocast."""
     dtype = x.dtype
     if type(x) not in PLAIN or dtype not in FLOATS or torch.is_autocast_enabled("cuda"):
         return False
@@ -163,13 +166,13 @@ def _no_failure() -> bytes | None:
     return None
 
 
-_failure: Any = _no_failure  # of the CUDA library: why this thread's last call of it failed, if it did
+_failure: Any = _no_failure  # the CUDA library's: returns why this thread's last call failed, or None
 
 
 @functools.cache
 def operator(name: str) -> Callable[..., Any]:
-    """A compiled operator that a GPU may run. It raises RuntimeError where it fails, for which the CUDA library must be
-    asked. Looked up once: torch finds it by several attributes, and chooses among its overloads."""
+    """A compiled operator for CPU and GPU that raises RuntimeError if it fails; the CUDA library must be asked whether
+    it did. Looked up once, because torch goes through several attributes and then chooses an overload."""
     compiled = getattr(torch.ops.modelcenter, name).default
 
     def call(*arguments: Any) -> Any:
@@ -187,8 +190,8 @@ def stream(device: torch.device) -> int:
 
 
 def _why_not_launched(said: str, path: str, capability: tuple[int, int]) -> str | None:
-    """What is wrong with the library, where a launch failed for that."""
-    found = re.search(r"kernel was not launched: error (\d+)", said)  # of csrc/cuda/bind.cpp
+    """What is wrong with the library, if that is why a launch failed; else None."""
+    found = re.search(r"kernel was not launched: error (\d+)", said)  # from csrc/cuda/bind.cpp
     error = int(found[1]) if found else 0
     if error in _NO_CODE:
         wanted = ".".join(map(str, capability))

@@ -1,9 +1,9 @@
-"""Norms of rows, and what a Transformer block adds to these before.
+"""Norms of rows, fused with the residual addition of a Transformer block.
 
-Of norms by the root mean square, torch goes over the memory of a row six times on a CPU, and more often in backward.
-The compiled operators (csrc/cpu/norm.h, csrc/cuda/norm.cu) read a row once for the result, and once for all gradients.
-They also take what stands around a norm: `norm_before` and `norm_after` add a dropped-out branch on the way, and the
-two gradients that come back to one tensor on the way back.
+For an RMS norm on a CPU, torch passes over the memory of a row six times, and more often in backward. The compiled
+operators (csrc/cpu/norm.h, csrc/cuda/norm.cu) read a row once for the result, and once for all gradients. They also
+fuse the neighbours of a norm: in forward, `norm_before` and `norm_after` add a branch after dropout; in backward, they
+sum the two gradients of the same tensor.
 """
 
 import functools
@@ -19,14 +19,14 @@ from engine.ops.autograd import Function, once_differentiable
 from engine.ops.compilation import host_number
 from engine.ops.dropout_masks import check_tokens, drawn_key, dropout_add, numbers_of, threshold_of
 
-_LONGEST = 8192  # row that csrc/cuda/norm.cu holds in registers
+_LONGEST = 8192  # elements of the longest row that csrc/cuda/norm.cu holds in registers
 
 
 class Added(NamedTuple):
-    """What is dropped out and added to a tensor.
+    """A branch that is added to a tensor after dropout.
 
     Attributes:
-        branch: as that; None: nothing. p, key, site, tokens: as of `engine.ops.dropout`.
+        branch: like the tensor; None: nothing is added. p, key, site, tokens: see `engine.ops.dropout`.
     """
 
     branch: Tensor | None
@@ -43,14 +43,14 @@ _NOTHING_DROPPED = (None, 0, 0, 0)  # tokens, key, site, threshold
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, branch: Tensor | None, draw: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the sum, its norm, what backward needs of its rows)."""
+    """(the sum, its norm, the row statistics that backward needs)."""
     call = torch.ops.modelcenter_graph.norm_part if isinstance(draw[1], Tensor) else run
     total, out, stats = call(x, weight, bias, eps, branch, *draw)
     return x if branch is None else total, out, stats
 
 
 def run(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`_run`; without a branch the sum has no elements."""
+    """As `_run`, but without a branch the sum has no elements."""
     found: tuple[Tensor, Tensor, Tensor] = library.operator("norm")(x, *arguments, library.stream(x.device))
     return found
 
@@ -62,7 +62,7 @@ def run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 class Norm(Function):
-    """form: what comes out, "norm": that alone, "before": the sum and the norm of it, "after": the norm twice."""
+    """form: the outputs. "norm": the norm; "before": the sum and its norm; "after": the norm twice."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ class Norm(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, stats, tokens = ctx.saved_tensors
         grad, extra = (*grads, None) if ctx.form == "norm" else grads if ctx.form == "after" else grads[::-1]
-        if grad is None:  # nobody used what comes first
+        if grad is None:  # the main output was not used
             if extra is None:
                 return (None,) * 8
             grad, extra = (extra, None) if ctx.form == "after" else (torch.zeros_like(extra), extra)
@@ -115,17 +115,17 @@ def _of_sum(eps: float, total: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 def _on_a_gpu(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
-    """Whether the compiled operators take these there. The last dimension of x is that of the weight."""
+    """Whether the compiled GPU operators take these. The last dimension of x is that of the weight."""
     return 0 < x.shape[-1] <= _LONGEST and library.plain_cuda(x, weight, *others)
 
 
 def _is_compiled(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
-    """The same on a CPU or a GPU."""
+    """Whether the compiled operators take these, on a CPU or a GPU."""
     return library.takes_fp32(x, weight, *others) or _on_a_gpu(x, weight, *others)
 
 
 def _goes_into_a_graph(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
-    """The same in what is being compiled."""
+    """Whether the compiled operators take these inside torch.compile."""
     if x.device.type not in library.in_use:
         return False
     if x.is_cpu:
@@ -145,10 +145,10 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
     arXiv:1607.06450).
 
     Args:
-        x: (..., *shape). weight, bias: of this shape, or None for 1 and 0.
+        x: (..., *shape). weight, bias: (*shape), or None for 1 and 0.
 
     Raises:
-        RuntimeError: the last dimensions of x are not of this shape.
+        RuntimeError: the last dimensions of x are not `shape`.
     """
     if weight is not None and bias is not None and x.shape[-1:] == weight.shape == bias.shape:
         if _on_a_gpu(x, weight, bias):  # on a CPU torch is as fast
@@ -159,8 +159,8 @@ def layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Ten
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 (Zhang and Sennrich 2019,
-    arXiv:1910.07467). The factor is rounded to the type of x before the weight multiplies it, as in transformers'
-    T5LayerNorm and LlamaRMSNorm.
+    arXiv:1910.07467). The normalised x is rounded to the dtype of x before it is multiplied by the weight, as in
+    transformers' T5LayerNorm and LlamaRMSNorm.
 
     Args:
         x: (..., n). weight: (n,).
@@ -172,7 +172,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected that of a row of x, {tuple(x.shape[-1:])}")
     if _is_compiled(x, weight):
         return _norm(x, weight, None, eps)
-    # Rounded once, from fp32, as of a copy in fp32, which backward would keep.
+    # F.rms_norm rounds once, from fp32, as if on an fp32 copy, but backward need not keep such a copy.
     normal = F.rms_norm(x, weight.shape, eps=eps)
     return remade.note(normal * weight, torch.mul, normal, weight)
 
@@ -180,17 +180,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def norm_before(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, added: Added | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x, with what is added to it, and the norm of that: the two that a block with norms before its parts goes on with.
+    """Add a branch to x and normalise the sum: both outputs are used by a block with norms before its sublayers.
 
     Args:
-        x: (..., n). weight, bias: (n,); without a bias it is `rms_norm`, with one `layer_norm`.
+        x: (..., n). weight, bias: (n,); without a bias the norm is `rms_norm`, with one `layer_norm`.
 
     Returns:
-        (the sum, or without a branch x, which is to be used in its place; its norm).
+        (the sum, its norm). Without a branch the sum is x; use it in place of x.
 
     Raises:
-        ValueError: p is not a probability below 1, tokens does not fit x, or the rows of x are not as long as the
-            weight.
+        ValueError: p is not a probability, tokens does not fit x, or the rows of x are not as long as the weight.
     """
     return _add_and_norm(x, weight, bias, eps, added, "before")
 
@@ -198,8 +197,8 @@ def norm_before(
 def norm_after(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, added: Added | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm of x and what is added to it, twice: for the next part of a block with norms behind its parts, and for
-    what is added to that. See `norm_before`."""
+    """The norm of x plus a branch, twice: in a block with norms after its sublayers, the first is the input of the next
+    sublayer, and the second is added to the sublayer's output. See `norm_before`."""
     return _add_and_norm(x, weight, bias, eps, added, "after")
 
 
@@ -226,8 +225,8 @@ def _add_and_norm(
 
 
 def _draw(x: Tensor, weight: Tensor, bias: Tensor | None, added: Added) -> tuple[Any, ...] | None:
-    """What the operator draws by; None where it does not take these. On a GPU a key that is drawn on the host would be
-    a constant of a CUDA graph, and torch drops out."""
+    """(tokens, key, site, threshold) for the operator; None if it does not take these tensors, or if no key is given on
+    a GPU: a key drawn on the host would be a constant of a CUDA graph, so dropout is torch's."""
     branch, p, key, site, tokens = added
     if x.shape[-1:] != weight.shape or not (branch is None or branch.shape == x.shape):
         return None

@@ -1,4 +1,4 @@
-"""The random bits of dropout: Philox4x32-10 (csrc/core/random.h), by a counter of (channel, site, token)."""
+"""The random bits of dropout: Philox4x32-10 (csrc/core/random.h) with (channel, site, token) as its counter."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BLOCK, _LANES = 128, 16  # channels that 16 counters decide
 
 
 def scale_of(threshold: int) -> Tensor:
-    """The factor of elements that are kept: 0-d fp32 on the host, divided in fp32 as csrc does."""
+    """The factor of kept elements: 0-d fp32 on the host, divided in fp32 as in csrc."""
     return torch.tensor(65536.0) / torch.tensor(float(65536 - threshold))
 
 
 def random_bits(tokens: Tensor, first_channel: int, channels: int, key: int, site: int) -> Tensor:
-    """(tokens, channels) int64 of 16 random bits each."""
+    """(tokens, channels) int64, 16 random bits each."""
     blocks = range(first_channel // BLOCK, (first_channel + channels - 1) // BLOCK + 1)
     a = torch.arange(blocks.start * _LANES, blocks.stop * _LANES, device=tokens.device)[None]
     b: Any = site & _MASK32

@@ -1,7 +1,8 @@
-"""The fused operators in torch's own, one IEEE operation at a time in the order of csrc/core/formulas.h: the same bits.
+"""The fused operators written in torch, one IEEE operation at a time in the order of csrc/core/formulas.h, so that they
+give the same bits.
 
-For tests, and for tensors on devices that the compiled operators do not serve. Reads `found_inf` and the steps, so it
-waits for a GPU. Denormals are kept, where the compiled operators flush them to zero.
+For tests, and for devices that the compiled operators do not serve. They read `found_inf` and the steps, so they wait
+for a GPU. They keep denormals, which the compiled operators flush to zero.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from engine.ops.rounding_bits import places_of, random_bits
 
-BLOCK = 128  # numbers that share a scale, where moments have 8 bits
+BLOCK = 128  # elements of an 8-bit moment that share a scale
 _TOP = 1.875
 _FIRST, _SECOND = (127 - 15) << 3, (127 - 31) << 3
 
 
 class Mode(IntEnum):
-    """How a parameter is kept, see `engine.ops.fused`; the numbers are the kernels'."""
+    """How a parameter is kept, see `engine.ops.fused`; the numbers are those of the kernels."""
 
     PLAIN = 0
     MASTER = 1
@@ -31,8 +32,8 @@ class Mode(IntEnum):
 
 
 class StepArguments(NamedTuple):
-    """What the steps of all optimizers share, see `engine.ops.fused`. v: None for optimizers with one moment. mode: a
-    number of `Mode`. scales: of m, of v, and the widths, of moments in 8 bits."""
+    """The arguments that all optimizer steps share, see `engine.ops.fused`. v: None for optimizers with one moment.
+    mode: a number of `Mode`. scales: for 8-bit moments, (m_scale, v_scale, widths)."""
 
     p: Sequence[Tensor]
     g: Sequence[Tensor]
@@ -51,7 +52,7 @@ Update = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def power(x: float, n: int) -> float:
-    """x^n by squaring, as the kernels do it."""
+    """x^n by repeated squaring, as in the kernels."""
     result = 1.0
     while n > 0:
         if n & 1:
@@ -62,14 +63,14 @@ def power(x: float, n: int) -> float:
 
 
 def adamw(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Update:
-    """The update of AdamW: (step, g, w, m, v) -> the new w; m and v in place."""
+    """The update of AdamW: (step, g, w, m, v) -> the new w; m and v are updated in place."""
 
     def update(step: int, g: Tensor, w: Tensor, m: Tensor, v: Tensor | None) -> Tensor:
         assert v is not None
         rest1, rest2 = 1.0 - power(beta1, step), 1.0 - power(beta2, step)
         m.mul_(beta1).add_(g * (1.0 - beta1))
         v.mul_(beta2).add_(g * (1.0 - beta2) * g)
-        root = v.double().sqrt().float()  # torch's root in fp32 is MKL's, which is not always rounded to nearest
+        root = v.double().sqrt().float()  # torch's fp32 sqrt is MKL's, which is not always correctly rounded
         below = root.mul_(1.0 / math.sqrt(rest2)).add_(eps)
         return (w * (1.0 - lr * weight_decay)).sub_((m * (lr / rest1)).div_(below))
 
@@ -101,7 +102,7 @@ def sgdm(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> Upd
 
 @torch.no_grad()
 def step(update: Update, a: StepArguments) -> None:
-    """The step of an optimizer, around its ``update``."""
+    """The step of an optimizer with this ``update``."""
     if a.found_inf is not None and a.found_inf.item() != 0:
         return
     for i, target in enumerate(a.p):
@@ -137,7 +138,7 @@ def _keep_parameter(a: StepArguments, i: int, after: Tensor) -> None:
 
 
 def _moments(a: StepArguments, i: int) -> tuple[Tensor, Tensor | None]:
-    """The moments in fp32; where they are that, themselves."""
+    """The moments in fp32; no copies if they are fp32 already."""
     if a.scales is None:
         return a.m[i].float(), a.v[i].float() if a.v else None
     assert a.v is not None
@@ -158,19 +159,19 @@ def _keep_moments(a: StepArguments, i: int, first: Tensor, second: Tensor | None
 
 
 def _random_bits(a: StepArguments, i: int) -> Tensor:
-    """For each number of the parameter, by its place and the step."""
+    """32 random bits for each element of the parameter, by its place and the step."""
     key, *place = a.places[4 * i : 4 * i + 4]
     return random_bits(places_of(a.p[i].numel(), *place, device=a.p[i].device), key, a.step[i])
 
 
 def at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """fp32 `values` to bf16: up where their lower 16 bits and 16 of the random `bits` make more than 16."""
+    """fp32 `values` to bf16: away from zero if adding 16 of the random `bits` to their lower 16 bits carries."""
     rounded = (values.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)) & -65536
     return torch.where(values.isfinite(), rounded.view(torch.float32), values).to(torch.bfloat16)
 
 
 def _blocks(x: Tensor, width: int) -> Tensor:
-    """(blocks, 128) of the rows of x, with zeros after the end of each row."""
+    """The rows of x cut into (blocks, 128), each row padded with zeros."""
     return torch.nn.functional.pad(x.reshape(-1, width), (0, -width % BLOCK)).view(-1, BLOCK)
 
 
@@ -179,7 +180,7 @@ def _unblocked(x: Tensor, like: Tensor, width: int) -> Tensor:
 
 
 def from_codes(codes: Tensor, scale: Tensor, width: int, base: int) -> Tensor:
-    """The numbers that `into_codes` has put into bytes."""
+    """The inverse of `into_codes`."""
     if not codes.numel():
         return codes.float()
     c = _blocks(codes.to(torch.int32), width)
@@ -191,7 +192,7 @@ def from_codes(codes: Tensor, scale: Tensor, width: int, base: int) -> Tensor:
 
 
 def into_codes(x: Tensor, codes: Tensor, scale: Tensor, width: int, random: Tensor | None) -> None:
-    """fp32 numbers as bytes with a scale for each block: first moments, or with random bits second ones."""
+    """Write fp32 numbers as bytes with a scale per block: first moments, or second ones if `random` bits are given."""
     blocks = _blocks(x, width)
     largest = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
     fresh = largest / _TOP
@@ -208,13 +209,13 @@ def into_codes(x: Tensor, codes: Tensor, scale: Tensor, width: int, random: Tens
 
 
 def merged(p: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 numbers that `split_into` has taken apart."""
+    """The inverse of `split_into`."""
     high = p.contiguous().view(torch.int16).to(torch.int32) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
 
 def split_into(master: Tensor, p: Tensor, remainder: Tensor) -> None:
-    """fp32 numbers as bf16 ones, ties away from zero, and the 16 bits that are missing."""
+    """Split fp32 numbers into bf16, with ties away from zero, and the missing 16 bits."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.contiguous().view(torch.int32))
     low = ((bits + 32768) & 65535) - 32768
     remainder.copy_(low)
@@ -222,7 +223,7 @@ def split_into(master: Tensor, p: Tensor, remainder: Tensor) -> None:
 
 
 def grad_norm_sq(g: Sequence[Tensor], out: Tensor) -> None:
-    """The sum of all squares, in fp64."""
+    """The sum of all squares, summed in fp64."""
     total = torch.zeros((), dtype=torch.float64, device=out.device)
     for gradient in g:
         total += gradient.double().square().sum()
@@ -238,7 +239,7 @@ def clip_coef(
     gscale: Tensor,
     found_inf: Tensor,
 ) -> None:
-    """Norm, coefficient and finiteness from the sum of squares."""
+    """See `engine.ops.fused.clip_coef_`."""
     scale = 1.0 if loss_scale is None else loss_scale.double()
     value = norm_sq.sqrt() / scale
     ratio = max_norm / (value + eps)

@@ -1,10 +1,10 @@
-"""Tensors that backward makes again instead of keeping them.
+"""Tensors that backward recomputes instead of keeping them.
 
-A product keeps its input for the gradient of its weight. Where that is a norm or an activation, it takes no longer to
-make again than memory does, and what it is made of is kept anyhow, for its own gradient; and a 16-bit cast of a
-parameter is made again from the parameter. Within `remaking`, operators note how an output was made (`note`), and an
-autograd function that would keep such a tensor keeps what it was made of (`keep`, `kept`). The same operator makes it
-from the same numbers, so gradients have the bits that they have without.
+A matrix product keeps its input for the gradient of its weight. If that is the output of a norm or an activation,
+recomputing it only costs memory traffic, and its own inputs are kept anyway, for its own gradient. Likewise, a 16-bit
+cast is recomputed from its parameter. Inside `remaking`, operators note how an output was made (`note`), and an
+autograd function that would keep such a tensor keeps its inputs instead (`keep`, `kept`). The same operator recomputes
+it from the same inputs, so gradients have the same bits.
 """
 
 import threading
@@ -21,7 +21,7 @@ from engine.ops import library
 from engine.torch_compat import in_function_transform, saved_tensors_hooks
 
 Make = Callable[..., Tensor]
-# The place of a tensor among those that are kept, or how to make one from others.
+# The index of a tensor among the kept ones, or an operator and the plans of its inputs.
 _Plan: TypeAlias = "int | tuple[Make, list[_Plan]]"
 
 _NOTE = "_modelcenter_recipe"
@@ -31,16 +31,16 @@ _NOTE = "_modelcenter_recipe"
 class _Recipe:
     make: Make
     tensors: tuple[Tensor | None, ...]
-    version: int  # of what was made: once that is changed in place, it is no more what this makes
+    version: int  # of the output: once it is changed in place, the recipe no longer applies
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing: who stores a tensor stores its attributes, and torch.load takes few kinds of them."""
+        """Pickle as an empty dict: torch.save stores the attributes of a tensor, and torch.load allows few types."""
         return OrderedDict, ()
 
 
 class _State(threading.local):
     on = False
-    hooks: Any = None  # around the forward
+    hooks: Any = None  # those in force around the forward
 
 
 _state = _State()
@@ -48,7 +48,7 @@ _state = _State()
 
 @contextmanager
 def remaking() -> Iterator[None]:
-    """Inside, a forward in this thread lets backward make again what is cheap to make."""
+    """Inside, a forward in this thread lets backward recompute what is cheap to compute."""
     before = _state.on, _state.hooks
     _state.on, _state.hooks = True, saved_tensors_hooks()
     try:
@@ -58,11 +58,11 @@ def remaking() -> Iterator[None]:
 
 
 def is_on(x: Tensor) -> bool:
-    """Whether what is made of x is to be made again.
+    """Whether outputs computed from x are to be recomputed.
 
-    Not what is no ordinary tensor, nor under autocast, which backward has no more. What is being compiled is the
-    compiler's to decide; what is kept by way of hooks of its own is that of who has set these, as
-    ``torch.utils.checkpoint``, which counts what is kept when it computes it again.
+    False for tensor subclasses, and under autocast, which is off in backward. Inside torch.compile the compiler decides
+    what to recompute. Under other saved-tensor hooks their owner decides, such as ``torch.utils.checkpoint``, which
+    counts the saved tensors when it recomputes.
     """
     return (
         _state.on
@@ -76,16 +76,16 @@ def is_on(x: Tensor) -> bool:
 
 
 def in_force() -> bool:
-    """Whether this is within `remaking`."""
+    """Whether the code runs inside `remaking`."""
     return _state.on
 
 
 def note(out: Tensor, make: Make, *tensors: Tensor | None) -> Tensor:
-    """out, with a note that it is make(*tensors), where that is to be made again.
+    """Return out, with a note that it is make(*tensors) if it is to be recomputed.
 
     Args:
-        make: an operator that gives the same bits for the same numbers, and draws none. It is called without gradients.
-        tensors: what it takes; what has a note itself may be made again in turn.
+        make: a deterministic operator: the same inputs give the same bits. It is called without gradients.
+        tensors: its inputs; those with a note of their own may be recomputed in turn.
     """
     if is_on(out):
         attach(out, make, *tensors)
@@ -93,7 +93,7 @@ def note(out: Tensor, make: Make, *tensors: Tensor | None) -> Tensor:
 
 
 def attach(out: Tensor, make: Make, *tensors: Tensor | None) -> None:
-    """`note`, by who has asked `is_on` before: within an autograd function's forward, where gradients are off."""
+    """`note` without the check of `is_on`, which fails in the forward of an autograd function: check before it."""
     setattr(out, _NOTE, _Recipe(make, tensors, out._version))
 
 
@@ -103,16 +103,16 @@ def _recipe(tensor: Tensor) -> _Recipe | None:
 
 
 def is_noted(tensor: Tensor) -> bool:
-    """Whether `keep` would keep something else in its place."""
+    """Whether `keep` would keep other tensors in place of this one."""
     return _recipe(tensor) is not None
 
 
 def keep(ctx: Any, *tensors: Tensor | None) -> None:
-    """`ctx.save_for_backward`, of what the tensors are made of where they are made again. Called once in a forward."""
+    """`ctx.save_for_backward`, with the inputs of tensors that are recomputed. Call it once in a forward."""
     for tensor in tensors:
         if tensor is not None and is_noted(tensor):
             break
-    else:  # every product of a step comes here
+    else:  # the fast path, which every product of a step takes
         ctx.save_for_backward(*tensors)
         ctx.plans = None
         return
@@ -130,7 +130,7 @@ def _plan(tensor: Tensor | None, flat: list[Tensor | None]) -> _Plan:
 
 
 def kept(ctx: Any) -> Any:
-    """The tensors that `keep` was given, in a backward without gradients of its own."""
+    """The tensors that `keep` was given, for a backward that is not differentiated itself."""
     saved = ctx.saved_tensors
     return saved if ctx.plans is None else [_made(plan, saved) for plan in ctx.plans]
 

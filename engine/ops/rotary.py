@@ -1,9 +1,9 @@
-"""Rotary position embeddings of queries and keys (Su et al. 2021, arXiv:2104.09864): pairs of channels are turned.
+"""Rotary position embeddings of queries and keys (Su et al. 2021, arXiv:2104.09864): pairs of channels are rotated.
 
-torch composes them of eight operators for each of both, and of as many in backward. The compiled operators
-(csrc/cpu/rotary.h, csrc/cuda/rotary.cu) read and write queries and keys once, and turn the gradients back in the same
-way. On a CPU they take fp32 and give torch's bits. On a GPU they compute in fp32 and round once, where torch rounds
-each product to 16 bits first.
+torch needs eight operators each for queries and keys, and as many in backward. The compiled operators
+(csrc/cpu/rotary.h, csrc/cuda/rotary.cu) read and write queries and keys once, and rotate the gradients back in the same
+way. On a CPU they take fp32 and give torch's bits. On a GPU they compute in fp32 and round once, whereas torch first
+rounds each product to 16 bits.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class _Rotate(Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        # A function of its gradients alone, which any derivative of it goes through again.
+        # Depends on the gradients only, so higher derivatives pass through `_turn` again.
         return *_turn(dq, dk, *ctx.saved_tensors, *ctx.how), None, None, None, None, None
 
 
@@ -45,16 +45,17 @@ def _turn(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn the first channels of each head of q and of k.
+    """Rotate the first channels of each head of q and of k.
 
     Pairs are channels i and i + dim / 2 (GPT-NeoX, Llama), or with `interleaved` 2 i and 2 i + 1 (GPT-J).
 
     Args:
-        q: (T, heads * head_dim). k: (T, kv_heads * head_dim); of no heads, (T, 0), where there is but one of both.
-        cos, sin: (T, 1, dim / 2), of the angle by which each pair of a token turns; dim is at most head_dim.
+        q: (T, heads * head_dim). k: (T, kv_heads * head_dim). To rotate only one of them, give the other no heads:
+            (T, 0).
+        cos, sin: (T, 1, dim / 2), of the angle by which each pair of a token is rotated; dim is at most head_dim.
 
     Returns:
-        (q, k), turned.
+        (q, k), rotated.
 
     Raises:
         RuntimeError: the tensors do not fit together.
@@ -66,7 +67,7 @@ def rotate(
 
 
 def composed(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool) -> Tensor:
-    """`rotate` of one matrix, by torch's operators."""
+    """`rotate` of one tensor, by torch's operators."""
     dim = 2 * cos.shape[2]
     heads = x.unflatten(1, (-1, head_dim))
     turning = heads[..., :dim]

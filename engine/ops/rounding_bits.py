@@ -1,4 +1,4 @@
-"""Random bits of an element: a hash of (key, step, place of the element in the whole tensor), the same on any mesh."""
+"""Random bits of an element: a hash of (key, step, place in the whole tensor), and so the same on any mesh."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _MASK = 0xFFFFFFFF
 
 
 def random_bits(place: Tensor, key: int, step: Tensor) -> Tensor:
-    """32 bits for each place (int64), as int64. step: 0-d, on the device of `place`; read there."""
+    """32 bits for each place (int64), as int64. step: 0-d, on the device of `place`, where it is read."""
     salt = _mix(_mix(torch.tensor(key, dtype=torch.int64, device=place.device)) ^ step.to(torch.int64))
-    # Both halves of the place are mixed in: a tensor may have more than 2^32 elements.
+    # Mix in both halves of the place: a tensor may have more than 2^32 elements.
     return _mix(_mix((place & _MASK) ^ salt) ^ (place >> 32))
 
 

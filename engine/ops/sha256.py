@@ -1,7 +1,7 @@
 """SHA-256 of two streams of bytes at the same time.
 
-Where a processor has instructions for it, each waits for the one before, so that two streams take no longer than one
-(csrc/cpu/bytes.h). Elsewhere it is hashlib's.
+A processor's SHA instructions each wait for the one before, so two interleaved streams take no longer than one
+(csrc/cpu/bytes.h). Processors without them use hashlib.
 """
 
 import functools
@@ -22,7 +22,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @functools.cache
 def two_at_once() -> bool:
-    """Whether the compiled operator runs here."""
+    """Whether the compiled operator is available on this CPU."""
     return library.cpu().loaded and _advance(_state(), _NOTHING)
 
 
@@ -35,14 +35,14 @@ def _state() -> torch.Tensor:
 
 
 class Sha256:
-    """The hash of bytes that come in pieces, which `update` takes."""
+    """The hash of bytes that `update` adds in pieces."""
 
     def __init__(self) -> None:
-        self.plain, self.state = hashlib.sha256(), _state()  # without the operator; with it
+        self.plain, self.state = hashlib.sha256(), _state()  # without the compiled operator; with it
         self._kept, self._size = b"", 0
 
     def hexdigest(self) -> str:
-        """The hash of all pieces. Nothing may follow it."""
+        """The hash of all pieces. No pieces may be added afterwards."""
         if not two_at_once():
             return self.plain.hexdigest()
         bits, padding = struct.pack(">Q", 8 * self._size), -(len(self._kept) + 9) % _BLOCK
@@ -50,7 +50,7 @@ class Sha256:
         return self.state.numpy().astype(">i4").tobytes().hex()
 
     def blocks(self, data: torch.Tensor) -> torch.Tensor:
-        """The whole blocks of the next piece, which `update` hashes; the rest is hashed or kept here."""
+        """The whole blocks of the next piece, for `update` to hash; the other bytes are hashed or kept here."""
         self._size += len(data)
         if self._kept:
             missing = _BLOCK - len(self._kept)
@@ -68,7 +68,7 @@ class Sha256:
 
 
 def update(*pieces: tuple[Sha256, torch.Tensor]) -> None:
-    """Give one or two hashes their next piece, in the time of the longer: contiguous uint8 tensors on a CPU."""
+    """Add the next piece to one or two hashes, in the time of the longer one. Pieces: contiguous uint8 CPU tensors."""
     if not two_at_once():
         for hashed, data in pieces:
             hashed.plain.update(data.numpy().data)

@@ -1,9 +1,9 @@
-"""Large blocks of CPU memory that a table of embeddings or a vocabulary's head needs in each step, kept for the next.
+"""Large blocks of CPU memory that an embedding table or a vocabulary head needs in each step, kept for the next step.
 
 A batch looks up a few hundred rows of a table that may be most of a model, but its gradient is as large as the table.
-malloc maps blocks above 32 MB anew each time, and the kernel clears their pages when they are first touched: for 47 MB
-that takes five to thirty times as long as to write zeros into memory that is there. So what a gradient, or a chunk of
-logits, was in is kept as long as the table is, and given out again once no tensor uses it (after ``zero_grad``).
+malloc maps blocks above 32 MB anew each time, and the kernel clears their pages on first touch: for 47 MB this takes
+five to thirty times as long as writing zeros into mapped memory. So the memory of a gradient, or of a chunk of logits,
+is kept as long as the table exists, and reused once no tensor uses it any more (after ``zero_grad``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LARGE = 32 << 20  # bytes: the largest blocks that glibc can be told to keep whe
 
 
 class KeptMemory:
-    """Blocks of memory for tensors of one purpose, at most so many.
+    """Blocks of memory for tensors of one purpose.
 
     Args:
-        blocks: how many are kept. What is taken while all are in use is ordinary memory.
+        blocks: how many are kept at most. While all are in use, tensors get ordinary memory.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -38,20 +38,20 @@ class KeptMemory:
         self._blocks: list[_Block] = []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor, uninitialised: in the memory of an earlier one, if no tensor uses that any more."""
+        """An uninitialised contiguous tensor, in the memory of an earlier one if no tensor uses that any more."""
         return self._take(shape, dtype, lambda size: torch.empty(size, dtype=torch.uint8).numpy())
 
     def take_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The same of zeros, where pages that are never written take no memory."""
+        """As `take`, filled with zeros; pages that are never written take no memory."""
         return zero_pages.clear_(self._take(shape, dtype, zero_pages.zero_bytes))
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype, new: Callable[[int], np.ndarray]) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
         if size < LARGE or (dist.is_initialized() and dist.get_world_size() > 1):
-            # A sharded model has its tables whole for a moment only, and ranks on one machine share its memory.
+            # A sharded model has whole tables only for a moment, and the ranks of a machine share its memory.
             return torch.empty(shape, dtype=dtype)
         with self._lock:
-            # A free block of another size was for a batch of another size: it makes room for one that is large enough.
+            # A free block that is too small was for a smaller batch: it makes room for a larger one.
             self._blocks = [block for block in self._blocks if block.in_use() or block.size >= size]
             free = [block for block in self._blocks if not block.in_use()]
             if not free:
@@ -71,20 +71,19 @@ class _Block:
         return self._lent is not None and self._lent() is not None
 
     def lend(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # A storage refers to the array that it was made of for as long as a tensor uses it. Only to a tensor that is no
-        # view, in a storage that Python has not seen, does autograd add in place.
+        # A storage keeps its array alive as long as a tensor uses it. Autograd accumulates in place only in a tensor
+        # that is no view and whose storage Python has not seen.
         array = self._bytes[: math.prod(shape) * dtype.itemsize]
         self._lent = weakref.ref(array)
         return torch.frombuffer(array, dtype=dtype).resize_(shape)
 
 
 class TableMemory:
-    """What is kept for one table.
+    """The memory that is kept for one table.
 
     Attributes:
-        gradients: of its size; up to two at a time: that of the microbatches before, to which autograd adds that of the
-            next one.
-        logits: of a chunk of rows.
+        gradients: two blocks of the table's size: autograd adds the gradient of a microbatch to that of earlier ones.
+        logits: one block for the logits of a chunk of rows.
     """
 
     def __init__(self) -> None:
@@ -95,14 +94,14 @@ _memories = WeakTensorKeyDictionary()
 
 
 def is_plain_table(table: Tensor) -> bool:
-    """Whether it is a parameter itself, nothing computed or split from one, on a CPU, and used as the program says."""
+    """Whether a table is a parameter on a CPU, not computed or split from one, outside torch.compile and torch.func."""
     if type(table) is not nn.Parameter or not table.is_cpu:
         return False
     return not (torch.compiler.is_compiling() or in_function_transform())
 
 
 def table_memory(table: Tensor) -> TableMemory | None:
-    """That of a plain table; None unless it is a large one."""
+    """The memory of a plain, contiguous and large table; None for others."""
     if table.nbytes < LARGE or not is_plain_table(table) or not table.is_contiguous():
         return None
     memory: TableMemory = _memories.setdefault(table, TableMemory())

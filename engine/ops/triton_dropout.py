@@ -1,7 +1,7 @@
-"""The dropout of ``dropout_masks`` by Triton, for GPUs without compiled operators: PyTorch for GPUs comes with
-Triton and seldom with nvcc. The same bits as the compiled operator and the reference.
+"""The dropout of ``dropout_masks`` in Triton, for GPUs without compiled operators: PyTorch for GPUs comes with Triton,
+while nvcc is rarely installed. It gives the same bits as the compiled operator and the reference.
 
-A program works on some rows and one block of 128 channels, which 16 counters decide, each 8 of them.
+A program handles a block of rows and 128 channels, whose bits come from 16 counters, 8 channels each.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, name-defined"
@@ -22,11 +22,11 @@ _ROWS = 16
 @functools.cache
 def _kernel() -> Any:
     """The kernel. Raises ImportError: Triton is not installed."""
-    global triton, tl  # where Triton looks for what a kernel names
+    global triton, tl  # where Triton looks up the names that a kernel uses
     import triton
     import triton.language as tl
 
-    # Numbers that change from call to call must not make a kernel each.
+    # Numbers that change from call to call must not compile a kernel each.
     @triton.jit(do_not_specialize=["rows", "first_channel", "key", "site", "threshold"])
     def _dropout(
         out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
@@ -66,19 +66,19 @@ def drop_(
     out: Tensor, x: Tensor, residual: Tensor | None, tokens: Tensor | None, first_channel: int, key: int, site: int,
     threshold: int,
 ) -> None:  # fmt: skip
-    """What ``torch.ops.modelcenter.dropout_`` does, on the current stream of the tensors' device.
+    """The same as ``torch.ops.modelcenter.dropout_``, on the current stream of the tensors' device.
 
     Args:
         out, x, residual: (rows, channels), contiguous; fp32, bf16 or fp16.
         tokens: (rows,) int64, contiguous; None: 0, 1, 2, ...
     """
     rows, channels = x.shape
-    if not x.numel():  # no grid is that small
+    if not x.numel():  # a grid cannot be empty
         return
     blocks = (first_channel + channels - 1) // BLOCK + 1 - first_channel // BLOCK
     scale = float(scale_of(threshold))
     _kernel()[(-(-rows // _ROWS), blocks)](
         out, x, residual, tokens, rows, channels, first_channel, key, site, threshold, scale,
         ADDS=residual is not None, NUMBERED=tokens is not None, ROWS=_ROWS,
-        enable_fp_fusion=False,  # a product and a sum are rounded each
+        enable_fp_fusion=False,  # round product and sum separately
     )  # fmt: skip

@@ -3,13 +3,13 @@
 ::
 
     manager                       OptimManager: loss scale, clipping, and the step of optimizers and schedules
-    base, batch                   what optimizers with a fused step share; what one call of an operator steps
+    base, batch                   the base of optimizers with a fused step; shards that one call of an operator steps
     adam, adam8, offload, lion    optimizers with a fused step
-    adafactor, muon               optimizers that look at whole matrices, or at their rows and columns
+    adafactor, muon               optimizers that need whole matrices, or statistics of their rows and columns
     clip                          the norm of gradients, and clipping by it
     states, checks                groups, gradients and saved states, checked; optimizers built before sharding
     rounding                      stochastic rounding of bf16 parameters
-    moments                       moments of zeros, which take no memory where no gradient comes
+    moments                       initial moments, which take no memory for rows without gradients
 """
 
 from engine.optim.adafactor import Adafactor

@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 Groups = list[dist.ProcessGroup]
-# Elements of a parameter that are worked on at a time: fp64 and updates then take no memory that grows with it.
+# Elements of a parameter that are processed at a time, to bound the memory of fp64 copies and updates.
 _BLOCK = 1 << 22
 
 
 @dataclass
 class _Part:
-    """One parameter in a step: this rank's part, and over which ranks its rows and its columns are cut."""
+    """One parameter in a step: this rank's part, and the groups of ranks over which it is cut."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     state: dict[str, torch.Tensor]
     cut: Groups  # along any dimension
-    rows: Groups  # along the last but one: a sum over rows needs these
-    columns: Groups
+    rows: Groups  # along the last dimension but one: sums over rows are reduced over these
+    columns: Groups  # along the last dimension
 
     @property
     def shard(self) -> torch.Tensor:
         return local_tensor(self.parameter)
 
     def blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Some rows at a time of tensors that have the rows of the shard."""
+        """Split tensors with the rows of the shard into blocks of rows."""
         if self.parameter.ndim < 2:
             return iter([tensors])
         rows = self.shard.shape[-2]
@@ -49,14 +49,14 @@ class _Part:
 class Adafactor(torch.optim.Optimizer):
     """torch.optim.Adafactor (Shazeer and Stern 2018, arXiv:1804.04235) on sharded parameters.
 
-    The second moment of a matrix is kept as the means of its rows and columns (``row_var``, ``col_var``; ``variance``
-    of a vector), of the last two dimensions of what has more. These means, and the norms that scale a step, are of the
-    whole parameter on any mesh: sums of a shard are added up over the ranks, in fp64, three collectives for each group
-    of ranks and a step, of all parameters at once. States are placed as the dimension that they keep, and reshard.
-    Without a first moment, states are a few bytes a row. Nothing here waits for a GPU.
+    The second moment of a matrix is kept as the means of its rows and columns (``row_var``, ``col_var``; of a vector as
+    ``variance``); with more than two dimensions, matrices are the last two. These means, and the norms that scale a
+    step, are those of the whole parameter on any mesh: the sums of shards are reduced over the ranks in fp64, by three
+    collectives per step and group of ranks for all parameters together. States are placed as the dimension that they
+    keep, and reshard. There is no first moment, so states take a few bytes per row. A step does not wait for a GPU.
 
     Args:
-        params: fp32 parameters or groups of them; from a model that is already sharded. Every rank has the same ones.
+        params: fp32 parameters or groups of them, of a model that is already sharded; the same on every rank.
         lr, beta2_decay, eps, d, weight_decay, maximize: as in torch.optim.Adafactor; weight decay is decoupled.
 
     Raises:
@@ -100,7 +100,7 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
-        """One step. Collective: on all ranks the same parameters have gradients."""
+        """One step. Collective: the same parameters must have gradients on all ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -135,7 +135,7 @@ class Adafactor(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; states of whole parameters are cut as this rank's are. Raises ValueError for other states."""
+        """As in torch; whole states are cut to this rank's shards. Raises ValueError for states that do not fit."""
         check_states(self, state_dict, lambda p: {name: _kept(p, name)[0] for name in _names(p)})
         super().load_state_dict(state_dict)
         for group in self.param_groups:
@@ -176,7 +176,7 @@ def _step(parts: list[_Part], group: dict[str, Any]) -> None:
             part.state["variance"].lerp_(part.gradient.square(), weight)
     found = iter(_added_up(row_sums))
     means = [(next(found) / p.parameter.shape[-2]).float() if p.parameter.ndim > 1 else None for p in parts]
-    # The updates are computed twice, for their norm and to be taken: kept, they would be a copy of the parameters.
+    # Updates are computed twice, for their norm and for the step: keeping them would take a copy of the parameters.
     norms = [
         (_sum_of_squares(update for _, update in _updates(part, mean, eps1)), part.cut)
         for part, mean in zip(parts, means, strict=True)
@@ -192,7 +192,7 @@ def _step(parts: list[_Part], group: dict[str, Any]) -> None:
 
 
 def _updates(part: _Part, mean: torch.Tensor | None, eps: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(a block of the shard, what is taken from it but for a factor). mean: of ``row_var``; None for a vector."""
+    """(a block of the shard, its update without the step's factor). mean: that of ``row_var``; None for a vector."""
     if mean is None:
         yield part.shard, part.state["variance"].clamp(min=eps * eps).rsqrt_().mul_(part.gradient)
         return
@@ -203,12 +203,12 @@ def _updates(part: _Part, mean: torch.Tensor | None, eps: float) -> Iterator[tup
 
 
 def _sum_of_squares(blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """In fp64, of all of them."""
+    """The sum of squares over all blocks, in fp64."""
     return functools.reduce(torch.add, (block.double().square().sum() for block in blocks))
 
 
 def _sums_along(part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the gradient's squares, in fp64: the sum of each row and of each column."""
+    """The sums of the squared gradient over each row and over each column, in fp64."""
     rows, columns = [], []
     for (gradient,) in part.blocks(part.gradient):
         squares = gradient.double().square()
@@ -218,7 +218,7 @@ def _sums_along(part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _added_up(sums: list[tuple[torch.Tensor, Groups]]) -> list[torch.Tensor]:
-    """Each fp64 tensor, added up over its groups of ranks: one collective for each group."""
+    """Each fp64 tensor summed over its groups of ranks, with one collective per group."""
     values = [value for value, _ in sums]
     groups = {id(group): group for _, needed in sums for group in needed}
     for key, group in groups.items():
@@ -231,7 +231,7 @@ def _added_up(sums: list[tuple[torch.Tensor, Groups]]) -> list[torch.Tensor]:
 
 
 def _cut(parameter: torch.Tensor, dim: int | None) -> Groups:
-    """The ranks that share a parameter's parts along a dimension, or along any."""
+    """The groups of ranks over which a parameter is cut along a dimension; None: along any."""
     if not is_shard(parameter):
         return []
     return [
@@ -246,14 +246,14 @@ def _names(parameter: torch.Tensor) -> tuple[str, ...]:
 
 
 def _kept(parameter: torch.Tensor, name: str) -> tuple[tuple[int, ...], list[Placement]]:
-    """(shape of the whole, placements) of a state: along the dimension that it sums up, it is not cut."""
+    """(shape of the whole, placements) of a state. It is not cut along the dimension over which it is a mean."""
     shape = list(parameter.shape)
     summed = {"row_var": parameter.ndim - 1, "col_var": parameter.ndim - 2}.get(name)
     if summed is not None:
         shape[summed] = 1
     if not is_shard(parameter):
         return tuple(shape), []
-    from torch.distributed.tensor import Replicate  # imported already, as there is a shard
+    from torch.distributed.tensor import Replicate  # imported already, since there is a shard
 
     return tuple(shape), [
         Replicate() if not p.is_replicate() and p.dim == summed else p  # type: ignore[attr-defined]

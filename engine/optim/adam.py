@@ -13,30 +13,30 @@ from engine.optim.base import FusedOptimizer
 from engine.optim.batch import Batch
 from engine.optim.rounding import stochastic_round_
 
-_CHUNK = 1 << 24  # elements of 16-bit gradients that are raised to fp32 at a time
+_CHUNK = 1 << 24  # elements that are cast to fp32 at a time
 
 
 class AdamOptimizer(FusedOptimizer):
     """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019) in one pass over memory.
 
-    The kernel works on the shard of each parameter that this rank holds, so nothing is dispatched through DTensor; the
-    states (``exp_avg``, ``exp_avg_sq``, and ``master``, an fp32 copy, for 16-bit parameters) are placed as their
-    parameter is, so that checkpoints reshard them. Weight decay is decoupled for every dtype (BMTrain's class
-    couples it for fp32 parameters). Without the compiled operators (``python -m engine.ops``) torch's fused kernel
-    takes their place, with casts around it for 16-bit parameters; results then differ in the last bit.
+    The kernel works on this rank's shards, so nothing is dispatched through DTensor. The states (``exp_avg``,
+    ``exp_avg_sq`` and, for 16-bit parameters, ``master``, an fp32 copy) are placed as their parameter is, so that
+    checkpoints reshard them. Weight decay is decoupled for every dtype (BMTrain's class couples it for fp32
+    parameters). Without the compiled operators (``python -m engine.ops``) torch's fused kernel is used, with casts
+    around it for 16-bit parameters; results then differ in the last bit.
 
-    A 16-bit parameter is computed anew from its ``master`` at each step, so what is written into the parameter alone
-    (``model.load_state_dict``, a moving average, clamping) is undone by the next step: write it into the master, too
-    (``optimizer.state[p]["master"].copy_(p)``). A remainder needs nothing. In a step that is captured in a CUDA graph,
-    lr, betas, eps and weight_decay are constants: no schedule reaches it.
+    Each step computes a 16-bit parameter from its ``master``, so a value written only into the parameter (by
+    ``model.load_state_dict``, a moving average or clamping) is lost in the next step: write it into the master, too
+    (``optimizer.state[p]["master"].copy_(p)``). With a remainder this is not needed. In a step that is captured in a
+    CUDA graph, lr, betas, eps and weight_decay are constants, which schedules cannot change.
 
     Args:
-        params: parameters or groups, as in torch; from a model that is already sharded.
+        params: parameters or groups, as in torch, of a model that is already sharded.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW, weight_decay 0 by default.
-        hold_steps: the first steps gather moments and change no parameter.
-        master: how 16-bit parameters keep their fp32 values: "fp32", a copy (``master``, 4 bytes a parameter); for
-            bf16 also "remainder": the 16 bits that the parameter lacks (``remainder``, 2 bytes), the same values.
-        moment_dtype: torch.float32, or torch.bfloat16: half the memory; the mean square then follows slowly.
+        hold_steps: the number of first steps that only update moments and change no parameter.
+        master: how 16-bit parameters keep their fp32 values. "fp32": as a copy (``master``, 4 bytes per parameter).
+            "remainder", for bf16: as the missing 16 bits (``remainder``, 2 bytes), with the same values.
+        moment_dtype: torch.float32, or torch.bfloat16 for half the memory; the second moment then adapts slowly.
 
     Raises:
         ValueError: a value is out of its range, or a parameter is on meta.
@@ -62,7 +62,7 @@ class AdamOptimizer(FusedOptimizer):
     def update(
         self, group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> None:
-        # The reference of the compiled operator is slower than torch's kernel, which does all but the small formats.
+        # The reference is slower than torch's kernel, so it only steps formats that torch's kernel cannot.
         if batch.fits and (library.serves(batch.p[0].device) or not self._ordinary(batch)):
             fused.adamw_(
                 batch.p,
@@ -91,14 +91,14 @@ class AdamOptimizer(FusedOptimizer):
             )
 
     def _ordinary(self, batch: Batch) -> bool:
-        """Whether torch's kernel steps the formats of this batch."""
+        """Whether torch's kernel can step this batch."""
         return self._moment_dtype == torch.float32 and batch.mode != "remainder"
 
 
 def _torch_step(
     group: dict[str, Any], batch: Batch, gscale: torch.Tensor | None, found_inf: torch.Tensor | None
 ) -> None:
-    """The step by torch's fused kernel, a chunk at a time, to bound the memory of its fp32 copies."""
+    """The step by torch's fused kernel, in chunks, to bound the memory of fp32 copies."""
     torch._foreach_add_(batch.steps, 1)
     divisor = None if gscale is None else gscale.reciprocal()
     begin = elements = 0
@@ -114,7 +114,7 @@ def _torch_step(
 def _torch_chunk(
     group: dict[str, Any], batch: Batch, part: slice, divisor: torch.Tensor | None, found_inf: torch.Tensor | None
 ) -> None:
-    kept = [i for i in range(*part.indices(len(batch.p))) if batch.p[i].numel()]  # kernels need not like empty shards
+    kept = [i for i in range(*part.indices(len(batch.p))) if batch.p[i].numel()]  # kernels may not accept empty shards
     if not kept:
         return
     plain = batch.mode == "plain" and batch.p[0].dtype == torch.float32

@@ -1,4 +1,4 @@
-"""AdamW whose moments have 8 bits."""
+"""AdamW with 8-bit moments."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 class AdamW8bit(AdamOptimizer):
-    """``AdamOptimizer`` with both moments in 8 bits, block by block (Dettmers et al. 2022, arXiv:2110.02861), and the
-    parameter's fp32 value exact beside them.
+    """``AdamOptimizer`` with both moments quantised to 8 bits in blocks (Dettmers et al. 2022, arXiv:2110.02861), while
+    parameters keep exact fp32 values.
 
-    A block is 128 numbers of a row (the last dimension) and has an fp32 scale; the numbers are small floats times it,
-    the second moment's rounded at random by (parameter, step, place), so that it follows changes below its precision.
-    ``engine.shard`` notes which parameter it is, in one process too; without it all are rounded by the same numbers.
-    No block goes across the end of a row, so shards of rows hold whole blocks: parameters are the same, bit for bit, on
-    one process and on any mesh, and states reshard (``exp_avg_scale``, ``exp_avg_sq_scale``: a number for each block,
-    placed as the rows are). Vectors and parameters of fewer than ``min_size`` elements keep fp32 moments.
+    A block is 128 elements of a row (the last dimension) with an fp32 scale; its elements are 8-bit floats times the
+    scale. The second moment is rounded stochastically by (parameter, step, place), so that it follows changes below its
+    precision. ``engine.shard`` numbers the parameters for this, also in one process; otherwise all of them use the same
+    random bits. Blocks do not cross the end of a row, so shards of rows hold whole blocks: parameters are the same, bit
+    for bit, in one process and on any mesh, and states reshard (``exp_avg_scale``, ``exp_avg_sq_scale``: one number per
+    block, placed as the rows are). Vectors and parameters of fewer than ``min_size`` elements keep fp32 moments.
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps: as in ``AdamOptimizer``.
-        master: as there, "remainder" by default: 8 bytes a bf16 parameter with its gradient, where AdamW has 16.
-        min_size: elements of the whole parameter from which on its moments have 8 bits.
+        master: as there, but "remainder" by default: 8 bytes per bf16 parameter with its gradient, where AdamW has 16.
+        min_size: the number of elements of the whole parameter from which its moments have 8 bits.
 
     Raises:
-        ValueError: as ``AdamOptimizer``; or ranks cut the rows of a parameter inside a block, or more than two of its
-            dimensions (tensor parallelism of a row that is no multiple of 128 times the ranks), or a loaded state has
-            moments of another kind.
+        ValueError: as ``AdamOptimizer``; or ranks cut the rows of a parameter inside a block (tensor parallelism of a
+            row that is not a multiple of 128 times the ranks) or cut more than two of its dimensions, or a loaded state
+            has moments of another kind.
     """
 
     _settings = (*AdamOptimizer._settings, "_min_size")
@@ -128,7 +128,7 @@ class AdamW8bit(AdamOptimizer):
 
 
 def _scales_of(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, size of this rank's part) of the scales of a parameter.
+    """(shape of the whole, shape of this rank's part) of the scales of a parameter.
 
     Raises ValueError if its shards do not hold whole blocks.
     """

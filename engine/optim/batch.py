@@ -21,7 +21,8 @@ class Batch:
         held: whether this is one of the first steps, which change no parameter (``hold_steps``).
         p, g, m, v, aux, steps: the lists that the operators take: shards, their gradients, first and second moments,
             masters or remainders, and step counts.
-        places, whole: if something is rounded at random, where in the whole parameters the shards lie, and these.
+        places, whole: if something is rounded stochastically, the places of the shards in the whole parameters, and
+            these parameters.
         parameters, states, values: the parameters of p, their states and the values in these: if they are still the
             same objects, the batch serves the next step too.
     """

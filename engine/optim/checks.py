@@ -1,6 +1,6 @@
-"""Finds optimizers that train nothing, because they were built before their model was sharded, and those that keep on
-the device what a policy wants in host memory, and warns of those that may let the ranks train apart, because they were
-given parameters that came to the model afterwards."""
+"""Checks of optimizers before their first step. Errors for those that would train nothing, because they were built
+before their model was sharded, and those that keep states on the device although the policy offloads them. A warning
+for those that may let ranks diverge, because they hold parameters that were added to the model after sharding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.notes import AWAITS_SHARDING, GRADIENT_IS_AVERAGED, REPLACED_AS, STA
 from engine.ops.compilation import outside_graphs
 from engine.tensors import is_shard
 
-# How many parameters an optimizer had when they were looked at, since a model was last sharded; and at a step.
+# {optimizer: its number of parameters} at its last check since a model was sharded, and at the last check of a step.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _sharded: weakref.WeakKeyDictionary[torch.nn.Module, Callable[..., Iterable[torch.Tensor]]] = (
@@ -26,20 +26,20 @@ _hook: Any = None
 
 
 def mark_replaced(before: Mapping[str, torch.Tensor]) -> None:
-    """Note that these parameters have been replaced by shards, and watch every optimizer's first step for them."""
+    """Note that these parameters have been replaced by shards; optimizers that hold one raise at their next step."""
     for name, parameter in before.items():
         REPLACED_AS.set(parameter, name)
     watch_optimizers()
 
 
 def mark_awaiting_sharding(parameter: torch.Tensor) -> None:
-    """Note that this parameter is to be sharded before it is trained: until then ranks train apart."""
+    """Note that this parameter must be sharded before it is trained: until then the ranks would diverge."""
     AWAITS_SHARDING.set(parameter, True)
     watch_optimizers()
 
 
 def mark_gradients_averaged(parameters: Iterable[torch.Tensor]) -> None:
-    """Note that the gradients of these, which are not sharded, have been averaged over the ranks."""
+    """Note that the gradients of these unsharded parameters have been averaged over the ranks."""
     for parameter in parameters:
         GRADIENT_IS_AVERAGED.set(parameter, True)
 
@@ -50,14 +50,14 @@ def mark_sharded(model: torch.nn.Module, gathered: Callable[[torch.nn.Module], I
 
 
 def watch_optimizers() -> None:
-    """Look at every optimizer before its first step from now on."""
+    """Check every optimizer before its next step, and again when its number of parameters changes."""
     global _hook
     _checked.clear()
     _hook = _hook or before_each_step(_check_step)
 
 
 def before_each_step(check: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """Call ``check`` before each step of any optimizer; in Python also where torch.compile takes a loop apart."""
+    """Call ``check`` before each step of any optimizer; it runs in Python also inside torch.compile."""
     return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: outside_graphs(check)(optimizer))
 
 
@@ -71,7 +71,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
             if is_shard(parameter) or parameter.numel() == 0 or GRADIENT_IS_AVERAGED.get(parameter):
                 continue
             if parameter.grad is not None:
-                # Not an error: who adds such a parameter may have averaged its gradient, which is not seen from here.
+                # Not an error, since the caller may have averaged the gradient without telling.
                 warnings.warn(
                     f"{type(optimizer).__name__} holds sharded parameters and one of shape {tuple(parameter.shape)} "
                     "that is not, whose gradient is each rank's own: unless you average it, the ranks train apart. Add "
@@ -83,12 +83,12 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _number_of_parameters(optimizer: torch.optim.Optimizer) -> int:
-    """By which it is seen that a group was added."""
+    """Tells whether a group was added."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def check_not_gathered(parameters: Iterable[torch.Tensor]) -> None:
-    """Raises ValueError if one of these is gathered for a forward: the gradient is its shard's."""
+    """Raise ValueError if one of these is gathered for a forward: only its shard has a gradient."""
     gathered = _gathered()
     for parameter in parameters:
         if id(parameter) in gathered:
@@ -100,13 +100,13 @@ def check_not_gathered(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _gathered() -> set[int]:
-    """The whole parameters that sharded models show from forward to backward, by id."""
+    """The ids of the whole parameters that sharded models show from forward to backward."""
     return {id(p) for model, find in _sharded.items() for p in find(model)}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if the optimizer holds parameters from before ``engine.shard``, that still wait for it, or that
-    are gathered for a forward, or if it does not keep in host memory the states that are to be there."""
+    """Raise ValueError if the optimizer holds parameters that ``engine.shard`` has replaced, that are not sharded yet,
+    or that are gathered for a forward, or if it keeps states on the device that the policy offloads to the host."""
     if _checked.get(optimizer) == (number := _number_of_parameters(optimizer)):
         return
     gathered = _gathered()

@@ -47,7 +47,7 @@ def grad_norm(params: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 
     largest, squares = p == float("inf"), p == 2.0
     total, of_stage = torch.zeros(2, dtype=torch.float64 if squares else torch.float32, device=home).unbind()
     for ((mesh, dims), role), gradients in _by_layout(params):
-        if role == "copy":  # counted on the stage that owns it
+        if role == "copy":  # counted on the stage that owns the parameter
             continue
         if set(map(_tensor_layout, gradients)) - {torch.strided}:
             raise sparse_gradient(next(g.shape for g in gradients if g.layout is not torch.strided))
@@ -84,8 +84,7 @@ def _by_layout(params: list[torch.Tensor]) -> list[tuple[_Layout, list[torch.Ten
 
 
 def _reduced(part: torch.Tensor, largest: bool, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks, in place, or the maximum. NaN counts as infinity in a maximum, since collectives may drop
-    a NaN there."""
+    """The sum over the ranks, in place, or the maximum, where NaN counts as infinity, since collectives may drop it."""
     if largest:
         part = torch.where(part.isnan(), torch.inf, part)
     dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)

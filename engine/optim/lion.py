@@ -15,8 +15,8 @@ from engine.optim.batch import Batch
 class Lion(FusedOptimizer):
     """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023) in one pass over memory.
 
-    One moment (``exp_avg``) where AdamW has two. The paper takes learning rates 3 to 10 times below AdamW's, and weight
-    decays as many times above.
+    It has one moment (``exp_avg``) where AdamW has two. The paper uses learning rates 3 to 10 times smaller than
+    AdamW's, and weight decays larger by the same factor.
 
     Args:
         params, lr, betas, weight_decay, hold_steps, master, moment_dtype: as in ``AdamOptimizer``.

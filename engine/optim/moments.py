@@ -1,4 +1,4 @@
-"""The moments of a parameter before its first step."""
+"""The initial moments of a parameter."""
 
 import torch
 
@@ -7,8 +7,8 @@ from engine.tensors import as_shard, is_shard, local_tensor
 
 
 def zero_moment(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros placed as the parameter is. Of a table of which the first gradient reaches less than half of the rows, as
-    text does in a large vocabulary, rows that no gradient ever reaches take no memory on a CPU."""
+    """Zeros placed as the parameter is. On a CPU, if the first gradient reaches at most half of the rows of a table, as
+    with text and a large vocabulary, rows that no gradient ever reaches take no memory."""
     gradient = parameter.grad
     if gradient is None or not parameter.is_contiguous() or not zero_pages.mostly_zero_rows(local_tensor(gradient)):
         return torch.zeros_like(parameter, dtype=dtype)

@@ -27,19 +27,19 @@ _EPS = 1e-7
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised by Newton-Schulz (Jordan et al., "Muon", 2024): torch.optim.Muon on sharded matrices.
 
-    Momentum and parameters stay sharded. Each matrix is orthogonalised whole, by one rank: its parts come to the owner
-    and go back by all-to-all, so that ranks share the work, and each computes what a single process would, bit for bit.
-    Of a matrix that is cut along two dimensions of the mesh, every rank makes the whole.
+    Momentum and parameters stay sharded. Each matrix is orthogonalised as a whole by one rank, its owner: all-to-all
+    sends the parts to the owner and back, so that ranks share the work, with the same bits as in a single process. A
+    matrix that is not cut along its rows by one dimension of the mesh is gathered and orthogonalised on every rank.
 
-    For hidden matrices; embeddings, heads, norms and biases belong in an ``AdamOptimizer`` beside it (an
-    ``OptimManager`` runs both).
+    It is meant for hidden matrices; embeddings, heads, norms and biases belong in a separate ``AdamOptimizer`` (an
+    ``OptimManager`` steps both).
 
     Args:
-        params: fp32 matrices or groups of them; from a model that is already sharded. Every rank has the same ones.
+        params: fp32 matrices or groups of them, of a model that is already sharded; the same on every rank.
         lr, weight_decay, momentum, nesterov: as in torch.optim.Muon; weight decay is decoupled.
         ns_steps: Newton-Schulz iterations, in bf16.
         adjust_lr: "original": lr is multiplied by sqrt(max(1, rows / columns)); "match_rms_adamw": by
-            0.2 * sqrt(max(rows, columns)), so that AdamW's lr and weight decay can be taken over (Liu et al. 2025,
+            0.2 * sqrt(max(rows, columns)), so that AdamW's lr and weight decay can be reused (Liu et al. 2025,
             arXiv:2502.16982).
 
     Raises:
@@ -65,17 +65,17 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For copies and pickles; torch's own has the state and the groups alone.
+        # torch's own has only the state and the groups; copies and pickles need the settings too.
         return {**super().__getstate__(), "_ns_steps": self._ns_steps, "_adjust": self._adjust}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; states of whole parameters are cut as this rank's are.
+        """As in torch; whole states are cut to this rank's shards.
 
-        Raises ValueError for other states, and for those of torch's Muon with another ns_steps or adjust_lr.
+        Raises ValueError for states that do not fit, and for those of torch's Muon with other ns_steps or adjust_lr.
         """
         check_states(self, state_dict, lambda p: {"momentum_buffer": tuple(p.shape)})
         for number, group in enumerate(state_dict["param_groups"]):
-            if "ns_steps" in group:  # torch's, which keeps them there
+            if "ns_steps" in group:  # written by torch's Muon, which keeps them in its groups
                 saved = group["ns_steps"], group.get("adjust_lr_fn") or "original"
                 if saved != (self._ns_steps, self._adjust):
                     raise ValueError(
@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
-        """One step. Collective: on all ranks the same parameters have gradients."""
+        """One step. Collective: the same parameters must have gradients on all ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Update the momentum; returns this rank's part of the matrix to orthogonalise."""
+        """Update the momentum, and return this rank's part of the matrix to orthogonalise."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -134,7 +134,7 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonal(self, parameters: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
-        # By the ranks that share them: their parameters go through the all-to-all together.
+        # {group of ranks: indices of the matrices whose rows it shares}, which go through one all-to-all together.
         shared: dict[dist.ProcessGroup, list[int]] = {}
         for index, parameter in enumerate(parameters):
             group = _rows_over(parameter)
@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
                 found[index] = self._newton_schulz(whole)
         for group, members in shared.items():
             ranks = dist.get_world_size(group)
-            # The largest first, so that those which are done at a time are of a size.
+            # Sorted by size, so that the matrices of a turn, one per rank, cost about the same.
             members.sort(key=lambda index: (-parameters[index].numel(), index))
             for first in range(0, len(members), ranks):
                 turn = members[first : first + ranks]
@@ -176,7 +176,7 @@ class Muon(torch.optim.Optimizer):
         return [flat.view(part.shape) for flat, part in zip(back.split(mine[: len(parts)]), parts, strict=True)]
 
     def _newton_schulz(self, x: torch.Tensor) -> torch.Tensor:
-        """The orthogonal matrix next to ``x``, roughly: singular values between about 0.7 and 1.2."""
+        """Roughly the orthogonal matrix nearest to ``x``: singular values are between about 0.7 and 1.2."""
         a, b, c = _COEFFICIENTS
         y = x.bfloat16()
         if tall := y.size(0) > y.size(1):
@@ -189,13 +189,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def _rows_over(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that have the rows of a matrix in parts; None: it is whole, or cut in another way."""
+    """The group of ranks over which the rows of a matrix are cut; None: it is whole, or cut in another way."""
     if not is_shard(parameter):
         return None
     cut = cut_dims(parameter)
     if len(cut) != 1:
         return None
-    from torch.distributed.tensor import Shard  # imported already, as there is a shard
+    from torch.distributed.tensor import Shard  # imported already, since there is a shard
 
     placement = parameter.placements[cut[0]]
     if type(placement) is not Shard or placement.dim != 0:
@@ -204,6 +204,6 @@ def _rows_over(parameter: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 def _rows(total: int, ranks: int, rank: int) -> int:
-    """How many of ``total`` rows DTensor gives to a rank."""
+    """The number of rows, out of ``total``, that DTensor gives to a rank."""
     each = -(-total // ranks)
     return max(0, min(each, total - each * rank))

@@ -1,4 +1,4 @@
-"""AdamW whose states are in host memory."""
+"""AdamW with states in host memory."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _check_contiguous(group: dict[str, Any]) -> None:
 
 @dataclass
 class _Piece:
-    """A run of elements of one parameter's shard, all of it if it is small."""
+    """A range of elements of one parameter's shard; the whole shard if it is small."""
 
     group: dict[str, Any]
     shard: torch.Tensor  # flat, on the parameter's device
     gradient: torch.Tensor
     master: torch.Tensor  # flat, on the host
     moments: tuple[torch.Tensor, torch.Tensor]
-    step: torch.Tensor  # a count of its own: the step counts it up
-    count: torch.Tensor | None  # the parameter's, if this is its last piece
+    step: torch.Tensor  # a copy of the parameter's step count, which the operator increments
+    count: torch.Tensor | None  # the step count itself, if this is the parameter's last piece
 
 
 class _Slot:
-    """Host memory for the gradients and the 16-bit parameters of one bucket, and what is on its way there."""
+    """Host memory for the gradients and the 16-bit parameters of one bucket, and the events of their copies."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -69,20 +69,21 @@ class _Slot:
 class AdamOffloadOptimizer(AdamOptimizer):
     """``AdamOptimizer`` with moments and fp32 masters in host memory, where the step is computed too.
 
-    The device keeps parameters and gradients alone: for bf16 parameters 4 bytes each in place of 16. Gradients come to
-    the host and parameters go back in buckets of bounded size, on a stream of their own: while one bucket is stepped,
-    the gradients of the next arrive and the parameters of the one before leave. On a CPU the same code runs with
-    ordinary memory. The parameters are those that ``AdamOptimizer`` computes, bit for bit (without compiled operators,
-    by torch's kernel, within rounding); with "bf16-sr", too, they have masters here. It also loads the states of an
-    ``AdamOptimizer``. Under torchrun, give the step its threads: ``OMP_NUM_THREADS``.
+    The device only keeps parameters and gradients: for bf16, 4 bytes per parameter instead of 16. Gradients are copied
+    to the host, and parameters back, in buckets of bounded size, on a separate stream: while one bucket is stepped, the
+    gradients of the next arrive and the parameters of the previous one leave. On a CPU the same code runs in ordinary
+    memory. Parameters have the same bits as with ``AdamOptimizer`` (without compiled operators, where torch's kernel is
+    used, the same within rounding), except that under "bf16-sr" they have masters here. The states of an
+    ``AdamOptimizer`` can be loaded. Under torchrun, set ``OMP_NUM_THREADS`` to give the step its threads.
 
-    Here fp32 parameters have a ``master``, too, which the step computes from: what is written into a parameter alone is
-    undone by the next step, see ``AdamOptimizer``.
+    fp32 parameters, too, have a ``master``, from which the step computes: a value written only into a parameter is lost
+    in the next step, see ``AdamOptimizer``.
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps: as in ``AdamOptimizer``.
-        record_delta: note how far each step moves the parameters: ``get_avg_delta``, ``get_var_delta``. As BMTrain.
-        bucket: elements that are on their way at a time; the host memory beside the states is about 8 bytes for each.
+        record_delta: record how far each step moves the parameters, for ``get_avg_delta`` and ``get_var_delta``, as in
+            BMTrain.
+        bucket: the number of elements copied at a time; besides the states, about 8 bytes of host memory for each.
 
     Raises:
         ValueError: a value is out of its range, or a parameter is on meta or not contiguous.
@@ -111,7 +112,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _reset_caches(self) -> None:
         super()._reset_caches()
-        self._deltas = torch.zeros(3, dtype=torch.float64)  # how many, their sum, the sum of their squares
+        self._deltas = torch.zeros(3, dtype=torch.float64)  # their number, their sum, the sum of their squares
         self._slots: dict[tuple[torch.device, int], _Slot] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -139,7 +140,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             return loss
         check_gradients(self.param_groups)
         for group in self.param_groups:
-            _check_contiguous(group)  # whose memory may have changed: the step goes through views of it
+            _check_contiguous(group)  # again, as their memory may have changed: the step works on flat views
         scale = None if grad_scale is None else grad_scale.to("cpu").reciprocal()
         try:
             self._step_in_buckets(scale)
@@ -162,7 +163,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._step_on_host(waiting, scale)
 
     def get_avg_delta(self) -> float:
-        """The mean change of a parameter in the last step, over this rank's shards; 0 if it was not recorded."""
+        """The mean change of a parameter element in the last step, over this rank's shards; 0 if not recorded."""
         count, total, _ = self._deltas.tolist()
         return total / count if count else 0.0
 
@@ -177,7 +178,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return slot
 
     def _buckets(self) -> Iterator[list[_Piece]]:
-        """Pieces of one device, of at most ``bucket`` elements together."""
+        """Pieces on one device, at most ``bucket`` elements in all, one list at a time."""
         bucket: list[_Piece] = []
         room = self._bucket
         for group in self.param_groups:
@@ -187,7 +188,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 state = self.state[parameter] or self._init_state(parameter)
                 kept = [state[name] for name in ("master", *self.moments)]
                 flat = [local_tensor(t).reshape(-1) for t in (parameter, placed_gradient(parameter), *kept)]
-                if not flat[0].numel():  # no piece counts it
+                if not flat[0].numel():  # it has no piece that would count the step
                     state["step"].add_(1.0)
                 if bucket and bucket[0].shard.device != flat[0].device:
                     yield bucket
@@ -214,7 +215,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return self._streams[device]
 
     def _fetch(self, slot: _Slot, pieces: list[_Piece]) -> None:
-        """Start to copy the gradients to the host."""
+        """Start copying the gradients to the host."""
         slot.begin(pieces)
         slot.gradients = [slot.take(piece.gradient) for piece in pieces]
         stream = self._stream(pieces[0].shard.device)
@@ -227,7 +228,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             slot.arrived = stream.record_event()
 
     def _step_on_host(self, slot: _Slot, scale: torch.Tensor | None) -> None:
-        """Step the pieces of a slot and start to copy their parameters back."""
+        """Step the pieces of a slot, and start copying their parameters back."""
         if slot.arrived is not None:
             slot.arrived.synchronize()
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], Batch]] = {}
@@ -274,12 +275,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     @staticmethod
     def _travels(parameter: torch.Tensor) -> bool:
-        """Whether the master itself is copied to a GPU; what is not need not be pinned, for which torch takes up to
-        twice the memory (the next power of two)."""
+        """Whether the master itself is copied to a GPU. Other masters need not be pinned, which would take up to twice
+        the memory: torch rounds pinned blocks up to the next power of two."""
         return parameter.is_cuda and parameter.dtype == torch.float32
 
     def _on_host(self, parameter: torch.Tensor, value: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-        """A copy of ``value`` in fp32, placed as the parameter is."""
+        """An fp32 copy of ``value`` on the host, placed as the parameter is."""
         host = torch.empty(value.shape, dtype=torch.float32, pin_memory=pinned)
         return with_local(parameter, host.copy_(value))
 
@@ -296,7 +297,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     @torch.no_grad()
     def _convert_master(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """Let a loaded state, which may be an ``AdamOptimizer``'s, have a master on the host."""
+        """Give a loaded state, which may be an ``AdamOptimizer``'s, a master on the host."""
         master = shard = local_tensor(parameter.detach())
         if "remainder" in state:
             low, master = local_tensor(state.pop("remainder")), torch.empty(shard.shape, dtype=torch.float32)

@@ -1,11 +1,11 @@
 """Stochastic rounding of fp32 to bf16, the same on any mesh.
 
-A value between two bf16 numbers becomes the upper one with the probability that makes the expectation exact, so that
-updates far below a parameter's precision still count on average, without an fp32 copy (Gupta et al. 2015, "Deep
-Learning with Limited Numerical Precision").
+A value between two bf16 numbers is rounded up with the probability that makes the expectation exact, so that updates
+far below a parameter's precision still count on average, without an fp32 copy (Gupta et al. 2015, "Deep Learning with
+Limited Numerical Precision").
 
 The random bits of an element are a hash of (parameter, step, place of the element in the whole tensor): replicas of a
-parameter round alike, any mesh rounds as one process does, and a resumed run as an uninterrupted one.
+parameter, all meshes, and resumed runs round alike.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _CHUNK = 1 << 20  # elements hashed at a time: int64 temporaries
 
 
 def place_of(parameter: torch.Tensor) -> tuple[int, int, int] | None:
-    """(inner, stride, base) of this rank's shard in the whole, as ``engine.ops.fused`` takes it; None: there is none.
+    """(inner, stride, base) of this rank's shard in the whole, see ``engine.ops.fused``.
 
-    It has one unless more than two dimensions are cut, or two of which neither is the first.
+    None if the shard cannot be described so: more than two dimensions are cut, or two and neither is the first.
     """
     found = SHARD_PLACE.get(parameter)
     if found is None or found[0] != local_tensor(parameter).shape:
@@ -54,10 +54,11 @@ def _box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def stochastic_round_(target: torch.Tensor, values: torch.Tensor, key: int, step: torch.Tensor) -> None:
-    """Write fp32 ``values``, this rank's shard, into the bf16 parameter ``target``. Non-finite values stay as they are.
+    """Write fp32 ``values``, this rank's shard, into the bf16 parameter ``target``. Non-finite values are kept.
 
     Args:
-        key: a number of the parameter. step: 0-d, on the device of ``values``; read there, without a synchronisation.
+        key: the number of the parameter. step: 0-d, on the device of ``values``, where it is read without a
+            synchronisation.
     """
     local = local_tensor(target).view(-1)
     values = values.reshape(-1)

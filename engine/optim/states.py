@@ -1,4 +1,4 @@
-"""What an optimizer is given: groups and gradients that it can step, and states that are of its own kind."""
+"""Checks and conversions of what an optimizer is given: groups, gradients and saved states."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _FLAGS = ("amsgrad", "maximize", "differentiable")  # torch's, which change what
 
 
 class OwnStates(dict[str, Any]):
-    """A state dict in tensors that nobody else has: ``load_state_dict`` makes them the states without a copy."""
+    """A state dict whose tensors nothing else uses: ``load_state_dict`` takes them as states without a copy."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, or a tensor of one."""
+    """Whether a value is a number, or a tensor with one element."""
     return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ()) -> None:
-    """Raises ValueError where one of these values (lr and weight_decay) is below 0, a parameter is on meta, or the
-    group asks for what the optimizer does not do (``flags``: what it does)."""
+    """Raise ValueError if one of the named values (default: lr and weight_decay) is below 0, a parameter is on meta, or
+    the group sets a flag of torch that the optimizer does not support (``flags``: the supported ones)."""
     for name in names or ("lr", "weight_decay"):
         if name in group and not (is_number(group[name]) and group[name] >= 0):
             raise ValueError(f"{name} is {group[name]!r}, expected a number of at least 0")
@@ -41,7 +41,7 @@ def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ())
 
 
 def undone_on_error(add: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
-    """For an ``add_param_group`` that checks what it has added: a group that is refused is not left there."""
+    """Decorate an ``add_param_group`` that raises ValueError after adding a group: the group is removed again."""
 
     @functools.wraps(add)
     def call(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def sparse_gradient(shape: torch.Size) -> ValueError:
 
 
 def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
-    """Raises ValueError if a parameter of these groups has a sparse gradient: asked before any of them is stepped."""
+    """Raise ValueError if a parameter of these groups has a sparse gradient; called before any of them is stepped."""
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -72,8 +72,8 @@ def check_gradients(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def placed_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient, from now on placed as the parameter is; partial gradients are summed over the ranks.
-    Collective where it was placed otherwise."""
+    """A parameter's gradient, placed as the parameter is, where it is left so; partial gradients are summed over the
+    ranks. Collective if it was placed otherwise."""
     gradient = parameter.grad
     assert gradient is not None
     if not placed_alike([parameter], [gradient]):
@@ -82,7 +82,7 @@ def placed_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def placed_alike(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
-    """Whether each gradient is placed as its parameter is; quick, for many, where all are shards or none is."""
+    """Whether each gradient is placed as its parameter is. Fast for many parameters if all are shards, or none."""
     if are_plain(gradients):
         return True
     try:
@@ -92,19 +92,19 @@ def placed_alike(params: list[torch.Tensor], gradients: list[torch.Tensor]) -> b
 
 
 def scalar_on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
-    """A 0-d tensor on a device that steps by it. Only a GPU's stream keeps the order of a copy and of what reads it: a
-    copy to the host has to be waited for."""
+    """Copy a 0-d tensor to a device. Copies to a GPU need no wait, as its stream orders them before their uses; a copy
+    to the host must be waited for."""
     return number.to(device, non_blocking=device.type == "cuda")
 
 
 def saved_states(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """(parameter, its state in ``state_dict``, which may be empty) for each parameter, as torch pairs them by order."""
+    """(parameter, its state in ``state_dict``, perhaps empty) for each parameter, paired by order as in torch."""
     _check_form(optimizer, state_dict)
     ours = [p for group in optimizer.param_groups for p in group["params"]]
     theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
-    for parameter, index in zip(ours, theirs, strict=False):  # torch raises where they differ in number
+    for parameter, index in zip(ours, theirs, strict=False):  # torch raises if their numbers differ
         yield parameter, state_dict["state"].get(index, {})
 
 
@@ -131,16 +131,15 @@ def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def as_adamw_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state that may be another library's AdamW's, as ours are: a count of steps that is a number is a tensor.
+    """Convert a state that another library's AdamW may have saved: step counts that are numbers become tensors.
 
-    Raises ValueError for a state that has the names of AdamW's but is of torch's Adam with weight decay, or of RAdam or
-    NAdam.
+    Raises ValueError for states with AdamW's names from torch's Adam with weight decay, RAdam or NAdam.
     """
     _check_form(optimizer, state_dict)
     kind = type(optimizer).__name__
     groups = []
     for number, group in enumerate(state_dict["param_groups"]):
-        if "decoupled_weight_decay" in group:  # which these write into their groups, and of them AdamW alone as True
+        if "decoupled_weight_decay" in group:  # written by all of these, and only AdamW's is True
             if "amsgrad" not in group:
                 raise ValueError(
                     f"group {number} of the state has decoupled_weight_decay and no amsgrad, as torch's RAdam's or "
@@ -166,11 +165,11 @@ def check_states(
     shapes: Callable[[torch.Tensor], dict[str, tuple[int, ...]]],
     known: Collection[str] | None = None,
 ) -> None:
-    """Raises ValueError if ``state_dict`` is not of an optimizer of this kind, or of other parameters.
+    """Raise ValueError if ``state_dict`` is from another kind of optimizer, or from other parameters.
 
     Args:
-        shapes: {name: whole shape} of the states that a parameter must have if it has any.
-        known: names of those that it may have besides; None: any.
+        shapes: {name: shape of the whole} of the states that a parameter must have if it has any.
+        known: names of further states that it may have; None: any.
     """
     _check_form(optimizer, state_dict)
     kind = type(optimizer).__name__
@@ -202,42 +201,41 @@ def check_states(
 
 
 def placed_as(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A state, whole or in shards, as this rank's shard of it, placed as the parameter is. Collective where it is in
-    shards of another layout."""
+    """This rank's shard of a state, whole or sharded, placed as the parameter is. Collective if it is sharded
+    otherwise."""
     if not is_shard(parameter):
         return whole_of(value)
     mesh, placements = parameter.device_mesh, parameter.placements
     if is_shard(value) and value.device_mesh == mesh and value.placements == placements:
         return value
     whole = whole_of(value)
-    if whole.shape == parameter.shape:  # it stays on its device, which of an offloaded state is not the mesh's
+    if whole.shape == parameter.shape:  # stay on its device, which is not the mesh's if the state is offloaded
         return with_local(parameter, part_of(whole, mesh, placements))
     return shard_of(whole, mesh, placements)
 
 
 def _held_parts(state_dict: dict[str, Any]) -> dict[int, tuple[int, ...]]:
-    """{number of a parameter: which part of its states is this rank's, by the dimensions of their mesh}, of those in
-    shards."""
+    """{number of a parameter: coordinates of this rank's part of its states in their mesh}, for sharded states."""
     parts = {}
     for index, state in state_dict["state"].items():
         shard = next((value for value in state.values() if is_shard(value)), None)
         if shard is not None:
-            # One that was read from a file has the coordinates of the rank that wrote it.
+            # A mesh that was read from a file has the coordinates of the rank that wrote it.
             here = (shard.device_mesh.mesh == runtime.rank()).nonzero().flatten().tolist()
             parts[index] = tuple(0 if p.is_replicate() else c for p, c in zip(shard.placements, here, strict=False))
     return parts
 
 
 def with_parts(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer with the parts that this rank holds, if its states are in shards: in a file these
-    do not say whose they are. That of a FusedOptimizer has them already."""
+    """Add to an optimizer's state dict which parts of sharded states this rank holds, as shards in a file do not say
+    whose they are. That of a FusedOptimizer has them already."""
     parts = {} if "shards" in state_dict else _held_parts(state_dict)
     return {**state_dict, "shards": parts} if parts else state_dict
 
 
 def whole_states(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer with whole states, on the CPU, in place of shards; in a pipeline with the number
-    of this rank's stage, whose parameters they are of. Collective."""
+    """An optimizer's state dict with whole states on the CPU instead of shards; in a pipeline, also with the number of
+    the stage whose parameters they belong to. Collective."""
     states = {i: {name: _whole(v) for name, v in state.items()} for i, state in state_dict["state"].items()}
     place = {"stage": (runtime.stage(), runtime.stages())} if runtime.stages() > 1 else {}
     kept = {name: value for name, value in state_dict.items() if name != "shards"}
@@ -249,8 +247,8 @@ def _whole(value: Any) -> Any:
 
 
 def with_placed_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state for an optimizer that takes states as they are: those of a parameter's shape, which may be whole, placed
-    as the parameter is."""
+    """A state dict for an optimizer that loads states unchanged: those with the parameter's shape, which may be whole,
+    are placed as the parameter is."""
     _check_form(optimizer, state_dict)
     placed = {name: value for name, value in state_dict.items() if name != "shards"}
     placed["state"] = {index: {**state} for index, state in state_dict["state"].items()}
@@ -262,7 +260,7 @@ def with_placed_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, A
 
 
 def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A state of a parameter's shape with the parameter's strides; other states as they are."""
+    """A state with the parameter's shape, given the parameter's strides; other states unchanged."""
     local, like = local_tensor(value), local_tensor(parameter)
     if local.shape != like.shape or local.stride() == like.stride():
         return value

@@ -75,7 +75,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # What only needs files is imported without torch.distributed.checkpoint, which takes a second.
+    # Functions that only need files load without torch.distributed.checkpoint, whose import takes a second.
     if name in ("model", "optimizer", "training"):
         return importlib.import_module(f"engine.checkpoint.{name}")
     if name not in __all__:

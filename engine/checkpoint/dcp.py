@@ -1,6 +1,6 @@
-"""Tensors to and from a directory of torch.distributed.checkpoint (DCP).
+"""Write and read tensors as a directory of torch.distributed.checkpoint (DCP).
 
-Importing that takes longer than staging a model, so this is imported where tensors are read or written, not before.
+Importing DCP takes longer than staging a model, so this module is only imported when tensors are read or written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from engine.checkpoint.dcp_metadata import MetadataUnpickler
 
-# The first versions of Python 3.11 pickle an item of an Enum as a call of getattr, which scanners of pickles report.
+# Early versions of Python 3.11 pickle an Enum member as a call of getattr, which pickle scanners report.
 copyreg.pickle(_MEM_FORMAT_ENCODING, lambda item: (type(item), (item.value,)))
 
 
@@ -46,10 +46,10 @@ def read(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def _plain_errors(path: Path) -> Iterator[None]:
-    """The error of the first rank that failed, on all ranks, in place of torch's of all: that is no Exception, which
-    nobody would catch. And without torch's warning that one process without a process group is one process."""
+    """Raise the error of the first rank that failed, on all ranks, instead of torch's error about all of them, which is
+    not an Exception and so would not be caught. Without a process group, also suppress torch's warning about that."""
     if not dist.is_initialized():
-        # For good: catch_warnings would, in the thread that writes, bring back what the main thread had set meanwhile.
+        # Permanently: in the writing thread, catch_warnings would undo what the main thread sets meanwhile.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
         yield
@@ -62,14 +62,14 @@ def _plain_errors(path: Path) -> Iterator[None]:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Leaves the directory out of the metadata: checkpoints move, and of a path that Python 3.13 has pickled its
-    module is not found by others."""
+    """Leaves the directory out of the metadata: checkpoints move, and other versions of Python cannot unpickle a path
+    from Python 3.13, where its module has another name."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().write_data(*args, **kwargs)
         except RuntimeError as error:
-            # On a full disk torch also fails to end the file, and says only that: "unexpected pos 704 vs 598".
+            # On a full disk torch also fails to close the file, and only reports that: "unexpected pos 704 vs 598".
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -93,7 +93,7 @@ class _Unpickler(MetadataUnpickler):
 
 
 class _Unreadable:
-    """Raises what kept metadata from being read once it is used: torch 2.11 drops what ``read_metadata`` raises."""
+    """Raises the error of reading metadata once it is used: torch 2.11 drops what ``read_metadata`` raises."""
 
     def __init__(self, error: Exception):
         self._error = error
@@ -103,14 +103,14 @@ class _Unreadable:
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads tensors alone: torch unpickles other values by whatever they name."""
+    """Reads only tensors: torch unpickles other values, which could run anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint, expected one")
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata as data: torch unpickles it, and a pickle from the Hub could run anything."""
+    """Reads the metadata without running code: torch unpickles it, and a pickle from the Hub could run anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:

@@ -1,6 +1,6 @@
-"""The metadata of torch.distributed.checkpoint (which tensors there are and where they lie), read and written as data.
+"""The metadata of torch.distributed.checkpoint (the tensors and where they lie), handled without running code.
 
-torch pickles it, and a pickle from the Hub could run anything, so only the names that metadata needs are resolved here.
+torch pickles the metadata, and a pickle from the Hub could run anything, so only the names that it needs are resolved.
 Classes of the same names stand in for torch's own, because importing torch.distributed.checkpoint takes longer than
 reading the metadata of a large model.
 """
@@ -23,15 +23,15 @@ from engine.checkpoint.safe_pickle import BoundedUnpickler
 METADATA = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"
 MEMORY_FORMAT = "_MEM_FORMAT_ENCODING"  # the one Enum in METADATA
-_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")  # by their values
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")  # by value
 
 
 class Described:
-    """Stands for an object of one of torch's classes.
+    """Stands in for an object of one of torch's classes.
 
     Attributes:
-        arguments: what its class is called with (for an item of an Enum). state: its attributes by name, each also an
-            attribute here (None if it has none of that name); or what else the class makes itself of.
+        arguments: the arguments of its class (of an Enum member). state: its attributes by name, which are also
+            attributes here (None for other names); or another value that its ``__setstate__`` takes.
     """
 
     kind = ("", "")  # module and name of torch's class
@@ -51,12 +51,12 @@ class Described:
 
 @functools.cache
 def stand_in(module: str, name: str) -> type[Described]:
-    """The class that stands for torch's class of that name."""
+    """The class that stands in for torch's class of that name."""
     return type(name, (Described,), {"kind": (module, name)})
 
 
 def _memory_format(kind: type, name: str) -> Any:
-    """Stands for getattr, by which early versions of Python 3.11 (Debian's 3.11.2) pickle an item of an Enum; others
+    """Stands in for getattr, with which early versions of Python 3.11 (Debian's 3.11.2) pickle an Enum member; others
     pickle a call with its value."""
     if getattr(kind, "__name__", None) != MEMORY_FORMAT or name not in _MEMORY_FORMATS:
         raise pickle.UnpicklingError(f"it takes {name} of {kind}, which no checkpoint of ours does")
@@ -64,7 +64,7 @@ def _memory_format(kind: type, name: str) -> Any:
 
 
 class MetadataUnpickler(BoundedUnpickler):
-    """Reads metadata with torch's own classes, and refuses every name that no metadata contains."""
+    """Reads metadata with torch's own classes, and refuses every name that metadata cannot contain."""
 
     _ALLOWED: Mapping[str, set[str]] = {
         "builtins": {"set", "frozenset", "dict", "list", "tuple"},
@@ -76,7 +76,7 @@ class MetadataUnpickler(BoundedUnpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it, and no other
+        module = "pathlib" if module == "pathlib._local" else module  # only Python 3.13 calls it so
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
         if (
@@ -89,7 +89,7 @@ class MetadataUnpickler(BoundedUnpickler):
 
     def resolve(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        # What that module imports is not its own, such as os.
+        # Refuse names that the module imports, such as os.
         if module == METADATA and not (isinstance(found, type) and found.__module__ == METADATA):
             raise _strange(module, name)
         return found
@@ -123,7 +123,7 @@ class _Pickler(pickle._Pickler):
 
 
 def pickled(described: Described) -> bytes:
-    """The metadata as bytes that torch unpickles as its own objects."""
+    """The metadata as bytes that torch unpickles to its own objects."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(described)
     return buffer.getvalue()
@@ -136,6 +136,6 @@ def stored_metadata(directory: str | os.PathLike[str], part: str) -> Described:
         found = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         if type(found) is not stand_in(METADATA, "Metadata") or not isinstance(found.state_dict_metadata, dict):
             raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
-    except Exception as error:  # a damaged pickle fails in every way there is; each is reported with its cause
+    except Exception as error:  # a damaged pickle can fail in any way; report the cause
         raise ValueError(f"{path} cannot be read: {error}") from error
     return found

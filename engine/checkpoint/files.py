@@ -23,19 +23,19 @@ from engine.collectives import from_rank_0, gather_objects, together
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-STEP = re.compile(r"step-(\d+)")  # the name of one checkpoint of many
+STEP = re.compile(r"step-(\d+)")  # the name of a checkpoint in a directory of many
 
 
 @contextmanager
 def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """Yields a directory to write into, the same on all ranks; at the end it gets a manifest and becomes ``directory``.
+    """Yield a directory to write into, the same on all ranks; at the end it gets a manifest and becomes ``directory``.
 
-    A link stays, and what it names is made or replaced. Collective over ``group``, which holds all ranks (None: the
-    default one). If the body raises on any rank, everything written is removed and every rank raises; a rank that fails
-    must do so before, or inside ``together`` around, what the others wait for.
+    A symbolic link is kept, and its target is created or replaced. Collective over ``group``, which holds all ranks
+    (None: the default one). If the body raises on any rank, everything written is removed and every rank raises; a rank
+    must fail either before the others wait for it, or inside ``together``.
 
     Raises:
-        ValueError: ``directory`` is something that is no checkpoint, or that nothing can replace.
+        ValueError: ``directory`` exists and is not a checkpoint, or cannot be replaced.
     """
     target = Path(directory).absolute()
     place = ""
@@ -63,7 +63,7 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
 
 
 def _hash_files(path: Path, target: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
-    """{relative path: {size, sha256}} of what is to become ``target``; the ranks share the work. Collective."""
+    """{relative path: {size, sha256}} of all files under ``path``; the ranks share the work. Collective."""
     names: list[str] = []
     with together(f"writing {target}", group):
         if runtime.rank() == 0:
@@ -91,9 +91,9 @@ def _sha256(path: Path) -> str:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` names if it is a small file with the name of a neighbour, else ``path`` itself.
+    """The checkpoint that ``path`` names, if it is a small file with the name of a sibling, else ``path`` itself.
 
-    On file systems without symbolic links "best" and "last" are such files.
+    On file systems without symbolic links, "best" and "last" are such files.
     """
     if path.is_file() and path.stat().st_size < 100:
         name = path.read_text(encoding="utf-8", errors="replace").strip()
@@ -109,12 +109,12 @@ def sync_to_disk(path: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Bring a file to the disk, or what the entries of a directory are called."""
+    """fsync a file, or the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Of directories many file systems of networks, FUSE and virtual machines know no such thing.
+        # Many network, FUSE and virtual machine file systems do not support this for directories.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
@@ -122,7 +122,7 @@ def fsync(path: Path) -> None:
 
 
 def _clean_up_after_killed_saves(target: Path) -> None:
-    """Remove what killed saves to ``target`` left; if ``target`` is gone, restore what one of them was replacing."""
+    """Remove leftovers of killed saves to ``target``; if it is gone, restore the checkpoint that one was replacing."""
     name = glob.escape(target.name)
     for left in target.parent.glob(f".{name}.partial-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -134,7 +134,7 @@ def _clean_up_after_killed_saves(target: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory as far as that is possible; of a link to one, the link, which rmtree leaves alone."""
+    """Remove a directory as far as possible. Of a symbolic link, which rmtree refuses, only the link is removed."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -142,7 +142,7 @@ def remove_directory(path: Path) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a directory is a checkpoint that has all its files, at their sizes. Not collective."""
+    """Whether a directory is a checkpoint with all its files in their sizes. Not collective."""
     try:
         check_manifest(path)
     except ValueError:
@@ -151,9 +151,9 @@ def is_complete(path: Path) -> bool:
 
 
 def checked_place(directory: Path) -> Path:
-    """What a checkpoint at ``directory`` makes or replaces: links are followed, also one to what is not there yet.
+    """The path that a checkpoint at ``directory`` creates or replaces: links are followed, dangling ones too.
 
-    Raises ValueError if it is something that is no checkpoint, or that nothing can replace. Not collective.
+    Raises ValueError if it exists and is not a checkpoint, or cannot be replaced. Not collective.
     """
     target = Path(os.path.realpath(directory))
     if not target.exists():
@@ -177,20 +177,20 @@ def checked_place(directory: Path) -> Path:
 
 
 def is_irreplaceable(directory: Path) -> bool:
-    """Whether no other can take the place of a directory, given by its real path: a mount point, the current directory
-    or one above it."""
+    """Whether a directory, given by its real path, cannot be replaced: a mount point, the current directory or one
+    above it."""
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # it was removed
+    except FileNotFoundError:  # the current directory was removed
         return directory.is_mount()
     return directory in (here, *here.parents) or directory.is_mount()
 
 
 def _replace(path: Path, target: Path) -> None:
-    """Rename ``path`` to ``target``, and what was there to another name if it cannot be exchanged.
+    """Rename ``path`` to ``target``, in exchange for an existing ``target``, or after renaming that.
 
-    At once where the system can, so that readers, and a run that is killed, always find a whole checkpoint. What was
-    there is removed when the new name is on the disk, by which a power cut leaves one of the two.
+    The exchange is atomic where the system supports it, so that readers, and runs after a kill, always find a complete
+    checkpoint. The old one is removed once the new name is on disk, so a power cut leaves one of the two.
     """
     old = target.parent / f".{target.name}.old-{uuid.uuid4().hex[:8]}"
     if not target.exists():
@@ -202,36 +202,36 @@ def _replace(path: Path, target: Path) -> None:
 
 
 def rename_both(path: Path, target: Path, old: Path) -> None:
-    """Rename ``target`` to ``old`` and then ``path`` to ``target``, with a moment in which nothing has that name."""
+    """Rename ``target`` to ``old`` and then ``path`` to ``target``; for a moment, ``target`` does not exist."""
     try:
         target.rename(old)
         path.rename(target)
-    except BaseException:  # an interruption too must not leave nothing of that name
+    except BaseException:  # an interruption, too, must not leave ``target`` missing
         if old.exists() and not target.exists():
             old.rename(target)
         raise
 
 
 def exchange_names(one: Path, other: Path) -> bool:
-    """Let two directories exchange their names in one step; False if there is no such step, or it is not allowed: then
-    to rename each is, or says what is wrong."""
+    """Exchange the names of two directories atomically. False if this is not supported or not allowed; renaming each
+    then works, or raises a clear error."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):  # Linux has it
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     failed = library.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange)
-    # EPERM is what sandboxes answer to calls that they do not know.
+    # Sandboxes answer EPERM to system calls that they do not know.
     if failed and (number := ctypes.get_errno()) not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
         raise OSError(number, os.strerror(number), str(other))
     return not failed
 
 
 def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> dict[str, Any]:
-    """Read a checkpoint's manifest and compare the files' sizes, and with ``hashes`` their sha256, with it.
+    """Read a checkpoint's manifest, and compare the sizes of the files with it, and with ``hashes`` also their sha256.
 
-    A file has one hash, or "parts": hashes of ranges of its bytes, so that who wrote it hashed each byte once.
+    A file has one hash, or "parts": hashes of ranges of its bytes, so that its writer hashes each byte only once.
 
-    Raises ValueError that names the file and the difference. Not collective.
+    Raises ValueError, which names the file and the difference. Not collective.
     """
     path = Path(directory)
     manifest, sizes = _read_manifest(path)
@@ -254,7 +254,7 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The manifest of a checkpoint, and the size that it gives each file. Raises ValueError: none, or damaged."""
+    """(manifest of a checkpoint, {file: size}). Raises ValueError if the manifest is missing or damaged."""
     if not (path / MANIFEST).is_file():
         place = Path(os.path.realpath(path))
         replaced = [] if place.exists() else [*place.parent.glob(f".{glob.escape(place.name)}.old-*/{MANIFEST}")]
@@ -270,7 +270,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def hash_ranges(file: BinaryIO, ranges: Sequence[Sequence[int]]) -> str:
-    """The sha256 of ranges of bytes of an open file, [first, end), one after the other."""
+    """The sha256 of the concatenated byte ranges [first, end) of an open file."""
     digest = hashlib.sha256()
     for first, end in ranges:
         file.seek(first)
@@ -281,7 +281,7 @@ def hash_ranges(file: BinaryIO, ranges: Sequence[Sequence[int]]) -> str:
 
 
 def _check_parts(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Compare a file with the hashes of its parts, which together are all of it."""
+    """Compare a file with the hashes of its parts, which must cover each byte once."""
     parts, at = entry["parts"], 0
     try:
         for first, end in sorted((first, end) for part in parts for first, end in part["bytes"]):

@@ -1,4 +1,4 @@
-"""The model in a checkpoint: written and read by slices, on any mesh."""
+"""The model in a checkpoint, written and read in slices on any mesh."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def save_model(
 ) -> None:
     """Write a checkpoint of ``model``. Collective; ``directory`` must be on a file system that all ranks share.
 
-    Everything is written beside and renamed in the end, so ``directory`` is never half. An existing one is replaced.
+    Everything is written to a temporary directory and renamed at the end, so ``directory`` is always complete. An
+    existing checkpoint is replaced.
 
     Args:
         extra: called on rank 0 with the directory under construction, to add files.
 
     Raises:
-        ValueError: ``directory`` has other files or nothing can replace it, or a parameter is on meta.
-        RuntimeError or OSError: writing failed on a rank; raised on every rank, and ``directory`` is as it was.
+        ValueError: ``directory`` has other files or cannot be replaced, or a parameter is on meta.
+        RuntimeError or OSError: writing failed on a rank. Raised on every rank; ``directory`` is unchanged.
     """
     with atomic_directory(directory) as path:
         write_model(path, model)
@@ -50,7 +51,7 @@ def write_model(path: Path, model: nn.Module) -> None:
 
 
 def filled_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """``named_tensors`` of a model that has values. Raises ValueError for one on meta."""
+    """``named_tensors`` of a model. Raises ValueError if one is on meta."""
     tensors = named_tensors(model)
     if lost := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(f"parameter {lost[0]} is on the meta device, so there is nothing to save: load weights first")
@@ -59,7 +60,7 @@ def filled_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Write plain tensors (equal on all ranks) and DTensors as a DCP directory. Collective over ``group``."""
-    from engine.checkpoint import dcp  # in the thread of an asynchronous save: training does not wait for it
+    from engine.checkpoint import dcp  # in an asynchronous save this runs in its thread, so training need not wait
 
     dcp.write(path, tensors, group)
 
@@ -79,15 +80,15 @@ def load_model(
     Values are converted to the model's dtypes.
 
     Args:
-        strict: the names must be equal; else what both have is loaded.
-        verify: also compare the files' sha256, which reads them once more.
+        strict: names must be equal; otherwise the tensors that both have are loaded.
+        verify: also compare the files' sha256, which reads them a second time.
 
     Returns:
         (names that only the model has, names that only the checkpoint has), sorted.
 
     Raises:
-        ValueError: the checkpoint is missing, incomplete or damaged (the file is named), names differ, shapes differ,
-            or a parameter is on meta. On every rank.
+        ValueError: the checkpoint is missing, incomplete or damaged (the file is named), names or shapes differ, or a
+            parameter is on meta. Raised on every rank.
     """
     with together(f"reading {directory}"):
         if runtime.rank() == 0:
@@ -126,7 +127,8 @@ def _match(
 def stored_tensors(
     directory: str | os.PathLike[str], part: str = MODEL
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """{name: (shape, dtype)} of a checkpoint's model, without reading a tensor. ValueError if it cannot be read."""
+    """{name: (shape, dtype)} of the tensors in a part of a checkpoint, without reading them. Raises ValueError if that
+    is not possible."""
     return {
         name: (tuple(entry.size), entry.properties.state[0])
         for name, entry in stored_metadata(directory, part).state_dict_metadata.items()

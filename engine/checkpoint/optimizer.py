@@ -1,4 +1,4 @@
-"""The optimizers in a checkpoint: their tensors by parameter name, so that any mesh and any order of groups fits."""
+"""The optimizers in a checkpoint, with tensors by parameter name, so that any mesh and any order of groups fits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ OPTIM = "optim"
 def collect_states(
     model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """({"<optimizer>/<parameter>/<key>": tensor}, for each optimizer its groups and what is no tensor). Not collective.
+    """({"<optimizer>/<parameter>/<key>": tensor}, groups and other values of each optimizer). Not collective.
 
-    Of a model that is split into stages: those of this stage; see ``merge_stages``. The tensors share the memory of the
-    optimizers.
-    Raises ValueError if an optimizer holds a parameter that is not the model's.
+    In a pipeline these are the states of this stage; see ``merge_stages``. The tensors share memory with the
+    optimizers' states. Raises ValueError if an optimizer holds a parameter that is not the model's.
     """
     names = _names(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -49,7 +48,7 @@ def collect_states(
 
 
 def merge_stages(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the descriptions of the optimizers of all stages into one; what two stages hold comes once. Collective.
+    """Merge the groups and values of the optimizers of all stages; parameters on two stages appear once. Collective.
 
     Raises ValueError if the stages have different numbers of optimizers or groups.
     """
@@ -66,7 +65,7 @@ def merge_stages(model: nn.Module, rest: list[dict[str, Any]]) -> list[dict[str,
 def load_states(
     directory: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], rest: list[dict[str, Any]]
 ) -> list[OwnStates]:
-    """The reverse: for each optimizer what its ``load_state_dict`` takes; each rank reads its slices. Collective.
+    """A state dict for each optimizer's ``load_state_dict``; each rank reads its slices. Collective.
 
     Raises ValueError if the optimizers differ in number, groups or parameters from those that were saved.
     """
@@ -89,7 +88,7 @@ def load_states(
             places.append(place)
             states.append(OwnStates(state={}, param_groups=groups))
             for name, values in saved["values"].items():
-                if name in place:  # and not on another stage
+                if name in place:  # otherwise it is on another stage
                     states[index]["state"].setdefault(place[name][0], {}).update(values)
         others = elsewhere(model)
         if has_tensors:
@@ -104,13 +103,13 @@ def load_states(
             states[index]["state"].setdefault(position, {})[key_of_state] = tensor
     if has_tensors:
         read_tensors(directory / OPTIM, tensors)
-        tensors.clear()  # so that what is not kept is freed
+        tensors.clear()  # to free the tensors that are not kept
         _leave_zeros_unwritten(states)
     return states
 
 
 def _leave_zeros_unwritten(states: list[OwnStates]) -> None:
-    """Let zeros take no more memory than before they were saved, when nobody had written them."""
+    """Release the memory of zeros that took none before the save, because they had never been written."""
     for state in states:
         for values in state["state"].values():
             for key, value in values.items():
@@ -119,7 +118,7 @@ def _leave_zeros_unwritten(states: list[OwnStates]) -> None:
 
 
 def _check_stages(stages: list[list[list[Any]]]) -> None:
-    """Raises ValueError unless all stages have the same number of optimizers, with as many groups each."""
+    """Raise ValueError unless all stages have the same number of optimizers, with the same numbers of groups."""
     numbers = [[len(groups) for groups in optimizers] for optimizers in stages]
     for stage, own in enumerate(numbers):
         if own != numbers[0]:
@@ -132,7 +131,7 @@ def _check_stages(stages: list[list[list[Any]]]) -> None:
 def _check_groups(
     directory: Path, index: int, stages: list[list[list[str]]], saved_groups: list[dict[str, Any]]
 ) -> None:
-    """Raises ValueError if an optimizer has other groups, by names on all stages, than the one that was saved."""
+    """Raise ValueError if the groups of an optimizer, on all stages together, differ by names from the saved ones."""
     if len(saved_groups) != len(stages[0]):
         raise ValueError(
             f"optimizer {index} has {len(saved_groups)} parameter groups in checkpoint {directory} and "
@@ -151,7 +150,7 @@ def _check_groups(
 def _places(
     optimizer: torch.optim.Optimizer, members: list[list[str]], saved_groups: list[dict[str, Any]]
 ) -> tuple[dict[str, tuple[int, nn.Parameter]], list[dict[str, Any]]]:
-    """({name: (position in the optimizer, parameter)}, the saved groups with positions for names)."""
+    """({name: (position in the optimizer, parameter)}, the saved groups with positions instead of names)."""
     place: dict[str, tuple[int, nn.Parameter]] = {}
     groups = []
     for group, names, old in zip(optimizer.param_groups, members, saved_groups, strict=True):
@@ -186,7 +185,7 @@ def _name_of(names: dict[int, str], parameter: torch.Tensor, optimizer: int) -> 
 
 
 def _placed(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A state that an optimizer keeps as a plain tensor beside its shard is a shard too."""
+    """A state placed as its parameter is, if the optimizer keeps it as a plain tensor of the shard's shape."""
     if is_shard(parameter) and not is_shard(value) and value.ndim:
         if value.shape == local_tensor(parameter).shape:
             return with_local(parameter, value)

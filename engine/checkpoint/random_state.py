@@ -1,4 +1,4 @@
-"""The states of Python's, numpy's and torch's random generators, in values that load without running code."""
+"""The states of Python's, NumPy's and torch's random generators, as values that load without running code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any]) -> None:
-    """Let the generators of this rank go on from ``generator_states``."""
+    """Set the generators of this rank to ``generator_states``."""
     random.setstate(states["python"])
     kind, keys, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
@@ -34,6 +34,6 @@ def restore_generators(states: dict[str, Any]) -> None:
 
 
 def reseed_generators(states: dict[str, Any]) -> None:
-    """Seed the generators from the states of one rank, on a mesh other than theirs: each rank gets its own stream."""
+    """Seed the generators from the states of one rank of another mesh; each rank gets its own stream."""
     digest = hashlib.sha256(states["torch"].numpy().tobytes()).digest()
     runtime.seed_generators(int.from_bytes(digest[:8], "little") % 2**63)

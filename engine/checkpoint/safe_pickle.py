@@ -1,4 +1,4 @@
-"""Values as bytes that torch reads back without running code; anything else is refused when it is written."""
+"""Pickled values that torch loads without running code; other values are refused when they are saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _UNSAFE = (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError)
-_MOST_VALUES = 10_000  # of a tuple, those within its tuples included
+_MOST_VALUES = 10_000  # in a tuple, including the tuples inside
 _MAKE_TUPLES = (
     pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.REDUCE, pickle.NEWOBJ,
     pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ,
@@ -21,17 +21,18 @@ _MAKE_TUPLES = (
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Takes no more memory than what the pickle holds, whatever numbers a damaged one has, and refuses large tuples.
+    """Uses no more memory than the values of the pickle take, whatever numbers a damaged one has, and refuses large
+    tuples.
 
-    In Python: the one in C keeps what a pickle numbers in an array, and allocates that for whatever number is given, up
-    to 64 GB. (The metadata of 640 matrices in 8 shards each takes a third of a second.)
+    It is written in Python, because the unpickler in C keeps memoised values in an array, which it allocates for any
+    index it is given, up to 64 GB. (The metadata of 640 matrices in 8 shards each takes a third of a second.)
 
-    A tuple that is a key is hashed with all that it holds, each time that it occurs: of (a, a), where a is (b, b), and
-    so on, that takes years, and of tuples within tuples it overflows the stack.
+    A tuple that is a key is hashed recursively each time it occurs: with (a, a), where a is (b, b), and so on, this
+    takes years, and deeply nested tuples overflow the stack.
     """
 
     def load(self) -> Any:
-        self._tuples: dict[int, tuple[Any, ...]] = {}  # by identity: how many values it holds, and itself
+        self._tuples: dict[int, tuple[Any, ...]] = {}  # {id: (number of values, tuple)}
         return super().load()
 
     def _count(self) -> None:
@@ -55,12 +56,12 @@ def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
 BoundedUnpickler.dispatch = {
     code: _counted(load) if code in {name[0] for name in _MAKE_TUPLES} else load
     for code, load in pickle._Unpickler.dispatch.items()
-    if code != pickle.BYTEARRAY8[0]  # it is allocated in the size that is given, before its bytes are there
+    if code != pickle.BYTEARRAY8[0]  # allocates the given size before its bytes are read
 }
 
 
 def dump(value: Any) -> bytes:
-    """``value`` as ``load`` reads it. Raises ValueError, which names the place in it, for what cannot be read back."""
+    """``value`` as bytes for ``load``. Raises ValueError, which names the place of a value that cannot be loaded."""
     try:
         return _pickled(value)
     except _UNSAFE as error:
@@ -71,16 +72,16 @@ def dump(value: Any) -> bytes:
 
 
 def load(path: Path) -> Any:
-    """The value in a file that ``dump`` made, its tensors on the CPU. Raises ValueError, which names the file."""
+    """The value in a file of ``dump``, with tensors on the CPU. Raises ValueError, which names the file."""
     refuse_compressed(path)
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged file fails in every way there is; each is reported with its cause
+    except Exception as error:  # a damaged file can fail in any way; report the cause
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def refuse_compressed(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError, which names the file, for a zip archive that is larger unpacked; torch.load would unpack it."""
+    """Raise ValueError, which names the file, for a zip archive that torch.load would unpack to more than its size."""
     if not zipfile.is_zipfile(path):
         return
     try:
@@ -105,7 +106,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _first_unsafe(value: Any, name: str = "") -> str:
-    """The first thing in ``value`` that cannot be read back safely: its place and its type."""
+    """The place and type of the first value inside ``value`` that cannot be loaded safely."""
     items = value.items() if type(value) is dict else enumerate(value) if type(value) in (list, tuple) else ()
     for key, item in items:
         try:

@@ -1,9 +1,9 @@
-"""A directory of many checkpoints, one for each step that was saved.
+"""A directory of many checkpoints, one for each saved step.
 
 ::
 
     step-00000100/    complete or absent, see engine.checkpoint
-    last              names the newest, by a link or as text; `best` the one that was saved with best=True
+    last, best        links, or files with a name: the newest checkpoint, and the one saved with best=True
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from engine.collectives import from_rank_0, together
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], verify: bool = False) -> Path | None:
-    """The newest valid checkpoint: ``directory`` itself, or the step-... of the highest step in it; None without one.
+    """The newest valid checkpoint: ``directory`` itself, or the highest step-... in it; None if there is none.
 
-    Collective. ``directory`` may also be a "best" or "last" inside such a directory, a link or a file
-    (``named_checkpoint``).
-    Broken ones are passed over with a warning that says what is wrong; one that is still being written is not there.
+    Collective. ``directory`` may also be the "best" or "last" of such a directory, a link or a file
+    (``named_checkpoint``). Broken checkpoints are skipped with a warning that says what is wrong; one that is still
+    being written does not count.
 
     Args:
-        verify: compare the files' sha256 too, not only their sizes.
+        verify: compare the files' sha256, too, not only their sizes.
 
     Raises:
-        ValueError: ``directory`` names one checkpoint, and that is broken.
+        ValueError: ``directory`` names a single checkpoint, which is broken.
     """
     return newest(Path(directory).absolute(), verify)[0]
 
 
 def newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
-    """See ``latest_checkpoint``; also what is wrong with those that were passed over."""
+    """(the path of ``latest_checkpoint``, what is wrong with each checkpoint that was skipped)."""
     found: Path | None = None
     broken: list[str] = []
     with together(f"looking for checkpoints in {root}"):
@@ -60,12 +60,13 @@ def newest(root: Path, verify: bool) -> tuple[Path | None, list[str]]:
 def finish_save(
     directory: str | os.PathLike[str], step: int, *, best: int | None = None, keep: int | None = None
 ) -> None:
-    """Give checkpoints their names and remove old ones, as the save of the newest would have, had it not been killed
-    just then: a checkpoint counts from the moment it is complete. For a run that goes on from it. Collective.
+    """Update "last" and "best" and remove old checkpoints, as a save does after completing its checkpoint. Collective.
+
+    For a run that resumes from a checkpoint whose save was killed before that.
 
     Args:
-        directory: of many checkpoints. step: of the newest. best: of the one that ``best`` names, if it is still there;
-            None: ``best`` stays as it is. keep: as for ``save_checkpoint``.
+        directory: holds many checkpoints. step: that of the newest. best: the step that ``best`` shall name, if it is
+            still there; None: ``best`` is unchanged. keep: as in ``save_checkpoint``.
     """
     root = Path(directory).absolute()
     with together(f"clearing up in {root}"):
@@ -74,7 +75,7 @@ def finish_save(
 
 
 def clear_up(root: Path, step: int, best: int | None, keep: int | None) -> None:
-    """What a save does once its checkpoint is complete; see ``finish_save``."""
+    """The last part of a save, after its checkpoint is complete; see ``finish_save``."""
     try:
         _name(root / "last", path_of(root, step))
         if best is not None and path_of(root, best).is_dir():
@@ -84,8 +85,8 @@ def clear_up(root: Path, step: int, best: int | None, keep: int | None) -> None:
 
 
 def _name(link: Path, target: Path) -> None:
-    """Point ``link`` at its neighbour ``target``, at once: see ``named_checkpoint``."""
-    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")  # which _purge removes where this fails
+    """Let ``link`` name its sibling ``target``, atomically; see ``named_checkpoint``."""
+    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")  # removed by _purge if this fails
     try:
         new.symlink_to(target.name)
     except OSError:
@@ -94,9 +95,9 @@ def _name(link: Path, target: Path) -> None:
 
 
 def _purge(root: Path, step: int, keep: int | None) -> None:
-    for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # of a run that was killed
+    for left in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:  # left by a run that was killed
         remove_directory(left)
-    for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # of a _name that failed or was killed
+    for left in [*root.glob(".last.*"), *root.glob(".best.*")]:  # left by a _name that failed or was killed
         left.unlink(missing_ok=True)
     if keep is None:
         return
@@ -105,10 +106,10 @@ def _purge(root: Path, step: int, keep: int | None) -> None:
     whole = 0
     for path in earlier:
         if whole < keep:
-            whole += is_complete(path)  # a broken one does not count, or a whole one would be removed for it
+            whole += is_complete(path)  # a broken one must not displace a complete one
         elif path.resolve() != best:
             gone = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
-            path.rename(gone)  # so that half of it never looks like a checkpoint
+            path.rename(gone)  # so that a half-removed directory never looks like a checkpoint
             remove_directory(gone)
 
 
@@ -117,7 +118,7 @@ def path_of(root: Path, step: int) -> Path:
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints in ``root``, the highest step first, broken ones included."""
+    """(step, path) of the checkpoints in ``root``, including broken ones, the highest step first."""
     if not root.is_dir():
         return []
     found = [(match, path) for path in root.iterdir() if (match := STEP.fullmatch(path.name)) and path.is_dir()]

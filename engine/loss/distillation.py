@@ -1,8 +1,8 @@
-"""What a teacher predicts at the rows of a vocabulary's head, as a part of their loss (Hinton et al. 2015,
+"""Distillation: a teacher's predictions for the rows of a vocabulary head as part of the loss (Hinton et al. 2015,
 arXiv:1503.02531).
 
-Of rows z of the student's logits and u of the teacher's, at a temperature T, it is T^2 KL(softmax(u / T) ||
-softmax(z / T)), whose gradient by z is T (softmax(z / T) - softmax(u / T)): about as large whatever T is.
+For a row z of the student's logits, u of the teacher's and a temperature T, the loss is T^2 KL(softmax(u / T) ||
+softmax(z / T)). Its gradient with respect to z, T (softmax(z / T) - softmax(u / T)), is about equally large for all T.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from engine.ops.cross_entropy import losses_
 
 @dataclass(frozen=True, eq=False)
 class SoftTargets:
-    """A teacher's predictions for n rows, as what its logits are computed from, a chunk of rows at a time.
+    """A teacher's predictions for n rows: the tensors from which its logits are computed, one chunk of rows at a time.
 
-    The teacher's classes are the student's, by number. Of those that only one of them has, such as the rows that pad a
-    vocabulary, the teacher predicts none.
+    Classes with the same number are the same for teacher and student. Classes that only one of them has, such as the
+    padding of a vocabulary, have probability 0 for the teacher.
 
     Attributes:
         hidden: (n, the teacher's hidden_size). weight: (the teacher's vocab_size, its hidden_size), whole on each rank.
-            bias: (its vocab_size,) or None. No gradient goes into them.
-        share: of the loss that is the teacher's, above 0 and up to 1; the rest is cross-entropy. temperature: above 0.
-        cap: of the teacher's logits, as of linear_cross_entropy.
+            bias: (its vocab_size,) or None. They receive no gradients.
+        share: the share of this loss, above 0 and at most 1; the rest is cross-entropy. temperature: above 0.
+        cap: soft cap of the teacher's logits, see linear_cross_entropy.
     """
 
     hidden: Tensor
@@ -49,16 +49,16 @@ class SoftTargets:
             )
 
     def detached(self) -> SoftTargets:
-        """The same outside autograd."""
+        """These predictions, detached from the graph."""
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
 
 class TaughtLosses:
-    """Both losses of a student's chunks of logits, and the gradient of their sum.
+    """Both losses of chunks of a student's logits, and the gradient of their weighted sum.
 
     Args:
-        head: the student's, of this rank's classes. shard: which these are; None: all.
+        head: the student's head for this rank's classes. shard: which classes these are; None: all.
     """
 
     def __init__(self, soft: SoftTargets, head: ChunkedHead, shard: VocabularyShard | None) -> None:
@@ -66,18 +66,18 @@ class TaughtLosses:
         own = slice(first, first + head.classes)
         bias = None if soft.bias is None else soft.bias[own]
         self._hidden, weight, bias = as_factors(soft.hidden, soft.weight[own], bias)
-        self._known = weight.shape[0]  # of the student's classes here, the first, which the teacher has too
+        self._known = weight.shape[0]  # classes of this rank that the teacher has too, the first ones
         self._weight, self._bias = widened(self._hidden, weight, bias)
         self._share, self._temperature, self._cap, self._shard = soft.share, soft.temperature, soft.cap, shard
 
     def of_(
         self, logits: Tensor, targets: Tensor, chunk: slice, count: Tensor | float, smoothing: float, train: bool
     ) -> Tensor:
-        """(2,) fp32: the sums, over the rows of a chunk, of the cross-entropies and of T^2 KL.
+        """The sums of the cross-entropies and of T^2 KL over the rows of a chunk, (2,) fp32.
 
         Args:
-            logits: (rows, this rank's classes) of the student; with `train` the gradient of the loss, the sum of their
-                shares / count, takes their place. targets: (rows,), classes among all.
+            logits: (rows, this rank's classes), the student's; with `train` they are overwritten by the gradient of the
+                weighted sum / count. targets: (rows,), numbers among all classes.
         """
         z, t, shard = logits.float(), self._temperature, self._shard
         vocab = logits.shape[1] if shard is None else shard.vocab
@@ -86,7 +86,7 @@ class TaughtLosses:
         else:
             at, here = shard.columns(targets, logits.shape[1])
         sums = self._sums(z, at, here, smoothing)
-        log_q = z / t  # of the student
+        log_q = z / t  # log-probabilities of the student, q; of the teacher, p
         log_q -= sums[0] if t == 1 else self._lse(log_q)
         u = matmul_nt(self._hidden[chunk], self._weight, self._bias)[:, : self._known].float()
         log_p = (u if self._cap is None else soft_capped(u, self._cap)) / t
@@ -104,7 +104,7 @@ class TaughtLosses:
         return torch.stack((losses.sum(), t * t * divergence.sum()))
 
     def _sums(self, logits: Tensor, at: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As VocabularyShard.reduce, also of a vocabulary that is not split; the mean only where it is needed."""
+        """As VocabularyShard.reduce, also for a vocabulary that is not split; there the mean is None if not needed."""
         if self._shard is not None:
             return self._shard.reduce(logits, at, here)
         mean = logits.mean(1) if smoothing else None

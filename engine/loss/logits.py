@@ -1,4 +1,4 @@
-"""Losses of logits that are there."""
+"""Losses of given logits."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ IGNORE_INDEX = -100
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float, *, label_smoothing: float = 0.0) -> Tensor:
-    """Sum of cross-entropies over the labelled rows / count.
+    """The sum of the cross-entropies of labelled rows, divided by `count`.
 
     Args:
-        logits: (n, classes). targets: (n,) int64, -100 where there is no label. count: what the sum is divided by.
+        logits: (n, classes). targets: (n,) int64, -100 where there is no label.
     """
     total = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
     return total / at_least_one(count)
 
 
 def at_least_one(count: Tensor | float) -> Tensor | float:
-    """A batch without labels has loss 0, not 0 / 0: a rank with an empty microbatch adds nothing."""
+    """The divisor for `count` labels: without any, the loss is 0 and not 0 / 0, so empty microbatches add nothing."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -51,18 +51,18 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
 
 class FusedCrossEntropy(torch.nn.Module):
-    """Cross-entropy with the arguments of BMTrain's and of ``torch.nn.CrossEntropyLoss``, in fp32 for all logits.
+    """Cross-entropy with the arguments of BMTrain's and ``torch.nn.CrossEntropyLoss``, computed in fp32 for all dtypes.
 
-    "mean" is over this rank's labels (weighted, with ``weight``); without any label it is 0, where torch gives nan.
+    "mean" averages over this rank's labels (weighted, with ``weight``); without labels it is 0, where torch gives nan.
 
     Args:
-        weight: (classes,), a factor for each class, all of them. ignore_index: the target that is no label.
-        reduction: "mean", "sum" or "none". label_smoothing: 0 to 1, as in torch.
-        parallel: the input has this rank's classes only, an equal share for each rank of its tensor-parallel group
-            in their order; targets and the result are the same on all.
+        weight: (classes,), a factor for each class of the whole vocabulary. ignore_index: the target of rows without a
+            label. reduction: "mean", "sum" or "none". label_smoothing: 0 to 1, as in torch.
+        parallel: the input has this rank's classes only: classes are split evenly over the tensor-parallel group, in
+            rank order; targets and the result are the same on all of its ranks.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument is not one of these.
     """
 
     weight: Tensor | None
@@ -89,7 +89,7 @@ class FusedCrossEntropy(torch.nn.Module):
         self.parallel = parallel
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """input (n, classes), target (n,) of whole numbers -> 0-d fp32, or (n,) with reduction "none"."""
+        """input (n, classes), target (n,) integers -> 0-d fp32, or (n,) with reduction "none"."""
         if input.ndim != 2 or target.shape != input.shape[:1]:
             raise ValueError(
                 f"input {tuple(input.shape)} and target {tuple(target.shape)} are not (n, classes) and (n,)"

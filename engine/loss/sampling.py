@@ -1,8 +1,8 @@
-"""Classes drawn from the softmax of a vocabulary's head, without ever holding all logits.
+"""Classes sampled from the softmax of a vocabulary head, without ever holding all logits.
 
-By the inverse of the distribution function: one number in [0, 1) for each row decides it, so who draws these numbers
-decides what is sampled, however the rows are cut into batches and the vocabulary into parts. Sums of probabilities are
-taken in fp64, as those of many classes in fp32 would move the borders between them.
+By inverse transform sampling: one number in [0, 1) decides each row, so the samples depend only on these numbers, not
+on how rows are cut into batches or the vocabulary into parts. Probabilities are summed in fp64, because fp32 sums over
+many classes would shift the boundaries between them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from engine.loss.chunks import ChunkedHead
 from engine.loss.vocabulary import ExtendedVocabulary, VocabularyShard, local_vocabulary
 from engine.ops.autocast import as_factors
 
-DRAW_BITS = 53  # of a draw: as many as the mantissa of fp64 holds
-_BLOCK = 256  # classes whose masses are added up first: only the block that is hit is looked into
+DRAW_BITS = 53  # bits of a draw: those of an fp64 significand
+_BLOCK = 256  # classes whose probabilities are summed first; only the block that is hit is searched
 
 
 @torch.no_grad()
@@ -30,14 +30,14 @@ def sample_classes(
     cap: float | None = None,
 ) -> Tensor:
     """For each row a class of softmax(hidden @ weight.T + bias): the first whose cumulative probability is greater than
-    draws / 2**53. Without a gradient.
+    draws / 2**53. Has no gradient.
 
     Args:
-        hidden: (n, hidden_size). weight, bias, cap: as for linear_cross_entropy. draws: (n,) int64, from 0 to
-            2**53 - 1; whole numbers, as mixed precision rounds those that are not where a model is called.
+        hidden: (n, hidden_size). weight, bias, cap: as in linear_cross_entropy. draws: (n,) int64, from 0 to 2**53 - 1;
+            integers, because mixed precision rounds floating-point inputs of a model.
 
     Returns:
-        (n,) int64. Under tensor parallelism the same on all ranks. Of logits that are not finite some class.
+        (n,) int64; under tensor parallelism the same on all ranks. For logits that are not finite, an arbitrary class.
     """
     table, bias, shard = local_vocabulary(hidden, weight, bias)
     hidden, table, bias = as_factors(hidden, table, bias)
@@ -46,12 +46,12 @@ def sample_classes(
     for chunk in head.chunks:
         logits = head.logits(chunk)[:, : head.classes].float()
         found[chunk] = _invert(logits, draws[chunk, None].double() * 2.0**-DRAW_BITS, shard)
-        del logits  # before the next chunk, which takes its memory
+        del logits  # so that the next chunk reuses the memory
     return found
 
 
 def _invert(logits: Tensor, uniform: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """(rows,) classes, of this rank's part of the logits, fp32, which are overwritten; uniform: (rows, 1) fp64."""
+    """The sampled classes (rows,). logits: this rank's part, fp32, overwritten. uniform: (rows, 1) fp64."""
     columns = logits.shape[1]
     top = logits.amax(1, keepdim=True) if columns else logits.new_full((len(logits), 1), -torch.inf)
     if shard is not None:
@@ -74,7 +74,7 @@ def _invert(logits: Tensor, uniform: Tensor, shard: VocabularyShard | None) -> T
 
 
 def _within_rank(uniform: Tensor, total: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """(what is left of the mass to pass on the rank whose classes it ends in, whether that is this one), (rows, 1)."""
+    """((rows, 1) the mass to pass within the classes of the rank that is hit, (rows, 1) whether that is this rank)."""
     rank = shard.group.rank()
     totals = total.new_zeros(len(total), shard.group.size())
     totals[:, rank : rank + 1] = total
@@ -84,8 +84,8 @@ def _within_rank(uniform: Tensor, total: Tensor, shard: VocabularyShard) -> tupl
 
 
 def _first_beyond(ends: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(index of the first of `ends`, (rows, n) ascending, that is greater than the target (rows, 1); what the target
-    goes beyond the one before it). A target that rounding has put at the end counts as within the last that rises."""
+    """(index of the first of the ascending `ends` (rows, n) that is greater than target (rows, 1); target minus the end
+    before it). A target that was rounded up to the last end counts as within the last interval that is not empty."""
     target = torch.minimum(target, torch.nextafter(ends[:, -1:], torch.zeros_like(target)))
-    at = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)  # of NaN: anything
+    at = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)  # arbitrary for NaN
     return at, target - F.pad(ends, (1, 0)).gather(1, at)

@@ -1,4 +1,4 @@
-"""The weight of a vocabulary's head: whole, split by rows over tensor-parallel ranks, or with words of the batch."""
+"""The weight of a vocabulary head: whole, split by rows over tensor-parallel ranks, or with words of the batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.torch_compat import assert_on_device
 
 @dataclass
 class ExtendedVocabulary:
-    """A vocabulary that goes on with words of the batch: the `weight` of the functions of `head`, without a bias.
+    """A vocabulary extended by words of the batch, as the `weight` of the functions of `head`, without a bias.
 
-    words: (vocab_size, hidden_size), a weight as these functions take it. more: (n, hidden_size), of the classes from
-    vocab_size on; whole, and the same, on each rank that has a part of the words.
+    words: (vocab_size, hidden_size), a weight as these functions take it. more: (n, hidden_size), for the classes from
+    vocab_size on; whole, and the same on every rank that has a part of the words.
     """
 
     words: Tensor
@@ -34,7 +34,7 @@ class ExtendedVocabulary:
 
 @dataclass
 class VocabularyShard:
-    """Classes that this rank of a tensor-parallel group has, from number `first` on, of `vocab` in all."""
+    """This rank's part of `vocab` classes that are split over a tensor-parallel group, beginning with class `first`."""
 
     group: Any
     vocab: int
@@ -42,7 +42,7 @@ class VocabularyShard:
 
     @staticmethod
     def equal(classes: int) -> VocabularyShard | None:
-        """This rank's share of classes, as many as each of its tensor-parallel group has; None: it is alone."""
+        """The part of this rank if each rank of its tensor-parallel group has `classes`; None: it is alone."""
         if runtime.current().tp_size == 1:
             return None
         group = device_mesh()["tp"].get_group()
@@ -50,11 +50,11 @@ class VocabularyShard:
 
     @property
     def most(self) -> int:
-        """Classes of the rank that has the most."""
+        """The number of classes of the rank that has the most."""
         return -(-self.vocab // self.group.size())
 
     def check(self, targets: Tensor) -> None:
-        """Raises IndexError as cross_entropy does: without it, a target that no rank has would have the logit 0."""
+        """Raise IndexError as cross_entropy does: a target that no rank has would silently have the logit 0."""
         if targets.device.type != "cpu":
             within = ((targets >= 0) & (targets < self.vocab)).all()
             assert_on_device(within, "target out of range of a vocabulary that tp_size splits")
@@ -65,8 +65,8 @@ class VocabularyShard:
                 raise IndexError(f"target is {wrong}, expected 0 to {last}: the classes that the ranks together have")
 
     def columns(self, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """(targets (n,) as columns (n, 1) of this rank's logits, which it has `columns` of; whether they are): those
-        that it has not are column 0."""
+        """(the columns (n, 1) of targets (n,) in this rank's logits, which have `columns`, or 0 if they are not there;
+        (n, 1) whether they are)."""
         at = targets[:, None] - self.first
         here = (at >= 0) & (at < columns)
         return at.masked_fill(~here, 0), here
@@ -90,7 +90,7 @@ class VocabularyShard:
         return sums[:, :1].log() + top, sums[:, 1:2], sums[:, 2] / self.vocab
 
     def sum(self, x: Tensor) -> Tensor:
-        """x, to which that of the other ranks is added in place."""
+        """Sum x over the ranks, in place."""
         if x.numel():
             dist.all_reduce(x, group=self.group)
         return x
@@ -99,20 +99,21 @@ class VocabularyShard:
 def local_vocabulary(
     hidden: Tensor, weight: Tensor | ExtendedVocabulary, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """(this rank's rows of weight, of bias, which they are), in the graph; plain tensors are whole: (..., None).
+    """(this rank's rows of weight, of bias, which rows they are), differentiable; the last is None for plain tensors,
+    which are whole.
 
-    Raises ValueError: the weight is on the meta device, or split in another way.
+    Raises ValueError if the weight is on the meta device, or split in another way.
     """
     if isinstance(weight, ExtendedVocabulary):
         assert bias is None
         words, _, shard = local_vocabulary(hidden, weight.words, None)
         more = weight.more
-        if shard is not None:  # they are behind those of the last rank, and their gradient is there
+        if shard is not None:  # they come after the last rank's rows, and only that rank has their gradient
             more = functional.copy_to(more, shard.group)
             more = more if shard.group.rank() == shard.group.size() - 1 else more[:0]
             shard = replace(shard, vocab=weight.shape[0])
         return torch.cat((words, more)), None, shard
-    if weight.is_meta and not hidden.is_meta:  # torch's product of the two is whatever was in memory
+    if weight.is_meta and not hidden.is_meta:  # torch would multiply by uninitialised memory
         raise ValueError(
             "the weight of the vocabulary is on the meta device: a head that is tied to a table needs it after the "
             "table's own forward. Hooks that move weights of single modules away (accelerate's cpu_offload) are to "

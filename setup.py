@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: which folders become which packages. Imports no torch and needs no compiler.
+"""The mapping of folders to packages, which pyproject.toml cannot express. Imports no torch and needs no compiler.
 
-`scripts/` and `model_configs/` stand at the top of a checkout, where people look for them, and inside the package
-`modelcenter` in an install, where they cannot collide with anybody else's; `csrc/` likewise inside `engine`, whose
+`scripts/` and `model_configs/` are at the top of a checkout, where people look for them, but inside the package
+`modelcenter` in an install, where they cannot collide with other packages. Likewise `csrc/` is inside `engine`;
 `python -m engine.ops --build` compiles it.
 """
 
@@ -21,7 +21,7 @@ setup(
         *(f"modelcenter.model_configs.{family}" for family in families),
         *csrc,
     ],
-    include_package_data=False,  # what is shipped is listed below, not implied by MANIFEST.in
+    include_package_data=False,  # package_data lists what is shipped, not MANIFEST.in
     package_dir={
         "modelcenter.scripts": "scripts",
         "modelcenter.model_configs": "model_configs",

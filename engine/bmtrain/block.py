@@ -19,16 +19,16 @@ _classes: dict[type, type] = {}
 class Block(nn.Module):
     """Marks a module as a block, in place, and returns it: ``Block(layer) is layer``, and no name changes.
 
-    The parameters of a block are gathered together. With ``use_checkpoint`` its activations are dropped after forward
-    and computed again in backward, with the same dropout.
+    The parameters of a block are gathered together. With ``use_checkpoint``, activations are dropped after forward and
+    recomputed in backward, with the same dropout.
 
     Args:
-        inner_module: any module; it becomes a Block, whatever its class.
+        inner_module: a module of any class, which becomes a Block.
         use_checkpoint: recompute in backward.
-        zero_level: 3: gathered parameters are freed after forward and gathered again for backward; 2: they stay in
-            between; None: as ``init_distributed`` says. What else is sharded is for ``init_distributed`` to say.
+        zero_level: 3: gathered parameters are freed after forward and gathered again for backward; 2: they are kept in
+            between; None: as set by ``init_distributed``, which also decides what else is sharded.
         initialized: False.
-        mode: "BLOCK" or "PIPE", without a difference: a PipelineTransformerBlockList takes either.
+        mode: "BLOCK" or "PIPE", with the same effect: a PipelineTransformerBlockList takes both.
 
     Raises:
         ValueError: zero_level or mode is not one of these, initialized is not False, or inner_module is not a module.
@@ -80,7 +80,7 @@ class Block(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's forward, recomputed in backward if so set."""
+        """The inner module's forward, recomputed in backward with ``use_checkpoint``."""
         if self._recompute and torch.is_grad_enabled():
             run_scripts_as_written()
             return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
@@ -91,18 +91,18 @@ class Block(nn.Module):
         kind = type(self).__bases__[-1]
         if _classes.get(kind) is not type(self) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
-        return _new, (kind,), *reduced[2:]  # pickle would look by name for a class that is made at run time
+        return _new, (kind,), *reduced[2:]  # pickle could not find a class that is created at run time by its name
 
 
 def _class_of(kind: type) -> type:
-    """The class of a Block that was a module of class ``kind``."""
+    """The class of Blocks whose inner module is of class ``kind``."""
     if kind not in _classes:
         _classes[kind] = type(f"Block{kind.__name__}", (Block, kind), {"__module__": kind.__module__})
     return _classes[kind]
 
 
 def _new(kind: type) -> Any:
-    """An empty Block, for a copy or what was pickled."""
+    """An empty Block, for copying and unpickling."""
     made: Any = _class_of(kind)
     return made.__new__(made)
 
@@ -111,7 +111,7 @@ CheckpointBlock = Block  # the name before BMTrain 1.0
 
 
 def apply_settings(block: Block) -> None:
-    """Apply a block's settings to the parameters it has now, sharded or not."""
+    """Apply a block's settings to its current parameters, sharded or not."""
     for parameter in block.parameters():
         parameter._in_block = True  # type: ignore[attr-defined]
     if block._block_level is not None and isinstance(block, FSDPModule):
@@ -119,7 +119,7 @@ def apply_settings(block: Block) -> None:
 
 
 class TransformerBlockList(nn.ModuleList):
-    """A list of blocks that calls them one after the other.
+    """A list of blocks that are called one after the other.
 
     ::
 
@@ -127,8 +127,8 @@ class TransformerBlockList(nn.ModuleList):
         hidden = self.layers(hidden, mask, position_bias)
 
     Args:
-        modules: blocks; a module that is none becomes one. The same module may come several times.
-        num_hidden: how many of the arguments, from the first, a block replaces by what it returns.
+        modules: blocks; other modules become blocks. The same module may occur several times.
+        num_hidden: the number of hidden states: the leading arguments that each block replaces by its outputs.
     """
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
@@ -141,9 +141,9 @@ class TransformerBlockList(nn.ModuleList):
         """The hidden states after the last block: one tensor, or a tuple of ``num_hidden``.
 
         Args:
-            args: the hidden states, then what every block is given as it is.
-            return_hidden_states: also return, for each hidden state, what went into each block, stacked:
-                (blocks, ...). The result is then a tuple: hidden states, then their stacks.
+            args: the hidden states, then arguments that are passed to every block unchanged.
+            return_hidden_states: also return, for each hidden state, the inputs of all blocks, stacked: (blocks, ...).
+                The result is then a tuple of the hidden states and their stacks.
 
         Raises:
             ValueError: fewer arguments than ``num_hidden``, or a block returns another number of hidden states.

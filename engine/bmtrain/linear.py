@@ -19,7 +19,7 @@ class OpLinear:
 
 
 class Linear(DistributedModule):
-    """x (..., in_features) -> (..., out_features). ``init_parameters`` draws the weight as xavier_normal, bias 0."""
+    """x (..., in_features) -> (..., out_features). ``init_parameters`` draws the weight by xavier_normal_, bias 0."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
@@ -39,6 +39,6 @@ class Linear(DistributedModule):
         return ops.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """The sizes, for ``repr``."""
         bias = self._parameters["bias"] is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"

@@ -1,4 +1,4 @@
-"""Sharding and initial values of models of BMTrain's classes, and of any other model by ``BMTrainModelWrapper``."""
+"""Sharding and initialising models of BMTrain's classes, and any other model with ``BMTrainModelWrapper``."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from engine.tensors import as_bytes, is_shard
 
 
 def init_parameters(model: nn.Module, policy: Policy | None = None, forward_methods: Iterable[str] = ()) -> None:
-    """Shard ``model`` and give the parameters that have an ``init_method`` their initial values. Collective.
+    """Shard ``model`` in place, and initialise the parameters that have an ``init_method``. Collective.
 
-    Each is drawn from the seed of ``init_distributed``, the number of calls before this one, and its name: bitwise the
-    same on any number of ranks. Parameters without an ``init_method`` keep the values they have on rank 0; those on
-    meta are drawn by the rule of their module (see ``engine.init``).
+    Each is drawn from the seed of ``init_distributed``, the number of earlier calls, and its name, with the same bits
+    on any number of ranks. Parameters without an ``init_method`` keep their values of rank 0; those on meta are drawn
+    by the rule of their module (see ``engine.init``).
 
     Args:
-        model: in place. It may hold models that are sharded already; what is not is sharded now.
+        model: parts of it may be sharded already; the rest is sharded now.
         policy: None: ``Policy()``.
         forward_methods: methods other than forward that call parts of the model, such as "generate".
 
     Raises:
-        ValueError: as ``engine.shard`` and ``engine.init`` do.
+        ValueError: as in ``engine.shard`` and ``engine.init``.
     """
     methods = {name: m["init_method"] for name, m in declared_attributes(model).items() if m["init_method"] is not None}
     lost = {name for name, p in model.named_parameters() if p.is_meta}
     shard_from_rank_0(model, policy, forward_methods, overwritten=methods)
     settings = runtime.current()
-    prefix = f"{settings.draws}/" if settings.draws else ""  # two layers initialised apart must not be equal
+    prefix = f"{settings.draws}/" if settings.draws else ""  # layers that are initialised by separate calls must differ
     settings.draws += 1
     for name, parameter in model.named_parameters():
         if name in methods:
             draw_(parameter, prefix + clean_name(name), settings.seed, methods[name])
             lost.discard(name)
-    held = {name for name, _ in model.named_parameters()}  # the rest is on other stages of a pipeline
+    held = {name for name, _ in model.named_parameters()}  # the others are on other stages of a pipeline
     if lost & held:
         init_parameters_(model, settings.seed, [clean_name(name) for name in lost & held])
 
@@ -59,16 +59,16 @@ def shard_from_rank_0(
     units: list[nn.Module] | None = None,
     overwritten: Collection[str] = (),
 ) -> None:
-    """``engine.shard`` of what is not sharded in ``model``, by its blocks, with the values of rank 0. Collective.
+    """Shard the unsharded parts of ``model`` by its blocks, with the values of rank 0. Collective.
 
-    What was on meta has memory afterwards, and no values; nor need ``overwritten`` parameters have any.
+    Parameters on meta get uninitialised memory. ``overwritten`` ones are not broadcast, as their values do not matter.
     """
-    show_own_parameters(model)  # gathered ones would be sharded again
+    show_own_parameters(model)  # otherwise gathered ones would be sharded again
     marks = declared_attributes(model)
     skipped = {id(p) for name, p in model.named_parameters() if name in overwritten}
     for root in _roots(model):
         if runtime.world_size() > 1:
-            check_ranks([*root.named_parameters(), *root.named_buffers()])  # else gloo would end the process
+            check_ranks([*root.named_parameters(), *root.named_buffers()])  # otherwise gloo would end the process
         _broadcast_values(root, skipped)
         inside = set(root.modules())
         blocks = [m for m in inside if isinstance(m, Block)] if units is None else units
@@ -83,8 +83,8 @@ def shard_from_rank_0(
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """``model``; or, where a part of it is sharded already, the outermost modules that are not."""
-    if all(map(is_shard, model.parameters())):  # perhaps of a module around it
+    """``model``, or, if a part of it is sharded already, the outermost modules that are not."""
+    if all(map(is_shard, model.parameters())):  # perhaps by a module around it
         return []
     if is_sharded(model):
         return _added_to(model)
@@ -100,7 +100,7 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _added_to(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules inside all of whose parameters are to be sharded yet."""
+    """The outermost modules in ``model`` whose parameters are all still to be sharded."""
     if (parameters := list(model.parameters())) and all(map(AWAITS_SHARDING.get, parameters)):
         return [model]
     return [added for child in model.children() for added in _added_to(child)]
@@ -108,7 +108,7 @@ def _added_to(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _broadcast_values(model: nn.Module, skipped: set[int]) -> None:
-    """Rank 0's values on every rank: ranks draw different numbers, so a model built from them differs."""
+    """Copy rank 0's values to every rank: ranks draw different numbers, so models built on them differ."""
     if runtime.world_size() == 1:
         return
     home = runtime.device()
@@ -120,13 +120,13 @@ def _broadcast_values(model: nn.Module, skipped: set[int]) -> None:
 
 
 def broadcast_(tensor: torch.Tensor) -> None:
-    """Rank 0's values on every rank; ``tensor`` is contiguous and on this rank's device. Collective."""
+    """Copy rank 0's values to every rank; ``tensor`` is contiguous and on this rank's device. Collective."""
     if runtime.world_size() > 1 and tensor.numel():
         dist.broadcast(as_bytes(tensor), src=0)
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
-    """(group, parameters) for each ``group`` that parameters of ``model`` were declared with; None: no group."""
+    """(group, parameters) for each ``group`` with which parameters of ``model`` were declared; None: no group."""
     groups: dict[str | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         group = parameter.group if isinstance(parameter, DistributedParameter) else None
@@ -137,20 +137,20 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.P
 def BMTrainModelWrapper(
     model: nn.Module, use_checkpoint: bool = True, policy: Policy | None = None, forward_methods: Iterable[str] = ()
 ) -> nn.Module:
-    """Shard any module, in place, and return it: its repeated layers become blocks. Collective.
+    """Shard any module in place, and return it: its repeated layers become blocks. Collective.
 
-    The layers are what ``engine.shard`` finds: ``model.shard_units()``, ``transformers``' own list, or the items of
-    the outermost ModuleLists. Values are those of rank 0.
+    The layers are those that ``engine.shard`` finds: ``model.shard_units()``, ``transformers``' own list, or the items
+    of the outermost ModuleLists. Values are those of rank 0.
 
     Args:
-        model: with its values, on any device.
-        use_checkpoint: recompute the blocks in backward. A ``transformers`` model does it by its own
-            ``gradient_checkpointing_enable``, in training mode, since it must drop its key-value cache too.
+        model: on any device except meta.
+        use_checkpoint: recompute the blocks in backward. A ``transformers`` model uses its own
+            ``gradient_checkpointing_enable``, in training mode, because it must also drop its key-value cache.
         policy: None: ``Policy()``.
         forward_methods: methods other than forward that use the model's parameters, such as "encode".
 
     Raises:
-        ValueError: a parameter is on meta, or as ``engine.shard`` does.
+        ValueError: a parameter is on meta, or as in ``engine.shard``.
     """
     if lost := next((name for name, p in model.named_parameters() if p.is_meta), None):
         raise ValueError(f"parameter {lost} is on the meta device: call init_parameters or load, not the wrapper")

@@ -1,9 +1,9 @@
-"""BMTrain's tensor-parallel layers: what each rank of a ``tp`` group holds of a matrix, and what they exchange.
+"""BMTrain's tensor-parallel layers: each rank of a ``tp`` group holds a part of each matrix.
 
-Activations between them are split by rows (dimension 0) over the group or are whole on each rank, as the arguments of
-each layer say. Gradients are those of one loss: the same number on all ranks of the group, or the sum of what each
-computes from its own rows. A parameter is whole, with its whole name and shape, until ``init_parameters`` or ``load``
-shards the model, and again in the files of ``save``.
+Activations between layers are split by rows (dimension 0) over the group, or whole on each rank, as the arguments of
+each layer say. Gradients are those of one loss: either the same value on all ranks of the group, or the sum of the
+losses that each rank computes from its own rows. Parameters have their whole shapes until ``init_parameters`` or
+``load`` shards the model, and again in the files of ``save``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.parallel.mesh import device_mesh
 
 
 class ReduceType(Enum):
-    """How the partial outputs of ranks that have a part of the inputs each are summed."""
+    """How ranks that each have a part of the inputs sum their partial outputs."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
@@ -48,12 +48,12 @@ class OpParallelLinear:
         """input (rows, ..., in) @ weight.T + bias, over the ranks of this rank's tensor-parallel group.
 
         Args:
-            weight: (out, in), this rank's rows or columns of the whole; bias: its rows, added before any sum.
-            gather_input: the input is this rank's rows; those of all ranks are taken.
-            split_input: of these, this rank's columns.
-            gather_output: the columns of all ranks, side by side.
-            reduce_output_type: how the addends are summed: whole on each rank, or each rank's rows. None: not at all.
-            async_gather_chunks: without effect.
+            weight: (out, in), this rank's rows or columns of the whole. bias: (out,), added before any sum.
+            gather_input: the input has this rank's rows, and those of all ranks are gathered.
+            split_input: multiply only this rank's columns of the input.
+            gather_output: return the columns of all ranks.
+            reduce_output_type: sum the outputs over ranks: all rows on each rank, or each rank's rows. None: no sum.
+            async_gather_chunks: ignored.
         """
         group = _group()
         kind = None if reduce_output_type is None else ReduceType(reduce_output_type)
@@ -93,16 +93,16 @@ def _check(name: str, size: int) -> None:
 
 
 class _Parallel(DistributedModule):
-    """A layer that declares how it is split: engine.parallel.tensor reads `tp_split` when the model is sharded.
+    """A layer that declares how it is split: engine.parallel.tensor reads `tp_split` when it shards the model.
 
     Attributes:
-        tp_split: {parameter: dimension that is split over the ranks; None: whole on each}.
+        tp_split: {parameter: the dimension that is split over the ranks; None: whole on each rank}.
     """
 
     tp_split: ClassVar[dict[str, int | None]]
 
     def local(self, name: str, partial: bool = False) -> Any:
-        """This rank's part of a parameter. partial: the gradients of the ranks, each of its own rows, are summed."""
+        """This rank's part of a parameter. partial: sum the gradients of the ranks, each from its own rows."""
         parameter = self._parameters[name]  # the attribute would gather it
         if not isinstance(parameter, DTensor):
             return parameter
@@ -110,16 +110,16 @@ class _Parallel(DistributedModule):
 
 
 class ColumnParallelLinear(_Parallel, Linear):
-    """A linear layer of which each rank computes its own outputs.
+    """A linear layer whose output features are split over the ranks.
 
-    ``init_parameters`` draws the weight as xavier_normal of the whole, bias 0.
+    ``init_parameters`` draws the whole weight by xavier_normal_; bias is 0.
 
     Args:
-        in_features, out_features: of the whole layer; tp_size divides out_features.
-        gather_input: the input is this rank's rows, (rows, ..., in_features), and all rows come out,
-            (tp_size * rows, ..., out_features / tp_size). False: it is the same on all ranks.
-        gather_output: all outputs on each rank, (..., out_features).
-        async_gather_chunks: without effect, BMTrain's overlap.
+        in_features, out_features: those of the whole layer; tp_size divides out_features.
+        gather_input: the input has this rank's rows, (rows, ..., in_features), and the output all rows,
+            (tp_size * rows, ..., out_features / tp_size). False: the input is the same on all ranks.
+        gather_output: return all features on each rank, (..., out_features).
+        async_gather_chunks: ignored (BMTrain's overlap).
 
     Raises:
         ValueError: tp_size does not divide out_features.
@@ -142,22 +142,22 @@ class ColumnParallelLinear(_Parallel, Linear):
         self.gather_output, self.gather_input = gather_output, gather_input
 
     def forward(self, input: Tensor) -> Tensor:
-        """input (rows, ..., in_features) -> (all rows, ..., this rank's outputs)."""
+        """input (rows, ..., in_features) -> (all rows, ..., this rank's output features)."""
         weight, bias = self.local("weight"), self.local("bias")
         return OpParallelLinear.apply(input, weight, bias, self.gather_input, self.gather_output)
 
 
 class RowParallelLinear(_Parallel, Linear):
-    """A linear layer to which each rank gives its own inputs, and whose outputs are summed.
+    """A linear layer whose input features are split over the ranks, which sum their outputs.
 
-    ``init_parameters`` draws the weight as xavier_normal of the whole, bias 0; the bias is added once.
+    ``init_parameters`` draws the whole weight by xavier_normal_; bias is 0. The bias is added once.
 
     Args:
-        in_features, out_features: of the whole layer; tp_size divides in_features.
-        split_input: the input is this rank's rows with all columns, (rows, ..., in_features), and all rows come out.
-            False: it is all rows with this rank's columns, as ColumnParallelLinear gives them.
-        all_reduce_output: all rows on each rank. False: each rank's own rows, (rows / tp_size, ..., out_features).
-        async_chunks: without effect, BMTrain's overlap.
+        in_features, out_features: those of the whole layer; tp_size divides in_features.
+        split_input: the input has this rank's rows with all features, (rows, ..., in_features); rows are gathered.
+            False: it has all rows with this rank's features, as ColumnParallelLinear returns them.
+        all_reduce_output: return all rows on each rank. False: each rank's rows, (rows / tp_size, ..., out_features).
+        async_chunks: ignored (BMTrain's overlap).
 
     Raises:
         ValueError: tp_size does not divide in_features.
@@ -180,7 +180,7 @@ class RowParallelLinear(_Parallel, Linear):
         self.split_input, self.all_reduce_output = split_input, all_reduce_output
 
     def forward(self, input: Tensor) -> Tensor:
-        """input (rows, ..., this rank's inputs) -> (rows, ..., out_features)."""
+        """input (rows, ..., this rank's input features) -> (rows, ..., out_features)."""
         kind = ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER
         weight, split = self.local("weight"), self.split_input
         out = OpParallelLinear.apply(input, weight, None, split, False, split, kind)
@@ -189,11 +189,11 @@ class RowParallelLinear(_Parallel, Linear):
 
 
 class VPEmbedding(_Parallel):
-    """An embedding, and a projection onto the vocabulary, of which each rank holds its own rows.
+    """An embedding, and a projection onto the vocabulary, whose rows are split over the ranks.
 
     Args:
-        vocab_size: words; tp_size divides it. embedding_size: numbers of each.
-        init_mean, init_std: of the normal distribution that ``init_parameters`` draws from.
+        vocab_size: number of words, a multiple of tp_size. embedding_size: length of each embedding.
+        init_mean, init_std: those of the normal distribution from which ``init_parameters`` draws.
 
     Raises:
         ValueError: tp_size does not divide vocab_size.
@@ -218,10 +218,10 @@ class VPEmbedding(_Parallel):
         )
 
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
-        """Of this rank's rows: x (rows, ...) of word numbers -> (rows, ..., embedding_size).
+        """Embed the words of this rank's rows: x (rows, ...) integers -> (rows, ..., embedding_size).
 
         With ``projection``, x (rows, ..., embedding_size) -> (all rows, ..., vocab_size / tp_size): the logits of this
-        rank's words, which ``loss.FusedCrossEntropy(parallel=True)`` takes with the targets of all rows.
+        rank's words, for ``loss.FusedCrossEntropy(parallel=True)`` with the targets of all rows.
         """
         weight, group = self.local("weight"), _group()
         if projection:
@@ -229,5 +229,5 @@ class VPEmbedding(_Parallel):
         return F.embedding(x, weight if group is None else f.gather_rows(weight, group))
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """The sizes, for ``repr``."""
         return f"vocab_size={self.vocab_size}, embedding_size={self.dim_model}"

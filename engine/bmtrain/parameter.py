@@ -1,4 +1,4 @@
-"""``DistributedParameter`` and ``DistributedModule``: what BMTrain shards, in its words."""
+"""``DistributedParameter`` and ``DistributedModule``: sharded parameters with BMTrain's API."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from engine import runtime
 from engine.optim.checks import mark_awaiting_sharding
 
-# What a parameter keeps when it is replaced by its shard.
+# Attributes that a parameter keeps when it is replaced by its shard.
 _DECLARED = ("_is_distributed_parameter", "init_method", "group")
 
 
 class _ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: Any) -> bool:
-        # Sharding replaces the parameter by one of torch's own class, which is still what the user declared.
+        # Sharding replaces the parameter by one of torch's class, which must still count as what the user declared.
         return isinstance(instance, torch.Tensor) and getattr(instance, "_is_distributed_parameter", False)
 
 
 class DistributedParameter(nn.Parameter, metaclass=_ParameterMeta):
-    """A parameter that ``init_parameters``, ``load`` and ``BMTrainModelWrapper`` lay over the ranks.
+    """A parameter that ``init_parameters``, ``load`` and ``BMTrainModelWrapper`` shard.
 
-    Until then it is a whole parameter on this rank's device. One on meta takes no memory before it is sharded.
+    Before that it is a whole parameter on this rank's device. On meta it takes no memory until it is sharded.
 
     Args:
-        data: its values. With an ``init_method`` they are only there until ``init_parameters``.
+        data: its values. With an ``init_method``, ``init_parameters`` replaces them.
         requires_grad: whether it is trained.
         init_method: fills a tensor of the whole shape in place, such as ``torch.nn.init.zeros_`` or a
             ``ParameterInitializer``.
-        group: a name, for ``grouped_parameters``.
+        group: the name of its group in ``grouped_parameters``.
 
     Attributes:
-        init_method, group: as given; they outlive sharding.
+        init_method, group: as given; kept when the parameter is sharded.
     """
 
     init_method: Callable[[torch.Tensor], object] | None
@@ -79,7 +79,7 @@ class ParameterInitializer:
 
 
 def declared_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """{name: what a DistributedParameter was declared with}."""
+    """{name: {attribute: value}} of the DistributedParameters, as declared."""
     return {
         name: {mark: getattr(p, mark) for mark in _DECLARED}
         for name, p in model.named_parameters()
@@ -88,22 +88,22 @@ def declared_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def set_declared_attributes(model: nn.Module, marks: Mapping[str, Mapping[str, Any]]) -> None:
-    """The reverse of ``declared_attributes``, after the parameters were replaced."""
+    """Set ``declared_attributes`` again after parameters were replaced."""
     for name, parameter in model.named_parameters():
         for mark, value in marks.get(name, {}).items():
             setattr(parameter, mark, value)
 
 
-_quiet = threading.local()  # while a module is printed, on one rank perhaps, nothing is gathered
+_quiet = threading.local()  # gather nothing while a module is printed, perhaps on one rank only
 
 
 class DistributedModule(nn.Module):
     """A module whose parameters are whole wherever its code reads them.
 
-    In ``forward`` of a sharded model they are anyway. Elsewhere (a method other than forward, a parent that is not
-    sharded) ``module.weight`` gathers it, which is collective, and its gradient is averaged over the ranks like any
-    other. As in BMTrain, parameters inside a ``Block`` are not gathered: there ``module.weight`` is the shard itself,
-    as is ``module._parameters["weight"]`` anywhere.
+    In ``forward`` of a sharded model they are whole anyway. Elsewhere (in a method other than forward, or with a parent
+    that is not sharded) ``module.weight`` gathers the parameter, which is collective, and its gradient is averaged over
+    the ranks like any other. As in BMTrain, parameters inside a ``Block`` are not gathered: there ``module.weight`` is
+    the shard itself, as ``module._parameters["weight"]`` always is.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +113,7 @@ class DistributedModule(nn.Module):
             and isinstance(value, nn.Parameter)
             and not getattr(value, "_in_block", False)
             and not getattr(_quiet, "on", False)
-            # FSDP's own book-keeping reads its shards by attribute too.
+            # FSDP, too, reads its shards by attribute.
             and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.")
         ):
             return gather(value)
@@ -128,7 +128,7 @@ class DistributedModule(nn.Module):
 
 
 def gather(parameter: DTensor) -> torch.Tensor:
-    """The whole of a sharded parameter. Collective; its gradient is the average over ranks, as in a sharded forward."""
+    """Gather a sharded parameter. Collective. Its gradient is averaged over ranks, as in a sharded forward."""
     return _Gather.apply(parameter)
 
 
@@ -141,10 +141,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        from engine.parallel.fsdp import note_gradient  # not above, as a plain model does without FSDP
+        from engine.parallel.fsdp import note_gradient  # not at the top: plain models need no FSDP
 
         note_gradient(ctx.parameter)
-        # Ranks of a tensor-parallel group have the same gradient of the whole; all others have their own batch's.
+        # Ranks of a tensor-parallel group have the same gradient of the whole; other ranks that of their own batch.
         names = ctx.mesh.mesh_dim_names or ("",) * ctx.mesh.ndim
         addends: list[Placement] = [Replicate() if name == "tp" else Partial() for name in names]
         ranks = 1

@@ -1,4 +1,4 @@
-"""``PipelineTransformerBlockList``: blocks on several stages of ranks, inside a loop of the user's own."""
+"""``PipelineTransformerBlockList``: blocks on the stages of a pipeline, inside the user's own training loop."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from engine.torch_compat import all_gather_flat
 
 
 class PipelineTransformerBlockList(TransformerBlockList):
-    """A ``TransformerBlockList`` of which each stage (``init_distributed(pipe_size=2)``) keeps its part of the blocks.
+    """A ``TransformerBlockList`` whose blocks are divided among the stages (``init_distributed(pipe_size=2)``).
 
-    As in BMTrain, every rank has a batch of its own, and everything but the list is computed for it by that rank. The
-    list collects the batches of the ranks of a pipeline, cuts them along dimension 0 into ``num_micro_batches`` and
-    sends each of them through the stages; each rank gets the hidden states of its own batch back. Forward of all
-    microbatches comes before backward of the first, whenever ``loss.backward()`` comes. Gradients are averages over
-    ranks, as everywhere. Without a pipeline it is a ``TransformerBlockList``.
+    As in BMTrain, every rank has its own batch, and computes everything outside the list for it. The list gathers the
+    batches of the ranks of a pipeline, cuts them along dimension 0 into ``num_micro_batches``, and sends each through
+    the stages; each rank gets back the hidden states of its own batch. Forward of all microbatches precedes backward of
+    the first, which runs in ``loss.backward()``. Gradients are averages over ranks, as everywhere. Without a pipeline
+    it is a ``TransformerBlockList``.
 
     Args:
-        modules: blocks; at least as many as stages. The first stages have one more where it does not divide.
+        modules: blocks; at least as many as stages. If they do not divide evenly, the first stages have one more.
         num_hidden: 1.
 
     Raises:
         ValueError: num_hidden is not 1.
     """
 
-    pipelines_blocks = True  # engine.shard leaves one stage of it
+    pipelines_blocks = True  # engine.shard keeps only the blocks of this stage
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
         if num_hidden != 1:
@@ -46,7 +46,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         self._neighbours: Neighbours | None = None
         if runtime.stages() > 1:
             for block in self:
-                # Gathered parameters stay over the microbatches, as in BMTrain.
+                # Keep gathered parameters for all microbatches, as in BMTrain.
                 assert isinstance(block, Block)
                 block._block_level = block._block_level or 2
 
@@ -56,14 +56,14 @@ class PipelineTransformerBlockList(TransformerBlockList):
         """The hidden states (batch, ...) after the last block. Collective over the ranks of a pipeline.
 
         Args:
-            args: the hidden states, then what every block is given: tensors whose dimension 0 is the batch are cut as
-                the hidden states are, other values are given whole, this rank's to all microbatches.
-            batch_related: numbers of the arguments after the hidden states that are cut; None (or none): as above.
-            return_hidden_states: as a ``TransformerBlockList`` does; not with a pipeline.
+            args: the hidden states, then further arguments of every block: tensors whose dimension 0 is the batch are
+                cut as the hidden states are; other values, this rank's, are passed whole with every microbatch.
+            batch_related: indices, after the hidden states, of the arguments that are cut; None or empty: as above.
+            return_hidden_states: see ``TransformerBlockList``; not with a pipeline.
 
         Raises:
-            ValueError: on every rank, if the ranks of a pipeline give other shapes; return_hidden_states with a
-                pipeline; the list is not sharded; a block returns another shape than it was given.
+            ValueError: the ranks of a pipeline give different shapes (raised on every rank); return_hidden_states with
+                a pipeline; the list is not sharded; a block returns another shape than it was given.
         """
         if runtime.stages() == 1:
             return super().forward(*args, return_hidden_states=return_hidden_states)
@@ -124,7 +124,7 @@ def _check_shapes(values: list[Any], group: dist.ProcessGroup) -> None:
 
 
 class _Collect(torch.autograd.Function):
-    """Gather the batches of all ranks of a pipeline; arguments that are no batch stay as they are."""
+    """Gather the batches of all ranks of a pipeline; other arguments are unchanged."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, cut: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -148,9 +148,9 @@ class _Collect(torch.autograd.Function):
             if not needed:
                 found.append(None)
                 continue
-            total = grad.clone(memory_format=torch.contiguous_format)  # zeros where this stage has not used it
-            dist.all_reduce(total, group=ctx.group)  # each stage has the part of its blocks
-            # In the list losses count 1 / size (see _Deal); this batch's own loss counts whole.
+            total = grad.clone(memory_format=torch.contiguous_format)  # zeros if this stage has not used it
+            dist.all_reduce(total, group=ctx.group)  # each stage has the addend from its blocks
+            # Inside the list losses are scaled by 1 / size (see _Deal); the loss of this batch is not.
             found.append(total.chunk(size)[rank] * size if is_cut else total)
         return None, None, *found
 
@@ -174,7 +174,7 @@ class _FromStageBefore(torch.autograd.Function):
 
 
 class _ToNextStage(torch.autograd.Function):
-    """Hands hidden states over in the dtype that the list was given: a block may return what its policy computes in."""
+    """Sends hidden states in the list's input dtype: a block may return the dtype that its policy computes in."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, neighbours: Neighbours, dtype: torch.dtype) -> Tensor:
@@ -214,6 +214,6 @@ class _Deal(torch.autograd.Function):
             group=ctx.group,
             group_dst=size - 1,
         )
-        # The blocks see the losses of size ranks, but FSDP averages their gradients over one stage only. Other stages
-        # wait for the next one's gradient and do not look at this.
+        # The blocks see the losses of all ranks of the pipeline, but FSDP averages their gradients over one stage only.
+        # Other stages receive their gradient from the next stage and ignore this one.
         return whole / size if rank == size - 1 else whole.zero_(), None

@@ -1,4 +1,4 @@
-"""``config``: what ``init_distributed`` decided, under BMTrain's keys, and ``wait_loader``."""
+"""``config``: the settings of ``init_distributed`` under BMTrain's keys, and ``wait_loader``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from engine import runtime
 from engine.parallel.mesh import device_mesh
 
-# Attributes of BMTrain's topology: what they are, of which kind of group.
+# {attribute of BMTrain's topology: (rank in the group or id of the group, kind of group)}.
 _PLACES = {
     "stage_id": ("rank", "pipe"),
     "zero_id": ("rank", "zero"),
@@ -28,8 +28,8 @@ _PLACES = {
 class Topology:
     """Where this rank is in each kind of group: "pipe", "zero", "tp_zero", "tp".
 
-    BMTrain's attributes say the same: ``tp_id`` is ``get_group_rank("tp")``, ``tp_idx`` is ``get_group_id("tp")``, and
-    so ``zero_id``, ``tp_zero_id``, ``stage_id`` and ``zero_idx``, ``tp_zero_idx``, ``pipe_idx``.
+    BMTrain's attributes give the same: ``tp_id`` is ``get_group_rank("tp")``, ``tp_idx`` is ``get_group_id("tp")``;
+    likewise ``zero_id``, ``tp_zero_id``, ``stage_id`` and ``zero_idx``, ``tp_zero_idx``, ``pipe_idx``.
     """
 
     def __getattr__(self, name: str) -> int:
@@ -39,7 +39,7 @@ class Topology:
         return self.get_group_rank(group_name) if what == "rank" else self.get_group_id(group_name)
 
     def get_group_id(self, group_name: str) -> int:
-        """Which group of this kind the rank is in: ranks of one "tp" group are neighbours, "tp_zero" are strides."""
+        """The id of this rank's group of a kind: "tp" groups are consecutive ranks, "tp_zero" groups strided ones."""
         tp = runtime.current().tp_size
         pipes = runtime.world_size() // runtime.current().pp_size
         groups = {
@@ -51,7 +51,7 @@ class Topology:
         return groups[_known(group_name)]
 
     def get_group_rank(self, group_name: str) -> int:
-        """The rank's place in that group."""
+        """This rank's position in its group of a kind."""
         tp = runtime.current().tp_size
         places = {
             "pipe": runtime.stage(),
@@ -73,7 +73,7 @@ def _world() -> Any:
 
 
 def _group(dimension: str) -> Any:
-    """The ranks that split each layer ("tp"), or have its stages ("pp"); None: this one is alone."""
+    """The ranks that split each layer ("tp") or hold the stages ("pp"); None: this rank is alone."""
     mesh = device_mesh() if dist.is_initialized() else None
     return mesh[dimension].get_group() if mesh is not None and mesh[dimension].size() > 1 else None
 
@@ -110,9 +110,9 @@ _KEYS: dict[str, Callable[[], Any]] = {
 
 
 class _Config(Mapping[str, Any]):
-    """BMTrain's settings, read-only. ``comm`` and ``zero_comm`` are the ProcessGroup of all ranks, ``tp_comm`` and
-    ``pipe_comm`` of those that split layers and of the stages of a pipeline, None where this rank is alone; the streams
-    are the current CUDA stream, None on a CPU."""
+    """BMTrain's settings, read-only. ``comm`` and ``zero_comm`` are the ProcessGroup of all ranks; ``tp_comm`` and
+    ``pipe_comm`` are those of the ranks that split layers and of the stages of a pipeline, or None if this rank is
+    alone; the streams are the current CUDA stream, or None on a CPU."""
 
     def __getitem__(self, key: str) -> Any:
         return _KEYS[key]()
@@ -133,7 +133,7 @@ _last: list[Any] = []
 
 
 def wait_loader() -> None:
-    """Wait until the GPU has come to where this was called last: called once a step, the host stays one step ahead."""
+    """Wait until the GPU has reached the previous call: when called once a step, the host stays one step ahead."""
     if runtime.device().type == "cuda":
         if _last:
             _last.pop().synchronize()

@@ -1,4 +1,4 @@
-"""``save`` and ``load``: a whole model in one ``.pt`` file, as ``torch.save(model.state_dict())`` writes it."""
+"""``save`` and ``load``: a whole model in one ``.pt`` file, in the format of ``torch.save(model.state_dict())``."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from engine.tensors import is_shard
 
 
 class LoadResult(NamedTuple):
-    """What ``load`` did not match."""
+    """The names that ``load`` could not match."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
-_ABANDONED = 3600.0  # seconds without a write, after which a file is no longer taken for one that is being written
-_writer: Background | None = None  # of the file that is being written, at most one
+_ABANDONED = 3600.0  # seconds without a write, after which an unfinished file counts as abandoned
+_writer: Background | None = None  # the save in progress, at most one
 
 
 def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False) -> None:
     """Write the whole model, plain or sharded, to one file on rank 0. Collective.
 
-    Parameters are gathered one at a time; rank 0 collects them in host memory, so this is for models that fit there.
-    The file has the names that the model would have unsharded, tied ones included; it appears complete or not at all.
+    Parameters are gathered one at a time and collected in rank 0's host memory, so the model must fit there. The file
+    has the names of the unsharded model, tied ones included; it is complete or absent.
 
     Args:
         model: parameters and persistent buffers are saved.
-        file_name: where, on rank 0.
-        non_blocking: return when the values are copied, and write in a thread. An error is logged, and raised by the
-            next ``save`` or ``load``, which waits for it; so does the end of the program wait.
+        file_name: a path on rank 0.
+        non_blocking: return when the values are copied, and write in a thread. The next ``save`` or ``load``, and the
+            end of the program, wait for the thread. An error is logged, and raised by the next ``save`` or ``load``.
 
     Raises:
-        OSError or RuntimeError: it cannot be written; on every rank.
-        ValueError: a parameter is on meta, or the model is a part of another, with blocks on other stages.
+        OSError or RuntimeError: the file cannot be written. Raised on every rank.
+        ValueError: a parameter is on meta, or the model is a part of another one and has blocks on other stages.
     """
     global _writer
     _finish()
@@ -72,7 +72,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
             if id(tensor) not in collected:
                 gathered = whole_tensor(model, held, first)
                 whole = tensor.new_empty(0, device="cpu") if gathered is None else gathered.detach()
-                # A thread must not see what later steps write.
+                # Later steps must not change what the thread writes.
                 copied = whole.to("cpu", copy=non_blocking or whole.device.type == "cpu")
                 collected[id(tensor)] = copied if runtime.rank() == 0 else copied.new_empty(0)
             if runtime.rank() == 0:
@@ -88,23 +88,23 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
 def load(
     model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, policy: Policy | None = None
 ) -> LoadResult:
-    """Shard ``model`` if it is not yet, and fill it from a file of ``save`` or of ``torch.save`` of a state dict.
+    """Fill ``model`` from a file of ``save``, or of ``torch.save`` of a state dict; shard it first if necessary.
 
-    Collective. Rank 0 reads (memory-mapped) and sends one tensor at a time, of which each rank keeps its slice. Values
-    are converted to the model's dtypes. A tied parameter needs one of its names only.
+    Collective. Rank 0 reads the file (memory-mapped) and broadcasts one tensor at a time; each rank keeps its slice.
+    Values are converted to the model's dtypes. For a tied parameter, one of its names is enough.
 
     Args:
         model: plain, sharded, or built on meta.
-        file_name: on rank 0.
-        strict: names must agree; else what both have is loaded.
-        policy: of the sharding; None: ``Policy()``.
+        file_name: a path on rank 0.
+        strict: names must agree; otherwise the tensors that both have are loaded.
+        policy: that of the sharding; None: ``Policy()``.
 
     Returns:
         (missing_keys, unexpected_keys), sorted.
 
     Raises:
-        ValueError: on every rank: the file is not a state dict, names or shapes differ, or a parameter on meta is not
-            in it.
+        ValueError: the file is not a state dict, names or shapes differ, or a parameter on meta is not in the file.
+            Raised on every rank.
     """
     _finish()
     first = runtime.rank() == 0
@@ -120,12 +120,12 @@ def load(
         sources, missing, unexpected = _match(model, shapes, file_name, strict)
     shard_from_rank_0(model, policy, overwritten=set(sources))
     stages, home = stages_of(model), runtime.device()
-    # What blocks of several stages share has one source, under the first block's name.
+    # Parameters shared by blocks of several stages have one source, under the first block's name.
     first_of = {} if stages is None else stages.names
     by_name = {first_of.get(name, name): tensor for name, tensor in _named_tensors(model).items()}
     for name, source in sources.items():
         shape, dtype = shapes[source]
-        # Every rank takes part; what is on another stage of a pipeline goes by.
+        # Every rank takes part in each broadcast, and ignores tensors of other stages of a pipeline.
         whole = stored[source].to(home).contiguous() if first else torch.empty(shape, dtype=dtype, device=home)
         broadcast_(whole)
         if name in by_name:
@@ -134,7 +134,7 @@ def load(
 
 
 def _check_stages(model: nn.Module) -> None:
-    """Raise ValueError for a part of a model that has blocks on other stages: only the whole knows what is there."""
+    """Raise ValueError for a part of a model with blocks on other stages: only the whole model knows those."""
     absent = next((name for name, m in model.named_modules() if is_absent(m)), None)
     if absent is not None and stages_of(model) is None:
         raise ValueError(
@@ -144,13 +144,13 @@ def _check_stages(model: nn.Module) -> None:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank holds of ``model.state_dict()``, tied ones under each of their names."""
+    """This rank's tensors of ``model.state_dict()``, tied ones under each of their names."""
     show_own_parameters(model)
     return dict(state_dict_tensors(model))
 
 
 def _everything(model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
-    """{name: (name on the stages, tensor)} of the whole model; where stages have different ones, meta tensors."""
+    """{name: (name on the stages, tensor)} of the whole model; tensors of other stages are on meta."""
     if (stages := stages_of(model)) is None:
         return {name: (name, tensor) for name, tensor in held.items()}
     return {name: (first, held.get(first, stages.whole[first])) for name, first in stages.names.items()}
@@ -159,7 +159,7 @@ def _everything(model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str,
 def _match(
     model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], file_name: Any, strict: bool
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """({name in the model: name in the file}, missing, unexpected); each tensor once."""
+    """({name in the model: name in the file}, missing, unexpected), with one name per tensor."""
     names: dict[int, list[str]] = {}
     tensors = {}
     for name, (_, tensor) in _everything(model, _named_tensors(model)).items():
@@ -193,7 +193,7 @@ def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     refuse_compressed(file_name)
     try:
         state = torch.load(file_name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file_name))
-    except Exception as error:  # torch raises many kinds for a bad file; each is reported with its cause
+    except Exception as error:  # torch raises many kinds of errors for a bad file; report the cause
         raise ValueError(
             f"{file_name} cannot be read as a state dict, of which only tensors are read and nothing is executed: "
             f"{type(error).__name__}: {str(error).partition('. ')[0]}"
@@ -205,7 +205,7 @@ def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def _check_values(state: Mapping[str, torch.Tensor], file_name: str | os.PathLike[str]) -> None:
-    """Raise ValueError for what is not a whole tensor: only rank 0 sees it, so it would fail there alone, later."""
+    """Raise ValueError for a value that is not a whole tensor: later, it would fail on rank 0 alone."""
     for name, tensor in state.items():
         if is_shard(tensor):
             raise ValueError(
@@ -233,10 +233,10 @@ def _write(state: OrderedDict[str, torch.Tensor], file_name: str | os.PathLike[s
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what saves to this file left that were killed. One that is under way, perhaps on another machine (where
-    neither its process nor every lock would be seen), goes on writing."""
+    """Remove leftovers of killed saves to this file. Saves in progress are recognised by their recent writes, as they
+    may run on another machine, where neither the process nor every kind of lock is visible."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
-        with suppress(OSError):  # it is in place now, or another user's
+        with suppress(OSError):  # it was renamed meanwhile, or belongs to another user
             age = time.time() - left.stat().st_mtime
             if age > _ABANDONED and re.fullmatch(r"\.\d+\.part", left.name.removeprefix(path.name)):
                 left.unlink()

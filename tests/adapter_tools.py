@@ -1,4 +1,4 @@
-"""Tiny checkpoints with adapters, on our model and on transformers' with peft."""
+"""Tiny checkpoints with adapters, for our models and, with peft, for those of transformers."""
 
 import warnings
 from pathlib import Path
@@ -16,14 +16,14 @@ from modelcenter.testing import randomize_
 
 
 def save_base(folder: Path, family: str | dict, task: str, **sizes) -> Path:
-    """A checkpoint of a tiny model, of this family or configuration, in which every parameter matters."""
+    """Save a tiny model of a family or configuration, with every parameter randomised."""
     model = mc.from_config(family if isinstance(family, dict) else f"tiny/{family}", task, **sizes)
     randomize_(model).save_pretrained(folder)
     return folder
 
 
 def stir_(model, seed: int = 3):
-    """Give what is trained values that matter; B starts at zero."""
+    """Randomise the trained parameters: LoRA's B starts at zero."""
     rng = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -38,7 +38,7 @@ def adapted(base: Path, task: str, **options):
 def inputs(task: str, family: str, labels: bool = False) -> dict:
     rng = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 60, (3, 9), generator=rng)
-    if family.endswith(("t5", "bart")):  # the end of the sequence, by which its classifier finds its place
+    if family.endswith(("t5", "bart")):  # the end of the sequence, where the classifier reads
         ids[:, -1] = 2 if family.endswith("bart") else 1
     batch = {"input_ids": ids}
     if family != "cpmant":
@@ -74,13 +74,13 @@ def peft_model(base: Path, family: str, task: str, adapter: Path):
 
 
 def same(one: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-4):
-    # Random weights make much of roundings, and products of few rows may be rounded by another operator than torch's.
+    # Random weights amplify rounding, and products of few rows may use another operator than torch's.
     gap = ((one - other).abs().max() / one.abs().max()).item()
     assert gap <= tolerance, gap
 
 
 class Packed(torch.nn.Linear):
-    """A stand-in for the layer of bitsandbytes: whole numbers in a column, and a product in the dtype of the input."""
+    """Stands in for a layer of bitsandbytes: integers in one column, and a product in the dtype of the input."""
 
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")

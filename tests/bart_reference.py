@@ -1,5 +1,4 @@
-"""transformers' models of BART's kind as the truth: what parity tests of BART, mBART, M2M100, Marian
-and PEGASUS have in common."""
+"""The common base of the parity tests of BART, mBART, M2M100, Marian and PEGASUS."""
 
 import torch
 from encoder_decoder_mutations import attend_to_the_wrong_row, causal_encoder, merge_rows, swap_layers
@@ -24,7 +23,7 @@ class BartTests(ArchitectureTests):
 
     def reference(self, task, folder, **fields):
         theirs = super().reference(task, folder, **fields)
-        if task == "seq2seq-lm":  # 0 in published files, and no parameter
+        if task == "seq2seq-lm":  # a buffer, which is 0 in published files
             theirs.final_logits_bias.copy_(torch.linspace(-1, 1, 131))
             theirs.save_pretrained(folder)
         return theirs
@@ -36,7 +35,7 @@ class BartTests(ArchitectureTests):
         return rows
 
     def run_group(self, theirs, task, group, longest, side):
-        """Positions are columns, and there is no input for them: those of a row behind padding begin later."""
+        """As in the base. Positions are columns and cannot be passed in, so rows after left padding begin later."""
         of_encoder = longest - len(group[0].input_ids)
         of_decoder = self.most - len(group[0].labels) if task == "seq2seq-lm" else of_encoder
         left = side == "left"
@@ -47,7 +46,7 @@ class BartTests(ArchitectureTests):
             self.shift_positions(theirs, 0, 0)
 
     def shift_positions(self, theirs, of_encoder, of_decoder):
-        """Let the rows of each side begin so many positions later."""
+        """Let positions begin later, by these numbers in encoder and decoder."""
         for part, shift in ((theirs.model.encoder, of_encoder), (theirs.model.decoder, of_decoder)):
             part.embed_positions.offset = 2 + shift
 
@@ -73,7 +72,7 @@ def see_the_future(model):
 
 
 MUTATIONS = {
-    "a dropped eps": another_eps,  # which no config says
+    "a dropped eps": another_eps,  # not part of any config
     "scale dropped": drop_scale,
     "attention to later tokens": see_the_future,
     "layers swapped": swap_layers,

@@ -1,4 +1,4 @@
-"""A small GPT in BMTrain's words, a training loop as BMTrain's users write it, and the same in plain torch."""
+"""A small GPT in BMTrain's API, a training loop as BMTrain's users write it, and the same loop in plain torch."""
 
 import math
 
@@ -8,7 +8,7 @@ from engine_toys import whole
 
 import engine as bmt
 
-VOCAB, WIDTH, HEADS, LENGTH, ROWS = 13, 8, 2, 6, 2  # ROWS of each rank
+VOCAB, WIDTH, HEADS, LENGTH, ROWS = 13, 8, 2, 6, 2  # ROWS: per rank
 STEPS = 3
 
 
@@ -71,7 +71,7 @@ class GPT(bmt.DistributedModule):
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, ...]:
-    """(ids, positions, mask, targets), each (ROWS, LENGTH); every rank has as many targets as the others."""
+    """(ids, positions, mask, targets), each (ROWS, LENGTH); all ranks have the same number of targets."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=generator)
     pos = torch.arange(LENGTH).repeat(ROWS, 1)

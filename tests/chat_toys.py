@@ -50,7 +50,7 @@ def _trained() -> str:
 
 
 def make_gpt2_tokenizer() -> Any:
-    """The same tokens in GPT-2's own kind of tokenizer."""
+    """The same tokens in a GPT2Tokenizer."""
     import json
 
     from transformers import GPT2Tokenizer
@@ -61,7 +61,7 @@ def make_gpt2_tokenizer() -> Any:
 
 
 def make_tokenizer(template: str | None = None, end: str = "<|endoftext|>", **options: Any) -> Any:
-    """A byte-level BPE tokenizer as GPT-2's and Qwen's, with a chat template or without."""
+    """A byte-level BPE tokenizer like GPT-2's and Qwen's, with or without a chat template."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

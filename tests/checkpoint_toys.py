@@ -17,7 +17,7 @@ from engine.parallel.fsdp import reshard
 
 
 def on(request: pytest.FixtureRequest, mesh: tuple[int, int, int], fn: Callable, path: Path, *args: Any) -> list:
-    """What each rank of ``mesh`` (ranks, ZeRO level, copies of the shards) returns; one rank is this process."""
+    """The results of ``fn`` on the ranks of ``mesh`` (ranks, ZeRO level, copies of the shards); one is this process."""
     ranks, level, copies = mesh
     if ranks == 1:
         return [fn(path, level, copies, *args)]
@@ -36,13 +36,13 @@ def prepared(level, copies, kwargs, seed=None):
 
 def save(path, level, copies, kwargs, seed=9):
     model = prepared(level, copies, kwargs, seed)
-    model(toys.microbatch(0)[0])  # without a backward: gathered parameters do not get in the way
+    model(toys.microbatch(0)[0])  # without a backward, so that parameters are gathered while the model is saved
     save_model(path, model, extra=lambda p: (p / "config.json").write_text("{}"))
 
 
 def load(path, level, copies, kwargs, strict=True, verify=True):
     model = prepared(level, copies, kwargs)
-    model(toys.microbatch(0)[0])  # without a backward: what is filled is the shards, not what was gathered
+    model(toys.microbatch(0)[0])  # without a backward, so that parameters are gathered: loading must fill the shards
     differences = load_model(path, model, strict=strict, verify=verify)
     reshard(model)
     values = {n: toys.whole(p) for n, p in model.named_parameters()} | {"mean": model.mean}
@@ -50,7 +50,7 @@ def load(path, level, copies, kwargs, strict=True, verify=True):
 
 
 class Run:
-    """A training run in the engine's words; the global batch does not depend on the number of ranks."""
+    """A training run with the engine; the global batch does not depend on the number of ranks."""
 
     def __init__(self, level, copies, precision="fp32", dropout=0.0, loss_scale=None):
         engine.init_distributed(zero_level=level, dp_replicate=copies)
@@ -81,5 +81,5 @@ class Run:
         return found, copy.deepcopy((scalars, groups))
 
     def draws(self):
-        """Of numpy's normal numbers one, of which it makes two at a time."""
+        """One number from each generator; NumPy draws normal numbers in pairs and keeps the second."""
         return random.random(), np.random.randn(), torch.rand(()).item()

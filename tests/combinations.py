@@ -1,4 +1,4 @@
-"""Every way to lay a model over ranks, alone and in pairs: engine/test_combinations.py runs them."""
+"""Every kind of parallelism, alone and in pairs: engine/test_combinations.py runs them."""
 
 import itertools
 from functools import cache
@@ -62,9 +62,9 @@ WAYS = _ways()
 
 
 def trained(model, sizes, policy, layers):
-    """Two steps on ragged microbatches, dealt to the ranks that have data of their own.
+    """Train two steps on ragged microbatches, which are dealt to the data-parallel ranks.
 
-    Returns (loss and gradient norm of each, a sum over each parameter that sees places and signs).
+    Returns (loss and gradient norm of each step, {parameter: a sum that depends on places and signs}).
     """
     name, task = MODELS[model]
     if sizes is not None:
@@ -105,18 +105,18 @@ def alone(model, layers):
 
 
 def assert_same_training(ranks, one):
-    """What `trained` returned on each rank is what it returned in one process."""
+    """Assert that `trained` returned the same on each rank as in one process."""
     steps, sums = one
     for found, parameters in ranks:
         torch.testing.assert_close(torch.tensor(found), torch.tensor(steps), rtol=2e-4, atol=2e-5)
         assert parameters.keys() == sums.keys()
         for name, wanted in sums.items():
-            if not name.endswith("k.bias"):  # its gradient is rounding alone, and Adam makes steps of that
+            if not name.endswith("k.bias"):  # its gradient is only rounding, which Adam turns into steps
                 assert parameters[name] == pytest.approx(wanted, rel=1e-3, abs=1e-3), name
 
 
 def table() -> str:
-    """The ways, each with those it is combined with, in Markdown."""
+    """A Markdown table of the kinds of parallelism and those they are combined with."""
     partners: dict[str, list[str]] = {}
     for way in WAYS:
         name, _, others = way.name.partition(" x ")

@@ -1,4 +1,4 @@
-"""What every test starts from: no network, none of the user's caches, one thread, the same seed, no process group."""
+"""The state in which every test starts: no network, empty caches, one thread, the same seed, no process group."""
 
 import gc
 import ipaddress
@@ -17,15 +17,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
-FOR_TESTS = ("MODELCENTER_LIBRARY_DIR", "MODELCENTER_FUZZ_TURNS")  # of the user's variables, those that say how to test
+FOR_TESTS = ("MODELCENTER_LIBRARY_DIR", "MODELCENTER_FUZZ_TURNS")  # variables of the user that configure tests
 for name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_", "MODELCENTER_"))]:
     if name not in FOR_TESTS:
         del os.environ[name]
-os.environ["HF_HUB_OFFLINE"] = "1"  # a process that a test starts and that is to reach a Hub has an environment without
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests that start a process to reach a Hub unset it
 
 
 def caches() -> str:
-    """An empty folder for caches; those of runs that were killed are removed."""
+    """A new folder for caches; folders of killed runs are removed."""
     prefix = "modelcenter-tests-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         pid = left.name.removeprefix(prefix).partition("-")[0]
@@ -44,22 +44,22 @@ def is_running(pid: int) -> bool:
     return True
 
 
-os.fsync = lambda descriptor: None  # what tests write need not outlive a power cut, and disks are slow to promise it
+os.fsync = lambda descriptor: None  # files of tests need not survive a power cut, and fsync is slow
 CACHES = caches()
 os.environ["HF_HOME"] = os.environ["XDG_CACHE_HOME"] = CACHES
-os.environ["TMPDIR"] = CACHES  # of the processes that tests start: torchrun leaves its folders there
+os.environ["TMPDIR"] = CACHES  # for processes that tests start: torchrun leaves its folders there
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of all files made stays; the collector need not go through it again and again."""
+    """Exempt imported objects from garbage collection, and prepare torch for forks."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # of what tests make it collects seldom: by default a tenth of their time
-    # Before anything is compiled: after it, on a CUDA build without a GPU, autograd would take the pretended device for
-    # one and start a thread for it with the first backward pass, and forked ranks could take none.
+    gc.set_threshold(20_000, 20, 20)  # collect rarely: by default it takes a tenth of the time of tests
+    # Run a backward before anything is compiled. Afterwards, on a CUDA build without a GPU, the first backward would
+    # start a thread for the pretended device, and backward would then fail in forked ranks.
     import torch
 
-    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++ too, and of the ranks that are forked from here
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # also from C++, and in ranks forked from here
     if not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()
 
@@ -69,7 +69,7 @@ def pytest_unconfigure() -> None:
 
 
 class NetworkUsed(AssertionError):
-    """A test without the marker `network` reached out of this machine. Not an OSError: no fallback may swallow it."""
+    """A test without the marker `network` left this machine. Not an OSError, so that no fallback swallows it."""
 
 
 def is_local(address: object) -> bool:
@@ -92,7 +92,7 @@ def guarded(connect: Callable[[socket.socket, object], object]) -> Callable[[soc
     return local
 
 
-# From here on, and not by a fixture of each test: a module's fixtures are set up before those.
+# Patched here and not in a fixture of each test, because fixtures of modules are set up earlier.
 for name in ("connect", "connect_ex"):
     setattr(socket.socket, name, guarded(getattr(socket.socket, name)))
 
@@ -110,14 +110,14 @@ def seed() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
-    """What several tests share does not depend on the test that ran before the first of them."""
+    """Seed shared fixtures, so that they do not depend on the test that ran before."""
     if fixturedef.scope != "function":
         seed()
 
 
 @pytest.fixture(autouse=True)
 def same_start():
-    """Seeds before a test; afterwards torch and the engine as in a fresh process: no test depends on another."""
+    """Seed before a test, and afterwards reset torch and the engine, so that no test depends on another."""
     seed()
     yield
     if (torch := sys.modules.get("torch")) is not None:

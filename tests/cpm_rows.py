@@ -1,4 +1,4 @@
-"""Rows of tokens with segments as batches, and mistakes, for the tests of the CPM family."""
+"""Batches of rows with segments, and mutations, for the tests of the CPM family."""
 
 import torch
 from torch import nn

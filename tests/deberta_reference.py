@@ -1,4 +1,4 @@
-"""The discriminator of DeBERTa-v3's pretraining, of which transformers has the body only."""
+"""The discriminator of DeBERTa-v3's pretraining; transformers has only its body."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -24,7 +24,7 @@ def write_config(target, text, *more):
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """A full disk, as far as a test can make one: a file that would grow beyond ``size`` bytes is an OSError."""
+    """Simulate a full disk: inside, writing a file beyond ``size`` bytes is an OSError."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -53,14 +53,14 @@ def blocks(document: Path, *kinds: str) -> list[Block]:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors of its headings, as GitHub makes them."""
+    """The anchors that GitHub gives to a document's headings."""
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
     headings = re.findall(r"^#+ (.*?)\s*$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of every command of a bash block, without comments and VARIABLE=value prefixes."""
+    """The words of every command in a bash block, without comments and VARIABLE=value prefixes."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -81,7 +81,7 @@ def python(*arguments: str, cwd: Path = ROOT, timeout: float = 120) -> subproces
 
 @functools.cache
 def help_of(*program: str) -> str:
-    """What `PROGRAM --help` prints; program is a script's path or "-m", module, verbs."""
+    """The output of `PROGRAM --help`; program: the path of a script, or "-m", a module and verbs."""
     if program[0] == "-m":
         done = warm.run([*program[1:], "--help"], environment(), ROOT)
     else:  # as `python SCRIPT --help`

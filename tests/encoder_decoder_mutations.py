@@ -1,4 +1,4 @@
-"""Mutations of encoder-decoders, which the parity tests must notice (as modelcenter.testing.mutations)."""
+"""Mutations of encoder-decoders that the parity tests must catch (see modelcenter.testing.mutations)."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ def swap_layers(model):
 
 
 def merge_rows(model):
-    """Self-attention of the encoder as if the batch were one sequence."""
+    """Let the encoder's self-attention treat the batch as one sequence."""
     for unit in model.encoder.layers:
 
         def merged(x, ctx, forward=unit.attn.forward):
@@ -47,7 +47,7 @@ def see_the_future(model):
 
 
 def swap_k_and_v(model):
-    """Of what the decoder makes of the encoder's states."""
+    """Swap the projections of the encoder's states in the decoder."""
     cross = model.decoder.layers[1].cross
     cross.k, cross.v = cross.v, cross.k
 

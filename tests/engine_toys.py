@@ -1,4 +1,4 @@
-"""A small model, its data and the one-process truth that the engine's tests compare with."""
+"""A small model, its data, and training in one process, with which the engine's tests compare."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ import engine
 from engine.parallel.gloo import collectives, shared_memory
 from engine.parallel.gloo.collectives import GATHER_TAG, REDUCE_TAG
 
-VOCAB, WIDTH = 11, 6  # 11 and 6 rows over 2 and 4 ranks: odd and empty shards
+VOCAB, WIDTH = 11, 6  # over 2 and 4 ranks, 11 and 6 rows give uneven and empty shards
 TP_PLAN = {"embed": "vocab", "layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather"}  # of Toy
 LLAMA = {  # of transformers
     "vocab_size": 35,
@@ -41,8 +41,8 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Token labelling; `scale` is smaller than any number of ranks, or without dimensions (`number`), `rope` a buffer
-    that no checkpoint holds."""
+    """Token labelling. `scale` has fewer elements than ranks, or no dimensions (`number`); `rope` is a buffer that is
+    not saved."""
 
     def __init__(self, tied: bool = False, frozen: bool = False, dropout: float = 0.0, number: bool = False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def with_gradients(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def microbatch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels (2, n), of ragged sizes and numbers of labels."""
+    """Ids and labels (2, n); n and the number of labels depend on the index."""
     generator = torch.Generator().manual_seed(100 + index)
     length = 3 + index % 4
     ids = torch.randint(0, VOCAB, (2, length), generator=generator)
@@ -117,21 +117,21 @@ def loss_of(model: nn.Module):
 
 @contextmanager
 def several_machines() -> Iterator[None]:
-    """Models sharded in it share no memory between ranks: the messages that are seen hold all that is exchanged."""
+    """Models sharded inside share no memory between ranks, so everything that they exchange is a message."""
     none = mock.Mock(**{"return_value.of.return_value": None})
     with mock.patch.object(shared_memory, "SharedMemories", none):
         yield
 
 
 def part_of(func, args) -> str | None:
-    """What a message between two ranks is a part of: on CPUs shards and gradients are exchanged by messages."""
+    """The collective to which a message belongs: on CPUs shards and gradients are exchanged by messages."""
     if not func.__name__.startswith("send"):
         return None
     return {GATHER_TAG: "allgather", REDUCE_TAG: "reduce_scatter"}[args[3]]
 
 
 class Exchanges(TorchDispatchMode):
-    """Tells ``note`` of what FSDP asks for on CPUs: "allgather" or "reduce_scatter", and what is sent."""
+    """Calls ``note`` for each collective of FSDP on CPUs: "allgather" or "reduce_scatter", and the tensor sent."""
 
     def __enter__(self):
         self.patches = [
@@ -157,7 +157,7 @@ class Exchanges(TorchDispatchMode):
 
 
 class Collectives(Exchanges):
-    """Notes each collective that is made inside it, with the dtypes of its tensors."""
+    """Records each collective inside, with the dtypes of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def union(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What all stages of a pipeline have by name; what several have must be equal."""
+    """Merge the tensors of all pipeline stages by name; those on several stages must be equal."""
     whole: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
@@ -190,7 +190,7 @@ def union(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def groups(model: nn.Module) -> list[dict]:
-    """Two groups with values of their own, in the order of names."""
+    """Two parameter groups with different settings, in the order of names."""
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return [
         {"params": [p for n, p in trainable if p.ndim > 1], "weight_decay": 0.1},
@@ -199,9 +199,9 @@ def groups(model: nn.Module) -> list[dict]:
 
 
 def train(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
-    """`steps` steps of the engine on this rank's part of `plan` (steps -> parts of the data -> microbatches).
+    """Train `steps` steps with the engine on this rank's part of `plan` (steps -> parts of the data -> microbatches).
 
-    Of a wrong gradient in the first, the norm tells, and what Adam keeps of it tells in the parameters that follow.
+    Gradients of the first step are not returned: its norm, and later parameters, reveal wrong ones.
     """
     optimizer = engine.optim.AdamOptimizer(groups(model), lr=1e-2)
     manager = engine.optim.OptimManager()
@@ -221,7 +221,7 @@ def train(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
 
 
 def truth(model, plan, steps: int = 3, max_norm: float = 0.3) -> dict:
-    """The same with plain torch, in one process, each global batch as one sum."""
+    """As `train`, with plain torch in one process, each global batch as one sum."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(groups(model), lr=1e-2, weight_decay=0.0)
     found: dict = {"loss": [], "norm": [], "grads": []}
@@ -253,7 +253,7 @@ def assert_same(found: dict, expected: dict, tolerance: float = 1e-5) -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that run inside."""
+    """Counts operators that run inside."""
 
     def __init__(self):
         super().__init__()

@@ -7,20 +7,22 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-# The vocabulary: special tokens, the twenty residues from the most frequent on, rarer and unclear ones, gaps, the mask.
+# The vocabulary: special tokens, the twenty residues by frequency, rare and ambiguous ones, gaps, the mask.
 LETTERS = (*("<cls>", "<pad>", "<eos>", "<unk>"), *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>")
 ANGLES = "encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
 
 
 def model_with_angles(theirs: Any) -> Any:
-    """The frequencies in a model of transformers, `inv_freq`; `rounded`: those that ESM-2 was trained with."""
+    """The rotary frequencies of a model of transformers: `inv_freq`, and `rounded`, with which ESM-2 was trained."""
     found = getattr(theirs, "esm", theirs).rotary_embeddings.inv_freq
     return SimpleNamespace(inv_freq=found, rounded=found.half().float())
 
 
 def as_published(theirs: Any, folder: Path, extra: dict[str, Any] | None = None) -> None:
-    """Rewrite the file of a model of transformers with the names of published ones: frequencies, which get values that
-    no formula has, in every layer, weight and bias of all norms; and with further tensors."""
+    """Rewrite the file of a model of transformers with the names of published files, and with `extra` tensors.
+
+    Norms have weight and bias, and every layer has frequencies, with values that no formula gives.
+    """
     prefix = "esm." if hasattr(theirs, "esm") else ""
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -17,6 +17,6 @@ def read(tmp_path: Path, name: str, content: str | bytes) -> Table:
 
 
 def table(**columns: list[Any]) -> Table:
-    """The columns as those of a.jsonl."""
+    """A table of these columns, as if read from a.jsonl."""
     rows = len(next(iter(columns.values())))
     return Table(columns, [Origin("a.jsonl", rows, "0", range(1, rows + 1))])

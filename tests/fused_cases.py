@@ -1,4 +1,4 @@
-"""Calls of the fused operators: every mode and dtype, odd sizes, memory that is not aligned."""
+"""Calls of the fused operators: every mode and dtype, odd sizes, unaligned memory."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ KINDS = [  # mode, parameter, gradient, moments
 ]  # fmt: skip
 IDS = ["-".join(str(part).removeprefix("torch.") for part in kind) for kind in KINDS]
 
-# Of dropout: rows, channels, first channel. The last ones are of whole vectors, with blocks of which a part is missing.
+# Of dropout: rows, channels, first channel. The last ones consist of whole vectors, with incomplete blocks.
 MASK_SHAPES = [
     (5, 768, 0), (3, 100, 0), (4, 200, 77), (1, 40_001, 0), (7, 1, 3), (2, 130, 126), (0, 8, 0), (33, 1024, 0),
     (3, 384, 640), (4, 1600, 192), (6, 16, 120), (5, 12, 4),
@@ -43,12 +43,12 @@ def unaligned(n, dtype, fill=None):
     return part.copy_(torch.zeros(n) if fill is None else fill)
 
 
-# Numbers that are rounded by rules of their own, above all to 16 bits: dropped ones become zeros too.
+# Numbers with special rounding, above all to 16 bits; they, too, become zeros when dropped.
 SPECIAL = (float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0, 6e-8, -3e-5, 65504.0, 1e-40, 3.3e38)
 
 
 def drop_at_odd_elements(device, dtype):
-    """The same dropout where all tensors are aligned, and where one of x, residual and out begins at an odd element."""
+    """One dropout with all tensors aligned, and with each of x, residual and out at an odd element."""
     x, residual, tokens, first = masked(dtype, (9, 256, 128))
     tokens, found = tokens.to(device), []
     for odd in (None, 0, 1, 2):
@@ -62,7 +62,7 @@ def drop_at_odd_elements(device, dtype):
 
 
 def run_on(monkeypatch, compiled, work):
-    """The tensors of `work` on the library or on the reference."""
+    """The tensors that `work` returns with the library or with the reference."""
     for cached in (library.cpu, library.serves):
         cached.cache_clear()
     monkeypatch.setenv("MODELCENTER_FUSED", "1" if compiled else "0")
@@ -75,10 +75,10 @@ def run_on(monkeypatch, compiled, work):
 
 
 def on_each_isa(code, folder):
-    """What `code` saves at sys.argv[1] on each instruction set, with another number of threads (sys.argv[2])."""
+    """What `code` saves at sys.argv[1] with each instruction set and a different number of threads (sys.argv[2])."""
     root = Path(__file__).resolve().parents[1]
     found = []
-    for isa, threads in (("plain", 1), ("avx2", 3), ("avx512", 2)):  # lowers the set, as an older CPU would
+    for isa, threads in (("plain", 1), ("avx2", 3), ("avx512", 2)):  # lowers the instruction set, as an older CPU would
         paths = f"{root}:{root / 'tests'}:{root / 'tests' / 'engine'}"
         environment = {**os.environ, "MODELCENTER_ISA": isa, "PYTHONPATH": paths}
         subprocess.run([sys.executable, "-c", code, folder / isa, str(threads)], check=True, env=environment)
@@ -105,7 +105,7 @@ class Case:
             self.aux = [torch.zeros(n, dtype=torch.int16) for n in sizes]
             fused.split_master_(values, self.p, self.aux)
         self.places = []
-        if mode == "random":  # within rows that are long, short or cross where 32 bits end
+        if mode == "random":  # within rows that are long, short, or cross the end of 32 bits
             self.places = [x for i, n in enumerate(sizes) for x in (i, max(1, n // 3), n, 2**32 - n // 6)]
         if mode == "remainder" or mode == "master" or p == F32:
             self.before = [x.double() for x in values]
@@ -123,7 +123,7 @@ class Case:
         )
 
     def values(self):
-        """The parameters in float64, as exactly as they are kept."""
+        """The parameters in float64, with all bits that are kept."""
         if self.mode == "master":
             return [x.double() for x in self.aux]
         if self.mode == "remainder":

@@ -1,4 +1,4 @@
-"""Calls of AdamW with moments in 8 bits: every mode, rows that are no multiple of a block, memory not aligned."""
+"""Calls of AdamW with 8-bit moments: every mode, rows that are not multiples of a block, unaligned memory."""
 
 import torch
 from fused_cases import BF16, F16, F32, unaligned
@@ -62,7 +62,7 @@ class Case:
         return [*self.p, *self.aux, *self.m, *self.v, *self.scales[0], *self.scales[1], *self.step]
 
     def moments(self):
-        """In float64, as the codes have them."""
+        """The moments that the codes stand for, in float64."""
         kinds = ((self.m, reference._FIRST), (self.v, reference._SECOND))
         return [
             [reference.from_codes(c, s, w, base).double() for c, s, w in zip(codes, scale, self.widths, strict=True)]

@@ -1,4 +1,4 @@
-"""What the parity tests of Gemma and its relatives share: how they start, and what spoils them."""
+"""The common base of the parity tests of Gemma and its relatives: initial values and mutations."""
 
 import torch
 from llama_reference import LlamaTests
@@ -86,9 +86,9 @@ OF_SANDWICHES = {
 
 
 def with_norms_around_zero(theirs, folder):
-    """transformers' model by its eager attention, the only one with caps, saved in `folder`, with norms around what
-    they start with, which is 0: around 1 they would double what they read, and the gradients of the embeddings would be
-    those of rounding."""
+    """Let a model of transformers use eager attention, the only one with caps, shift the weights of its norms to around
+    0, their initial value, and save it in `folder`. Around 1, norms would double their inputs, and gradients of the
+    embeddings would be mostly rounding."""
     by_written_out_attention(theirs)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():

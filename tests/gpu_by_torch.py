@@ -1,4 +1,4 @@
-"""The CUDA operators of rows, for which torch stands here: what the code around them does on a GPU, on CPU tensors."""
+"""The CUDA operators on rows, replaced by torch, to test on CPU tensors the code around them that a GPU would run."""
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def _activation_backward(grad, x, up, kind, sums, stream):
     return found[0], nothing if up is None else found[1], found[0].reshape(-1, x.shape[-1]).sum(0) if sums else nothing
 
 
-# As engine.ops has them and as torch has them, in the order of their numbers.
+# (function of engine.ops, function of torch), in the order of their numbers.
 ACTIVATIONS = (
     (gelu, F.gelu), (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")), (silu, F.silu), (F.relu, F.relu),
 )  # fmt: skip
@@ -56,7 +56,7 @@ OPERATORS = {
 
 
 def take_the_ways_of_a_gpu(monkeypatch):
-    """CPU tensors, of however few numbers. Returns the names of the operators that are called, as they come."""
+    """Let CPU tensors of any size take the GPU paths. Returns a list that collects the names of called operators."""
     names: list[str] = []
     others = library.operator
     monkeypatch.setattr(library, "plain_cuda", lambda *tensors: len({t.dtype for t in tensors if t is not None}) == 1)

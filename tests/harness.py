@@ -1,4 +1,4 @@
-"""The parity harness: modelcenter.testing, which is public, with the models of transformers made once for all tests."""
+"""The parity harness: the public modelcenter.testing, with models of transformers created once for all tests."""
 
 import functools
 import os
@@ -27,19 +27,19 @@ __all__ = [
     "skip_unless_transformers_has",
 ]
 
-# Families that the oldest supported transformers lacks, and the version that brought them.
+# Families that the oldest supported transformers lacks, and the version that added them.
 LATER = {"gte": "5.24"}
 
 
 def skip_unless_transformers_has(family: str) -> None:
-    """Skip a test, or a file of tests, that compares with a model which this version of transformers lacks."""
+    """Skip a test, or a file of tests, if this version of transformers lacks the model to compare with."""
     if family in LATER and family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"{family} is in transformers from {LATER[family]} on", allow_module_level=True)
 
 
 def assert_starts_alike(config: Any, hf_class: str, task: str, folder: Path) -> None:
-    """Of a config of transformers, a new model of ours has the tensors of one of theirs, and the large ones their
-    deviations and greatest numbers."""
+    """Assert that new models of ours and of transformers, for a config of theirs, have the same tensors, and large ones
+    about the same standard deviations and maxima."""
     wanted = dict(getattr(transformers, hf_class)(config).named_parameters())
     config.save_pretrained(folder)
     mc.from_config(folder, task).save_pretrained(folder / "ours")
@@ -52,9 +52,11 @@ def assert_starts_alike(config: Any, hf_class: str, task: str, folder: Path) -> 
 
 
 def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a function (..., folder, **fields) that makes a model and saves it in a folder: one whose calls with the same
-    arguments give the first one's model, which no test may change, and copies of its files. Tests of a class count as
-    the class."""
+    """Cache a function (..., folder, **fields) that creates a model and saves it in a folder.
+
+    Calls with the same arguments return the same model, which no test may change, and copy its files. Instances of a
+    test class count as equal.
+    """
     made: dict[str, tuple[Any, Path, list[tuple[Any, ...]]]] = {}
 
     @functools.wraps(reference)
@@ -63,7 +65,7 @@ def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:
         key = repr(([type(x) if isinstance(x, ArchitectureTests) else x for x in what], sorted(fields.items())))
         if key not in made:
             files = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))
-            with torch.random.fork_rng(devices=[]):  # what a test draws does not depend on whether it is the first
+            with torch.random.fork_rng(devices=[]):  # draws of a test must not depend on being the first
                 torch.manual_seed(0)
                 model = reference(*what, files, **fields)
             made[key] = model, files, state_of(model)
@@ -77,7 +79,7 @@ def made_once(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def state_of(model: torch.nn.Module) -> list[tuple[Any, ...]]:
-    """Of each parameter what a change of it changes."""
+    """Values that differ after any change of a parameter."""
     return [(name, p.dtype, p.requires_grad, p.data_ptr(), p._version) for name, p in model.named_parameters()]
 
 

@@ -3,8 +3,8 @@
     with HubStub() as hub:
         run(code, env=hub.environment(cache))
 
-Private and gated repositories, branches, revisions, large files and deletions work; every request is kept in
-`requests`. huggingface_hub reads HF_ENDPOINT when it is imported, so clients run in processes of their own.
+It supports private and gated repositories, branches, revisions, large files and deletions, and records every request
+in `requests`. huggingface_hub reads HF_ENDPOINT when it is imported, so clients run in processes of their own.
 """
 
 import base64
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
-READ, WRITE = "hf_read", "hf_write"  # tokens: one may read private repositories, the other may write too
+READ, WRITE = "hf_read", "hf_write"  # tokens: the first may read private repositories, the second may also write
 _NAME = r"((?:[\w.-]+/)?[\w.-]+)"
 _REVISION = r"(refs/pr/\d+|[^/]+)"
 _LARGE = (".safetensors", ".bin")
@@ -56,10 +56,10 @@ class HubStub:
         self.repos: dict[str, Repo] = {}
         self.requests: list[tuple[str, str]] = []
         self.large: dict[str, bytes] = {}
-        self.ranges: list[int] = []  # where downloads went on
-        self.cut: int | None = None  # the next large download breaks off after so many bytes
+        self.ranges: list[int] = []  # the offsets at which downloads were resumed
+        self.cut: int | None = None  # the next large download is cut off after so many bytes
         self.messages: list[str] = []  # of commits
-        self.refused: int | None = None  # so many large uploads work, then each fails; None: all work
+        self.refused: int | None = None  # so many large uploads succeed, then all fail; None: all succeed
         stub = self
 
         class Handler(_Handler):
@@ -88,7 +88,7 @@ class HubStub:
         return {**kept, **mine, "NO_PROXY": "127.0.0.1", **({"HF_TOKEN": token} if token else {}), **more}
 
     def add(self, name: str, directory: Path, branch: str = "main", **kwargs: Any) -> str:
-        """Put a directory's files into a repository, made if there is none; returns the commit."""
+        """Commit the files of a directory to a repository, which is created if necessary; returns the commit."""
         files = {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
         return self.repos.setdefault(name, Repo(**kwargs)).commit(files, branch)
 
@@ -97,7 +97,7 @@ class HubStub:
         return repo.commits[repo.resolve(revision) or ""]
 
     def downloaded(self) -> list[str]:
-        """Names of the files whose contents were asked for, in order."""
+        """Names of the files that were downloaded, in order."""
         found = (
             re.fullmatch(rf"/{_NAME}/resolve/[^/]+/(.+)", path) for method, path in self.requests if method == "GET"
         )
@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
         return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
 
     def _repo(self, name: str) -> Repo | None:
-        """The repository, if this client may read it; otherwise the answer is sent."""
+        """The repository, if this client may read it; otherwise sends the error and returns None."""
         repo, token = self.hub.repos.get(name), self._token()
         if token not in (None, READ, WRITE):
             self._send(401, {"error": "Invalid credentials in Authorization header"})
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"files": modes})
 
     def batch(self, name: str, body: bytes, **_: Any) -> None:
-        objects = [  # what is there already is not asked for again
+        objects = [  # no upload is requested for files that are there already
             o
             if o["oid"] in self.hub.large
             else {**o, "actions": {"upload": {"href": f"{self.hub.url}/large/{o['oid']}"}}}

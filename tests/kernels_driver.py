@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.ops import build
 
-# The integers in which numbers are compared, and what of them is a NaN's, whose sign is the processor's own.
+# {type: (integers as which its numbers are compared, bits of infinity: larger ones are NaNs)}. NaNs' signs vary.
 TYPES = {
     "f64": (np.uint64, 0x7FF0 << 48), "f32": (np.uint32, 0x7F80 << 16), "f16": (np.uint16, 0x7C00),
     "bf16": (np.uint16, 0x7F80), "u16": (np.uint16, None), "u8": (np.uint8, None),
@@ -16,7 +16,7 @@ TYPES = {
 
 
 def compiled(cxx: str, out: Path, *flags: str, isas: tuple[str, ...] = ("plain",)) -> Path:
-    """The program with the kernels of these instruction sets; it takes that of MODELCENTER_ISA, or the widest."""
+    """Compile the program with kernels for these instruction sets; it uses that of MODELCENTER_ISA, or the widest."""
     cpu = build.sources() / "cpu"
     flags = (*build._CPU, "-Wno-psabi", f"-I{build.sources()}", *flags)
     parts = [(cpu / "kernels.cpp", *build._ISAS[isa], f"-DMC_ISA={isa}") for isa in isas]
@@ -32,7 +32,7 @@ def compiled(cxx: str, out: Path, *flags: str, isas: tuple[str, ...] = ("plain",
 
 
 def sections(printed: bytes) -> dict[str, np.ndarray]:
-    """The numbers of each section as integers, every NaN the same one."""
+    """The numbers of each section as integers, with all NaNs equal."""
     found, at = {}, 0
     while at < len(printed):
         end = printed.index(b"\n", at)

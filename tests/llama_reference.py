@@ -1,4 +1,4 @@
-"""What the parity tests of decoders share: Llama, its relatives and Gemma, and others whose padding is token 0."""
+"""The common base of the parity tests of decoders: Llama, its relatives, Gemma, and others with padding token 0."""
 
 from harness import ArchitectureTests
 
@@ -13,11 +13,11 @@ def _turn_at_the_default_speed(model):
 
 
 class DecoderTests(ArchitectureTests):
-    """Of decoders whose `pad_token_id` is 0."""
+    """Parity tests of decoders whose `pad_token_id` is 0."""
 
     def rows(self, task, config, lengths=None, seed=0):
-        """The padding token stands in the text too, where its embedding does not train, and where it ends a text it is
-        not what a classifier reads."""
+        """Rows that also contain the padding token: its embedding does not train, and classifiers do not read it at the
+        end of a text."""
         rows = super().rows(task, config, lengths, seed)
         for row in rows:
             row.input_ids[0] = 0
@@ -27,7 +27,8 @@ class DecoderTests(ArchitectureTests):
 
 
 class LlamaTests(DecoderTests):
-    """What all of them share: three query heads to a key head, whose width is not hidden_size / num_heads."""
+    """Parity tests of Llama's relatives: three query heads per key head, and a head_dim other than hidden_size /
+    num_heads."""
 
     sizes = {
         "vocab_size": 131,

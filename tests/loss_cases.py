@@ -1,4 +1,4 @@
-"""Losses of rows of logits, and of a head, beside torch's in float64: for the tests of each device."""
+"""Comparisons of losses, of logits and of a head, with torch's in float64, for the tests of each device."""
 
 import torch
 import torch.nn.functional as F
@@ -6,15 +6,15 @@ import torch.nn.functional as F
 from engine import loss, ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# As the rows of a matrix, of one that has more columns, and of one whose rows begin anywhere.
+# Logits: a whole matrix; part of one with more columns, on cache lines; part of one whose rows begin anywhere.
 LAYOUTS = ("contiguous", "lines", "anywhere")
-# A number alone; fewer than threads; loads of one vector and of several, with and without a rest.
+# One number; fewer than threads; one vector load and several, with and without a remainder.
 SHAPES = ((1, 1), (3, 7), (2, 1025), (2, 8200), (2, 20_011), (1, 33_000))
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # once, to the nearest
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # one rounding to nearest
 
 
 def drawn(shape, dtype, layout, device="cpu"):
-    """(logits, the memory that they are a part of, which else holds sevens, targets): the last row's the last class."""
+    """(logits, the memory around them, filled with sevens, targets); the last target is the last class."""
     (rows, classes), rng = shape, torch.Generator().manual_seed(shape[1])
     before, columns = {"contiguous": (0, classes), "lines": (0, -(-classes // 64) * 64), "anywhere": (3, classes + 5)}[
         layout
@@ -28,7 +28,7 @@ def drawn(shape, dtype, layout, device="cpu"):
 
 
 def check_rows(shape, dtype, layout, smoothing, count, device="cpu"):
-    """cross_entropy_ of such logits; returns what it wrote."""
+    """Check cross_entropy_ of such logits; returns the losses."""
     logits, around, targets = drawn(shape, dtype, layout, device)
     kept = around.clone()
     double = logits.double().requires_grad_()
@@ -38,7 +38,7 @@ def check_rows(shape, dtype, layout, smoothing, count, device="cpu"):
     torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-5, atol=5e-6)
     assert torch.equal(around, kept)
     assert torch.equal(ops.cross_entropy_(logits, targets, count, smoothing), losses)
-    smallest = 2.0**-25 if dtype == torch.float16 else 0.0  # half of it
+    smallest = 2.0**-25 if dtype == torch.float16 else 0.0  # half of the smallest fp16 number
     rtol, atol = ROUNDING[dtype] * 1.02, smallest + 3e-7 / float(count)
     torch.testing.assert_close(logits.double(), double.grad, rtol=rtol, atol=atol)
     logits.fill_(7)
@@ -53,7 +53,7 @@ def capped(logits, cap):
 def check_head(
     rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, frozen=(), count=9, labelled=None, width=16, cap=None
 ):
-    """linear_cross_entropy of a head; `labelled` rows have a label, all if None. Returns loss and gradients."""
+    """Check linear_cross_entropy; `labelled` rows have a label (None: all). Returns loss and gradients."""
     rng = torch.Generator().manual_seed(vocab)
     start = [torch.randn(*size, generator=rng) for size in ((rows, width), (vocab, width), (vocab,))]
     start[1] /= 4  # logits in 16 bits are not to have more error than what is computed from them
@@ -94,7 +94,7 @@ def check_log_probs(rows, vocab, dtype, device="cpu", bias=True, width=16, cap=N
 def check_distillation(
     rows, vocab, dtype, device="cpu", smoothing=0.0, bias=True, count=9, width=16, cap=None, teacher_cap=None
 ):
-    """linear_distillation beside a teacher with other hidden states and the same vocabulary."""
+    """Check linear_distillation with a teacher of another width and the same vocabulary."""
     rng = torch.Generator().manual_seed(vocab)
     sizes = ((rows, width), (vocab, width), (vocab,), (rows, width + 8), (vocab, width + 8), (vocab,))
     start = [torch.randn(*size, generator=rng) for size in sizes]
@@ -129,9 +129,9 @@ def check_logits(rows, vocab, dtype, device="cpu", bias=True, width=16, cap=None
 
 
 def compare(value, wanted, inputs, doubles, dtype, size=None):
-    """Backward of both, times 3: the gradients' norms differ by less than products of this dtype do.
+    """Run backward of 3 * both, and compare values and gradients by norm, with the error of products in this dtype.
 
-    size: the sum of what the terms of the value are without their signs.
+    size: the sum of the absolute values of the terms of the value.
     """
     (3 * value).backward()
     (3 * wanted).backward()

@@ -1,4 +1,4 @@
-"""Two torchrun agents on this machine that stand for two nodes: each has folders of its own."""
+"""Two torchrun agents on this machine that stand in for two nodes, each with its own folders."""
 
 import os
 import random
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Ended:
-    """How an agent ended. seconds: since both were started."""
+    """How an agent ended. seconds: the time since both were started."""
 
     code: int
     out: str
@@ -23,14 +23,14 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """Lines in which the program says what a user did wrong."""
+        """The lines of error messages for users."""
         return [line for line in self.err.splitlines() if "error: " in line and "Error" not in line.split(":")[0]]
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, and that the system gives to nobody who asks for any.
+    """A free port outside the range from which the system assigns ports.
 
-    Until a launcher has imported torch and listens there, ranks of tests beside this one ask for hundreds.
+    Until a launcher has imported torch and listens on it, ranks of concurrent tests are assigned hundreds of ports.
     """
     limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
     given = int(limits.read_text().split()[0]) if limits.exists() else 32768
@@ -42,12 +42,12 @@ def free_port() -> int:
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:
-    """The variables of a node whose user's folders, caches and temporary files are all under `home`."""
+    """The variables of a node whose home, caches and temporary files are all under `home`."""
     for name in ("tmp", "hf"):
         (home / name).mkdir(parents=True, exist_ok=True)
     caches = ("MODELCENTER_CACHE", "XDG_CACHE_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCHELASTIC_ERROR_FILE")
     env = {name: value for name, value in os.environ.items() if name not in caches}
-    fonts = str(Path(os.environ["TMPDIR"], "matplotlib"))  # looked for once, not by each node
+    fonts = str(Path(os.environ["TMPDIR"], "matplotlib"))  # matplotlib's list of fonts is built once, not by each node
     own = {
         "HOME": str(home),
         "TMPDIR": str(home / "tmp"),
@@ -64,9 +64,9 @@ def agents(
     """Start one torchrun agent for each command, let them meet, and wait for all.
 
     Args:
-        folder: node<i>/ in it is the home of agent i, cwd its working folder. rendezvous: c10d or static.
-        words: of each agent, what torchrun is to run, with its arguments. ranks: of each agent.
-        restarts: of the ranks, when one failed.
+        folder: its node<i>/ is the home of agent i, and node<i>/cwd its working directory. rendezvous: c10d or static.
+        words: for each agent, the program that torchrun runs, with its arguments. ranks: per agent.
+        restarts: how often the ranks are restarted after a failure.
     """
     port, count = free_port(), len(words)
     meet = ["--nnodes", str(count), "--nproc_per_node", str(ranks), "--rdzv_backend", rendezvous]

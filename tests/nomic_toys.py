@@ -1,5 +1,5 @@
-"""What tests of NomicBERT and of GTE, which are built alike, share: mutations, files of their authors, directories of
-embeddings."""
+"""Shared by tests of NomicBERT and GTE, which are built alike: mutations, files of their authors, directories of
+embedding models."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -40,7 +40,7 @@ class RotaryBertTests(ArchitectureTests):
     }
 
     def check_that_padding_does_not_train(self, folder: Path) -> None:
-        """Assert that the padding token's row has no gradient, also where the token stands in a text."""
+        """Assert that the padding token's row has no gradient, even if the token occurs in a text."""
         theirs, ours = self.reference("token-classification", folder), self.ours(folder, None)
         batch = {"input_ids": torch.tensor([[5, 0, 6, 7, 0]]), "labels": torch.tensor([[1, 2, 3, 4, 0]])}
         batch["attention_mask"] = torch.ones(1, 5, dtype=torch.long)
@@ -56,7 +56,7 @@ def edit(
     rename: Callable[[str], str] = lambda name: name,
     **more: str,
 ) -> None:
-    """Another config.json, without some tensors, under other names, with copies: {new name: the one it copies}."""
+    """Edit a checkpoint: replace its config, drop and rename tensors, and add copies, {new name: name to copy}."""
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: tensors[value].clone() for name, value in more.items()}
     kept = {rename(name): tensor for name, tensor in tensors.items() if name not in drop}
@@ -70,7 +70,7 @@ def inputs(length: int = 9) -> dict[str, torch.Tensor]:
 
 
 def make_directory_of_embeddings(folder: Path, pooling: str, width: int = 48, **settings: Any) -> None:
-    """What sentence-transformers has beside the weights: a pooling such as "mean_tokens", unit length, and settings."""
+    """Add the files of sentence-transformers: pooling, such as "mean_tokens", scaling to unit length, settings."""
     home = "sentence_transformers.models."
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     steps = [{"idx": i, "name": str(i), "path": path, "type": home + kind} for i, (kind, path) in enumerate(kinds)]

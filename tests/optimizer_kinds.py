@@ -1,4 +1,4 @@
-"""Every optimizer with a few settings, matrices for them, and steps."""
+"""Every optimizer with a few settings, matrices to optimise, and steps."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def same(these, those):
 
 
 def steps_as_apart(ours, mine, theirs, apart):
-    """Whether one optimizer of all parameters does what one for each of their copies does."""
+    """Whether one optimizer for all parameters gives the same as one for each of their copies."""
     for turn in range(3):
         steps(ours, mine, turn, 1)
         for p, q, optimizer in zip(ours, theirs, apart, strict=True):

@@ -26,7 +26,7 @@ def make(kind, model, **kwargs):
 
 
 def give_gradients(model, step):
-    """The same on any mesh, so that only the optimizer counts."""
+    """Set gradients that are the same on any mesh, so that only optimizers can differ."""
     for index, parameter in enumerate(model.parameters()):
         whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + index))
         parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""BERT with every head, trained on ragged batches: by one process, and by ranks that split its layers or its tokens."""
+"""BERT with every head, trained on ragged batches by one process, and by ranks that split its layers or tokens."""
 
 from contextlib import contextmanager
 
@@ -20,7 +20,7 @@ TASKS = (
     "question-answering",
     "multiple-choice",
 )
-# Sums of lengths are odd and even; the vocabulary is odd too, and so are its halves' halves.
+# Odd and even sums of lengths. The vocabulary cannot be split evenly.
 LENGTHS = ((7, 3, 11, 5, 2, 8), (4, 1, 6), (13, 2, 2), (5, 9, 3, 1, 1, 4), (17, 1, 1))
 SMALL = {
     "vocab_size": 37,
@@ -44,7 +44,7 @@ def build(task, **fields):
 
 
 def batch(task, index, config):
-    """Packed rows, or for every other index padded ones."""
+    """Packed rows for even indices, padded ones for odd indices."""
     lengths = LENGTHS[index % len(LENGTHS)]
     rows = make_rows(
         task, vocab_size=config.vocab_size, num_labels=config.num_labels, type_vocab_size=2, lengths=lengths, seed=index
@@ -53,15 +53,15 @@ def batch(task, index, config):
 
 
 def train(model: Bert, plan, steps=3, max_norm=0.5):
-    """`steps` steps of the engine on this rank's part of `plan`; what toys.assert_same compares. As there, without the
-    gradients of the first step."""
+    """Train `steps` steps with the engine on this rank's part of `plan`; returns what toys.train returns, likewise
+    without the gradients of the first step."""
     optimizer = engine.optim.AdamOptimizer(
         [
             {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 3e-3},
         ],
         lr=1e-2,
-        eps=1e-4,  # the gradient of a key's bias is zero but for rounding, which a small eps would blow up
+        eps=1e-4,  # the gradient of a key's bias is only rounding, which a small eps would amplify
     )
     found: dict = {"loss": [], "norm": [], "grads": []}
     for step in range(steps):
@@ -92,9 +92,9 @@ def trained(task, plan, sizes, fields, policy=None):
 
 @contextmanager
 def noted_masks():
-    """The masks that dropouts draw inside: of hidden states (rows, channels), of attention with more dimensions.
+    """Record the dropout masks drawn inside: (rows, channels) for hidden states, more dimensions for attention.
 
-    The compiled attention, which makes no masks, is left out."""
+    The compiled attention is not used inside, as it creates no masks."""
     drawn, run, normed, serves = [], dropout_masks._run, norm._run, attention.serves
 
     def note_run(x, residual, *rest):

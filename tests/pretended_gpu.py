@@ -1,9 +1,9 @@
-"""A GPU that is not there: tensors say cuda:0 and hold a CPU's values. Each of several ranks may have one, see
-pretended_nccl.
+"""A simulated GPU: tensors report the device cuda:0 and hold their values on the CPU. Each of several ranks may have
+one, see pretended_nccl.
 
-What mixes devices fails as on a GPU, and so does what waits for it under set_sync_debug_mode("error"). A copy to the
-host that is not waited for holds NaNs until something waits. Kernels, the order of streams and speed are not pretended:
-compiled operators run on the CPU, whatever else is asynchronous is done at once.
+Mixing devices fails as on a GPU, and so does waiting for it under set_sync_debug_mode("error"). A non-blocking copy to
+the host holds NaNs until something waits. Kernels, the order of streams and speed are not simulated: compiled operators
+run on the CPU, and other asynchronous operations run at once.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from engine.torch_compat import in_backward
 
 aten = torch.ops.aten
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-# Whose result the host reads, or whose size depends on values.
+# Operators whose result the host reads, or whose size depends on values.
 WAITING = (
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
     aten._unique2.default, aten.unique_consecutive.default, aten.masked_scatter_backward.default,
 )  # fmt: skip
-SETTING = (aten.index_put_.default, aten.index_put.default)  # what comes from the host is copied, and waited for
-INDEXING = (aten.index.Tensor, *SETTING)  # by a mask, the size depends on its values
+SETTING = (aten.index_put_.default, aten.index_put.default)  # values from the host are copied, which waits
+INDEXING = (aten.index.Tensor, *SETTING)  # with a mask, the size depends on its values
 
 
 class Waited(RuntimeError):
@@ -36,10 +36,10 @@ class Waited(RuntimeError):
 
 
 class OnGPU(torch.Tensor):
-    """In C++ it is of meta, where autograd needs no driver."""
+    """In C++ its device is meta, for which autograd needs no driver."""
 
-    device, is_cuda, is_meta = GPU, True, False  # another device where this rank's GPU is not the first
-    of_host = False  # a number that Python was given, which C++ leaves on the host for a GPU
+    device, is_cuda, is_meta = GPU, True, False  # another device if this rank's GPU is not the first
+    of_host = False  # a number from Python, which C++ keeps on the host
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "OnGPU":
@@ -74,14 +74,14 @@ class _Mode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.strict = False
-        self.on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # to the host: where to, and what
+        self.on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies to the host: (target, values)
         self.nccl = Nccl()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(hasattr(x, "device_mesh") for x in given):
-            return NotImplemented  # of DTensor, which comes back with its local tensors
+            return NotImplemented  # for DTensor, which calls again with its local tensors
         if func.namespace in NAMESPACES and any(type(x) is OnGPU for x in given):
             self.nccl.check(func, args, [x.values_here for x in given if type(x) is OnGPU])
         inside = any(type(x) is OnGPU for x in given)
@@ -90,8 +90,8 @@ class _Mode(TorchDispatchMode):
             kind = torch.device(wanted).type
             if kind == "cuda" and torch.device(wanted) not in (torch.device(kind), OnGPU.device):
                 raise RuntimeError(f"{func} on {wanted}: the GPU of this rank is {OnGPU.device}")
-            # C++ asks for the device that it sees: beside a tensor of ours, for the number that goes with one, and for
-            # the zeros in place of a gradient that there is none of.
+            # C++ asks for the device that it sees, meta: next to a tensor of ours, for a number that goes with one, and
+            # for the zeros that replace a missing gradient.
             ours = inside or func is aten.scalar_tensor.default or in_backward()
             inside = kind == "cuda" or kind == "meta" and ours
             kwargs["device"] = wanted if kind == "meta" and not inside else CPU
@@ -103,7 +103,7 @@ class _Mode(TorchDispatchMode):
             if (type(source) is OnGPU) != target and not later:
                 self._wait(func)
             elif target and type(source) is not OnGPU:
-                self.arrive()  # in the order of the stream, it reads what came before
+                self.arrive()  # in stream order, it reads the copies before it
             leaves = type(source) is OnGPU and not target and later
         elif any(type(x) is OnGPU for x in given):
             self._check(func, given, args, kwargs)
@@ -132,7 +132,7 @@ class _Mode(TorchDispatchMode):
         return tree_map(there, found)
 
     def arrive(self) -> None:
-        """Whatever is on its way to the host is there."""
+        """Complete the pending copies to the host."""
         for target, values in self.on_their_way:
             target.copy_(values)
         self.on_their_way.clear()
@@ -143,7 +143,7 @@ class _Mode(TorchDispatchMode):
             self._wait(func)
         if func in SETTING and (type(args[2]) is not OnGPU or args[2].of_host):
             self._wait(func)
-        # A number of the host goes into an arithmetic operator's arguments; an index or a number to fill with, too.
+        # Arithmetic operators take a number on the host as an argument; so do indexing and filling.
         takes_numbers = torch.Tag.pointwise in func.tags or "foreach" in str(func)
         takes_numbers |= func in (*INDEXING, aten.fill_.Tensor)
         for x in given:
@@ -158,7 +158,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Indexed(TorchFunctionMode):
-    """Of cuda it makes this rank's: without an index C++ would ask the driver, which is not there."""
+    """Replaces "cuda" by this rank's device: without an index, C++ would ask the driver, which does not exist."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def indexed(x: Any) -> Any:
@@ -175,7 +175,7 @@ class _Indexed(TorchFunctionMode):
 
 
 class _Stream:
-    """Also an event of it."""
+    """A stream, and also its events."""
 
     cuda_stream = 0
 
@@ -195,7 +195,7 @@ class _Stream:
 def pretended(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> Iterator[None]:
     """Inside, torch finds a GPU of compute capability 9.0, which has the compiled operators if the CPU has them.
 
-    index: of this rank's, of as many GPUs as its number says.
+    index: that of this rank's GPU, the last one.
     """
     import torch._dynamo  # noqa: F401  as long as torch knows that there is no GPU
 
@@ -220,22 +220,22 @@ def pretended(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> Iterator[None]
     with monkeypatch.context() as patch:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-        # A parameter's values are Python's, which an exchange of its data would leave behind.
+        # Exchanging the data of a parameter would not exchange its values, which are a Python attribute.
         patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
         patch.setattr(torch.cuda, "set_sync_debug_mode", debug)
         patch.setattr(torch.cuda, "synchronize", lambda *_: mode.arrive())
         patch.setattr(torch.accelerator, "current_stream", lambda *_: stream)
-        patch.setattr(torch_compat, "_raw_stream", None)  # a torch for GPUs would ask its driver
+        patch.setattr(torch_compat, "_raw_stream", None)  # torch built for GPUs would ask its driver
         patch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
         patch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
-        for made in ("Stream", "Event"):  # by a class, which annotations of modules imported later may name
+        for made in ("Stream", "Event"):  # classes, since annotations in later imports may name them
             patch.setattr(torch.cuda, made, type(made, (), {"__new__": lambda *_, **__: stream}))
         patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
         status = library.Status(library.cpu().loaded, "pretended")
         patch.setattr(library, "cuda", lambda: status)
-        patch.setattr(packed_attention, "_has_flash", lambda *_: False)  # a kernel that no CPU has
+        patch.setattr(packed_attention, "_has_flash", lambda *_: False)  # there is no such kernel for CPUs
         before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is seen by the mode
+        torch._C._set_only_lift_cpu_tensors(True)  # so that the mode sees torch.tensor(..., device="cuda")
         library.serves.cache_clear()
         try:
             with mode, _Indexed():

@@ -1,7 +1,7 @@
-"""What NCCL would be given by ranks whose GPUs are pretended: it goes over gloo, and is checked by NCCL's rules.
+"""Collectives of ranks with pretended GPUs: they run over gloo and are checked by NCCL's rules.
 
-A rank's process group serves both its devices, as "cpu:gloo,cuda:nccl" does. Not pretended is what only NCCL and
-streams bring: that the host goes on at once, and the speed.
+A rank's process group serves both its devices, as "cpu:gloo,cuda:nccl" does. NCCL's asynchrony and speed are not
+simulated.
 """
 
 import datetime
@@ -17,21 +17,21 @@ from engine.startup import init_distributed
 from engine.torch_compat import default_store
 
 NAMESPACES = ("c10d", "_c10d_functional")
-# ncclDataType of ProcessGroupNCCL, which knows no 16-bit integers. Complex numbers it is given as pairs.
+# ncclDataType of ProcessGroupNCCL, which has no 16-bit integers. Complex numbers are passed as pairs.
 DTYPES = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32,
     torch.float64,
 )  # fmt: skip
 SECONDS = 20.0
-_met: set[tuple[str, int, int]] = set()  # pairs of ranks of a group between which there is a communicator
-_for_hosts: set[str] = set()  # names of groups that have gloo alone
+_met: set[tuple[str, int, int]] = set()  # pairs of ranks of a group that have a communicator
+_for_hosts: set[str] = set()  # names of groups with only gloo
 
 
 class Nccl:
-    """Raises for a call that NCCL does not take, or that ranks would wait in for ever."""
+    """Raises for calls that NCCL does not support, or in which ranks would wait forever."""
 
     def check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        """A collective or message of these tensors, which are on the GPU: func is torch's operator for it."""
+        """Check a collective or message, torch's operator `func`, with these tensors on the GPU."""
         name = func.__name__.partition(".")[0]
         copied = func.namespace == "_c10d_functional" and name in ("all_reduce", "broadcast")  # to contiguous memory
         name = name.rstrip("_")
@@ -52,8 +52,8 @@ class Nccl:
 
     @staticmethod
     def _meet(name: str, group: dist.ProcessGroup, other: int, tag: int) -> None:
-        """The first message between two ranks of a group: both wait until the other has come to it, too, as they make
-        a communicator of the two."""
+        """For the first message between two ranks of a group, wait until both have reached it, because they create a
+        communicator together."""
         if tag:
             raise RuntimeError(f"{name}: NCCL has no tags, got {tag}")
         me = group.rank()
@@ -70,8 +70,8 @@ class Nccl:
 
 @contextmanager
 def over_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside ``pretended``, on a rank of ``engine.testing``: ``init_distributed`` takes this rank's GPU, and DTensors
-    are on it."""
+    """Inside ``pretended``, on a rank of ``engine.testing``: initialise the engine on this rank's GPU, where DTensors
+    are."""
     from torch.distributed.tensor import DTensor
 
     def new_group(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def over_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made = dist.new_group
     with monkeypatch.context() as patch:
         patch.setattr(dist, "new_group", new_group)
-        for name in ("device", "is_cuda", "is_meta"):  # in C++ a wrapper has the device of what is in it: meta
+        for name in ("device", "is_cuda", "is_meta"):  # in C++ a wrapper has the device of its content: meta
             patch.setattr(DTensor, name, property(lambda self, name=name: getattr(self._local_tensor, name)), False)
         init_distributed()
         yield

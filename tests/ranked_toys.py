@@ -1,4 +1,4 @@
-"""Rows of texts to be ranked, small enough to train on in a test."""
+"""Rows of texts to rank, small enough to train on in a test."""
 
 import random
 
@@ -10,11 +10,11 @@ KINDS = ("negatives", "pairs", "lists")
 
 
 def make_ranked(count: int, seed: int, kind: str, graded: bool = False) -> list[dict]:
-    """Rows of a query, with a positive and one to three negatives; with a text and a label, where some rows have the
-    same query; or with lists of one to four texts and labels.
+    """Rows of a query with a positive and one to three negatives, with a text and a label (rows may share a query), or
+    with lists of one to four texts and labels.
 
     Args:
-        graded: labels are 0, 0.5, 1 or 3, not 0 and 1.
+        graded: labels are 0, 0.5, 1 or 3 instead of 0 or 1.
     """
     if kind == "negatives":
         return [row | {"negatives": row["negatives"] or ["a dull film"]} for row in make_related(count, seed, 3)]
@@ -35,7 +35,7 @@ def make_ranked(count: int, seed: int, kind: str, graded: bool = False) -> list[
 
 
 def write_ranked(folder, train: int = 24, dev: int = 11, **kinds) -> list[dict]:
-    """data/ with train.jsonl and dev.jsonl, and tokenizer/ beside it; the rows to train on."""
+    """Write data/train.jsonl, data/dev.jsonl and tokenizer/; returns the rows to train on."""
     rows = make_ranked(train, 1, **kinds)
     write_jsonl(folder / "data" / "train.jsonl", rows)
     write_jsonl(folder / "data" / "dev.jsonl", make_ranked(dev, 2, **kinds))
@@ -44,7 +44,7 @@ def write_ranked(folder, train: int = 24, dev: int = 11, **kinds) -> list[dict]:
 
 
 def groups_of(rows: list[dict]) -> list[tuple[str, list[str], list[float]]]:
-    """(query, its texts, their labels), of pairs those with the same query as one."""
+    """(query, its texts, their labels); pairs with the same query are merged."""
     if "label" not in rows[0]:
         return [
             (row["query"], row["docs"], row["labels"])

@@ -10,8 +10,8 @@ _ALL = [word for words in WORDS.values() for word in words]
 
 
 def make_related(count: int, seed: int, negatives: int = 0, scored: bool = False) -> list[dict]:
-    """Rows of a query and a positive that shares words with it. Every fifth query is that of another row, and every
-    seventh positive, too."""
+    """Rows of a query and a positive that share words. Every fifth query and every seventh positive repeat those of
+    other rows."""
     rng = random.Random(seed)
     rows: list[dict] = []
     for i in range(count):
@@ -31,7 +31,7 @@ def make_related(count: int, seed: int, negatives: int = 0, scored: bool = False
 
 
 def write_related(folder, train: int = 24, dev: int = 11, **kinds) -> list[dict]:
-    """data/ with train.jsonl and dev.jsonl, and tokenizer/ beside it; the rows to train on."""
+    """Write data/train.jsonl, data/dev.jsonl and tokenizer/; returns the rows to train on."""
     rows = make_related(train, 1, **kinds)
     write_jsonl(folder / "data" / "train.jsonl", rows)
     write_jsonl(folder / "data" / "dev.jsonl", make_related(dev, 2, **kinds))
@@ -40,7 +40,7 @@ def write_related(folder, train: int = 24, dev: int = 11, **kinds) -> list[dict]
 
 
 def assert_same(found, expected):
-    """Both are (loss, {name: gradient}, ...), equal but for rounding."""
+    """Assert that two (loss, {name: gradient}, ...) are equal up to rounding."""
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
     assert found[1].keys() == expected[1].keys()
     for name, grad in expected[1].items():

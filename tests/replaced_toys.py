@@ -43,7 +43,7 @@ def joined(family: str, share: str, weight: float = 50.0, **changes: Any) -> Rep
 
 
 def rows_of_tokens(lengths: tuple[int, ...], seed: int = 0) -> list[dict[str, Tensor]]:
-    """Rows with masks at some tokens, and draws at all."""
+    """Rows with masks at some tokens, and draws for all."""
     rng = torch.Generator().manual_seed(seed)
     rows = []
     for length in lengths:
@@ -82,7 +82,7 @@ def padded(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 
 def in_transformers(pair: ReplacedTokenPair, folder: Any) -> tuple[Any, Any]:
-    """Both nets as transformers loads what is saved of them: generator and discriminator."""
+    """(generator, discriminator), saved and loaded by transformers."""
     save_nets(pair, folder / "model", None, None)
     return _loaded(pair.generator, folder / "generator"), _loaded(pair.discriminator, folder / "model")
 
@@ -104,7 +104,7 @@ def _loaded(net: Any, folder: Any) -> Any:
 
 
 def their_loss(generator: Any, discriminator: Any, batch: dict[str, Any], corrupted: Tensor) -> dict[str, Tensor]:
-    """The losses of ELECTRA's and DeBERTa-v3's code on tokens that are drawn already."""
+    """The losses of ELECTRA's and DeBERTa-v3's code for tokens that are already drawn."""
     mask, labels = batch["attention_mask"], batch["labels"]
     guesses = generator(batch["input_ids"], attention_mask=mask).logits
     text = torch.where(labels >= 0, labels, batch["input_ids"])
@@ -116,7 +116,7 @@ def their_loss(generator: Any, discriminator: Any, batch: dict[str, Any], corrup
 
 
 def drawn(guesses: Tensor, batch: dict[str, Any]) -> Tensor:
-    """What the discriminator reads, of the generator's logits, in fp64 and token by token."""
+    """The discriminator's input, sampled from the generator's logits token by token in fp64."""
     labels = batch["labels"]
     ids = torch.where(labels >= 0, labels, batch["input_ids"])
     for place in (labels >= 0).nonzero().tolist():
@@ -127,10 +127,10 @@ def drawn(guesses: Tensor, batch: dict[str, Any]) -> Tensor:
 
 
 def gradients(pair: ReplacedTokenPair, found: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those of the generator and of the discriminator under the names of their checkpoints; of a table of differences
-    in place of the table.
+    """The gradients of generator and discriminator by names of their checkpoints; if the discriminator's table is a sum
+    with differences, those of the differences.
 
-    found: by the names of the pair, of a tied table once.
+    found: gradients by names of the pair, with a tied table once.
     """
     plain = nets(pair.config.model_type, tie_embeddings=pair.generator.config.tie_embeddings)
     named = []
@@ -142,6 +142,6 @@ def gradients(pair: ReplacedTokenPair, found: dict[str, Tensor]) -> tuple[dict[s
 
 
 def their_gradients(theirs: Any, ours: Any) -> dict[str, Tensor]:
-    """Of a net of transformers, under the names of its checkpoint."""
+    """The gradients of a net of transformers by names of its checkpoint."""
     named = parameters_by_file_name(theirs, ours)
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}

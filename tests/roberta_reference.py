@@ -1,4 +1,4 @@
-"""Parity tests of models whose positions count from after the padding's: RoBERTa, XLM-R, MPNet, ESM-1b."""
+"""Parity tests of models whose positions start after the padding index: RoBERTa, XLM-R, MPNet, ESM-1b."""
 
 import torch
 from harness import ArchitectureTests
@@ -19,7 +19,7 @@ def number_the_padding(model):
 
 
 class RobertaTests(ArchitectureTests):
-    """Rows hold padding: it stands in the text too, where it takes no position.
+    """Rows also contain the padding token within the text, where it takes no position.
 
     Attributes:
         padding: the token that takes no position.
@@ -29,7 +29,7 @@ class RobertaTests(ArchitectureTests):
     mutations = {"positions from zero": count_from_zero, "padding numbered": number_the_padding}
 
     def run_group(self, theirs, task, group, longest, side):
-        """Padding before a row moves no position, so a row alone needs none given."""
+        """Padding before a row does not shift positions, so none need be passed in."""
         batch = pad_rows(task, group, choices=len(group))
         if task == "multiple-choice":
             del batch["labels"]

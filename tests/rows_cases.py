@@ -1,5 +1,5 @@
-"""Norms of rows, sums of columns, activations and rotary positions by the operators against float64: on a CPU, on a
-GPU, or where csrc/cuda runs on a CPU."""
+"""Comparisons of operators with float64: norms of rows, sums of columns, activations and rotary positions, on a CPU, on
+a GPU, and with csrc/cuda on a CPU."""
 
 import itertools
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from torch import Tensor
 from engine.ops import dropout, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Rows of one thread, of part of a warp, of several warps and of a block; of groups of them, more than blocks; none.
+# Rows for one thread, part of a warp, several warps and a block; more groups of rows than blocks; no rows.
 NORMS = [(3, 1), (5, 9), (70, 64), (150, 72), (41, 256), (9, 264), (13, 1024), (5, 1608), (3, 4097), (2, 8192), (0, 40)]
 SUMS = [(1, 1), (3, 7), (100, 64), (300, 257), (33, 256), (700, 40), (0, 24), (70, 1000), (5, 0), (40, 5000)]
-# Of one thread, of part of a tile and several, of more numbers than a block takes; none.
+# For one thread, part of a tile, several tiles, more numbers than a block takes; empty.
 ACTIVATED = [(3, 1), (5, 9), (70, 64), (40, 264), (70, 33), (9, 520), (0, 24), (5, 0)]
-# By their numbers in csrc/core/activation.h.
+# In the order of their numbers in csrc/core/activation.h.
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.silu, F.relu)
 EPS = 1e-5
 
@@ -30,7 +30,7 @@ def at_odd(x: Tensor, odd: int) -> Tensor:
     return room[odd : x.numel() + odd].view(x.shape).copy_(x)
 
 
-# Whether a norm has a bias, and how many of 65,536 numbers are dropped of what is added first.
+# (whether a norm has a bias, how many of 65,536 elements of the branch are dropped).
 ADDED = tuple((centered, dropped) for centered in (True, False) for dropped in (0, 6554))
 
 
@@ -55,7 +55,7 @@ def check_norms(
 
 
 def check_norm(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> None:
-    """A norm alone, and its gradients with and without those of the weight."""
+    """Check a norm alone, and its gradients with and without those of the weight."""
     n, stream, nothing = x.shape[-1], library.stream(x.device), (None, 0, 0, 0)
     exact = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
     norm, back = library.operator("norm"), library.operator("norm_backward")
@@ -66,7 +66,7 @@ def check_norm(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> 
     total, out, stats = run()
     assert torch.equal(out, run()[1]) and out.shape == x.shape and not total.numel()
     close(out, wanted.detach(), 1 if bias is not None else 2)
-    if bias is None:  # rounded before the weight multiplies it
+    if bias is None:  # rounded before it is multiplied by the weight
         ours = F.rms_norm(x.float(), (n,), eps=EPS).to(x.dtype) * weight
         assert (out != ours).double().sum() <= 0.01 * out.numel() + 1 or x.dtype is torch.float32
     gradients = torch.autograd.grad(wanted, exact, grad.double())
@@ -89,7 +89,7 @@ def check_norm(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> 
 def check_added(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, extra: Tensor, draw: tuple[Any, ...]
 ) -> None:
-    """The norm of x + dropout(branch): the sum and the masks bit for bit, the rest as that of the norm alone."""
+    """Check the norm of x + dropout(branch): sum and masks bit for bit, the rest as for the norm alone."""
     stream, (tokens, key, site, threshold) = library.stream(x.device), draw
     norm, back, centered = library.operator("norm"), library.operator("norm_backward"), bias is not None
 
@@ -121,7 +121,7 @@ def check_added(
 def check_sums(rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd) -> None:
     x = torch.randn(rows, n, generator=torch.Generator().manual_seed(rows * n)) + 0.5
     x = place(x.to(dtype).to(device), odd)
-    wide = place(torch.cat([x, torch.full_like(x, torch.nan)], 1), odd)[:, :n]  # its rows are apart
+    wide = place(torch.cat([x, torch.full_like(x, torch.nan)], 1), odd)[:, :n]  # rows are not adjacent
     stream = library.stream(x.device)
     for each in (x, wide, x.t().contiguous().t(), (x[:1] / 64).expand(rows, n)):
         found = library.operator("column_sums")(each, stream)
@@ -133,7 +133,7 @@ def check_activations(
     rows: int, n: int, dtype: torch.dtype, device: str, odd: int, place: Place = at_odd, kinds: Any = range(4),
     with_sums: tuple[bool, ...] = (True, False),
 ) -> None:  # fmt: skip
-    """Alone and with a gate, with and without sums; the gradient also where it is repeated or lies by columns."""
+    """Check activations with and without gate and sums, and with gradients that are expanded or column-major."""
     generator, stream = torch.Generator().manual_seed(rows * n + odd), library.stream(torch.device(device))
     drawn = (torch.randn(rows, n, generator=generator) * scale for scale in (2.0, 1.0, 1.0))
     x, up, grad = (place(t.to(dtype).to(device), odd) for t in drawn)
@@ -165,7 +165,7 @@ def check_activations(
 
 
 def check_ends_of_activations(dtype: torch.dtype, device: str) -> None:
-    """Of numbers beyond all others, and of what is none."""
+    """Check activations of extreme numbers, infinity and NaN."""
     ends = torch.tensor([torch.nan, torch.inf, 6e4, -6e4, 300.0, -300.0, 0.0, -0.0], device=device).to(dtype)
     stream = library.stream(ends.device)
     for kind, torchs in enumerate(ACTIVATIONS):
@@ -178,11 +178,11 @@ def check_ends_of_activations(dtype: torch.dtype, device: str) -> None:
         assert found[1] == torch.inf
         dx = library.operator("activation_backward")(torch.ones_like(ends), ends, None, kind, False, stream)[0]
         close(dx[2:], slopes[2:])
-        assert dx[0].isnan() or kind == 3  # as torch, relu takes it for more than zero
+        assert dx[0].isnan() or kind == 3  # like torch, relu treats NaN as above zero
 
 
 def precise(found: Tensor, wanted: Tensor, scale: Tensor) -> None:
-    """`close`, and in fp32 within a millionth of the number and of what its factors make of 1."""
+    """As `close`, and in fp32 within a millionth of wanted + scale."""
     close(found, wanted)
     if found.dtype is torch.float32 and found.numel():
         error = (found.double() - wanted).abs() / (1e-6 * (wanted.abs() + scale) + 1e-30)
@@ -190,7 +190,7 @@ def precise(found: Tensor, wanted: Tensor, scale: Tensor) -> None:
 
 
 def close(found: Tensor, wanted: Tensor, roundings: int = 1) -> None:
-    """As close as results in fp32 that are rounded so many times to the dtype of `found`."""
+    """Assert that results are as close as fp32 ones after so many roundings to the dtype of `found`."""
     assert found.shape == wanted.shape
     if not found.numel():
         return
@@ -204,7 +204,7 @@ def close(found: Tensor, wanted: Tensor, roundings: int = 1) -> None:
 def check_all(place: Place = at_odd, device: str = "cpu") -> None:
     for index, (rows, n) in enumerate(NORMS):
         for number, dtype in enumerate(DTYPES):
-            # Long rows are slow where csrc/cuda runs on a CPU: the longest are of one dtype each.
+            # Long rows are slow if csrc/cuda runs on a CPU, so the longest ones have one dtype each.
             if n > 2000 and number != index % len(DTYPES):
                 continue
             added = ADDED if n < 300 else ADDED[(index + number) % 4 :][:1]
@@ -224,7 +224,7 @@ def check_all(place: Place = at_odd, device: str = "cpu") -> None:
 
 # -- rotary positions --------------------------------------------------------------------------------------------------
 
-# Tokens, heads of queries and of keys, channels of a head, pairs that turn: all of a head, the first of it, none.
+# (tokens, query heads, key heads, head_dim, rotated pairs): all pairs of a head, the first ones, or none.
 ROTATIONS = [
     (5, 4, 2, 16, 8), (37, 2, 2, 128, 64), (7, 3, 1, 24, 8), (9, 3, 1, 80, 10), (4, 2, 1, 10, 3), (3, 5, 5, 2, 1),
     (6, 1, 0, 48, 24), (6, 0, 2, 8, 2), (2, 2, 1, 8, 0), (0, 2, 1, 16, 8), (70, 6, 2, 64, 16),
@@ -232,7 +232,7 @@ ROTATIONS = [
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int, interleaved: bool, back: bool) -> Tensor:
-    """x in fp64, its pairs turned as complex numbers."""
+    """x in fp64, with pairs rotated as complex numbers."""
     dim, whole = 2 * cos.shape[-1], x.double().reshape(x.shape[0], x.shape[1] // head_dim, head_dim).clone()
     a, b = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(dim // 2), slice(dim // 2, dim))
     turned = torch.complex(whole[..., a], whole[..., b])
@@ -251,7 +251,7 @@ def check_rotation(shape: tuple[int, ...], dtype: torch.dtype, device: str, odd:
         for count in (heads, kv_heads)
     )
     layouts = [(q, k), (q.t().contiguous().t(), k)]
-    for more in (8, 1):  # columns of one product, whose rows begin at multiples of 16 bytes or do not
+    for more in (8, 1):  # columns of one product whose rows begin at multiples of 16 bytes, or do not
         product = place(torch.cat([q, k, q.new_full((tokens, more), torch.nan)], 1), odd)
         layouts.append((product[:, : q.shape[1]], product[:, q.shape[1] : -more]))
     for (each_q, each_k), interleaved, back in itertools.product(layouts, (False, True), (False, True)):

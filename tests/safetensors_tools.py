@@ -1,4 +1,4 @@
-"""Checkpoints of one file of safetensors: whether two are the same, and changes to what one holds."""
+"""Compare and change checkpoints with one safetensors file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 
 def assert_same_file(a: Path, b: Path) -> None:
-    """Names, shapes, dtypes and bits."""
+    """Assert equal names, shapes, dtypes and bits."""
     first, second = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
     assert {n: (t.dtype, t.shape) for n, t in first.items()} == {n: (t.dtype, t.shape) for n, t in second.items()}
     for name, tensor in first.items():
@@ -16,7 +16,7 @@ def assert_same_file(a: Path, b: Path) -> None:
 
 
 def changed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """The checkpoint, its tensors changed in place."""
+    """Change the tensors of a checkpoint in place."""
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""SentencePiece models small enough to make in a test, as tokenizers are published beside weights."""
+"""SentencePiece models small enough to train in a test, as published with weights."""
 
 import io
 from pathlib import Path
@@ -8,9 +8,9 @@ from seq2seq_toys import WORDS
 
 
 def write_unigrams(path: Path, words: list[str] = WORDS, **special: Any) -> Any:
-    """Train a Unigram model of as many pieces as `words` give, write it, and return its processor.
+    """Train a Unigram model with as many pieces as `words` yield, write it, and return its processor.
 
-    special: numbers of the special pieces, as of SentencePieceTrainer (pad_id, eos_id, ...).
+    special: ids of the special pieces, as in SentencePieceTrainer (pad_id, eos_id, ...).
     """
     import sentencepiece
 

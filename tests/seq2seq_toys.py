@@ -1,4 +1,4 @@
-"""A tokenizer, rows and sizes of an encoder-decoder, small enough to train on in a test."""
+"""A tokenizer, rows and sizes for an encoder-decoder, small enough to train in a test."""
 
 import random
 from pathlib import Path
@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 24, "num_layers": 2, "num_decoder_layers": 1, "num_heads
 
 
 def make_tokenizer(ends: bool = True) -> Any:
-    """A T5-like tokenizer of whole words: <pad> 2, <unk> 1, </s> 3, where a T5 has 0, 2, 1. ends: it adds </s>."""
+    """A T5-like tokenizer of whole words with <pad> 2, <unk> 1, </s> 3 (T5: 0, 2, 1). ends: append </s>."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ def make_tokenizer(ends: bool = True) -> Any:
 
 
 def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """{"mr": some foods and a place, "ref": what is said of them}, of different lengths."""
+    """Rows {"mr": some foods and a place, "ref": a sentence about them} of different lengths."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -43,7 +43,7 @@ def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def write_folder(path: Path, train: int = 27, dev: int = 7) -> Path:
-    """data/ with train.jsonl and dev.jsonl, and tokenizer/ beside it."""
+    """Write data/train.jsonl, data/dev.jsonl and tokenizer/."""
     write_jsonl(path / "data" / "train.jsonl", make_rows(train, seed=1))
     write_jsonl(path / "data" / "dev.jsonl", make_rows(dev, seed=2))
     make_tokenizer().save_pretrained(path / "tokenizer")

@@ -1,4 +1,4 @@
-"""What tests of sharded models have in common: one, its input, and what an error says."""
+"""Shared by tests of sharded models: a model, its input, and the message of an error."""
 
 import traceback
 
@@ -10,7 +10,7 @@ IDS = toys.microbatch(0)[0]
 
 
 def said(call, *args):
-    """The message of the error that `call` raises, with what was added to it."""
+    """The message of the error that `call` raises, including its notes."""
     try:
         call(*args)
     except (ValueError, RuntimeError) as error:

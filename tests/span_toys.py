@@ -1,4 +1,4 @@
-"""Rows of tagged words and of questions that a small model can learn, and tokenizers for them."""
+"""Rows of tagged words and of questions that a small model can learn, and their tokenizers."""
 
 import random
 from functools import cache
@@ -27,7 +27,7 @@ def all_words() -> list[str]:
 
 @cache
 def make_tokenizer(lower: bool = True) -> Any:
-    """A BERT tokenizer that knows most words whole, others as pieces of letters, and some Chinese characters."""
+    """A BERT tokenizer with most words as one token, others as letters, and some Chinese characters."""
     from transformers import BertTokenizer
 
     whole = [word for i, word in enumerate(all_words()) if i % 3 or word in ASKED]
@@ -40,7 +40,7 @@ def make_tokenizer(lower: bool = True) -> Any:
 
 @cache
 def make_bytes_tokenizer(name: str = "RobertaTokenizer") -> Any:
-    """A tokenizer of RoBERTa or GPT-2, of bytes alone, in which a space belongs to the word behind it."""
+    """A tokenizer of RoBERTa or GPT-2 with only bytes, in which a space belongs to the next word."""
     import transformers
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -77,8 +77,8 @@ def write_conll(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def make_asked(count: int, seed: int = 0, none: float = 0.0, facts: int = 2) -> list[dict[str, Any]]:
-    """Questions such as "what is the colour of the car ?" on contexts with one colour and one size, among `facts` other
-    sentences; a fraction without an answer."""
+    """Questions such as "what is the colour of the car ?" on contexts with one colour and one size among `facts` other
+    sentences; a fraction `none` has no answer."""
     rng = random.Random(seed)
     rows = []
     for i in range(count):
@@ -97,7 +97,7 @@ def make_asked(count: int, seed: int = 0, none: float = 0.0, facts: int = 2) -> 
 
 
 def nested(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same rows as SQuAD's files have them."""
+    """These rows in the format of SQuAD's files."""
 
     def asked(row: dict[str, Any]) -> dict[str, Any]:
         found = [{"text": t, "answer_start": s} for t, s in zip(*row["answers"].values(), strict=True)]
@@ -108,7 +108,7 @@ def nested(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_folder(path: Path, task: str, train: int = 24, dev: int = 11, **how: Any) -> Path:
-    """data/ with train.jsonl and dev.jsonl of a task, and tokenizer/ beside it."""
+    """Write data/train.jsonl and data/dev.jsonl of a task, and tokenizer/."""
     make = make_tagged if task == "token-classification" else make_asked
     write_jsonl(path / "data" / "train.jsonl", make(train, seed=1, **how))
     write_jsonl(path / "data" / "dev.jsonl", make(dev, seed=2, **how))

@@ -1,4 +1,4 @@
-"""Sizes of a T5 that are all different."""
+"""Sizes of a T5, all different."""
 
 SIZES = {
     "vocab_size": 131,

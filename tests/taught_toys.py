@@ -1,4 +1,4 @@
-"""Students and teachers of each task, small, of random weights, with the rows they are trained on."""
+"""Small students and teachers with random weights for each task, and rows to train on."""
 
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ import modelcenter
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24, "max_positions": 64}
 LARGER = {"hidden_size": 24, "num_layers": 2, "num_heads": 4, "intermediate_size": 40, "max_positions": 64}
 STILL = {"dropout": 0.0, "attention_dropout": 0.0}
-LOUD = {"dropout": 0.4, "attention_dropout": 0.4}  # of a teacher that computes as in training
+LOUD = {"dropout": 0.4, "attention_dropout": 0.4}  # reveals a teacher in training mode
 GPT2_STILL, GPT2_LOUD = STILL | {"embedding_dropout": 0.0}, LOUD | {"embedding_dropout": 0.4}
 T5 = {**seq2seq_toys.SIZES, "num_heads": 2}
 LARGER_T5 = {**seq2seq_toys.SIZES, "hidden_size": 32, "num_heads": 4, "num_decoder_layers": 2, "dropout": 0.4}
 
 
 def make_model(path: Path, preset: str, head: str, tokenizer: Any, seed: int, **fields: Any) -> Path:
-    """A model whose parameters are all drawn, with its tokenizer."""
+    """Save a model with all parameters randomised, and its tokenizer."""
     fields = {"vocab_size": len(tokenizer), "initializer_range": 0.3} | fields
     if preset == "tiny/t5":
         del fields["initializer_range"]
@@ -42,8 +42,7 @@ def named(*names: str) -> dict[str, Any]:
 
 
 def classification(folder: Path) -> dict[str, Any]:
-    """Pairs of texts, whose tokens have types for BERT, not for DistilBERT; the teacher has the classes in another
-    order."""
+    """Pairs of texts, with token types for BERT but not for DistilBERT; the teacher orders its classes differently."""
     tokenizer, rows = toydata.make_tokenizer(), toydata.make_rows(32, seed=4)
     pairs = [
         {"sentence1": one["text"], "sentence2": two["text"], "label": one["label"]}
@@ -87,7 +86,7 @@ def token_classification(folder: Path) -> dict[str, Any]:
 
 
 def qa(folder: Path) -> dict[str, Any]:
-    """Several windows of some questions, and questions without an answer."""
+    """Some questions have several windows, and some no answer."""
     tokenizer, head = span_toys.make_tokenizer(), "question-answering"
     span_toys.write_folder(folder, "qa", 9, 5, none=0.3, facts=4)
     make_model(folder / "student", "tiny/distilbert", head, tokenizer, 1, **SIZES, **STILL, qa_dropout=0.0)
@@ -96,7 +95,7 @@ def qa(folder: Path) -> dict[str, Any]:
 
 
 def multiple_choice(folder: Path) -> dict[str, Any]:
-    """Rows with two choices, and with four."""
+    """Rows with two and with four choices."""
     tokenizer = toydata.make_tokenizer()
     choice_toys.write(folder, 2, 4)
     for name, seed, sizes in (("student", 1, SIZES | STILL), ("teacher", 2, LARGER | LOUD)):
@@ -105,7 +104,7 @@ def multiple_choice(folder: Path) -> dict[str, Any]:
 
 
 def lm(folder: Path) -> dict[str, Any]:
-    """Answers alone are trained on; the teacher's vocabulary is padded."""
+    """Only answers are trained on; the teacher's vocabulary is padded."""
     tokenizer = chat_toys.make_tokenizer()
     for name, count in (("train", 9), ("dev", 5)):
         write_jsonl(folder / "data" / f"{name}.jsonl", chat_toys.make_pairs(count, seed=count))
@@ -155,7 +154,7 @@ def span_corruption(folder: Path) -> dict[str, Any]:
     return {"max_length": 24}
 
 
-# {kind: (the words of its command, what makes its models and rows and returns its flags)}
+# {kind: (words of its command, function that writes its models and rows and returns its flags)}
 KINDS: dict[str, tuple[str, Any]] = {
     "classification": ("finetune classification", classification),
     "multi-label": ("finetune classification", multi_label),
@@ -172,7 +171,7 @@ KINDS: dict[str, tuple[str, Any]] = {
 
 
 def make(folder: Path, kind: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-    """(words of the command, flags) of a run of a kind, on what is written into the folder."""
+    """Write the models and rows of a kind; returns (words of the command, flags) of a run."""
     words, write = KINDS[kind]
     values: dict[str, Any] = {
         "model": str(folder / "student"),

@@ -1,4 +1,4 @@
-"""Tokenizers of each kind, texts and flags small enough to pretrain on in a test."""
+"""Tokenizers of each kind, texts, and flags of small runs, to pretrain in a test."""
 
 import json
 import random
@@ -61,7 +61,7 @@ def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
 
 @cache
 def make_decoder_tokenizer(begin: bool = False) -> Any:
-    """Words, an end token, and nothing around a text; with `begin` a token before each text, as Llama's."""
+    """Words and an end token, with nothing added to a text; with `begin`, a token before each text, as in Llama."""
     if not begin:
         return _words(["<eos>", "<unk>"], eos_token="<eos>", unk_token="<unk>")
     from tokenizers.processors import TemplateProcessing
@@ -73,7 +73,7 @@ def make_decoder_tokenizer(begin: bool = False) -> Any:
 
 @cache
 def make_t5_tokenizer(sentinels: int = 20) -> Any:
-    """Words, an end token after each text, sentinels."""
+    """Words and sentinels, with an end token after each text."""
     from tokenizers.processors import TemplateProcessing
 
     extra = [f"<extra_id_{i}>" for i in range(sentinels)]
@@ -85,7 +85,7 @@ def make_t5_tokenizer(sentinels: int = 20) -> Any:
 
 @cache
 def make_mpnet_tokenizer() -> Any:
-    """BERT's words between MPNet's own special tokens, the first of which are not BERT's."""
+    """BERT's words between MPNet's own special tokens, of which the first differ from BERT's."""
     from transformers import MPNetTokenizer
 
     words = ["<s>", "<pad>", "</s>", "<unk>", "[PAD]", "[UNK]", *_ALL, ".", ",", "<mask>"]
@@ -94,7 +94,7 @@ def make_mpnet_tokenizer() -> Any:
 
 @cache
 def make_esm_tokenizer() -> Any:
-    """ESM's, which is written in Python, with words in place of the letters of proteins."""
+    """ESM's tokenizer, which is written in Python, with words instead of letters of proteins."""
     from transformers import EsmTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def make_esm_tokenizer() -> Any:
 
 @cache
 def make_camembert_tokenizer() -> Any:
-    """Pieces of words, of which some begin one, after CamemBERT's special tokens."""
+    """Pieces of words, some of them beginnings, after CamemBERT's special tokens."""
     from transformers import CamembertTokenizer
 
     words = ["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>", "\u2581", ".", ","]
@@ -138,7 +138,7 @@ TOKENIZERS = {
 
 
 def write_texts(path: Path, train: int = 24, dev: int = 7) -> Path:
-    """data/ with train.jsonl and dev.jsonl, and a tokenizer for each kind of model beside it."""
+    """Write data/train.jsonl, data/dev.jsonl, and a tokenizer for each kind of model."""
     write_jsonl(path / "data" / "train.jsonl", [{"text": text} for text in make_texts(train, 1)])
     write_jsonl(path / "data" / "dev.jsonl", [{"text": text} for text in make_texts(dev, 2)])
     for model, make in TOKENIZERS.items():
@@ -167,7 +167,7 @@ def flags(folder: Path, model: str, **changes: Any) -> dict[str, Any]:
     return base | changes
 
 
-# kind: model, name of the task, its head
+# {kind: (model, name of the task, its head)}
 KINDS = {
     "mlm": ("tiny/bert", "mlm", "masked-lm"),
     "lm": ("tiny/gpt2", "pretrain-lm", "causal-lm"),
@@ -176,7 +176,7 @@ KINDS = {
 
 
 def pretrain(folder: Path, kind: str, name: str = "run", ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
-    """Run the verb; the rows of metrics.jsonl."""
+    """Run the verb; returns the rows of metrics.jsonl."""
     model = changes.pop("model", KINDS[kind][0])
     words = ["pretrain", kind, *command(flags(folder, model, output_dir=str(folder / name), **changes))]
     if ranks == 1:
@@ -188,7 +188,7 @@ def pretrain(folder: Path, kind: str, name: str = "run", ranks: int = 1, **chang
 
 
 def rows_of(folder: Path, kind: str, **changes: Any) -> tuple[Any, Any]:
-    """What the task makes of the data: (rows to train on, rows to evaluate on)."""
+    """The data as the task tokenizes it: (rows to train on, rows to evaluate on)."""
     from modelcenter.training.tasks import TASKS
 
     model, task, _ = KINDS[kind]

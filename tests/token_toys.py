@@ -1,4 +1,4 @@
-"""Token files made of lists."""
+"""Token files from lists."""
 
 import numpy as np
 

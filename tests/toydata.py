@@ -1,4 +1,4 @@
-"""A tokenizer, rows and model sizes small enough to train on in a test."""
+"""A tokenizer, rows and model sizes small enough to train in a test."""
 
 import json
 import random
@@ -19,12 +19,12 @@ SIZES = {
     "max_positions": 32,
     "norm_eps": 1e-6,
 }
-STILL = {"dropout": 0.0, "attention_dropout": 0.0}  # no dropout: runs that are cut differently can be compared
+STILL = {"dropout": 0.0, "attention_dropout": 0.0}  # without dropout, runs that are cut differently can be compared
 
 
 @cache
 def make_tokenizer() -> Any:
-    """A BERT tokenizer that knows the words above, [UNK] for any other."""
+    """A BERT tokenizer with the words above; others are [UNK]."""
     from transformers import BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS["good"], *WORDS["bad"], *WORDS["both"], ".", ","]
@@ -50,12 +50,12 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:  # a text may hold other ends of lines than the file's
+    with open(path, encoding="utf-8") as file:  # texts may contain other line breaks than the file's
         return [json.loads(line) for line in file]
 
 
 def write_folder(path: Path, train: int = 24, dev: int = 11) -> Path:
-    """data/ with train.jsonl and dev.jsonl, and tokenizer/ beside it."""
+    """Write data/train.jsonl, data/dev.jsonl and tokenizer/."""
     write_jsonl(path / "data" / "train.jsonl", make_rows(train, seed=1))
     write_jsonl(path / "data" / "dev.jsonl", make_rows(dev, seed=2))
     make_tokenizer().save_pretrained(path / "tokenizer")
@@ -82,7 +82,7 @@ def flags(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def command(values: dict[str, Any]) -> list[str]:
-    """The same as words of a command line, which takes no epochs beside max_steps."""
+    """These flags as words of a command line, which does not allow epochs together with max_steps."""
     words = []
     for name, value in values.items():
         if name == "epochs" and "max_steps" in values:

@@ -1,4 +1,4 @@
-"""Runs of scripts on toy data: killing them, and comparing what they leave."""
+"""Run scripts on toy data, kill them, and compare their results."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ DROPPED = {"model_config": SIZES | {"dropout": 0.3, "attention_dropout": 0.3}}
 
 
 def run_script(main, values, ranks: int = 1, timeout: float = 90) -> list[dict]:
-    """Run a script on this many ranks; the rows of metrics.jsonl."""
+    """Run a script on this many ranks; returns the rows of metrics.jsonl."""
     if ranks == 1:
         main(command(values))
     else:
@@ -28,7 +28,7 @@ def run_script(main, values, ranks: int = 1, timeout: float = 90) -> list[dict]:
 
 
 def train_classifier(folder, ranks: int = 1, **changes) -> list[dict]:
-    """A classifier on the rows of a folder (`flags`), on this many ranks; the rows of metrics.jsonl."""
+    """Train a classifier on the rows of a folder (`flags`); returns the rows of metrics.jsonl."""
     return run_script(main, flags(folder, **changes), ranks)
 
 
@@ -37,7 +37,7 @@ def read_summary(folder, name: str = "run") -> dict:
 
 
 def in_transformers(folder, rows: list[dict], name: str = "run"):
-    """Logits of the exported model by transformers alone, and its names of labels."""
+    """The exported model's logits, computed by transformers alone, and its label2id."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(str(folder / name / "model")).eval()
@@ -48,7 +48,7 @@ def in_transformers(folder, rows: list[dict], name: str = "run"):
 
 
 def in_a_process(main, values) -> int:
-    """Run a script in a process of its own; its exit code, -9 for a killed one."""
+    """Run a script in its own process; returns its exit code, -9 if it was killed."""
     child = multiprocessing.get_context("fork").Process(target=main, args=(command(values),))
     child.start()
     child.join(120)
@@ -57,7 +57,7 @@ def in_a_process(main, values) -> int:
 
 
 def curve(folder, name) -> list[dict]:
-    """The rows of a run but for the times in them."""
+    """The metrics of a run without times."""
     rows = read_jsonl(folder / name / "metrics.jsonl")
     return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
@@ -67,16 +67,16 @@ def weights(folder, name) -> dict:
 
 
 def assert_same_end(folder, name, other="whole"):
-    """other: another name, or the path of a run of another folder."""
+    """Assert that two runs have the same curve and weights. other: a name, or the path of a run in another folder."""
     assert curve(folder, name) == curve(folder, other)
     for key, tensor in weights(folder, other).items():
         assert torch.equal(tensor, weights(folder, name)[key]), key
 
 
 def went_on_after(capfd) -> int:
-    """The step after which the last of the runs said to go on, and 0 if it began anew; forgets what was said so far.
+    """The step from which the last run said that it resumed, 0 if it started anew; discards the output so far.
 
-    The same seed gives the same curve: a run that began anew ends like one that went on.
+    With the same seed, a run that starts anew has the same curve as one that resumes.
     """
     said = [line for line in capfd.readouterr().out.splitlines() if " evaluation " in line and " steps of " in line]
     found = re.search(r", going on after step ([\d,]+)$", said[-1])
@@ -84,7 +84,7 @@ def went_on_after(capfd) -> int:
 
 
 def die_at(monkeypatch, step, number=signal.SIGKILL):
-    """Let the process (rank 0 of several) get a signal before it takes a step."""
+    """Send the process a signal before it takes a step."""
     take = loop.Run.train_step
 
     def train_step(self, batch):
@@ -96,10 +96,10 @@ def die_at(monkeypatch, step, number=signal.SIGKILL):
 
 
 def assert_same_steps(rows, model, batches, loss_of, optimizer=None, schedule=None, rel=1e-3, abs=2e-5) -> None:
-    """A run has the losses, gradient norms and learning rates of a plain loop over a model of another library.
+    """Assert that a run has the losses, gradient norms and learning rates of a plain loop over another library's model.
 
     Args:
-        rows: the run's, one for each step, which clipped gradients at 0.5. batches: of all steps, in order.
+        rows: metrics of the run, one row per step; it clipped gradients at 0.5. batches: those of all steps, in order.
         loss_of: `loss_of(batch)`. optimizer: None: AdamW at 1e-2 without decay. schedule: None: a constant rate.
     """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
@@ -116,7 +116,7 @@ def assert_same_steps(rows, model, batches, loss_of, optimizer=None, schedule=No
 
 
 def run_values(folder, name, **changes) -> dict:
-    """Flags of a run of 3 epochs, 12 steps of 27 rows, with a checkpoint at every second one."""
+    """Flags of a run of 3 epochs of 27 rows, 12 steps, with a checkpoint after every second step."""
     return flags(folder, **{"output_dir": str(folder / name), "epochs": 3, "save_every": 2} | changes)
 
 
@@ -126,12 +126,12 @@ def short_run_values(folder, name, **changes) -> dict:
 
 
 def stop_at(monkeypatch, step, values):
-    """Train a classifier until SIGTERM comes before a step."""
+    """Train a classifier that gets SIGTERM before a step."""
     with monkeypatch.context() as patch:
         die_at(patch, step, signal.SIGTERM)
         main(command(values))
 
 
 def best_of(folder, name="run") -> str:
-    """The name of the checkpoint that `best` leads to."""
+    """The name of the checkpoint that `best` points to."""
     return (folder / name / "checkpoints" / "best").resolve().name

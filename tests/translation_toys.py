@@ -8,19 +8,19 @@ from typing import Any
 from seq2seq_toys import WORDS, make_rows
 from toydata import write_jsonl
 
-# Of each kind of tokenizer: a language to read, one to write and another.
+# {kind of tokenizer: (source language, target language, another)}
 LANGUAGES = {
     "mbart": ("en_XX", "de_DE", "ro_RO"),
     "mbart50": ("en_XX", "de_DE", "ro_RO"),
     "nllb": ("eng_Latn", "deu_Latn", "ron_Latn"),
     "m2m_100": ("en", "de", "ro"),
 }
-PLAIN = ("marian",)  # which mark no text by a language, and read and write with pieces of their own
+PLAIN = ("marian",)  # without language tokens, and with separate pieces for sources and targets
 _SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
 def make_tokenizer(kind: str, folder: Path) -> Any:
-    """A tokenizer of transformers' class of this kind, whose files say no languages; M2M100's has its own in folder."""
+    """A tokenizer of this kind in transformers, with no languages set in its files; some kinds write to folder."""
     import transformers
 
     if kind in ("mbart", "mbart50"):
@@ -34,7 +34,7 @@ def make_tokenizer(kind: str, folder: Path) -> Any:
 
 
 def _merged_words() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A BPE that makes a token of each word."""
+    """(vocabulary, merges) of a BPE in which each word is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -46,7 +46,7 @@ def _merged_words() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _pieces(path: Path, size: int) -> list[str]:
-    """The pieces of a sentencepiece model that is written."""
+    """Train and write a SentencePiece model; returns its pieces."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -61,7 +61,7 @@ def _pieces(path: Path, size: int) -> list[str]:
 
 
 def _marian(folder: Path) -> Any:
-    """Marian's: the same texts are other pieces as sources than as targets, numbered by one vocabulary."""
+    """Marian's tokenizer: different pieces for sources and targets, numbered by one vocabulary."""
     from transformers import MarianTokenizer
 
     source, target = _pieces(folder / "source.spm", 50), _pieces(folder / "target.spm", 90)
@@ -71,7 +71,7 @@ def _marian(folder: Path) -> Any:
 
 
 def _m2m_100(folder: Path) -> Any:
-    """M2M100's, in Python over sentencepiece."""
+    """M2M100's tokenizer, which is written in Python on SentencePiece."""
     from transformers import M2M100Tokenizer
     from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
 
@@ -83,7 +83,7 @@ def _m2m_100(folder: Path) -> Any:
 
 
 def write_rows(path: Path, count: int = 6, seed: int = 1) -> list[dict[str, str]]:
-    """Rows with a source and a target, also written as a file."""
+    """Write rows with a source and a target; returns them."""
     rows = [{"source": row["mr"], "target": row["ref"]} for row in make_rows(count, seed)]
     write_jsonl(path, rows)
     return rows

@@ -1,6 +1,6 @@
-"""As much of Triton as `engine.ops.triton_dropout` uses, on numpy: its kernels run program by program.
+"""The part of Triton that `engine.ops.triton_dropout` uses, on NumPy: kernels run program by program.
 
-It says nothing about speed, nor about what Triton's compiler makes of a kernel; fp32 and fp16, as numpy has them.
+It tests neither speed nor Triton's compiler, and has NumPy's dtypes, fp32 and fp16.
 """
 
 import itertools
@@ -17,7 +17,7 @@ class Array(np.ndarray):
 
 
 class Pointer:
-    """To elements of memory: an array and the places."""
+    """A pointer to elements: an array and places in it."""
 
     def __init__(self, memory, places=0):
         self.memory, self.places = memory, places
@@ -33,7 +33,7 @@ class Kernel:
 
     def __getitem__(self, grid):
         def launch(*args, enable_fp_fusion=True, **kwargs):
-            assert not enable_fp_fusion  # numpy rounds products and sums each
+            assert not enable_fp_fusion  # NumPy rounds products and sums separately
             args = [Pointer(a.reshape(-1).numpy()) if hasattr(a, "numpy") else a for a in args]
             for place in itertools.product(*map(range, grid)):
                 language.program_id = lambda axis, place=place: array(place[axis])
@@ -59,7 +59,7 @@ def store(pointer, value, mask):
 
 
 def philox(seed, a, b, c, d):
-    """Philox4x32-10 (Salmon et al. 2011), by products of 64 bits."""
+    """Philox4x32-10 (Salmon et al. 2011), with 64-bit products."""
     a, b, c, d = (np.asarray(x).astype(np.uint64) for x in (a, b, c, d))
     lower = np.uint64(0xFFFFFFFF)
     low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF

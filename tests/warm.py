@@ -1,7 +1,7 @@
-"""Clean processes that start at once: forks of one that has imported torch and nothing that reads its environment.
+"""Clean processes that start fast: forks of one that has imported torch, but nothing that reads its environment.
 
-huggingface_hub reads its settings when it is imported, so each client of a Hub needs a process of its own; but most of
-its start is torch, which is the same for all.
+huggingface_hub reads its settings when it is imported, so each client of a Hub needs its own process; but most of the
+start is importing torch, which is the same for all.
 """
 
 import atexit
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Of the work of one process: what it is to run is on its standard input, as JSON.
+# The program of the server process: it reads jobs from its standard input, as JSON.
 _SERVER = """
 import contextlib, importlib, json, os, runpy, sys, traceback
 import numpy, torch, yaml
@@ -71,7 +71,7 @@ def _server() -> subprocess.Popen[str]:
 def run(
     argv: list[str], env: dict[str, str], cwd: Path, code: str | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m *argv`, or with `code` `python -c code *argv[1:]`: its exit status and what it wrote."""
+    """Run `python -m *argv`, or with `code` `python -c code *argv[1:]`; returns its exit status and output."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
         for path in (out, err):

@@ -12,7 +12,7 @@ enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kActivat
 struct ActivationJob {
   int type, kind;
   int64_t rows, n;
-  const void *x, *up;  // up: what multiplies the activation of x; null: nothing
+  const void *x, *up;  // up: factor of the activation of x; null: none
   void* out;           // of forward
   const void* grad;    // of backward, with the gradients of x and up
   void *dx, *dup;

@@ -1,5 +1,4 @@
-// What both bindings do with the tensors of an activation: check them, make those that it returns, and say what is to be
-// done.
+// Shared by both bindings of activations: checks of the tensors, allocation of the results, and the kernels' job.
 #pragma once
 #include <tuple>
 
@@ -8,7 +7,7 @@
 
 namespace modelcenter {
 
-// The tensors hold the memory that the job refers to.
+// The tensors own the memory that the job refers to.
 struct ActivationCall {
   Tensor x, up;
   ActivationJob job{};
@@ -29,8 +28,8 @@ inline ActivationCall lay_out_activation(const Tensor& x, const std::optional<Te
   return call;
 }
 
-// The operators' arguments, brought to those of the function that does the work on one kind of device. total: the sums
-// of the rows of dx, (n,); without numbers where they are not wanted.
+// Convert the operators' arguments to those of the function that does the work on one kind of device. total: dx summed
+// over its rows, (n,); empty if it is not wanted.
 using ActivationFunction = void (*)(const ActivationJob&, const Tensor& x, int64_t stream);
 using ActivationBackwardFunction = void (*)(const ActivationJob&, const Tensor& x, const Tensor& total, int64_t stream);
 

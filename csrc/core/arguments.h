@@ -1,4 +1,4 @@
-// What both bindings do with the tensors of a call: check them, and lay them out for the kernels.
+// Shared by both bindings: checks of tensors, and their layout for the kernels.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -34,7 +34,7 @@ inline void same_device(const Tensor& t, const Tensor& first, const char* name) 
                   " is on another device than the rest");
 }
 
-// Of a matrix whose rows need not follow one another.
+// Checks a matrix whose rows are contiguous, but need not be adjacent.
 inline void contiguous_rows(const Tensor& t, const char* name) {
   MC_CHECK((t.stride(1) == 1 || t.size(1) < 2) && (t.stride(0) >= t.size(1) || t.size(0) < 2), "the rows of ",
                   name, " are not contiguous");
@@ -42,14 +42,14 @@ inline void contiguous_rows(const Tensor& t, const char* name) {
 
 inline Tensor in_a_row(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// A matrix whose rows are contiguous, but may be apart: the given one, or a copy.
+// A matrix whose rows are contiguous, but need not be adjacent: the given one, or a copy.
 inline Tensor with_rows(const Tensor& given, const char* name) {
   MC_CHECK(given.dim() == 2, name, " has ", given.dim(), " dimensions, expected 2");
   const bool as_it_lies = (given.stride(1) == 1 || given.size(1) < 2) && given.stride(0) >= given.size(1);
   return as_it_lies ? given : torch::stable::contiguous(given);
 }
 
-// Memory that a call writes (or reads) must not be written by it elsewhere too.
+// Checks that memory which a call reads or writes is not also written as part of another tensor.
 class Overlaps {
  public:
   void add(const void* data, int64_t bytes, bool written) {
@@ -57,7 +57,7 @@ class Overlaps {
   }
   void check() {
     std::sort(ranges_.begin(), ranges_.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-    uintptr_t written = 0, any = 0;  // how far earlier ranges reach
+    uintptr_t written = 0, any = 0;  // the end of earlier ranges
     for (const Range& r : ranges_) {
       MC_CHECK(r.begin >= written && (!r.written || r.begin >= any), "two of the tensors overlap in memory");
       any = std::max(any, r.end);
@@ -73,7 +73,7 @@ class Overlaps {
   std::vector<Range> ranges_;
 };
 
-// A lazy clone shares its memory until it is written: mutable_data_ptr gives it memory of its own.
+// A lazy clone shares its memory until it is written: mutable_data_ptr gives it its own memory.
 inline void* data_of(const Tensor& t, bool written) {
   return written ? t.mutable_data_ptr() : (void*)t.const_data_ptr();
 }
@@ -93,7 +93,7 @@ inline int byte_of(const Tensor& t, const char* name) {
   return kByte;
 }
 
-// Of moments in 8 bits; else empty.
+// The scales of 8-bit moments; otherwise empty.
 struct Scales {
   Tensors m, v;
   std::vector<int64_t> widths;
@@ -216,7 +216,7 @@ inline void check_split(const Tensors& master, const Tensors& p, const Tensors& 
   overlaps.check();
 }
 
-// What a call draws from whose arguments these are, with the scale of what is kept.
+// The draw of a call with these arguments, with the scale of kept elements.
 inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_channel, int64_t key, int64_t site,
                     int64_t threshold) {
   MC_CHECK(threshold >= 0 && threshold < 65536, "threshold must be 0 to 65535");
@@ -224,14 +224,14 @@ inline Draw draw_of(const int64_t* tokens, int64_t first_token, int64_t first_ch
           (uint32_t)threshold, 65536.0f / (float)(65536 - threshold)};
 }
 
-// The numbers of the rows of x.
+// Checks the token numbers of the rows of x.
 inline void check_tokens(const Tensor& tokens, const Tensor& x, int64_t rows) {
   MC_CHECK(tokens.scalar_type() == ScalarType::Long && tokens.numel() == rows && tokens.is_contiguous(),
                   "tokens must be contiguous int64 numbers, one for each row of x");
   same_device(tokens, x, "tokens");
 }
 
-// Checks the tensors of a dropout, and says what it draws from.
+// Checks the tensors of a dropout, and returns its draw.
 inline Draw check_dropout(const Tensor& out, const Tensor& x, const std::optional<Tensor>& residual,
                           const std::optional<Tensor>& tokens, int64_t first_token, int64_t first_channel, int64_t key,
                           int64_t site, int64_t threshold) {
@@ -292,7 +292,7 @@ inline LossCall check_loss(const Tensor& logits, const Tensor& loss, const Tenso
   return call;
 }
 
-// The numbers of a tensor that must hold so many of this type, one behind the other, on the device of `like`.
+// The data of a tensor, which must be contiguous, with `count` elements of this type, on the device of `like`.
 inline const void* take_numbers(const Tensor& t, const char* name, int64_t count, int type, const Tensor& like) {
   same_device(t, like, name);
   MC_CHECK(t.numel() == count && t.is_contiguous(), name, " has ", t.numel(), " numbers, expected ", count,
@@ -301,7 +301,7 @@ inline const void* take_numbers(const Tensor& t, const char* name, int64_t count
   return t.const_data_ptr();
 }
 
-// The operators' arguments, brought to those of the function that does the step on one kind of device.
+// Convert the operators' arguments to those of the function that does the step on one kind of device.
 using StepFunction = void (*)(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const Tensors& v,
                               const Tensors& aux, const Tensors& steps, const std::optional<Tensor>& gscale,
                               const std::optional<Tensor>& found_inf, const Settings& settings, int64_t mode,

@@ -1,5 +1,5 @@
-// Checks of arguments, without streams: a process that has loaded CUDA's libraries may have parts of another C++
-// library before the one that this is linked to, and what works alone ends it there.
+// Checks of arguments, without C++ streams: a process that has loaded CUDA's libraries may resolve symbols in another
+// C++ library than the one that this is linked to, and streams then crash.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -14,7 +14,7 @@ void append(std::string& text, Number part) {
   text += std::to_string(part);
 }
 
-// Throws std::runtime_error with the name of the function and the parts, one behind the other.
+// Throws std::runtime_error with the name of the function and the parts, concatenated.
 template <class... Parts>
 [[noreturn]] void fail(const char* function, const Parts&... parts) {
   std::string text = function;

@@ -1,8 +1,8 @@
 // The update of each optimizer, written once for the CPU and the CUDA kernels.
 //
 // Every operation is a single IEEE one, in fp32, in this order: nothing may be contracted to a fused multiply-add
-// (-ffp-contract=off, -fmad=false). So all CPUs, all vector widths and GPUs give the same bits, and torch operators one
-// by one give them too (engine/ops/reference.py). Denormals are flushed to zero.
+// (-ffp-contract=off, -fmad=false). So all CPUs, vector widths and GPUs give the same bits, and so does a sequence of
+// torch operators (engine/ops/reference.py). Denormals are flushed to zero.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -15,20 +15,20 @@
 
 namespace modelcenter {
 
-// What a user sets, the same for all tensors of a call.
+// The settings of the user, the same for all tensors of a call.
 struct Settings {
   double lr, beta1, beta2, eps, weight_decay;
   int flag;  // SGD: Nesterov
 };
 
-// What the formulas need of them, at the step of one tensor.
+// The numbers that the formulas derive from them, for one step of one tensor.
 struct Scalars {
   float beta1, rest1, beta2, rest2, eps, step_size, root_scale, decay;
 };
 
 namespace {
 
-// x^n by squaring: the same roundings everywhere, which pow() does not promise.
+// x^n by repeated squaring: rounded alike everywhere, which pow() does not guarantee.
 MC_INLINE double power(double x, int64_t n) {
   double result = 1.0;
   for (; n > 0; n >>= 1) {
@@ -47,10 +47,10 @@ MC_INLINE float root(float x) {
 }
 
 // Each formula has
-// - scalars: what it needs, at a step of one tensor;
+// - scalars: its numbers for one step of one tensor;
 // - update: the step of a parameter w by its gradient g;
-// - rests: whether, with gradients times `scale`, a step by a zero leaves moments that are zero as they are, and only
-//   multiplies the parameter by `decay`.
+// - rests: whether a step with gradients of zero, times `scale`, and moments of zero leaves the moments at zero, and
+//   only multiplies the parameter by `decay`.
 
 // Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
 struct AdamW {
@@ -78,14 +78,14 @@ struct Lion {
   MC_INLINE static bool rests(const Scalars& s, float scale) { return s.step_size * (0.0f * scale) == 0.0f; }
   MC_INLINE static void update(const Scalars& s, float g, float& w, float& m, float&) {
     const float c = s.beta1 * m + s.rest1 * g;
-    // A NaN has no sign; it must reach the parameter all the same, as it does elsewhere.
+    // A NaN has no sign, but must reach the parameter, as in the other formulas.
     const float sign = c > 0.0f ? 1.0f : (c < 0.0f ? -1.0f : c);
     w = w * s.decay - s.step_size * sign;
     m = s.beta2 * m + s.rest2 * g;
   }
 };
 
-// torch.optim.SGD with momentum and without dampening; beta1 is the momentum, the decay is not decoupled.
+// torch.optim.SGD with momentum, without dampening; beta1 is the momentum. Weight decay is not decoupled.
 struct Momentum {
   static constexpr int kMoments = 1;
   MC_INLINE static Scalars scalars(const Settings& s, double) {
@@ -99,8 +99,8 @@ struct Momentum {
   }
 };
 
-// The norm of gradients that were multiplied by loss_scale, without it; what the gradients are to be multiplied by to
-// be unscaled and clipped; and 1 where one of them is not finite, as then the sum of their squares is not.
+// From the sum of squares of gradients multiplied by loss_scale: their norm without it, the factor that unscales and
+// clips them, and 1 if one of them is not finite, since then the sum of squares is not.
 MC_INLINE void coefficients(double norm_sq, float loss_scale, double max_norm, double eps, float* norm, float* gscale,
                             float* found_inf) {
   const double value = sqrt(norm_sq) / (double)loss_scale;
@@ -110,7 +110,7 @@ MC_INLINE void coefficients(double norm_sq, float loss_scale, double max_norm, d
   *found_inf = value - value == 0.0 ? 0.0f : 1.0f;
 }
 
-// 32 bits that look random, of 32 bits: "lowbias32", Wellons 2018.
+// A hash of 32 bits to 32 bits: "lowbias32", Wellons 2018.
 MC_INLINE uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x = (x ^ (x >> 15)) * 0x846CA68Bu;

@@ -1,4 +1,4 @@
-// What a kernel is asked to do, without torch: the same for CPU and CUDA.
+// The jobs of kernels, without torch; the same for CPU and CUDA.
 #pragma once
 #include <stdint.h>
 
@@ -6,18 +6,18 @@
 
 namespace modelcenter {
 
-// Elements that a thread (or a block of a GPU) takes at a time; also the unit of the order in which norms are summed.
+// Elements that a thread (or a block of a GPU) processes at a time; norms are summed in units of this size.
 constexpr int64_t kChunk = 16384;
 
 enum Type : int { kFloat = 0, kBfloat16 = 1, kHalf = 2, kByte = 3 };
 
-// Where the fp32 value of a parameter is: it is the parameter; in aux; in the parameter and 16 bits in aux; nowhere
-// (rounding at random).
+// Where the fp32 value of a parameter is kept: in the parameter; in aux; in the parameter and 16 bits in aux; nowhere
+// (stochastic rounding).
 enum Mode : int { kPlain = 0, kMaster = 1, kRemainder = 2, kRandom = 3 };
 
 enum Rule : int { kAdamW = 0, kLion = 1, kMomentum = 2, kAdamW8 = 3 };
 
-// Where element i of a shard is in the whole tensor: base + (i / inner) * stride + i % inner. `key` is the tensor's.
+// The place of element i of a shard in the whole tensor: base + (i / inner) * stride + i % inner. key: the tensor's.
 struct Place {
   int64_t key, inner, stride, base;
 };
@@ -28,7 +28,7 @@ MC_INLINE uint64_t place_of(const Place& p, int64_t i) {
 }
 }  // namespace
 
-// Where a tensor of n elements and what belongs to it are.
+// The memory of a tensor of n elements and its gradient and states.
 struct Memory {
   void* p;
   const void* g;
@@ -41,7 +41,7 @@ struct Memory {
 
 struct Slab : Memory {
   Place place;
-  // Of moments in 8 bits: the scales of their blocks, and the length of a row, across whose end no block goes.
+  // For 8-bit moments: the scales of their blocks, and the length of a row; blocks do not cross its end.
   float* m_scale;
   float* v_scale;
   int64_t width;
@@ -50,7 +50,7 @@ struct Slab : Memory {
 struct Types {
   int p, g, m;
   int mode;
-  bool stream;  // on a CPU: what is only written goes past the caches
+  bool stream;  // on a CPU: stores to write-only memory bypass the caches
 };
 
 inline int size_of(int type) { return type == kFloat ? 4 : type == kByte ? 1 : 2; }

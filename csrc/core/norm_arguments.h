@@ -1,4 +1,4 @@
-// What both bindings do with the tensors of a norm: check them, make those that it returns, and say what is to be done.
+// Shared by both bindings of norms: checks of the tensors, allocation of the results, and the kernels' job.
 #pragma once
 #include <tuple>
 
@@ -7,7 +7,7 @@
 
 namespace modelcenter {
 
-// The rows of x (..., n), which is contiguous, for a weight (n,).
+// The number of rows of a contiguous x (..., n) for a weight (n,).
 inline int64_t rows_of(const Tensor& x, const Tensor& weight) {
   const int64_t n = weight.numel();
   MC_CHECK(n > 0, "weight has no numbers");
@@ -15,7 +15,7 @@ inline int64_t rows_of(const Tensor& x, const Tensor& weight) {
   return x.numel() / n;
 }
 
-// What the dropout of a branch draws, of all channels of these rows.
+// The draw of a branch's dropout, for all channels of its rows.
 struct Drawn {
   const std::optional<Tensor>& tokens;
   int64_t key, site, threshold;
@@ -26,7 +26,7 @@ struct Drawn {
   }
 };
 
-// The tensors hold the memory that the job refers to.
+// The tensors own the memory that the job refers to.
 struct NormCall {
   Tensor x, branch, weight, bias, sum, out, stats;
   NormJob job{};
@@ -65,7 +65,7 @@ struct NormBackwardCall {
   NormBackwardJob job{};
 };
 
-// sums: whether the gradients of weight and bias are wanted; else they have no numbers.
+// sums: whether the gradients of weight and bias are wanted; otherwise they are empty.
 inline NormBackwardCall lay_out_norm_backward(const Tensor& grad, const std::optional<Tensor>& extra,
                                               bool extra_of_sum, const Tensor& sum, const Tensor& weight,
                                               const Tensor& stats, bool centered, bool sums, const Drawn& drawn) {
@@ -100,7 +100,7 @@ inline NormBackwardCall lay_out_norm_backward(const Tensor& grad, const std::opt
   return call;
 }
 
-// The operators' arguments, brought to those of the function that does the work on one kind of device.
+// Convert the operators' arguments to those of the function that does the work on one kind of device.
 using NormFunction = void (*)(const NormJob&, const Tensor& x, int64_t stream);
 using NormBackwardFunction = void (*)(const NormBackwardJob&, const Tensor& x, int64_t stream);
 

@@ -1,4 +1,4 @@
-// 16-bit numbers in integers, with the roundings of the hardware: to the nearest, ties to even.
+// 16-bit numbers as integers, rounded as by hardware: to nearest, ties to even.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -36,7 +36,7 @@ MC_INLINE uint16_t to_bf16(float x) {
   return (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
 }
 
-// After Giesen's public-domain conversions: the denormals come out of one exact addition.
+// After Giesen's public-domain conversions: denormals are made by one exact addition.
 MC_INLINE float from_fp16(uint16_t h) {
   const uint32_t shifted = (uint32_t)(h & 0x7FFFu) << 13;
   const uint32_t exponent = shifted & 0x0F800000u;
@@ -56,8 +56,8 @@ MC_INLINE uint16_t to_fp16(float x) {
   return (uint16_t)(h | (sign >> 16));
 }
 
-// An fp32 number as a bf16 one and 16 bits more: exact, also for infinities; a NaN becomes the standard one. The bf16
-// part is the number rounded to nearest, ties away from zero, so that it can be computed with as it is.
+// An fp32 number as bf16 and 16 further bits: exact, also for infinities; a NaN becomes the standard one. The bf16 part
+// is the number rounded to nearest, ties away from zero, so that it can be used by itself.
 MC_INLINE float merge(uint16_t high, int16_t low) { return float_of(((uint32_t)high << 16) + (uint32_t)(int32_t)low); }
 
 MC_INLINE void split(float x, uint16_t& high, int16_t& low) {
@@ -67,12 +67,12 @@ MC_INLINE void split(float x, uint16_t& high, int16_t& low) {
   high = (uint16_t)((u + 0x8000u) >> 16);
 }
 
-// 32 bits of a place in a tensor. `salt` is of (parameter, step).
+// 32 random bits for a place in a tensor. salt: a hash of (parameter, step).
 MC_INLINE uint32_t random_of(uint32_t salt, uint32_t place_low, uint32_t place_high) {
   return mix(mix(place_low ^ salt) ^ place_high);
 }
 
-// Rounding at random: up with the probability that makes the expectation exact.
+// Stochastic rounding: up with the probability that makes the expectation exact.
 MC_INLINE uint16_t to_bf16_at_random(float x, uint32_t salt, uint32_t place_low, uint32_t place_high) {
   const uint32_t u = bits_of(x);
   const uint32_t rounded = (u + (random_of(salt, place_low, place_high) & 0xFFFFu)) >> 16;  // an infinity stays one

@@ -1,10 +1,10 @@
-// Moments in 8 bits: blocks of 128 numbers of a row share an fp32 scale, and each number is a small float times it. The
-// largest of a block has the largest code, so its magnitude is exact; the others keep 4 significant bits over 15 (first
-// moment: sign, 4 bits of exponent, 3 of fraction) or 31 (second moment: 5 and 3) powers of two below it.
+// 8-bit moments: blocks of 128 numbers of a row share an fp32 scale, and each number is an 8-bit float times the scale.
+// The largest of a block has the largest code, so its magnitude is exact; the others keep 4 significant bits over 15
+// (first moment: sign, 4 bits of exponent, 3 of fraction) or 31 (second moment: 5 and 3) powers of two below it.
 //
-// The second moment changes by a thousandth a step, far less than its codes are apart: it is rounded at random, right in
-// expectation, by a hash of (parameter, step, place in the whole tensor). It is never rounded to zero, as its root is
-// what steps are divided by.
+// The second moment changes by a thousandth per step, far less than the distance of its codes: it is rounded
+// stochastically, exact in expectation, by a hash of (parameter, step, place in the whole tensor). It is never rounded
+// to zero, because steps are divided by its root.
 #pragma once
 #include "numbers.h"
 
@@ -14,13 +14,13 @@ constexpr int kQuantBlock = 128;
 
 namespace {
 
-constexpr float kTop = 1.875f;  // what the largest code stands for
+constexpr float kTop = 1.875f;  // the value of the largest code
 constexpr uint32_t kFirstBase = (127u - 15u) << 3, kSecondBase = (127u - 31u) << 3;
 
-// A block's scale, of the bits of its largest magnitude (a NaN is larger than all).
+// The scale of a block, from the bits of its largest magnitude (NaNs are larger than all numbers).
 MC_INLINE float scale_of(uint32_t largest) { return float_of(largest) / kTop; }
 
-// What its numbers are divided by: 1 where all of them are zero.
+// The divisor of a block's numbers: 1 if all of them are zero.
 MC_INLINE float divisor_of(float scale) { return scale == 0.0f ? 1.0f : scale; }
 
 MC_INLINE float from_first(uint8_t code, float scale) {

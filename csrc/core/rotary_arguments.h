@@ -1,4 +1,4 @@
-// What both bindings do with the tensors of rotary positions: check them, and make those that are returned.
+// Shared by both bindings of rotary positions: checks of the tensors, and allocation of the results.
 #pragma once
 #include <tuple>
 
@@ -12,7 +12,7 @@ inline void of_its_kind(const Tensor& t, const Tensor& q, const char* name) {
   MC_CHECK(t.scalar_type() == q.scalar_type(), name, " has another dtype than q");
 }
 
-// The heads of x, for which q says how many tokens there are and of which type all is.
+// The heads of x, which must have the number of tokens and the type of q.
 inline Heads heads_of(const Tensor& x, const char* name, const Tensor& out, int64_t head_dim, const Tensor& q) {
   of_its_kind(x, q, name);
   MC_CHECK(x.size(0) == q.size(0), name, " has ", x.size(0), " rows, q has ", q.size(0));

@@ -1,7 +1,7 @@
 // Activations of feed-forward networks, alone or multiplied by a second matrix, and their gradients: a part of
 // cpu/kernels.cpp, compiled for each instruction set.
 //
-// Each but ReLU is x times a share: one exponential function and one division, in loops that become vectors.
+// Each except ReLU is x times a share: one exponential function and one division, in loops that compilers vectorise.
 #pragma once
 
 #include "../core/activation.h"
@@ -14,13 +14,13 @@ namespace {
 constexpr float kGeluA = 1.5957691216057308f, kGeluB = 0.07135481282963639f;  // 2 sqrt(2 / pi), and times 0.044715
 constexpr float kDensity = 0.3989422804014327f;                               // 1 / sqrt(2 pi)
 
-// How much of a standard normal distribution is below x; exponential: e^(-x^2 / 2). What is above |x| is that times a
-// smooth part: t times a polynomial of t = 1 / (1 + 0.35 |x|), as in Abramowitz and Stegun 7.1.26, fitted so that the
-// largest error relative to it is the smallest, 3e-8; in fp32 4e-7. Torch loses all of it below -5.
+// The standard normal cumulative distribution function; exponential: e^(-x^2 / 2). The tail above |x| is that times a
+// smooth factor: t times a polynomial of t = 1 / (1 + 0.35 |x|), as in Abramowitz and Stegun 7.1.26, fitted to minimise
+// the largest relative error of the tail, 3e-8; in fp32 4e-7. torch loses all digits of it below -5.
 MC_INLINE float normal_below(float x, float& exponential_of_it) {
   const float square = x * x, size = x < 0.0f ? -x : x, t = 1.0f / multiply_add<true>(0.35f, size, 1.0f);
   const float e = exponential<true>(-0.5f * square, 0.0f);
-  exponential_of_it = square > 174.0f ? 0.0f : e;  // there the exponential function stays at its least
+  exponential_of_it = square > 174.0f ? 0.0f : e;  // there the exponential function stays at its minimum
   float p = -0.0291459275f;
   p = multiply_add<true>(p, t, 0.143971684f);
   p = multiply_add<true>(p, t, -0.255714225f);
@@ -34,7 +34,7 @@ MC_INLINE float normal_below(float x, float& exponential_of_it) {
   return x < 0.0f ? above : 1.0f - above;
 }
 
-// What an activation makes of x.
+// The activation of x.
 template <int kKind>
 MC_INLINE float activated(float x) {
   if (kKind == kRelu) return x <= 0.0f ? 0.0f : x;  // a NaN stays
@@ -45,7 +45,7 @@ MC_INLINE float activated(float x) {
   return x / (1.0f + exponential<true>(kKind == kSilu ? -x : -x * (kGeluA + kGeluB * (x * x)), 89.0f));
 }
 
-// Its slope at x. value: what it makes of x.
+// Its derivative at x. value: the activation of x.
 template <int kKind>
 MC_INLINE float slope_at(float x, float& value) {
   if (kKind == kRelu) {
@@ -107,7 +107,7 @@ void activate_backward(const ActivationJob& job, int64_t begin, int64_t end) {
   });
 }
 
-// Numbers [begin, end) of all.
+// Elements [begin, end) of the flattened matrix.
 void activation(const ActivationJob& job, int64_t begin, int64_t end) {
   constexpr decltype(&activate<kGelu>) kOf[] = {activate<kGelu>, activate<kGeluTanh>, activate<kSilu>, activate<kRelu>};
   kOf[job.kind](job, begin, end);

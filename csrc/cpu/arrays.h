@@ -5,7 +5,7 @@
 namespace modelcenter {
 namespace {
 
-// The memory of fp32 tensors that belong together: contiguous, on one device, none written where another lies.
+// The memory of the fp32 tensors of a call: contiguous, on one device, and written ones overlap no others.
 class Arrays {
  public:
   explicit Arrays(const Tensor& first) : first_(first) {}

@@ -1,14 +1,14 @@
-// Attention of one sequence by the heads that share a key head, a part of cpu/kernels.cpp, compiled for each
-// instruction set.
+// Attention of one sequence in the heads that share a key head; part of cpu/kernels.cpp, compiled for each instruction
+// set.
 //
-// 32 queries are worked on at a time, a lane each, or 16 where no more are left, as in short sequences: scores lie as
-// (keys, lanes), so that a softmax needs no sums across a vector, what a query may not see is not worked out, and scores
-// never leave the caches. Distances may add to them (distances.h). As in FlashAttention (Dao et al. 2022,
-// arXiv:2205.14135) backward works out the weights again, from the largest score and the sum of each query. A query's
-// bits do not depend on the number of lanes.
+// 32 queries are processed at a time, one per lane, or 16 if no more are left, as in short sequences. Scores are stored
+// as (keys, lanes), so that softmax needs no sums across a vector; hidden keys are not computed, and scores never leave
+// the caches. Distances may add to scores (distances.h). As in FlashAttention (Dao et al. 2022, arXiv:2205.14135),
+// backward recomputes the weights from the largest score and the sum of each query. A query's bits do not depend on the
+// number of lanes.
 //
-// What is multiplied are words (products.h): of a product's two operands the numbers of two steps are next to each other
-// where they are rounded (Rounded), so each stands in scratch memory once for each direction in which it is multiplied.
+// Products multiply words (products.h). If numbers are rounded (Rounded), a word holds those of two consecutive steps
+// of a product, so each operand is stored in scratch memory once for each direction in which it is multiplied.
 #pragma once
 
 #include "attention_blocks.h"
@@ -19,14 +19,14 @@
 namespace modelcenter {
 namespace {
 
-// Scratch memory for a sequence of so many keys with heads of so many channels: arrays, one after the other.
+// Scratch memory, as consecutive arrays, for a sequence of so many keys with heads of so many channels.
 struct Scratch {
   int64_t keys, width;
   float *k, *v, *scores, *queries, *out, *bias;            // forward
   float *slopes, *grads, *rows, *dk, *dv, *dbias;          // backward
-  float* steep = nullptr;                                  // the same, where scores are capped
-  // Where numbers are rounded: words of keys and values along their channels and across their rows, of weights in the
-  // direction at hand, and across the rows of queries.
+  float* steep = nullptr;                                  // also backward, if scores are capped
+  // If numbers are rounded: words of keys and values along their channels and across their rows, of weights in the
+  // current direction, and of queries across their rows.
   float *k_along = nullptr, *k_across = nullptr, *v_along = nullptr, *v_across = nullptr;
   float *words = nullptr, *pairs = nullptr;
   int64_t numbers;
@@ -58,16 +58,16 @@ int64_t attention_scratch(int64_t queries, int64_t keys, int64_t channels, bool 
   return Scratch(nullptr, queries, keys, channels, backward, capped, rounded).numbers;
 }
 
-// By segments: what the queries of a block see of a key's kind, and what is added to their scores. Keys of one kind
-// mostly follow one another, so that this is seldom worked out anew.
+// With segments: which keys of a kind the queries of a block see, and what is added to their scores. Keys of one kind
+// are mostly adjacent, so this is seldom recomputed.
 template <int64_t kOf>
 class Seen {
  public:
-  alignas(64) int32_t last[kOf];  // the last key of this kind that a query sees; -1: it sees none
-  alignas(64) int32_t place[kOf];  // of what is added, in segment_bias; -1: the bias is
+  alignas(64) int32_t last[kOf];  // the last key of this kind that the query sees; -1: none
+  alignas(64) int32_t place[kOf];  // column of segment_bias that is added; -1: the bias is
   alignas(64) float added[kOf];
 
-  // dsegment_bias: (segment_width,), what `add` adds to; null: nothing is asked for.
+  // dsegment_bias: (segment_width,), to which `add` adds; null: not wanted.
   Seen(const Attention& a, const Part& p, const Block<kOf>& b, float* dsegment_bias)
       : kinds_(a.kinds), rules_(a.rules), all_(a.num_kinds), first_(b.first), to_(dsegment_bias),
         bias_(a.segment_bias ? a.segment_bias + p.head * a.segment_width : nullptr) {
@@ -79,7 +79,7 @@ class Seen {
   MC_INLINE void at(int64_t key) {
     if (kinds_[key] != kind_) take(kinds_[key]);
   }
-  // Leaves out the keys before and behind all that some query sees.
+  // Removes leading and trailing keys that no query sees.
   void narrow(Block<kOf>& b) {
     for (; b.end > b.begin + 1; b.end--) {
       at(b.end - 1);
@@ -91,7 +91,7 @@ class Seen {
     }
     b.top = b.begin / kTall * kTall, b.bottom = whole(b.end, kTall);
   }
-  // A key's gradients of scores, which are those of what was added.
+  // Takes the gradients of a key's scores, which are also those of the added bias.
   MC_INLINE void add(const float* __restrict slopes) {
     for (int64_t l = 0; l < kOf; l++) sums_[l] += slopes[l];
   }
@@ -124,7 +124,7 @@ class Seen {
   }
 };
 
-// (keys, lanes) = the products of keys with queries. rows: words of keys along channels; queries: of channels, across.
+// (keys, lanes) = the products of keys with queries. rows: words of keys along channels; queries: words across them.
 template <int64_t kOf, class Words>
 MC_INLINE void products_with(const float* rows, const Scratch& r, int64_t channels, const float* queries,
                              const Block<kOf>& b, float* to) {
@@ -134,7 +134,7 @@ MC_INLINE void products_with(const float* rows, const Scratch& r, int64_t channe
     tile<kOf, Words>(steps, rows + j * stride, stride, 1, queries, kOf, to + j * kOf, kOf, false);
 }
 
-// (lanes, width) = the sums over the keys of weights (keys, lanes) times rows (keys, width), of both words across keys.
+// (lanes, width) = sums over keys of weights (keys, lanes) times rows (keys, width), both as words across keys.
 template <int64_t kOf, class Words>
 MC_INLINE void mix_of(const float* weights, const float* rows, const Scratch& r, const Block<kOf>& b, float* to) {
   constexpr int64_t kSteps = Words::kSteps;
@@ -145,8 +145,8 @@ MC_INLINE void mix_of(const float* weights, const float* rows, const Scratch& r,
                          to + i * r.width + c, r.width, false);
 }
 
-// (keys, width) += the sums over the queries of weights (keys, lanes) times rows (lanes, width), words along and across
-// lanes.
+// (keys, width) += sums over queries of weights (keys, lanes), as words along lanes, times rows (lanes, width), as
+// words across lanes.
 template <int64_t kOf, class Words>
 MC_INLINE void add_mix(const float* weights, const Rows& rows, const Scratch& r, const Block<kOf>& b, float* to) {
   constexpr int64_t kSteps = Words::kSteps, kStride = kOf / kSteps;
@@ -156,7 +156,7 @@ MC_INLINE void add_mix(const float* weights, const Rows& rows, const Scratch& r,
                          to + j * r.width + c, r.width, true);
 }
 
-// Weights (keys, lanes) of the tiles of keys that a block sees, as words along lanes or across keys, at their places.
+// The weights (keys, lanes) of the tiles of keys that a block sees, as words along lanes or across keys, in place.
 template <int64_t kOf, class Words>
 MC_INLINE const float* along_lanes(const float* weights, const Scratch& r, const Block<kOf>& b) {
   const int64_t at = b.top * kOf;
@@ -168,7 +168,7 @@ MC_INLINE const float* across_keys(const float* weights, const Scratch& r, const
   return Words::across({weights + at, kOf}, b.bottom - b.top, kOf, r.words_at(at / 2)).at - at / Words::kSteps;
 }
 
-// A key's row has this number where a query does not see it.
+// Writes a number into a key's row of scores for the queries that do not see the key.
 template <int64_t kOf>
 MC_INLINE void cover(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, int64_t key, float number,
                      float* __restrict row) {
@@ -183,15 +183,15 @@ MC_INLINE void cover(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, i
   for (int l = 0; l < kOf; l++) row[l] = l < from || l >= to ? number : row[l];
 }
 
-// Capped scores from products. steep: what the gradient of a score is multiplied by on its way to that of the product
-// times scale; null: nothing is asked for.
+// Capped scores from products. steep: the derivative of the score with respect to the product times scale; null: not
+// wanted.
 template <int64_t kOf>
 MC_INLINE void cap(const Attention& a, const Block<kOf>& b, float* scores, float* steep) {
   const int64_t begin = b.begin * kOf, end = b.end * kOf;
   const float before = a.scale / a.cap, after = a.cap;
   float* __restrict x = scores;
   float* __restrict slope = steep;
-  for (int64_t i = begin; i < end; i += kOf) {  // a key at a time: its tanh is in registers
+  for (int64_t i = begin; i < end; i += kOf) {  // one key at a time, with its tanh in registers
     alignas(64) float t[kOf];
     for (int64_t l = 0; l < kOf; l++) t[l] = tangent(x[i + l] * before);
     for (int64_t l = 0; l < kOf; l++) x[i + l] = after * t[l];
@@ -200,7 +200,7 @@ MC_INLINE void cap(const Attention& a, const Block<kOf>& b, float* scores, float
   }
 }
 
-// Scores from products: scaled and capped, with the bias, and kHidden where a query does not see a key. steep: see `cap`.
+// Scores from products: scaled, capped, with bias, and kHidden where a query does not see the key. steep: see `cap`.
 template <int64_t kOf>
 MC_INLINE void score(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, const float* bias, int64_t keys,
                      float* scores, float* steep) {
@@ -226,14 +226,14 @@ MC_INLINE void score(const Attention& a, const Block<kOf>& b, Seen<kOf>* seen, c
   }
 }
 
-// No weight for keys that are in the first and the last tile of those that are seen, and are not seen.
+// Clears the weights of unseen keys in the first and the last tile of seen keys.
 template <int64_t kOf>
 MC_INLINE void clear_edges(const Block<kOf>& b, float* weights) {
   clear(weights + b.top * kOf, (b.begin - b.top) * kOf);
   clear(weights + b.end * kOf, (b.bottom - b.end) * kOf);
 }
 
-// Runs body(key, words or null, half): the random words of the block's queries for each key, if any are dropped.
+// Runs body(key, words, half) for each key, with the random words of the block's queries; null without dropout.
 template <int64_t kOf, class Body>
 MC_INLINE void each_key(const Attention& a, const Block<kOf>& b, const uint64_t (&numbers)[kOf], const Body& body) {
   if (!a.draw.threshold) {
@@ -246,7 +246,7 @@ MC_INLINE void each_key(const Attention& a, const Block<kOf>& b, const uint64_t 
   for (int64_t j = b.begin; j < b.end; j++) {
     const int64_t block = j / kDropoutBlock, channel = j % kDropoutBlock, group = channel / kDropoutLanes;
     if (block != drawn) {
-      const int64_t keys = b.end - block * kDropoutBlock;  // of the block, of which the first take a counter each
+      const int64_t keys = b.end - block * kDropoutBlock;  // in the block; each of the first ones has its own counter
       for (int64_t c = 0; c < kDropoutLanes && c < keys; c++)
         draw_tokens(a.draw, numbers, b.count, (uint32_t)(block * kDropoutLanes + c), words[c]);
       drawn = block;
@@ -260,7 +260,7 @@ MC_INLINE void drop(const Attention& a, const uint32_t* __restrict words, int ha
   for (int64_t l = 0; l < kOf; l++) row[l] = dropped(row[l], words[l], half, a.draw.threshold, a.draw.scale);
 }
 
-// The numbers of a block's queries, from which a head draws. Lanes without a query repeat the last.
+// The token numbers from which a head draws for a block's queries. Lanes without a query repeat the last one.
 template <int64_t kOf>
 MC_INLINE void number(const Attention& a, int64_t query, const Block<kOf>& b, int64_t head,
                       uint64_t (&numbers)[kOf]) {
@@ -270,7 +270,7 @@ MC_INLINE void number(const Attention& a, int64_t query, const Block<kOf>& b, in
   }
 }
 
-// The bias of query minus key, from 1 - keys on, so that it rises with the lanes; zeros behind it.
+// The bias by query minus key, from 1 - keys on, so that it increases with the lanes; followed by zeros.
 MC_INLINE const float* reversed_bias(const Attention& a, int64_t head, int64_t queries, int64_t keys, float* scratch) {
   if (!a.bias) return nullptr;
   const float* middle = a.bias + head * a.bias_width + a.bias_width / 2;
@@ -279,7 +279,7 @@ MC_INLINE const float* reversed_bias(const Attention& a, int64_t head, int64_t q
   return scratch;
 }
 
-// What is multiplied of the keys and values of a head.
+// The keys and values of a head as operands of products.
 struct Operands {
   const float *k_along, *k_across, *v_along, *v_across;
 };
@@ -349,7 +349,7 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
     const float* sums = p.sums(a, first + l);
     most[l] = sums[0], part[l] = 1.0f / sums[1];
     const float *g = a.grad + at + l * stride, *o = a.out + at + l * stride;
-    // Of gradients as they are multiplied with values, so that it is the mean of these products.
+    // With gradients rounded as in the products with values, so that this is exactly the mean of those products.
     delta[l] = row_sum(a.channels, [&](int64_t c) { return Words::multiplied(g[c]) * o[c]; });
   }
   products_with<kOf, Words>(of.k_along, r, a.channels, r.queries, b, r.scores);
@@ -401,7 +401,8 @@ void attend_backward(const Attention& a, const Part& p, int64_t first, const flo
   for (int64_t l = 0; l < b.count; l++) move(r.out + l * r.width, a.channels, a.dq + at + l * stride);
 }
 
-// out of queries [query, query + queries) over keys [key, key + keys), of the heads that share key head `group`.
+// Computes out for queries [query, query + queries) and keys [key, key + keys) in the heads that share key head
+// `group`.
 template <class Words>
 void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                float* scratch) {
@@ -422,9 +423,9 @@ void attention(const Attention& a, int64_t query, int64_t queries, int64_t key, 
   }
 }
 
-// What the gradient a.grad of a.out is of q, k and v, and of the bias: dbias, (heads, queries + keys - 1), of query
-// minus key, from 1 - keys on; null without a bias. dsegment_bias: (heads, segment_width), to which this sequence's is
-// added; or null.
+// The gradients of q, k, v and the bias for a.grad, the gradient of a.out. dbias: (heads, queries + keys - 1), by query
+// minus key, from 1 - keys on; null without a bias. dsegment_bias: (heads, segment_width), to which this sequence adds;
+// or null.
 template <class Words>
 void attention_backward(const Attention& a, int64_t query, int64_t queries, int64_t key, int64_t keys, int64_t group,
                         float* dbias, float* dsegment_bias, float* scratch) {

@@ -14,10 +14,10 @@
 namespace modelcenter {
 namespace {
 
-constexpr int64_t kStreamed = 1 << 23;  // parameters in one call from which on their state cannot stay in a cache
+constexpr int64_t kStreamed = 1 << 23;  // parameters in one call whose states no longer fit the caches
 
-// Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region; backwards:
-// each thread begins with the last of its own.
+// Cuts tensors of these sizes into chunks and runs body(tensor, begin, end) for each, in one parallel region.
+// backwards: each thread begins with its last chunk.
 template <class Sizes, class Body>
 void for_chunks(size_t count, const Sizes& size, const Body& body, int64_t chunk = kChunk, bool backwards = false) {
   std::vector<int64_t> first(count + 1, 0);
@@ -70,8 +70,8 @@ void step(int rule, const Tensors& p, const Tensors& g, const Tensors& m, const 
     }, kChunk / kQuantBlock);
     return;
   }
-  // Where there is a factor, something went over the gradients before, and has left the last in the caches: then a step
-  // goes backwards. By itself it is a little faster in the order of memory.
+  // If there is a factor, an earlier pass over the gradients has left the last ones in the caches, so the step goes
+  // backwards. Otherwise the order of memory is a little faster.
   const auto update = kernels().update[rule];
   for_chunks(p.size(), [&](size_t i) { return call.slabs[i].n; }, [&](size_t i, int64_t begin, int64_t end) {
     update(call.slabs[i], call.types, scalars[i], scale, salts[i], begin, end);
@@ -91,7 +91,7 @@ void grad_norm_sq(Tensors g, Tensor out, int64_t) {
     data[i] = (const char*)g[i].const_data_ptr();
     first[i + 1] = first[i] + (sizes[i] + kChunk - 1) / kChunk;
   }
-  // One sum for each chunk, added up in order: the threads do not show.
+  // One sum per chunk, added in order, so that the result does not depend on the threads.
   std::vector<double> sums((size_t)first[g.size()], 0.0);
   for_chunks(g.size(), [&](size_t i) { return sizes[i]; }, [&](size_t i, int64_t begin, int64_t end) {
     const char* from = data[i] + begin * size_of(types[i]);
@@ -150,7 +150,7 @@ void dropout(Tensor out, Tensor x, std::optional<Tensor> residual, std::optional
   const char* from = (const char*)x.const_data_ptr();
   const char* add = residual ? (const char*)residual->const_data_ptr() : nullptr;
   const int64_t size = size_of((int)type);
-  // Long rows are cut, so that one row occupies all threads too; short ones are taken several at a time.
+  // Long rows are cut, so that even a single row occupies all threads; short ones are taken several at a time.
   const int64_t parts = (channels + kChunk - 1) / kChunk, grain = std::max((int64_t)1, 2 * kChunk / channels);
   torch::stable::parallel_for(0, rows * parts, grain, [&](int64_t begin, int64_t end) {
     FlushDenormals flush;
@@ -186,7 +186,7 @@ void rotate(const Rotation& job, const Tensor&, int64_t) {
   }, std::max((int64_t)1, kChunk / width));
 }
 
-constexpr int64_t kRows = 32;  // that a thread takes at a time; also the unit of the order in which dweight is added up
+constexpr int64_t kRows = 32;  // rows that a thread takes at a time; dweight is summed in units of this size
 
 void norm(const NormJob& job, const Tensor&, int64_t) {
   STD_TORCH_CHECK(job.type == kFloat, "x must hold fp32 numbers");
@@ -212,7 +212,7 @@ void norm_backward(const NormBackwardJob& job, const Tensor&, int64_t) {
   }
 }
 
-constexpr int64_t kWidened = 8;  // rows of 16-bit logits for which a thread has memory for one in fp32
+constexpr int64_t kWidened = 8;  // rows of 16-bit logits per chunk, which share memory for one row in fp32
 
 void cross_entropy(Tensor logits, Tensor loss, Tensor targets, std::optional<Tensor> count, double scale,
                    double smoothing, bool train, int64_t) {
@@ -324,7 +324,7 @@ STABLE_TORCH_LIBRARY(modelcenter, m) {
   m.def(
       "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, int head_dim, bool interleaved, bool back, int stream)"
       " -> (Tensor, Tensor)");
-  // Of CUDA alone.
+  // CUDA only.
   m.def("column_sums(Tensor x, int stream) -> Tensor");
 }
 

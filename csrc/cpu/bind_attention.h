@@ -1,4 +1,4 @@
-// Attention of packed sequences: what is checked, and how sequences and heads are shared among threads.
+// Attention of packed sequences: checks of the arguments, and the distribution of sequences and heads to threads.
 #pragma once
 #include <cmath>
 #include <memory>
@@ -9,12 +9,12 @@
 namespace modelcenter {
 namespace {
 
-// A call's arguments, and the sequences and key heads that a thread works on at a time.
+// The arguments of a call, and its units: a sequence and a key head each, which a thread processes at a time.
 struct AttentionCall {
   Attention a{};
   std::vector<int64_t> queries, keys;  // where each sequence begins
-  std::vector<int64_t> cost;           // of all units before each
-  std::vector<int64_t> kinds, rules;   // by segments: kinds of each sequence, and the rules of those before it
+  std::vector<int64_t> cost;           // of all units before each unit
+  std::vector<int64_t> kinds, rules;   // with segments: kinds of each sequence, and where its rules begin
   bool rounds = false;
 
   int64_t units() const { return (int64_t)cost.size() - 1; }
@@ -39,7 +39,7 @@ struct AttentionHeads {
   bool causal;
   int64_t window;
   double cap;
-  bool may_round;  // numbers to bf16 before they are multiplied, where that is faster
+  bool may_round;  // numbers may be rounded to bf16 before they are multiplied, if that is faster
 };
 
 struct AttentionDraw {
@@ -56,7 +56,7 @@ inline const int32_t* integers(const Tensor& t, const char* name, int64_t numel)
   return (const int32_t*)t.const_data_ptr();
 }
 
-// Segments, as in kernels.h; counts: how many kinds each sequence has, whose rules lie one behind the other.
+// Segments, see kernels.h. counts: the number of kinds of each sequence; the sequences' rules are adjacent.
 inline void check_segments(AttentionCall& call, Arrays& arrays, const AttentionSegments& s) {
   Attention& a = call.a;
   STD_TORCH_CHECK(s.rules && s.counts, "kinds needs rules and counts");
@@ -123,12 +123,12 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
     longest = std::max(longest, std::max(n, m));
     STD_TORCH_CHECK((!h.causal && !h.window) || n == m, "sequence ", i, " has ", n, " queries and ", m,
                     " keys: causal attention, and that of a window, is of a sequence to itself");
-    // Rows are moved and worked on in blocks of 32 or 16 queries.
+    // Rows are moved and processed in blocks of 32 or 16 queries.
     const int64_t near = h.window > 0 && h.window < m / 2 ? std::min(m, (2 - h.causal) * h.window + 32) : m;
     const int64_t cost = ((n + 15) / 16 * 16 + 16) * (near + 16) * (a.heads / a.kv_heads);
     for (int64_t g = 0; g < a.kv_heads; g++) call.cost.push_back(call.cost.back() + cost);
   }
-  if (a.window >= longest) a.window = 0;  // and it may be as large as a number can be
+  if (a.window >= longest) a.window = 0;  // it may be as large as int64 allows
   if (bias) {
     STD_TORCH_CHECK(bias->dim() == 2 && bias->size(0) == a.heads && bias->size(1) >= 2 * longest - 1,
                     "bias must be (", a.heads, ", ", 2 * longest - 1, " or more)");
@@ -139,8 +139,8 @@ inline AttentionCall check_attention(Arrays& arrays, const Tensor& q, const Tens
   return call;
 }
 
-// Runs body(arguments, query, queries, key, keys, group, sequence, scratch) for each sequence and key head: where its
-// queries and keys begin, and how many they are. Which thread does it shows in no bit.
+// Runs body(arguments, query, queries, key, keys, group, sequence, scratch) for each sequence and key head, with the
+// first query and key and their numbers. Results do not depend on the thread.
 template <class Body>
 void each_unit(const AttentionCall& call, bool backward, const Body& body) {
   constexpr int64_t kLeast = 1 << 15;  // cost that is worth a thread
@@ -163,7 +163,7 @@ void each_unit(const AttentionCall& call, bool backward, const Body& body) {
   });
 }
 
-// Zeros for the queries of a sequence without keys, of the heads of a key head.
+// Writes zeros for the queries of a sequence without keys, in the heads of a key head.
 inline void clear_heads(const Attention& a, float* to, int64_t query, int64_t queries, int64_t group) {
   const int64_t share = a.heads / a.kv_heads * a.channels;
   for (int64_t i = query; i < query + queries; i++)
@@ -215,7 +215,7 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> d
   arrays.check();
   const AttentionBackwardKernel attend_backward =
       call.rounds ? rounded()->attention_backward : kernels().attention_backward;
-  // What each sequence adds to dbias and dsegment_bias, added up in their order below: threads do not show.
+  // Each sequence's addends of dbias and dsegment_bias, summed in order below, independent of the threads.
   const int64_t sequences = (int64_t)call.queries.size() - 1;
   std::vector<int64_t> first(1, 0);
   for (int64_t i = 0; slopes && i < sequences; i++)

@@ -1,4 +1,4 @@
-// Transposes, copies and checksums of bytes, and counters that processes share: what is checked before.
+// Transposes, copies and checksums of bytes, and counters shared by processes: checks of the arguments.
 #pragma once
 #include "../core/arguments.h"
 #include "counters.h"
@@ -30,7 +30,7 @@ void transpose(Tensor out, Tensor in, bool past_caches) {
                       in.stride(0), past_caches);
 }
 
-constexpr int64_t kPages = 64 * 1024;  // bytes of them that a thread takes at least
+constexpr int64_t kPages = 64 * 1024;  // the least number of bytes for a thread
 
 int64_t bytes_of(const Tensor& t) { return t.numel() * (int64_t)t.element_size(); }
 

@@ -1,17 +1,17 @@
-// Attention whose scores know the distances of a sequence's tokens: what is checked, and how heads and sequences are
-// shared among threads.
+// Attention whose scores depend on the distances of tokens: checks of the arguments, and the distribution of heads and
+// sequences to threads.
 #pragma once
 #include "bind_attention.h"
 
 namespace modelcenter {
 namespace {
 
-// A call's arguments, and the sequences of a head that one thread works on, one after the other: they share the tables in
-// its memory. The cut depends on the sequences and heads alone, so that the order of sums does.
+// The arguments of a call, and its parts: sequences of a head that one thread processes one after the other, with the
+// same tables in its memory. Parts, and so the order of sums, depend only on the sequences and heads.
 struct DistancesCall : AttentionCall {
-  static constexpr int64_t kParts = 48;  // that all heads are cut into, at least, if there are so many sequences
-  std::vector<int64_t> part, reach;      // where each part begins, and its longest sequence
-  std::vector<int64_t> part_cost;        // of one head's sequences before each part
+  static constexpr int64_t kParts = 48;  // the least number of parts of all heads, if there are so many sequences
+  std::vector<int64_t> part, reach;      // the first sequence of each part, and the length of its longest
+  std::vector<int64_t> part_cost;        // of the sequences of one head before each part
 
   explicit DistancesCall(AttentionCall&& call) : AttentionCall(std::move(call)) {
     const int64_t sequences = (int64_t)queries.size() - 1, cuts = (kParts + a.heads - 1) / a.heads;
@@ -56,7 +56,7 @@ inline DistancesCall check_distances(Arrays& arrays, const Tensor& q, const Tens
 }
 
 // For each head and part: runs body(arguments, first token, tokens, head, scratch) for each of its sequences, and then
-// end_part(arguments, head, part). Which thread does it shows in no bit.
+// end_part(arguments, head, part). Results do not depend on the thread.
 template <class Body, class End>
 void each_part(const DistancesCall& call, bool backward, const Body& body, const End& end_part) {
   constexpr int64_t kLeast = 1 << 15;  // cost that is worth a thread
@@ -78,7 +78,7 @@ void each_part(const DistancesCall& call, bool backward, const Body& body, const
       const int64_t needed = scratch + kernels().distances_scratch(own.reach, own.channels, backward);
       if (needed > size) memory.reset(new float[(size_t)needed + 16]), size = needed;
       float* const aligned = (float*)(((uintptr_t)memory.get() + 63) / 64 * 64);
-      own.tables = aligned + scratch;  // whole lines both
+      own.tables = aligned + scratch;  // both begin at cache lines
       kernels().distances_begin(own, head, backward);
       for (int64_t i = call.part[(size_t)p]; i < call.part[(size_t)p + 1]; i++)
         if (const int64_t n = call.length(call.queries, i)) body(own, call.queries[(size_t)i], n, head, aligned);
@@ -125,7 +125,7 @@ void attention_by_distances_backward(Tensor dq, Tensor dk, Tensor dv, std::optio
   float* to[2] = {dkeys ? arrays.take(*dkeys, "dkeys", numbers, true) : nullptr,
                   dqueries ? arrays.take(*dqueries, "dqueries", numbers, true) : nullptr};
   arrays.check();
-  // What each part adds to the gradients of the tables, added up in their order below: threads do not show.
+  // Each part's addends of the gradients of the tables, summed in order below, independent of the threads.
   std::vector<int64_t> first(1, 0);
   for (int64_t p = 0; p < call.parts(); p++) first.push_back(first.back() + a.heads * call.rows(p) * a.channels);
   std::unique_ptr<float[]> parts[2];

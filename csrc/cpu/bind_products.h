@@ -1,4 +1,4 @@
-// The product of matrices with its operands as they lie: what is checked, and how it is cut among threads.
+// Products of matrices with operands in place: checks of the arguments, and the division among threads.
 #pragma once
 #include <memory>
 
@@ -34,7 +34,7 @@ inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b
   contiguous_rows(out, "out");
   p.b_transposed = b.stride(1) != 1 && b.size(1) != 1;
   STD_TORCH_CHECK(!p.b_transposed || b.stride(0) == 1 || p.depth == 1, "neither rows nor columns of b are contiguous");
-  p.a_transposed = a.stride(0) == 1 && a.stride(1) != 1;  // columns may be one and the same: of a sum's gradient
+  p.a_transposed = a.stride(0) == 1 && a.stride(1) != 1;  // columns may be the same memory, in the gradient of a sum
   STD_TORCH_CHECK(p.a_transposed || a.stride(1) == 1 || p.depth == 1, "neither rows nor columns of a are contiguous");
   p.a_stride = a.stride(p.a_transposed ? 1 : 0), p.b_stride = b.stride(p.b_transposed ? 1 : 0);
   if (sums) {
@@ -51,7 +51,7 @@ inline Product check_product(const Tensor& out, const Tensor& a, const Tensor& b
   return p;
 }
 
-// How many parts the rows are cut into, of `threads` in all: as square as they get, so that the least is packed.
+// Into how many parts the rows are cut, of `threads` parts in all: as square as possible, to pack the least.
 int64_t cuts(int64_t rows, int64_t columns, int64_t threads) {
   int64_t best = 1;
   auto edge = [&](int64_t n) { return (double)rows / (double)n + (double)columns / (double)(threads / n); };
@@ -60,9 +60,9 @@ int64_t cuts(int64_t rows, int64_t columns, int64_t threads) {
   return best;
 }
 
-// The rows of b are shared among the threads, whose numbers have the same bits.
+// The rows of b are divided among the threads; the bits do not depend on their number.
 void multiply_few(const Product& p, int64_t rows) {
-  constexpr int64_t kTogether = 4, kPaying = 1 << 15;  // columns; multiplications for which a thread is worth its start
+  constexpr int64_t kTogether = 4, kPaying = 1 << 15;  // columns; multiplications that are worth starting a thread
   const int64_t groups = (p.columns + kTogether - 1) / kTogether;
   const int64_t most = std::min<int64_t>(groups, torch::stable::get_num_threads());
   const int64_t parts = std::max<int64_t>(1, std::min(most, rows * p.columns * p.depth / kPaying));
@@ -84,7 +84,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::op
   const ProductKernel kernel = may_round && rounded() ? rounded()->product : kernels().product;
   const bool taken = p.b_transposed && !p.a_transposed && !p.add && !p.sums;
   if (taken && rows <= kernels().few_rows) return multiply_few(p, rows);
-  // Cut into parts of whole tiles, one for each thread. A large product has work for all, and the bits are the same.
+  // Cut into parts of whole tiles, one per thread, with the same bits for any number of threads.
   constexpr int64_t kTile = 32;
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t down = cuts(rows, p.columns, threads), across = threads / down;
@@ -102,7 +102,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b, const std::op
   });
 }
 
-// may_round: numbers may be rounded to bf16 before they are multiplied, where that is faster.
+// may_round: numbers may be rounded to bf16 before they are multiplied, if that is faster.
 void product(Tensor out, Tensor a, Tensor b, std::optional<Tensor> sums, bool add, bool may_round) {
   multiply(out, a, b, sums, std::nullopt, add, may_round);
 }

@@ -1,5 +1,5 @@
-// Bytes on their way between files and memory, a part of cpu/kernels.cpp, compiled for each instruction set: transposes
-// of numbers of any kind, the CRC-32 of zip archives, and SHA-256.
+// Operations on bytes between files and memory: transposes of numbers of any type, the CRC-32 of zip archives, and
+// SHA-256; part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
 
 #include <stdint.h>
@@ -18,7 +18,7 @@ typedef uint16_t Words16 __attribute__((vector_size(16)));
 typedef uint32_t Words32 __attribute__((vector_size(16)));
 typedef uint64_t Words64 __attribute__((vector_size(16)));
 
-// The first or the last halves of two vectors, a number of each in turn: one instruction of x86 and of Arm.
+// The first or the last halves of two vectors, interleaved: one instruction on x86 and on Arm.
 MC_INLINE Words16 first_halves(Words16 a, Words16 b) {
   return Words16{a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]};
 }
@@ -42,15 +42,15 @@ MC_INLINE void put_line(void* out, const void* line, bool past_caches) {
   memcpy(out, line, 64);
 }
 
-// The transpose of a square of 64 bytes by as many numbers. It is made in scratch memory of its own, so that each cache
-// line of either side is touched once: lines that lie a power of two apart push each other out of the nearest cache.
+// The transpose of a square of 64 bytes by as many numbers. It is made in scratch memory, so that each cache line of
+// source and target is touched once: lines that are a power of two apart evict each other from the nearest cache.
 template <class Vector, class Word>
 MC_INLINE void transpose_square(Word* out, const Word* in, const Word* next, int64_t out_stride, int64_t in_stride,
                                 bool past_caches) {
   constexpr int kLine = 64 / sizeof(Word), kWords = 16 / sizeof(Word);
   alignas(64) Word scratch[kLine][kLine];
   for (int r = 0; r < kLine; r += kWords) {
-    // No processor guesses that the next square is next, and to wait for it would take longer than all the rest.
+    // Processors do not predict the next square, and waiting for it would take longer than everything else.
     for (int i = 0; i < kWords; i++) __builtin_prefetch(next + (r + i) * in_stride);
     for (int c = 0; c < kLine; c += kWords) {
       Vector rows[kWords], turned[kWords];
@@ -68,7 +68,7 @@ MC_INLINE void transpose_square(Word* out, const Word* in, const Word* next, int
   for (int c = 0; c < kLine; c++) put_line(out + c * out_stride, scratch[c], past_caches);
 }
 
-// Memory that came from a file may begin anywhere: numbers move as bytes.
+// Memory from a file may be unaligned, so numbers are moved as bytes.
 template <class Vector, class Word>
 void transpose_matrix(Word* out, const Word* in, int64_t rows, int64_t columns, int64_t out_stride, int64_t in_stride,
                       bool past_caches) {
@@ -79,7 +79,7 @@ void transpose_matrix(Word* out, const Word* in, int64_t rows, int64_t columns, 
     return;
   }
   past_caches = past_caches && (uintptr_t)out % 32 == 0 && out_stride * sizeof(Word) % 32 == 0;
-  const auto begin = [](int64_t i, int64_t n) { return i + kLine < n ? i : n - kLine; };  // the last ones overlap
+  const auto begin = [](int64_t i, int64_t n) { return i + kLine < n ? i : n - kLine; };  // the last one overlaps
   for (int64_t r = 0; r < rows; r += kLine) {
     const int64_t top = begin(r, rows);
     for (int64_t c = 0; c < columns; c += kLine) {
@@ -106,10 +106,10 @@ void transpose(void* out, const void* in, int size, int64_t rows, int64_t column
   if (size == 8) run(Words64{}, uint64_t{});
 }
 
-// Linux has no more than one page of zeros for all memory that nobody has written, until somebody writes.
+// Linux maps memory that has never been written to a single page of zeros.
 constexpr int64_t kPage = 4096;
 
-// Calls body(offset, bytes) for each page of n bytes that are written at `to`.
+// Calls body(offset, bytes) for the part in each page of n bytes at `to`.
 template <class Body>
 MC_INLINE void for_pages(const uint8_t* to, int64_t n, const Body& body) {
   for (int64_t i = 0; i < n;) {
@@ -131,7 +131,7 @@ void copy_pages(uint8_t* to, const uint8_t* x, int64_t n) {
   });
 }
 
-// The remainder of x^n by the polynomial of CRC-32, the coefficient of x^0 in the highest bit.
+// The remainder of x^n modulo the polynomial of CRC-32, with the coefficient of x^0 in the highest bit.
 constexpr uint32_t power_of_x(int n) {
   uint32_t r = 0x80000000u;
   for (int i = 0; i < n; i++) r = (r >> 1) ^ (r & 1 ? 0xEDB88320u : 0u);
@@ -155,7 +155,7 @@ MC_INLINE uint32_t crc_bytes(uint32_t r, const uint8_t* x, int64_t n) {
 }
 
 #if defined(__PCLMUL__)
-// A vector that, `Bits` further on, leaves the remainder that `x` leaves here.
+// A vector that has the same remainder `Bits` further on as `x` has here.
 template <int Bits>
 MC_INLINE __m128i fold(__m128i x) {
   const __m128i by = _mm_set_epi64x((int64_t)power_of_x(Bits - 32) << 1, (int64_t)power_of_x(Bits + 32) << 1);
@@ -163,8 +163,8 @@ MC_INLINE __m128i fold(__m128i x) {
 }
 #endif
 
-// The CRC-32 of n bytes that follow those whose CRC-32 is `start`. Remainders of polynomials by carry-less products
-// (Gopal et al., "Fast CRC computation using PCLMULQDQ", Intel 2009).
+// The CRC-32 of n bytes that follow bytes with the CRC-32 `start`, by carry-less products of polynomials (Gopal et al.,
+// "Fast CRC computation using PCLMULQDQ", Intel 2009).
 uint32_t crc32(uint32_t start, const uint8_t* x, int64_t n) {
   uint32_t r = ~start;
 #if defined(__PCLMUL__)
@@ -199,8 +199,8 @@ alignas(16) constexpr uint32_t kRounds[64] = {  // FIPS 180-4, 4.2.2
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
-// The states of `kStreams` SHA-256 after that many more blocks of 64 bytes of each. A round of the processor's own
-// instructions waits for the one before it as long as a round of another stream takes, so two cost no more than one.
+// Advances the states of `kStreams` SHA-256 by that many blocks of 64 bytes each. A round of the processor's own
+// instructions waits for the round before as long as a round of another stream takes, so two cost no more than one.
 template <int kStreams>
 __attribute__((target("sha"))) void sha256_blocks(uint32_t* const* states, const uint8_t* const* x, int64_t blocks) {
   const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
@@ -227,7 +227,7 @@ __attribute__((target("sha"))) void sha256_blocks(uint32_t* const* states, const
         abef[s] = _mm_sha256rnds2_epu32(abef[s], cdgh[s], _mm_shuffle_epi32(sum, 0x0E));
         const __m128i sigma = _mm_add_epi32(_mm_sha256msg1_epu32(now, w[s][(r + 1) % 4]),
                                             _mm_alignr_epi8(last, w[s][(r + 2) % 4], 4));
-        now = _mm_sha256msg2_epu32(sigma, last);  // of 16 rounds later; the last four go unused
+        now = _mm_sha256msg2_epu32(sigma, last);  // for 16 rounds later; the last four are unused
       }
     }
     for (int s = 0; s < kStreams; s++) {
@@ -242,7 +242,7 @@ __attribute__((target("sha"))) void sha256_blocks(uint32_t* const* states, const
 }
 #endif
 
-// Whether this processor has instructions for SHA-256; if so, two states have gone on by whole blocks of bytes.
+// Advances two states by whole blocks of bytes; false if this processor has no instructions for SHA-256.
 bool sha256(uint32_t* first, const uint8_t* x, int64_t n, uint32_t* second, const uint8_t* y, int64_t m) {
 #if defined(__PCLMUL__)
   static const bool found = [] {

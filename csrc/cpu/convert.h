@@ -1,4 +1,4 @@
-// fp32 numbers from those of other types and back, a part of cpu/kernels.cpp, compiled for each instruction set.
+// Conversions between fp32 and other types; part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
 #include <string.h>
 #if defined(__AVX2__)
@@ -11,8 +11,8 @@
 namespace modelcenter {
 namespace {
 
-// A CPU foresees what comes within a page of an array, and waits where the next one begins: so memory is asked for before
-// it is read, where an array is gone through kAhead bytes before.
+// A CPU prefetches within a page of an array, and waits at the beginning of the next one, so loops over arrays prefetch
+// kAhead bytes ahead.
 constexpr int64_t kAhead = 1024;
 MC_INLINE void ask_for(const void* p, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char*)p + line);
@@ -24,7 +24,7 @@ MC_INLINE void ask_ahead(const Number* p, int64_t n) {
 
 constexpr int64_t kStrip = 64;
 
-// body(first, one behind the last) for strips of n numbers.
+// Calls body(begin, end) for strips of n numbers.
 template <class Body>
 MC_INLINE void in_strips(int64_t n, const Body& body) {
   int64_t i = 0;
@@ -32,7 +32,7 @@ MC_INLINE void in_strips(int64_t n, const Body& body) {
   if (i < n) body(i, n);
 }
 
-// Numbers that are worked on together: their fp32 values stay in the first cache.
+// Numbers that are processed together: their fp32 values stay in the first cache.
 constexpr int64_t kBlock = 512;
 template <class F>
 MC_INLINE void each(int64_t n, const F& body) {
@@ -95,14 +95,14 @@ MC_INLINE bool has_bits(const void* of, int64_t n) {
   return false;
 }
 
-// Whether there is none in n bytes of numbers of 16 or 32 bits. Of most that are not zeros, the first one tells.
+// Whether n bytes of 16- or 32-bit numbers are all zero. If not, mostly the first one tells.
 MC_INLINE bool are_zeros(const void* x, int64_t n) {
   uint16_t first;
   memcpy(&first, x, sizeof(first));
   return !first && !has_bits(x, n);
 }
 
-// fp32 numbers where they are, others in `scratch`.
+// fp32 numbers in place, others converted in `scratch`.
 MC_INLINE float* floats(const void* base, int type, int64_t i, float* scratch, int64_t n) {
   if (type == kFloat) return (float*)base + i;
   to_floats(place(base, type, i), type, scratch, n);

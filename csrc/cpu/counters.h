@@ -1,4 +1,4 @@
-// Counters in memory that processes share: one process counts up, others wait. Of Linux.
+// Counters in shared memory: one process counts up, others wait. Linux only.
 #pragma once
 #include <linux/futex.h>
 #include <stdint.h>
@@ -10,22 +10,22 @@
 
 namespace modelcenter {
 
-// A futex is a word of 4 bytes: the lower half of a counter.
+// A futex is a 4-byte word: the lower half of a counter.
 inline const uint32_t* futex_of(const int64_t* counter) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the lower half comes first");
   return (const uint32_t*)counter;
 }
 
-// Whoever sees the new value sees all that this thread has written before.
+// A process that sees the new value also sees everything that this thread wrote before.
 inline void set_counter(int64_t* counter, int64_t value) {
   __atomic_store_n(counter, value, __ATOMIC_RELEASE);
   syscall(SYS_futex, futex_of(counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Whether the counter reaches a value within so many milliseconds. A short time awake saves most waits a sleep; longer,
-// it would take the processor from the one that is waited for.
+// Whether the counter reaches a value within so many milliseconds. Polling briefly saves most waits a sleep; polling
+// longer would take the processor from the process that is waited for.
 inline bool wait_for_counter(const int64_t* counter, int64_t value, int64_t milliseconds) {
-  constexpr int kAwake = 2000;  // looks
+  constexpr int kAwake = 2000;  // polls
   for (int i = 0; i < kAwake; i++)
     if (__atomic_load_n(counter, __ATOMIC_ACQUIRE) >= value) return true;
   timespec now;
@@ -38,7 +38,7 @@ inline bool wait_for_counter(const int64_t* counter, int64_t value, int64_t mill
     const int64_t left = end - (now.tv_sec * 1000000000 + now.tv_nsec);
     if (left <= 0) return false;
     const timespec most = {left / 1000000000, left % 1000000000};
-    // Returns at once if the counter has moved since.
+    // Returns at once if the counter has changed since.
     syscall(SYS_futex, futex_of(counter), FUTEX_WAIT, (uint32_t)found, &most, nullptr, 0);
   }
 }

@@ -1,10 +1,10 @@
-// What the distance between a query and a key adds to their score, a part of cpu/kernels.cpp, compiled for each
-// instruction set: the query's product with the vector that one table has for the distance, and the key's with that of
-// another, as in DeBERTa (He et al. 2020, arXiv:2006.03654, section 3.1).
+// The terms that the distance between a query and a key adds to their score: the query's product with a table's vector
+// for the distance, and the key's product with that of another table, as in DeBERTa (He et al. 2020, arXiv:2006.03654,
+// section 3.1). Part of cpu/kernels.cpp, compiled for each instruction set.
 //
-// All are products of tiles. Those of queries are made for each distance that a block has, and their diagonals are what
-// is added; those of 8 keys for the few distances that these have from a block. Backward needs no diagonals: an operand
-// of a tile whose rows are one number further apart goes along them.
+// All are products of tiles. Queries are multiplied with the vectors of all distances in a block, and the diagonals of
+// the result are added; keys are multiplied 8 at a time, with the few distances that they have from a block. Backward
+// needs no diagonals: an operand of a tile whose rows are one number further apart runs along them.
 #pragma once
 
 #include "attention_blocks.h"
@@ -12,20 +12,20 @@
 namespace modelcenter {
 namespace {
 
-constexpr int64_t kPanel = 16;   // distances whose vectors lie transposed, next to each other
-constexpr int64_t kMargin = 64;  // rows of zeros on either side of a table, where blocks and tiles reach beyond it
+constexpr int64_t kPanel = 16;   // distances whose vectors are transposed together
+constexpr int64_t kMargin = 64;  // rows of zeros on either side of a table, for blocks and tiles that extend beyond it
 constexpr int64_t kBeyond = 40;  // rows of zeros on either side of a block's gradients; on either side of its lanes:
 constexpr int64_t kAside = 8;
 
-// A head's tables for sequences of up to `reach` tokens, in a thread's memory: arrays, one after the other. Row d of a
+// A head's tables for sequences of up to `reach` tokens, as consecutive arrays in the memory of a thread. Row d of a
 // table is for a key d places after its query.
 struct Tables {
   int64_t reach, width, channels;
   float *keys, *queries;    // rows of `width` numbers
-  float* panels;            // `queries`, transposed, of the query's place minus the key's
-  float* products;          // of a block's distances and lanes
+  float* panels;            // `queries`, transposed, by query minus key
+  float* products;          // by distances and lanes of a block
   float *dkeys, *dqueries;  // the gradients of the tables
-  float* slopes;            // the gradients of a block's scores, in the middle of zeros
+  float* slopes;            // the gradients of a block's scores, surrounded by zeros
   int64_t numbers;
 
   Tables(float* memory, int64_t reach_, int64_t channels_, bool backward)
@@ -44,7 +44,7 @@ struct Tables {
   }
   MC_INLINE int64_t rows() const { return 2 * (reach + kMargin) - 1; }
   MC_INLINE int64_t row(int64_t distance) const { return (distance + reach - 1 + kMargin) * width; }
-  // Where the first difference of query and key is that has a place in the panels, and how many panels there are.
+  // The least difference of query and key in the panels, and the number of panels.
   MC_INLINE int64_t least() const { return -whole(reach, kPanel); }
   MC_INLINE int64_t panel_count() const { return (reach + kMargin - kPanel - least()) / kPanel; }
 };
@@ -55,7 +55,7 @@ int64_t distances_scratch(int64_t reach, int64_t channels, bool backward) {
 
 MC_INLINE Tables tables_of(const Attention& a, bool backward) { return {a.tables, a.reach, a.channels, backward}; }
 
-// Of one head, from (table_rows, heads * channels), with zeros around them.
+// Copies one head of a table (table_rows, heads * channels), with zeros around it.
 MC_INLINE void copy_table(const Attention& a, const Tables& t, const float* table, int64_t head, float* to) {
   const int64_t stride = a.heads * a.channels, rows = 2 * t.reach - 1;
   clear(to, kMargin * t.width);
@@ -63,7 +63,7 @@ MC_INLINE void copy_table(const Attention& a, const Tables& t, const float* tabl
             rows + kMargin, to + kMargin * t.width);
 }
 
-// Makes a.tables, for sequences of up to a.reach tokens, from a head's tables; of no gradients yet.
+// Fills a.tables, for sequences of up to a.reach tokens, from a head's tables; their gradients are zero.
 void distances_begin(const Attention& a, int64_t head, bool backward) {
   const Tables t = tables_of(a, backward);
   if (a.of_keys) copy_table(a, t, a.of_keys, head, t.keys);
@@ -78,7 +78,7 @@ void distances_begin(const Attention& a, int64_t head, bool backward) {
   clear(t.dqueries, t.rows() * t.width);
 }
 
-// The gradients of the tables, of 2 * a.reach - 1 distances; null: not asked for.
+// The gradients of the tables for 2 * a.reach - 1 distances; null: not wanted.
 void distances_end(const Attention& a, float* dkeys, float* dqueries) {
   const Tables t = tables_of(a, true);
   float* const to[2] = {dkeys, dqueries};
@@ -87,7 +87,7 @@ void distances_end(const Attention& a, float* dkeys, float* dqueries) {
       move((which ? t.dqueries : t.dkeys) + t.row(d), t.channels, to[which] + (d + t.reach - 1) * t.channels);
 }
 
-// Of each number: y's where its lane's number has the bit kBit, else x's.
+// For each lane: y if its number has the bit kBit, else x.
 template <int kBit>
 MC_INLINE Vector choose(Vector x, Vector y) {
   constexpr unsigned kLanesOf = kBit == 8 ? 0xFF00u : kBit == 4 ? 0xF0F0u : kBit == 2 ? 0xCCCCu : 0xAAAAu;
@@ -101,11 +101,11 @@ MC_INLINE Vector choose(Vector x, Vector y) {
 #endif
 }
 
-// Rows of vectors, each lane of which is taken from so many rows before as its number has the bit kBit, and the lower.
+// Shears rows of vectors: shifts each lane by as many rows as the bits of its number up to kBit say.
 template <int kBit>
 MC_INLINE void shear(Vector (&x)[2 * kNumbersEach - 1]) {
   if constexpr (kBit > 0) {
-    constexpr int kFirst = kNumbersEach - kBit;  // of the rows that are still needed
+    constexpr int kFirst = kNumbersEach - kBit;  // of the rows still needed
 #pragma GCC unroll 32
     for (int s = 2 * kNumbersEach - 2; s >= kFirst; s--) x[s] = choose<kBit>(x[s], x[s - kBit]);
     shear<kBit / 2>(x);
@@ -162,13 +162,13 @@ MC_INLINE void add_distances(const Attention& a, const Tables& t, const Block<kO
   if (a.of_queries) add_products_of_keys(t, b, keys, scores);
 }
 
-// What a block's gradients of products, slopes (keys, lanes), are to the tables, to keys and to queries: added to the
-// gradients of tables, to dk (keys, width) and to dq (lanes, width). keys: (keys, width).
+// Adds the gradients that a block's gradients of products, slopes (keys, lanes), give to the tables, to keys, dk (keys,
+// width), and to queries, dq (lanes, width). keys: (keys, width).
 template <int64_t kOf>
 MC_INLINE void add_gradients_of_distances(const Attention& a, const Tables& t, const Block<kOf>& b, const float* slopes,
                                           const Rows& queries, const float* keys, float* dk, float* dq) {
   constexpr int64_t kStride = kOf + 2 * kAside;
-  const int64_t low = b.begin - b.first - (kOf - 1), high = b.end - b.first;  // distances [low, high) there are
+  const int64_t low = b.begin - b.first - (kOf - 1), high = b.end - b.first;  // the distances [low, high)
   float* next = t.slopes;
   clear(next, kBeyond * kStride);
   next += kBeyond * kStride;

@@ -1,4 +1,4 @@
-// Dropout of a run of channels of one token; a part of cpu/kernels.cpp, compiled for each instruction set.
+// Dropout of a range of channels of one token; part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
 #include "../core/random.h"
 #include "convert.h"
@@ -9,12 +9,12 @@ namespace {
 using Words = uint32_t[4][kDropoutLanes];
 
 #if defined(__AVX512F__)
-// A counter's four words are in 64-bit lanes, of which the multiplication reads the lower half: what is above is left
-// there. Even counters are in one vector, odd ones in another.
+// The four words of a counter are in 64-bit lanes, of which the multiplication reads the lower half, so the upper half
+// is not cleared. Even counters are in one vector, odd ones in another.
 struct Wide {
   using V = __m512i;
-  static constexpr int kCounters = 16;  // of a pair of vectors
-  static constexpr int kPairs = 2;      // whose words are worked out together: they fit the registers
+  static constexpr int kCounters = 16;  // in a pair of vectors
+  static constexpr int kPairs = 2;      // computed together: they fit the registers
   MC_INLINE static V all(uint64_t x) { return _mm512_set1_epi64((long long)x); }
   MC_INLINE static V even() { return _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0); }
   MC_INLINE static V add(V a, V b) { return _mm512_add_epi64(a, b); }
@@ -42,8 +42,8 @@ struct Wide {
 #endif
 
 #if defined(__AVX512F__) || defined(__AVX2__)
-// The words of the counters a, b, c, e, in vectors of 64-bit lanes, of each pair the even ones in the first, from `to`
-// on in each row of words.
+// The words of the counters (a, b, c, e), in vectors of 64-bit lanes, with even counters in the first vector of each
+// pair; written from `to` on in each row of words.
 template <int kVectors, int kCount>
 MC_INLINE void rounds(const Draw& d, Wide::V (&a)[kVectors], Wide::V (&b)[kVectors], Wide::V (&c)[kVectors],
                       Wide::V (&e)[kVectors], uint32_t (&words)[4][kCount], int to) {
@@ -97,7 +97,7 @@ MC_INLINE void draw(const Draw& d, uint64_t token, uint32_t block, Words& words)
 #endif
 }
 
-// The words of one counter of the first `count` of so many tokens; those of others may be written too.
+// The words of one counter for the first `count` of the tokens; those of the others may be written, too.
 template <int64_t kTokens>
 MC_INLINE void draw_tokens(const Draw& d, const uint64_t (&tokens)[kTokens], int64_t count, uint32_t counter,
                            uint32_t (&words)[4][kTokens]) {
@@ -110,7 +110,7 @@ MC_INLINE void draw_tokens(const Draw& d, const uint64_t (&tokens)[kTokens], int
     for (int i = 0; i < kVectors; i++) {
       uint64_t low[kLanes], high[kLanes];
       for (int k = 0; k < kLanes; k++) {
-        // even ones are in one vector, odd ones in another
+        // even tokens are in one vector, odd ones in another
         const uint64_t token = tokens[at + i / 2 * 2 * kLanes + 2 * k + i % 2];
         low[k] = (uint32_t)token;
         high[k] = token >> 32;
@@ -131,7 +131,7 @@ MC_INLINE void draw_tokens(const Draw& d, const uint64_t (&tokens)[kTokens], int
 #endif
 }
 
-// 16 channels. Loops that a compiler unrolls before it looks for vectors are not made into vectors.
+// 16 channels. Compilers do not vectorise loops that they have unrolled before.
 MC_INLINE void keep(const uint32_t* __restrict words, const int half, uint32_t threshold, float scale,
                     const float* __restrict x, float* __restrict out) {
 #pragma GCC unroll 1
@@ -177,7 +177,7 @@ void dropout(const Draw& d, int64_t i, const void* x, const void* residual, void
         }
       }
     } else if (skipped % kDropoutLanes == 0) {
-      // A short row: whole vectors, the last of them with room behind it.
+      // A short row: whole vectors, the last of them padded.
       alignas(64) float last_x[kDropoutLanes] = {}, last_r[kDropoutLanes] = {}, last_out[kDropoutLanes];
       for (int64_t k = 0; k < n; k += kDropoutLanes) {
         const int group = (int)((skipped + k) / kDropoutLanes);

@@ -1,9 +1,9 @@
-// Products of a few rows with a transposed matrix, as generation has them: a part of cpu/kernels.cpp, compiled for each
+// Products of a few rows with a transposed matrix, as in generation; part of cpu/kernels.cpp, compiled for each
 // instruction set.
 //
-// With so few rows to pack the matrix, as products.h does, takes longer than to multiply with it, so it is read where it
-// lies, four of its rows at a time, by all rows of a while they are in the caches. Each number of the result is summed in
-// the same order whatever is beside it: its bits depend neither on the batch nor on the number of threads.
+// With so few rows, packing the matrix, as in products.h, takes longer than multiplying, so it is read in place, four
+// of its rows at a time, by all rows of a while they are in the caches. Each element of the result is summed in the
+// same order, so its bits depend neither on the batch nor on the number of threads.
 #pragma once
 
 #include "convert.h"
@@ -13,10 +13,10 @@
 namespace modelcenter {
 namespace {
 
-constexpr int64_t kOfMatrix = 4, kOfRows = 3;  // taken together: their sums are in 12 of the 16 registers of AVX2
-constexpr int64_t kStretch = 1024;             // numbers of a row: those of seven rows are in the L1
+constexpr int64_t kOfMatrix = 4, kOfRows = 3;  // rows taken together: their sums are in 12 of the 16 registers of AVX2
+constexpr int64_t kStretch = 1024;             // elements of a row: those of seven rows fit the L1 cache
 #if defined(__AVX512F__)
-constexpr int64_t kFewRows = 0;  // not measured: oneDNN multiplies them there
+constexpr int64_t kFewRows = 0;  // not measured: oneDNN is used there
 #else
 constexpr int64_t kFewRows = 48;
 #endif
@@ -46,8 +46,8 @@ MC_INLINE Four sums_of(const Eight* x) {
 #endif
 }
 
-// out = the products of kA rows of a with kB of b over `depth` numbers, added to what `out` holds or not, or to a bias,
-// which may be null. kFirst: b has not been read yet, so the rows behind these are asked for.
+// out = the products of kA rows of a with kB of b over `depth` elements, added to `out`, or to a bias, which may be
+// null. kFirst: b has not been read yet, so its next rows are prefetched.
 template <int kA, int kB, bool kFirst>
 MC_INLINE void multiply_rows(const Product& p, const float* a, const float* b, int64_t depth, float* out,
                              const float* bias, bool add) {
@@ -80,7 +80,7 @@ MC_INLINE void multiply_rows(const Product& p, const float* a, const float* b, i
   }
 }
 
-// The same of all rows of a.
+// `multiply_rows` for all rows of a.
 template <int kB>
 MC_INLINE void multiply_all(const Product& p, int64_t rows, const float* a, const float* b, int64_t depth, float* out,
                             const float* bias, bool add) {

@@ -1,5 +1,6 @@
-// Compiled once for each instruction set, with its flags and MC_ISA as its name. Includes nothing that could leave
-// inline functions of this instruction set in other code, so everything but one table is internal.
+// Compiled once for each instruction set, with its flags and its name in MC_ISA. Other code must not get inline
+// functions that were compiled for this instruction set, so everything but one table is internal, and headers that
+// could leave some are not included.
 #include "kernels.h"
 
 #include "../core/quantize.h"
@@ -26,9 +27,9 @@ MC_INLINE void formula(const Scalars s, float scale, const float* __restrict g, 
   }
 }
 
-// Cuts elements [first, first + n) of a shard into runs whose places in the whole tensor follow one another and share
-// their upper 32 bits, and calls body(offset, length, lower bits of the first, upper bits) for each: arithmetic in 32
-// bits takes half the vectors.
+// Cuts elements [first, first + n) of a shard into runs whose places in the whole tensor are consecutive and share
+// their upper 32 bits, and calls body(offset, length, lower bits of the first, upper bits) for each: 32-bit arithmetic
+// takes half as many vectors.
 template <class Body>
 MC_INLINE void for_runs(const Place& place, int64_t first, int64_t n, const Body& body) {
   for (int64_t i = 0; i < n;) {
@@ -41,7 +42,7 @@ MC_INLINE void for_runs(const Place& place, int64_t first, int64_t n, const Body
   }
 }
 
-// The fp32 values of parameters: where they are, or in `scratch`.
+// The fp32 values of parameters, in place or in `scratch`.
 MC_INLINE float* values(const Slab& slab, const Types& types, int64_t i, float* __restrict scratch, int64_t n) {
   if (types.mode == kPlain) return (float*)slab.p + i;
   if (types.mode == kMaster) return (float*)slab.aux + i;
@@ -55,7 +56,7 @@ MC_INLINE float* values(const Slab& slab, const Types& types, int64_t i, float* 
   return scratch;
 }
 
-// Writes to the parameters what their values have become.
+// Writes the new values to the parameters.
 MC_INLINE void keep_values(const Slab& slab, const Types& types, int64_t i, const float* __restrict w, uint32_t salt,
                            int64_t n) {
   uint16_t* __restrict p = (uint16_t*)slab.p + i;
@@ -79,19 +80,19 @@ MC_INLINE void store(uint16_t& to, float x) { to = to_bf16(x); }
 MC_INLINE uint32_t bits(float x) { return bits_of(x); }
 MC_INLINE uint32_t bits(uint16_t x) { return x; }
 
-// Whether no gradient has reached n parameters yet: a row of a table that no text has looked up, say. A step then has only
-// to decay them: where moments are zeros that nobody has written, they take neither memory nor time to read it. One loop
-// for all arrays: `are_zeros` of one after the other takes a tenth to a quarter longer for a table.
+// Whether no gradient has reached n parameters yet, such as a row of a table that has not been looked up. A step then
+// only decays them: moments that have never been written take no memory, nor time to read it. One loop covers all
+// arrays: calling `are_zeros` for each takes a tenth to a quarter longer for a table.
 template <class Formula, class Gradient, class Moment>
 MC_INLINE bool untouched(const Gradient* __restrict g, const Moment* __restrict m, const Moment* __restrict v,
                          int64_t n) {
-  if (bits(g[0])) return false;  // of most others, too
+  if (bits(g[0])) return false;  // mostly, if some are not zero
   uint32_t some = 0;
   for (int64_t i = 0; i < n; i++) some |= bits(g[i]) | bits(m[i]) | (Formula::kMoments == 2 ? bits(v[i]) : 0);
   return !some;
 }
 
-// Without decay nothing changes but denormals, and nothing is written.
+// Without decay only denormals change, and without these nothing is written.
 MC_INLINE void decay(float* __restrict w, float by, int64_t n) {
   uint32_t changed = 0;
   for (int64_t i = 0; i < n; i++) changed |= bits(w[i] * by) ^ bits(w[i]);
@@ -99,7 +100,7 @@ MC_INLINE void decay(float* __restrict w, float by, int64_t n) {
   for (int64_t i = 0; i < n; i++) w[i] *= by;
 }
 
-// Steps in one pass over memory, without the scratch, through which numbers pass more slowly than through memory.
+// Steps in one pass over memory, without scratch memory, which would be slower than memory itself.
 
 // Elements [begin, end) in fp32.
 template <class Formula>
@@ -122,7 +123,7 @@ MC_INLINE void plain(const Slab& slab, const Scalars s, float scale, int64_t beg
   });
 }
 
-// n elements from i on of parameters in bf16 whose fp32 values are not in memory.
+// n elements from i on of bf16 parameters whose fp32 values are not in memory.
 template <class Formula, class Moment, bool kRandomly>
 MC_INLINE void one_pass(const Slab& slab, const Scalars s, float scale, int64_t i, int64_t n, uint32_t salt,
                         uint32_t low_place, uint32_t high_place) {
@@ -188,8 +189,8 @@ MC_INLINE void masters(const Slab& slab, const Scalars s, float scale, int64_t i
 
 constexpr int64_t kRun = 256;
 
-// Parameters beside masters are only written: a store past the caches saves reading the line first, which is 2 of the 30
-// bytes that a step moves for a parameter. Lines are written whole.
+// Parameters with masters are only written: stores that bypass the caches save reading the line first, which is 2 of
+// the 30 bytes that a step moves per parameter. Lines are written whole.
 template <class Formula, class Gradient, class Moment>
 MC_INLINE void all_masters(const Slab& slab, const Scalars s, float scale, int64_t begin, int64_t end, bool stream) {
   uint16_t* p = (uint16_t*)slab.p;
@@ -226,7 +227,7 @@ MC_INLINE bool in_one_pass(const Slab& slab, const Types& types, const Scalars& 
     all_masters<Formula, uint16_t, Moment>(slab, s, scale, begin, end, types.stream);
   } else if (types.mode == kRemainder) {
     one_pass<Formula, Moment, false>(slab, s, scale, begin, end - begin, 0, 0, 0);
-  } else if (types.mode == kRandom && slab.place.inner >= kBlock) {  // short runs would be no vectors
+  } else if (types.mode == kRandom && slab.place.inner >= kBlock) {  // short runs would not fill vectors
     for_runs(slab.place, begin, end - begin, [&](int64_t offset, int64_t n, uint32_t low_place, uint32_t high_place) {
       one_pass<Formula, Moment, true>(slab, s, scale, begin + offset, n, salt, low_place, high_place);
     });
@@ -310,7 +311,7 @@ void update8(const Slab& slab, const Types& types, const Scalars& s, float scale
   }
 }
 
-// Adds the squares of n numbers, a multiple of kSums but for the last of a chunk, to its sums.
+// Adds the squares of n numbers to the sums of a chunk. n is a multiple of kSums, except at the end of the chunk.
 constexpr int64_t kSums = 16;
 
 MC_INLINE void add_squares(const float* __restrict g, int64_t n, double* __restrict sums) {
@@ -323,8 +324,8 @@ MC_INLINE void add_squares(const float* __restrict g, int64_t n, double* __restr
   for (int64_t lane = 0; lane < kSums; lane++) sums[lane] = now[lane];
 }
 
-// Of kTogether chunks of n numbers at once, a few numbers of each in turn: a core reads several places of memory a third
-// faster than one after the other.
+// For kTogether chunks of n numbers at once, a few numbers of each in turn: a core reads several streams of memory a
+// third faster than one after the other.
 template <int64_t kTogether>
 void squares_of(const void* x, int type, int64_t first, int64_t n, double* total) {
   alignas(64) float scratch[kStrip];

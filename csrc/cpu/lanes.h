@@ -1,4 +1,5 @@
-// What kernels of rows share, a part of cpu/kernels.cpp, compiled for each instruction set: loops that become vectors.
+// Shared by kernels over rows: loops that compilers vectorise; part of cpu/kernels.cpp, compiled for each instruction
+// set.
 #pragma once
 #include "../core/numbers.h"
 
@@ -7,14 +8,14 @@ namespace {
 
 typedef float Sixteen __attribute__((vector_size(64), aligned(4), may_alias));
 
-// The same pointer, which compilers know nothing of: they take loops of moves for what they are, and call memcpy.
+// The same pointer, opaque to the compiler, which would otherwise turn loops of moves into calls of memcpy.
 template <class T>
 MC_INLINE T* unknown(T* p) {
   asm("" : "+r"(p));
   return p;
 }
 
-// Zeros for a few numbers, a multiple of 16: what compilers make of memset begins slowly.
+// Writes zeros to a few numbers, a multiple of 16: memset as compiled starts slowly.
 MC_INLINE void clear(float* to, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) *(Sixteen*)unknown(to + i) = Sixteen{};
 }
@@ -25,13 +26,13 @@ MC_INLINE float multiply_add(float a, float b, float c) {
   return kFused ? __builtin_fmaf(a, b, c) : a * b + c;
 }
 
-// e^y to about an ulp, for y between -87 and `most`, 88 or, with infinity for what is above 88.4, 89; what is beyond
-// counts as that. The polynomial is that of Cephes' expf.
+// e^y to about an ulp, with y clamped to between -87 and `most`: 88, or 89, with infinity above 88.4. The polynomial is
+// that of Cephes' expf.
 template <bool kFused = false>
 MC_INLINE float exponential(float y, float most) {
   y = y < -87.0f ? -87.0f : y;  // a NaN stays
   y = y > most ? most : y;
-  const float shifted = multiply_add<kFused>(y, 1.44269504f, 12582912.0f);  // to the nearest whole number
+  const float shifted = multiply_add<kFused>(y, 1.44269504f, 12582912.0f);  // rounds to the nearest integer
   const float n = shifted - 12582912.0f;
   const float r = multiply_add<kFused>(n, 2.12194440e-4f, multiply_add<kFused>(n, -0.693359375f, y));
   float p = 1.9875691500e-4f;
@@ -43,8 +44,8 @@ MC_INLINE float exponential(float y, float most) {
   return (multiply_add<kFused>(p * r, r, r) + 1.0f) * float_of((bits_of(shifted) << 23) + (127u << 23));
 }
 
-// A sum over a row is of this many sums, each of every kLanes-th number: loops that become vectors, in an order that is
-// the same for every instruction set.
+// A sum over a row consists of this many sums, each of every kLanes-th number, so that loops can be vectorised, in the
+// same order on every instruction set.
 constexpr int64_t kLanes = 64;
 
 template <class Term>
@@ -60,7 +61,7 @@ MC_INLINE float row_sum(int64_t n, const Term& term) {
   return lanes[0];
 }
 
-// The largest of n numbers and `least`; those that are not numbers are passed over.
+// The largest of n numbers and `least`; NaNs are ignored.
 MC_INLINE float row_max(const float* __restrict x, int64_t n, float least) {
   alignas(64) float lanes[kLanes];
   for (int64_t k = 0; k < kLanes; k++) lanes[k] = least;

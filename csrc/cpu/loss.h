@@ -1,4 +1,4 @@
-// Cross-entropy of rows of logits, a part of cpu/kernels.cpp, compiled for each instruction set.
+// Cross-entropy of rows of logits; part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
 
 #include "lanes.h"
@@ -6,7 +6,7 @@
 namespace modelcenter {
 namespace {
 
-constexpr int64_t kPiece = 2048;  // numbers that are added up in fp32
+constexpr int64_t kPiece = 2048;  // numbers that are summed in fp32
 
 template <class Term>
 MC_INLINE double long_sum(int64_t n, const Term& term) {
@@ -17,7 +17,7 @@ MC_INLINE double long_sum(int64_t n, const Term& term) {
 }
 
 // loss[row] = (1 - smoothing) (lse - x[target]) + smoothing (lse - mean(x)) for rows of n logits x, with lse the
-// logarithm of the sum of their exponentials. Where `train`, its gradient, times scale, takes the place of the logits.
+// logarithm of the sum of their exponentials. With `train`, its gradient, times scale, overwrites the logits.
 void cross_entropy(float* __restrict x, int64_t stride, const int64_t* __restrict target, float* __restrict loss,
                    int64_t rows, int64_t n, float scale, float smoothing, bool train) {
   for (int64_t row = 0; row < rows; row++, x += stride) {

@@ -1,4 +1,4 @@
-// Norms of rows, and what is added to these first; a part of cpu/kernels.cpp, compiled for each instruction set.
+// Norms of rows, after the addition of a branch; part of cpu/kernels.cpp, compiled for each instruction set.
 #pragma once
 
 #include "../core/norm.h"

@@ -1,10 +1,9 @@
-// Products of fp32 matrices whose operands lie as they are: a part of cpu/kernels.cpp, compiled for each instruction set,
-// and of cpu/rounded.cpp.
+// Products of fp32 matrices with operands in place; part of cpu/kernels.cpp, compiled for each instruction set, and of
+// cpu/rounded.cpp.
 //
-// Panels of both operands are packed into scratch memory, in the order in which the innermost loop takes them, so that an
-// operand may be transposed at no cost. Each element of the result is summed over t in the same order, however the
-// result is cut among threads. What is packed are words of 4 bytes: numbers as they are (Exact), or two of them, rounded
-// (Rounded).
+// Panels of both operands are packed into scratch memory, in the order in which the innermost loop reads them, so that
+// a transposed operand costs nothing. Each element of the result is summed over t in the same order, however the result
+// is divided among threads. Packed words have 4 bytes: one number (Exact), or two rounded ones (Rounded).
 #pragma once
 
 #include "convert.h"
@@ -14,12 +13,12 @@
 namespace modelcenter {
 namespace {
 
-constexpr int64_t kTall = 8, kWide = 32;                          // of a tile, whose sums are in registers
-constexpr int64_t kDepth = 192, kHeight = 1024, kWidth = 128;     // in words: of a kHeight x kDepth are packed, in the L2
+constexpr int64_t kTall = 8, kWide = 32;                          // the size of a tile, whose sums are in registers
+constexpr int64_t kDepth = 192, kHeight = 1024, kWidth = 128;     // in words; kHeight x kDepth of a fit the L2
 constexpr int64_t kTallPanel = kTall * kDepth + 16, kWidePanel = kWide * kDepth + 16;  // not a power of two apart
 static_assert(kProductScratch >= kHeight / kTall * kTallPanel + kWidth / kWide * kWidePanel, "it is too small");
 
-// The sums of an inner tile are in registers: on AVX-512 those of a whole tile, elsewhere a quarter of it at a time.
+// The sums of an inner tile are in registers: a whole tile on AVX-512, elsewhere a quarter of it at a time.
 #if defined(__AVX512F__)
 constexpr int kRows = 8, kBytes = 64;
 #elif defined(__AVX2__)
@@ -40,11 +39,11 @@ struct Rows {
   int64_t stride;
 };
 
-// What is packed: numbers as they are, one in a word.
+// Packs numbers unchanged, one per word.
 struct Exact {
   static constexpr int64_t kSteps = 1;
   static MC_INLINE Vector plus_product(Vector sum, float x, Vector y) {
-    // Rounded once where there are instructions for it: AVX2 and AVX-512 give the same bits, and others bits of their own.
+    // Rounded once if there are instructions for it: AVX2 and AVX-512 give the same bits, others may differ.
 #if defined(__AVX512F__)
     return (Vector)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)y, (__m512)sum);
 #elif defined(__AVX2__)
@@ -53,23 +52,23 @@ struct Exact {
     return sum + x * y;
 #endif
   }
-  // Panels of kOf columns of rows [0, depth) of x, whose rows are contiguous; the last panel is filled up with zeros.
+  // Packs rows [0, depth) of x, which are contiguous, into panels of kOf columns; the last one is padded with zeros.
   // The sums of the columns are added to `sums`, unless it is null.
   template <int64_t kOf>
   static void pack(const float* x, int64_t stride, int64_t depth, int64_t columns, float* to, float* sums);
-  // The same of the transpose of x: panels of kOf rows, of columns [0, depth).
+  // The same for the transpose of x: panels of kOf rows, from columns [0, depth).
   template <int64_t kOf>
   static void pack_rows(const float* x, int64_t stride, int64_t depth, int64_t rows, float* to, float* sums);
-  // A number as it is multiplied.
+  // A number as it is rounded before it is multiplied.
   static MC_INLINE float multiplied(float x) { return x; }
-  // Rows as words of numbers that follow one another, n in all, or of numbers above one another, as if zeros followed the
-  // last row. n and the width are multiples of 16. Where a word is one number they are as they lie.
+  // Rows as words of adjacent numbers, n in all, or of numbers of consecutive rows, as if zeros followed the last row.
+  // n and the width are multiples of 16. With one number per word, rows are used in place.
   static MC_INLINE const float* along(const float* x, int64_t, float*) { return x; }
   static MC_INLINE Rows across(const Rows& x, int64_t, int64_t, float*) { return x; }
 };
 
-// A tile, of kOf columns, of out = the sum over t of a[i * a_row + t * a_step] b[t * b_step + j], added to what `out`
-// holds or not, or to its columns' bias, which may be null. depth and steps are in words.
+// A tile with kOf columns of out = the sum over t of a[i * a_row + t * a_step] b[t * b_step + j], added to `out` if
+// `add`, or to the bias of its columns, which may be null. depth and steps are in words.
 template <int64_t kOf = kWide, class Words = Exact>
 MC_INLINE void tile(int64_t depth, const float* __restrict a, int64_t a_row, int64_t a_step, const float* __restrict b,
                     int64_t b_step, float* out, int64_t stride, bool add, const float* bias = nullptr) {
@@ -105,7 +104,7 @@ MC_INLINE void tile(int64_t depth, const float* __restrict a, int64_t a_row, int
   }
 }
 
-// What a tile of out is added to, or takes the place of, is on its way while the sums are worked out.
+// Prefetches a tile of out, while the sums are computed that are added to it or overwrite it.
 MC_INLINE void fetch_tile(const float* out, int64_t stride) {
 #pragma GCC unroll 8
   for (int i = 0; i < kTall; i++) {
@@ -134,7 +133,7 @@ MC_INLINE void store_transposed(__m256* r, float* to, int64_t to_stride) {
   }
 }
 
-// The transpose of 8 x 8 numbers, of which the first rows are there and the others are zeros.
+// The transpose of 8 x 8 numbers, with zeros for the rows from `rows` on.
 MC_INLINE void transpose_8x8(const float* x, int64_t stride, int64_t rows, float* to, int64_t to_stride) {
   __m256 r[8];
   for (int k = 0; k < 8; k++) r[k] = k < rows ? _mm256_loadu_ps(x + k * stride) : _mm256_setzero_ps();
@@ -142,7 +141,7 @@ MC_INLINE void transpose_8x8(const float* x, int64_t stride, int64_t rows, float
 }
 #endif
 
-// Columns [0, depth) of `rows` rows of x, at most kOf, as `depth` rows of kOf numbers, filled up with zeros.
+// Columns [0, depth) of `rows` rows of x, at most kOf, as `depth` rows of kOf numbers, padded with zeros.
 template <int64_t kOf>
 MC_INLINE void transpose_panel(const float* x, int64_t stride, int64_t depth, int64_t rows, float* __restrict to) {
 #if defined(__AVX2__)
@@ -165,10 +164,10 @@ MC_INLINE void transpose_panel(const float* x, int64_t stride, int64_t depth, in
 #endif
 }
 
-// sums += the sums over the depth of each row of packed panels of kTall rows.
+// sums += the sums over depth of each row in packed panels of kTall rows.
 MC_INLINE void add_sums(const float* a, int64_t depth, int64_t rows, float* sums) {
   for (int64_t i = 0; i < rows; i += kTall, a += kTallPanel) {
-    Sixteen even{}, odd{};  // two rows of the panel each: an addition waits for the one before
+    Sixteen even{}, odd{};  // each for two rows of the panel, as an addition waits for the one before
     int64_t t = 0;
     for (; t + 4 <= depth; t += 4) {
       even += *(const Sixteen*)(a + t * kTall);
@@ -188,7 +187,7 @@ void Exact::pack(const float* x, int64_t stride, int64_t depth, int64_t columns,
   const int64_t whole = columns / kOf, rest = columns % kOf;
   float* panel = to;
   for (int64_t t = 0; t < depth; t++, x += stride, panel += kOf) {
-    if (t + kAhead < depth)  // rows are far apart: what the hardware fetches by itself ends with a row
+    if (t + kAhead < depth)  // rows are far apart, and the hardware prefetches only within a row
       for (int64_t j = 0; j < columns; j += 16) fetch(x + kAhead * stride + j);
     for (int64_t p = 0; p < whole; p++) memcpy(panel + p * kPanel, x + p * kOf, sizeof(float) * kOf);
     if (!rest) continue;
@@ -205,10 +204,10 @@ void Exact::pack_rows(const float* x, int64_t stride, int64_t depth, int64_t row
   if (sums) add_sums(to, depth, rows, sums);
 }
 
-// A block of an operand that will be packed next: it is brought into the L2 a little at a time, while sums are worked out.
+// A block of an operand that is packed next: it is prefetched into the L2 a little at a time, while sums are computed.
 struct Coming {
   const float* from;
-  int64_t stride, rows, numbers, each;  // each: lines at a time
+  int64_t stride, rows, numbers, each;  // each: cache lines at a time
   int64_t at = 0;
 
   MC_INLINE void fetch_some() {
@@ -229,7 +228,7 @@ void product(const Product& p, int64_t top, int64_t bottom, int64_t left, int64_
   auto block_of_b = [&](int64_t t, int64_t j) {
     return p.b_transposed ? p.b + j * p.b_stride + t : p.b + t * p.b_stride + j;
   };
-  // The block of b after that of step t and column j, if there is one.
+  // The block of b after the one at step t and column j, if there is one.
   auto next_block = [&](int64_t t, int64_t j, int64_t height) {
     if ((j += kWidth) >= right) j = left, t += kPacked;
     if (t >= p.depth) return Coming{};

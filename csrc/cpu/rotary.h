@@ -1,5 +1,5 @@
-// Rotary positions, a part of cpu/kernels.cpp, compiled for each instruction set. Products and sums are those of torch's
-// operators, one after the other, so that the bits are, too.
+// Rotary positions; part of cpu/kernels.cpp, compiled for each instruction set. Products and sums are those of torch's
+// operators, in their order, and so are the bits.
 #pragma once
 
 #include "../core/rotary.h"

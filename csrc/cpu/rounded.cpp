@@ -1,6 +1,6 @@
-// Products of fp32 matrices, and attention, whose numbers are rounded to bf16 as they are packed, with sums and all else in
-// fp32: what torch.set_float32_matmul_precision("medium") allows. For CPUs with AVX512_BF16, which multiply twice as many
-// of them.
+// Products of fp32 matrices, and attention, with numbers rounded to bf16 when they are packed, and sums and everything
+// else in fp32, as torch.set_float32_matmul_precision("medium") allows. For CPUs with AVX512_BF16, which multiply twice
+// as many of them.
 #include "kernels.h"
 #if defined(__AVX512BF16__)
 #include "attention.h"
@@ -12,7 +12,7 @@ namespace modelcenter {
 #if defined(__AVX512BF16__)
 namespace {
 
-// Two numbers in a word, of one step and of the next: the instruction adds the products of both to a sum.
+// Two numbers per word, of one step and of the next: the instruction adds the products of both to a sum.
 struct Rounded {
   static constexpr int64_t kSteps = 2;
 
@@ -20,7 +20,7 @@ struct Rounded {
     return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_ps(x), (__m512bh)y);
   }
 
-  // Words of sixteen numbers each of two steps.
+  // Words from sixteen numbers of each of two steps.
   static MC_INLINE __m512i words(__m512 first, __m512 second) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                            5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -29,12 +29,12 @@ struct Rounded {
 
   static MC_INLINE __mmask16 up_to(int64_t n) { return n >= 16 ? 0xFFFF : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
 
-  // The sums are of the numbers as they were before they are rounded.
+  // The sums are those of the numbers before rounding.
   template <int64_t kOf>
   static void pack(const float* x, int64_t stride, int64_t depth, int64_t columns, float* __restrict to, float* sums) {
     constexpr int64_t kPanel = kOf * kDepth + 16, kAhead = 4;
     static_assert(kOf == 8 || kOf % 16 == 0, "sixteen columns are parts of one panel, or two panels");
-    alignas(64) float block[kHeight];  // sums of these steps: long sums in fp32 lose less this way
+    alignas(64) float block[kHeight];  // sums of these steps, as long fp32 sums lose less this way
     const int64_t up = (columns + 15) / 16 * 16, end = kOf == 8 ? up : (columns + kOf - 1) / kOf * kOf;
     if (sums) memset(block, 0, sizeof(float) * (size_t)up);
     for (int64_t t = 0; t < depth; t += 2, x += 2 * stride, to += kOf) {

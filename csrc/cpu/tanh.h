@@ -1,8 +1,8 @@
-// tanh, a part of cpu/kernels.cpp, compiled for each instruction set.
+// tanh; part of cpu/kernels.cpp, compiled for each instruction set.
 //
-// One exponential function and one division, in loops that become vectors, as GELU's. Near 0, where 1 - 2 / (e^2u + 1)
-// has lost most of its digits, it is the polynomial of Cephes' tanhf: caps are large beside most scores, so that most
-// are there. Both are worked out, and one is taken.
+// One exponential function and one division, in loops that compilers vectorise, as in GELU. Near 0, where 1 - 2 / (e^2u
+// + 1) loses most of its digits, it is the polynomial of Cephes' tanhf; most scores are there, since caps are large
+// compared with them. Both are computed, and one is chosen.
 #pragma once
 #include "lanes.h"
 

@@ -1,9 +1,9 @@
-// The activations of feed-forward networks, alone or multiplied by a second matrix, and their gradients, with the sums
-// of the columns of one, which are the gradient of a bias. Computed in fp32 and rounded once, where torch rounds an
-// activation before it is multiplied. Tested against float64, not bit for bit.
+// The activations of feed-forward networks, alone or multiplied by a second matrix, and their gradients, with the
+// column sums of one of these, which are the gradient of a bias. Computed in fp32 and rounded once, whereas torch
+// rounds an activation before it is multiplied. Tested against float64, not bit for bit.
 //
-// A GPU moves the numbers of a backward pass in the time of 40 instructions for each: functions here are a few of them,
-// of which two are of the unit that does one for a quarter of a warp at a time.
+// A GPU moves the numbers of a backward pass in the time of 40 instructions per number. The functions here take a few
+// instructions, two of them on the unit that processes a quarter of a warp at a time.
 #include "activation.h"
 
 #include <math.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// 1 / x by one instruction, within a unit of the last place. (As -ftz=true has it, exp2f is one too, within two.)
+// 1 / x by one instruction, within one ulp. (With -ftz=true, exp2f is one instruction, too, within two ulps.)
 __device__ __forceinline__ float reciprocal(float x) {
 #ifdef __NVCC__
   float y;
@@ -28,9 +28,9 @@ __device__ __forceinline__ float reciprocal(float x) {
 
 constexpr float kLog2E = 1.442695041f;  // log2(e)
 
-// How much of a standard normal distribution is below x. exponential: e^(-x^2 / 2), of which what is above |x| is a
-// smooth part: r times a polynomial of r = 1 / (1 + 0.255 |x|), as in Abramowitz and Stegun 7.1.26. Fitted so that the
-// error is at most (1 + x^2) 7e-8 of it: in fp32 4e-7 of GELU, of which torch loses 1e-6, and all of it below -5.
+// The standard normal cumulative distribution function. exponential: e^(-x^2 / 2). The tail above |x| is that times a
+// smooth factor: r times a polynomial of r = 1 / (1 + 0.255 |x|), as in Abramowitz and Stegun 7.1.26, fitted so that
+// the relative error is at most (1 + x^2) 7e-8: 4e-7 of GELU in fp32, where torch loses 1e-6, and all digits below -5.
 __device__ __forceinline__ float below(float x, float& exponential) {
   exponential = exp2f(x * x * (-0.5f * kLog2E));
   const float r = reciprocal(fmaf(fabsf(x), 0.255f, 1.0f));
@@ -47,7 +47,7 @@ __device__ __forceinline__ float below(float x, float& exponential) {
 // 1 / (1 + 2^z).
 __device__ __forceinline__ float sigmoid(float z) { return reciprocal(1.0f + exp2f(z)); }
 
-// The same where z has the sign of -x, with the derivative by -z ln(2): nothing cancels in it, on either side.
+// The same if z has the sign of -x, with the derivative with respect to -z ln(2), without cancellation on either side.
 __device__ __forceinline__ float sigmoid(float x, float z, float& derivative) {
   const float small = exp2f(-fabsf(z)), large = reciprocal(1.0f + small), other = small * large;
   derivative = other * large;
@@ -63,7 +63,7 @@ __device__ __forceinline__ float exponent_of_gelu(float x, float square) {
 
 constexpr float kDensity = 0.3989422804f;  // 1 / sqrt(2 pi)
 
-// What an activation makes of x.
+// The activation of x.
 template <int kKind>
 __device__ __forceinline__ float activated(float x) {
   float exponential;
@@ -73,14 +73,14 @@ __device__ __forceinline__ float activated(float x) {
   else return x <= 0.0f ? 0.0f : x;
 }
 
-// The gradient of x for that of what comes out. value: what does.
+// The gradient of x for that of the activation. value: the activation.
 template <int kKind>
 __device__ __forceinline__ float derived(float x, float grad, float& value) {
   if constexpr (kKind == kRelu) {
     value = activated<kRelu>(x);
     return x <= 0.0f ? 0.0f : grad;
   } else {
-    float share, derivative;  // value is x times the share, which has this derivative
+    float share, derivative;  // value is x * share, and derivative that of share
     if constexpr (kKind == kGelu) {
       share = below(x, derivative);
       derivative *= kDensity;
@@ -96,7 +96,7 @@ __device__ __forceinline__ float derived(float x, float grad, float& value) {
   }
 }
 
-// work(kind) with that as a constant. The branch is the same for all threads.
+// Calls work(kind) with kind as a constant. All threads take the same branch.
 template <class Work>
 __device__ __forceinline__ void with_kind(int kind, const Work& work) {
   if (kind == kGelu) work(std::integral_constant<int, kGelu>());
@@ -105,7 +105,7 @@ __device__ __forceinline__ void with_kind(int kind, const Work& work) {
   else work(std::integral_constant<int, kRelu>());
 }
 
-// What a thread reads of a row, or of a slice of all numbers.
+// The inputs that a thread reads from a row, or from a slice of all elements.
 template <int kType, bool kGated, bool kBackward>
 struct Inputs {
   Packed<kType> x, up, grad;
@@ -118,7 +118,7 @@ struct Inputs {
     if constexpr (kBackward) grad = load<kType>((const char*)job.grad + place, at);
   }
 
-  // Stores what it is for, and adds dx, or what comes out, to total.
+  // Stores the results, and adds dx, or the activation, to total.
   template <bool kAligned>
   __device__ __forceinline__ void run(const ActivationJob& job, int64_t first, const Place<kAligned>& at,
                                       float (&total)[kPer]) const {
@@ -151,12 +151,13 @@ struct Inputs {
 
 constexpr int most(int a, int b) { return a > b ? a : b; }
 
-// How often a thread reads 8 numbers of each matrix before it waits for them: up to 64 bytes in all, unless it is once.
+// How often a thread reads 8 elements of each matrix before it waits for them: up to 64 bytes in all, but at least
+// once.
 template <int kType, bool kGated, bool kBackward, bool kAligned>
 constexpr int kLoads = kAligned ? most(1, 64 / (kPer * (kType == kFloat ? 4 : 2) * (1 + kGated + kBackward))) : 1;
 constexpr int kSlice = kThreads * kPer;  // numbers of a block
 
-// Of all numbers, one slice after the other.
+// Activations of all elements, one slice after the other.
 template <int kType, bool kGated, bool kBackward, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 4) activate(const ActivationJob job, int64_t count) {
   using Read = Inputs<kType, kGated, kBackward>;
@@ -176,8 +177,8 @@ __global__ void __launch_bounds__(kThreads, 4) activate(const ActivationJob job,
   }
 }
 
-// The gradients, and the sums of dx over the rows of each part. A warp asks for the row after next, or for the next
-// where registers would be short, before it works on one.
+// The gradients, and the sums of dx over the rows of each part. Before a warp processes a row, it loads the row after
+// the next, or the next one if registers are short.
 template <int kType, bool kGated, bool kAligned>
 __global__ void __launch_bounds__(kWarps * kWarp, kType == kFloat && kGated ? 3 : kBlocks)
     derive_and_sum(const ActivationJob job, float* sums, int64_t tiles) {

@@ -1,8 +1,8 @@
-// The CUDA side of the operators, whose schemas the CPU library declares. Compiled by the C++ compiler, with any torch:
-// the stream comes from Python, as the stable ABI of torch 2.11 and 2.12 cannot give it.
+// The CUDA side of the operators, whose schemas the CPU library declares. Compiled by the C++ compiler, for any torch:
+// the stream is passed in by Python, as the stable ABI of torch 2.11 and 2.12 cannot provide it.
 //
-// No exception leaves this library: with torch 2.11 for CUDA 13 one ended the process. An operator that fails returns,
-// and Python asks for the reason (engine.ops.library).
+// No exception leaves this library, because with torch 2.11 for CUDA 13 exceptions ended the process. An operator that
+// fails returns, and Python asks for the reason (engine.ops.library).
 #include <torch/csrc/stable/accelerator.h>
 
 #include <exception>
@@ -26,8 +26,8 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// The kernels' launches and questions about the GPU alone are under a DeviceGuard, as the current one may be another than
-// the tensors': what checks the arguments, and may throw, comes before it.
+// Only kernel launches and queries of the GPU are inside a DeviceGuard, needed as the current GPU may not be that of
+// the tensors; checks of the arguments, which may throw, come before it.
 template <class Ask>
 int64_t of_device(const Tensor& x, const Ask& ask) {
   const DeviceGuard guard(x.get_device_index());
@@ -147,7 +147,7 @@ void norm(const NormJob& job, const Tensor& x, int64_t stream) {
   done(cuda_norm(job, (void*)stream));
 }
 
-// For as many sums in fp32 as `numbers()`, which is asked on the device of x.
+// Room for `numbers()` fp32 sums; `numbers` is called on the device of x.
 template <class Numbers>
 Tensor room_for(const Tensor& x, const Numbers& numbers) {
   return torch::stable::new_empty(x, {of_device(x, numbers)}, ScalarType::Float);
@@ -191,9 +191,9 @@ void activation_backward(const ActivationJob& job, const Tensor& x, const Tensor
                                 adds ? (float*)room.mutable_data_ptr() : nullptr, (void*)stream));
 }
 
-thread_local std::string failure;  // of this thread's last call, until it is told; empty: it went well
+thread_local std::string failure;  // of this thread's last call, until it is reported; empty: success
 
-// Results of this type for a call that has none: the tensor that was given, over and over.
+// Results of this type for a call that failed: copies of the given tensor.
 template <class Result>
 struct Stand {
   static Result in(const Tensor& x) { return x; }
@@ -208,7 +208,7 @@ const First& first_of(const First& first, const More&...) {
   return first;
 }
 
-// A function as torch calls it: what it throws becomes `failure`.
+// Wraps a function for torch: an exception becomes `failure`.
 template <class Function, Function* kFunction>
 struct Reporting;
 template <class Result, class... Arguments, Result (*kFunction)(Arguments...)>
@@ -228,8 +228,8 @@ struct Reporting<Result(Arguments...), kFunction> {
 }  // namespace
 }  // namespace modelcenter
 
-// Why this thread's last call failed; null if it did not, or if that was told before: who asks next may have called an
-// operator of a CPU, which knows nothing of this.
+// Why this thread's last call failed; null if it did not, or if this was already reported: the next caller may have
+// called a CPU operator, which does not reset it.
 extern "C" __attribute__((visibility("default"))) const char* modelcenter_failure() {
   static thread_local std::string told;
   if (modelcenter::failure.empty()) return nullptr;

@@ -1,4 +1,4 @@
-// The sums of the columns of a matrix: the gradients of biases. Tested against float64, not bit for bit.
+// Column sums of a matrix: the gradients of biases. Tested against float64, not bit for bit.
 #include "columns.h"
 
 #include "row.h"
@@ -10,7 +10,7 @@ template <int kType, bool kAligned>
 __global__ void __launch_bounds__(kWarps * kWarp, kBlocks)
     sum_columns(const void* x, int64_t stride, float* sums, int64_t rows, int64_t n, int64_t tiles) {
   constexpr int64_t kSize = kType == kFloat ? 4 : 2;
-  constexpr int kLoads = kAligned ? 4 : 1;  // rows of a warp on their way at a time
+  constexpr int kLoads = kAligned ? 4 : 1;  // rows that a warp loads at a time
   const Part<kAligned> part(rows, n, tiles);
   const char* const base = (const char*)x + part.column * kSize;
   float total[kPer] = {};

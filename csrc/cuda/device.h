@@ -1,4 +1,4 @@
-// What the kernels' files share: launches, and numbers of each type as they lie in memory.
+// Shared by the kernels' files: launches, and numbers of each type in memory.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -17,9 +17,9 @@ inline int64_t processors() {
   return count;
 }
 
-// Blocks of a launch over so many units, of equal work up to one unit. They are short, as a launch ends with some of
-// them running alone; but of some units, where that leaves enough blocks, because a block may have to compute what is
-// common to its units first.
+// The number of blocks of a launch over so many units; their work differs by at most one unit. Blocks are short,
+// because at the end of a launch some run alone. But they have several units if that leaves enough blocks, because a
+// block may first have to compute values that its units share.
 inline int64_t blocks(int64_t units) {
   const int64_t all = processors(), shortest = (units + all * 128 - 1) / (all * 128);
   const int64_t enough = (units + all * 8 - 1) / (all * 8);
@@ -38,8 +38,8 @@ int launch(void* stream, int64_t grid, int threads, void (*kernel)(Parameters...
   return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// The processor's own conversions take a tenth of the instructions of those in numbers.h, and differ from them in the
-// bits of NaNs alone.
+// The processor's own conversions take a tenth of the instructions of those in numbers.h, and differ from them only in
+// the bits of NaNs.
 __device__ __forceinline__ float of_fp16(uint16_t h) {
 #ifdef __NVCC__
   float x;
@@ -60,17 +60,17 @@ __device__ __forceinline__ uint16_t as_fp16(float x) {
 #endif
 }
 
-// Two numbers of 16 bits in a word, with the bits that numbers.h gives them.
+// Two 16-bit numbers in a word, with the bits of numbers.h.
 template <int kType>
 __device__ __forceinline__ uint32_t exact_pair(float low, float high) {
   const uint32_t a = kType == kBfloat16 ? to_bf16(low) : to_fp16(low);
   return a | (uint32_t)(kType == kBfloat16 ? to_bf16(high) : to_fp16(high)) << 16;
 }
 
-// The same by the processor.
+// The same by the processor's conversions.
 template <int kType>
 __device__ __forceinline__ uint32_t pair(float low, float high) {
-#if !defined(__NVCC__)  // as it would be
+#if !defined(__NVCC__)  // as the processor would give it
   const uint32_t both = exact_pair<kType>(low, high);
   return (low == low ? both & 0xFFFFu : 0x7FFFu) | (high == high ? both & 0xFFFF0000u : 0x7FFF0000u);
 #elif __CUDA_ARCH__ >= 800
@@ -84,7 +84,7 @@ __device__ __forceinline__ uint32_t pair(float low, float high) {
 #endif
 }
 
-// The numbers that words of memory hold, and back; by the processor.
+// Conversions between words of memory and numbers, by the processor.
 template <int kType>
 constexpr int kOfWord = kType == kFloat ? 1 : 2;  // numbers
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ void pack(const float (&x)[kWords * kOfWord<kType>], 
   }
 }
 
-// The same of 16 bytes, which a thread moves at a time.
+// The same for 16 bytes, which a thread moves at a time.
 template <int kType>
 constexpr int kOf16Bytes = 4 * kOfWord<kType>;  // numbers
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ uint4 pack_16_bytes(const float (&x)[kOf16Bytes<kType
   return of_words(words);
 }
 
-// One number, of a type that is known only at run time, with the bits that numbers.h gives it.
+// One number, of a type known only at run time, with the bits of numbers.h.
 __device__ __forceinline__ float number(const void* base, int type, int64_t i) {
   if (type == kFloat) return ((const float*)base)[i];
   const uint16_t h = ((const uint16_t*)base)[i];

@@ -1,4 +1,4 @@
-// Dropout, which draws its masks again wherever it needs them (core/random.h); with the CPU's bits, as it is compiled
+// Dropout, which draws its masks anew wherever it needs them (core/random.h), with the CPU's bits, as it is compiled
 // like kernels.cu.
 #include "dropout.h"
 
@@ -9,18 +9,18 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Where dropout is: 16 threads, which draw a counter each, take the blocks of 128 channels of all rows one by one.
+// The walk of dropout: groups of 16 threads, one counter each, take the blocks of 128 channels of all rows in turn.
 struct Walk {
   int64_t rows, channels;
-  uint32_t per_row;             // blocks that a row has channels of
-  uint32_t rows_on, blocks_on;  // from one block of these threads to their next
+  uint32_t per_row;             // blocks in which a row has channels
+  uint32_t rows_on, blocks_on;  // steps from one block of a group to its next
 };
 
-constexpr int kGroups = kThreads / kDropoutLanes;  // of threads that take a block
+constexpr int kGroups = kThreads / kDropoutLanes;  // groups of threads
 
 struct Step {
   int64_t row;
-  uint32_t block;  // of the row
+  uint32_t block;  // in the row
 
   __device__ __forceinline__ explicit Step(const Walk& walk) {
     const uint32_t group = blockIdx.x * kGroups + threadIdx.x / kDropoutLanes;
@@ -34,14 +34,14 @@ struct Step {
   }
 };
 
-// The 8 times 16 bits that this thread's counter of a block gives.
+// The 8 times 16 bits of this thread's counter for a block.
 __device__ __forceinline__ void draw(const Draw& d, const Step& at, uint32_t (&words)[4]) {
   const uint32_t block = (uint32_t)(d.first_channel / kDropoutBlock) + at.block;
   const int64_t token = d.tokens ? d.tokens[at.row] : d.first_token + at.row;
   philox(d.key_low, d.key_high, block * kDropoutLanes + threadIdx.x % kDropoutLanes, d.site, (uint64_t)token, words);
 }
 
-// Of the channels that a counter decides neighbours lie 16 apart: neighbouring threads have neighbouring channels.
+// The channels of a counter are 16 apart, so that neighbouring threads have neighbouring channels.
 __global__ void __launch_bounds__(kThreads) drop(const Draw d, const Walk walk, const void* x, const void* residual,
                                                  void* out, int type) {
   const int64_t skipped = d.first_channel % kDropoutBlock;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) drop(const Draw d, const Walk walk, 
   }
 }
 
-// 16 bytes with the bits that numbers.h gives NaNs too.
+// 16 bytes with the bits of numbers.h, also for NaNs.
 template <int kType>
 __device__ __forceinline__ uint4 pack_exactly(const float (&x)[kOf16Bytes<kType>]) {
   if constexpr (kType != kFloat) {
@@ -77,20 +77,20 @@ __device__ __forceinline__ uint4 pack_exactly(const float (&x)[kOf16Bytes<kType>
   return pack_16_bytes<kType>(x);
 }
 
-// The same where all rows, and the first channels of their blocks, begin at multiples of 16 bytes: a thread moves so
-// many at a time. What decides over its numbers was drawn by its neighbours, and is exchanged as one bit each.
+// `drop` for rows whose blocks begin at multiples of 16 bytes, which a thread moves at a time. The random bits of its
+// numbers are drawn by its neighbours, and exchanged as one bit per number.
 template <int kType>
 __global__ void __launch_bounds__(kThreads)
     drop_vectors(const Draw d, const Walk walk, const void* x, const void* residual, void* out) {
   constexpr int kNumbers = kOf16Bytes<kType>;
-  constexpr int kParts = 8 / kNumbers;  // of a block, of each of which a thread has 16 bytes
-  constexpr int kSlots = 8 / kParts;    // of 16 channels, that a part has
+  constexpr int kParts = 8 / kNumbers;  // of a block; a thread has 16 bytes of each
+  constexpr int kSlots = 8 / kParts;    // of 16 channels in a part
   const int64_t skipped = d.first_channel % kDropoutBlock;
   const int lane = threadIdx.x % kDropoutLanes, half = threadIdx.x % 32 / kDropoutLanes;
   const int slot = lane * kNumbers / kDropoutLanes;
   const int shift = half * kDropoutLanes + lane * kNumbers % kDropoutLanes;
   const uint32_t limit = d.threshold << 16;
-  // Both halves of a warp go on until the first, which is never behind the second, is done.
+  // Both halves of a warp continue until the first half, which is never behind the second, is done.
   for (Step at(walk); at.row - (half && at.block == 0) < walk.rows; at.next(walk)) {
     const bool there = at.row < walk.rows;
     const int64_t begin = (int64_t)at.block * kDropoutBlock - skipped + lane * kNumbers;

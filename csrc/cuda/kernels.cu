@@ -1,9 +1,9 @@
-// The same operators on CUDA. Compiled with -fmad=false -ftz=true, so that they give the CPU's bits.
+// The optimizers' operators on CUDA. Compiled with -fmad=false -ftz=true, so that they give the CPU's bits.
 //
 // A launch takes the table of its tensors as an argument, so nothing is copied to the device first. Each block takes an
-// equal and contiguous share of the elements of all tensors, so that a list of many small ones runs as one large one
-// does: blocks take equally long, and seldom come to another tensor. Dtypes and modes are branches that all threads
-// take alike: the kernels wait for memory, and one kernel for each formula compiles fast.
+// equal and contiguous share of the elements of all tensors, so that a list of many small tensors runs like one large
+// tensor: blocks take equally long, and seldom reach another tensor. Dtypes and modes are branches that all threads
+// take alike: the kernels are bound by memory, and one kernel per formula compiles fast.
 #include "kernels.h"
 
 #include <cuda_runtime.h>
@@ -17,11 +17,11 @@ namespace modelcenter {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 4;  // elements of a thread at a time: 16 bytes in fp32
-constexpr int kUnit = kThreads * kVector;  // elements of a block at a time
+constexpr int kVector = 4;  // elements per thread at a time: 16 bytes in fp32
+constexpr int kUnit = kThreads * kVector;  // elements per block at a time
 
-// Entries are Memory alone for most kernels, so that a launch takes more of them, and whole slabs for those that draw
-// random numbers or have moments in 8 bits.
+// Entries are only Memory for most kernels, so that a launch takes more of them, and whole slabs for those that draw
+// random numbers or have 8-bit moments.
 template <class Entry>
 constexpr bool kPlaced = std::is_same_v<Entry, Slab>;
 
@@ -30,7 +30,7 @@ struct Table {
   static constexpr int kTensors = kPlaced<Entry> ? 256 : 512;
   Entry slab[kTensors];
   uint8_t first_type[kTensors], second_type[kTensors];
-  uint32_t first[kTensors + 1];  // unit of each tensor: its units are numbered behind those of the tensors before it
+  uint32_t first[kTensors + 1];  // unit of each tensor; units are numbered across all tensors
   int count;
 };
 static_assert(sizeof(Table<Slab>) < 32000 && sizeof(Table<Memory>) < 32000, "a launch takes 32,764 bytes of arguments");
@@ -46,17 +46,17 @@ __device__ __forceinline__ int tensor_of(const Table<Entry>& t, int64_t unit) {
   return low;
 }
 
-// Vectors that are shorter than 16 bytes.
+// Vectors of less than 16 bytes.
 __device__ __forceinline__ void words_of(uint2 all, uint32_t* words) { words[0] = all.x, words[1] = all.y; }
 __device__ __forceinline__ void words_of(uint32_t all, uint32_t* words) { words[0] = all; }
 
-// Four numbers as they lie in memory, several to a word where they have fewer bits. All that a thread needs is loaded
-// before the first of it becomes fp32, which waits for it.
+// Four numbers as in memory, several per word if they have fewer bits. A thread loads everything that it needs before
+// it converts the first of it to fp32, which waits for the load.
 struct Packed {
   uint32_t word[kVector];
 };
 
-// Elements [i, i + n) of a tensor, in one load where they are whole and aligned; zeros behind them.
+// Elements [i, i + n) of a tensor, in one load if they are complete and aligned; followed by zeros.
 template <class Vector, class T>
 __device__ __forceinline__ Packed load_four(const void* base, int64_t i, int n) {
   static_assert(sizeof(Vector) == kVector * sizeof(T), "a vector of four");
@@ -74,7 +74,7 @@ __device__ __forceinline__ Packed load_four(const void* base, int64_t i, int n) 
   return x;
 }
 
-// The same back, in one store: nvcc cuts an assignment of a vector into one for each number.
+// The reverse, in one store: nvcc splits the assignment of a vector into one per number.
 template <class Four, class T>
 __device__ __forceinline__ void store_four(void* base, int64_t i, int n, const T (&x)[kVector]) {
   T* p = (T*)base + i;
@@ -118,8 +118,8 @@ __device__ __forceinline__ void store(void* base, int type, int64_t i, int n, co
   store_four<ushort4>(base, i, n, h);
 }
 
-// Calls body(table index, unit, whether the unit before was of another tensor) for the units of this block's share, on
-// all of its threads. Shares differ by one unit at most.
+// Calls body(table index, unit, whether the previous unit belonged to another tensor) for the units of this block's
+// share, on all of its threads. Shares differ by at most one unit.
 template <class Entry, class Body>
 __device__ __forceinline__ void for_units(const Table<Entry>& t, const Body& body) {
   const int64_t all = t.first[t.count];
@@ -132,8 +132,9 @@ __device__ __forceinline__ void for_units(const Table<Entry>& t, const Body& bod
   }
 }
 
-// Calls body(table index, slab, first element, count of at most kVector, whether the unit before was of another tensor)
-// for the elements of this block's share, on all of its threads: in a tensor's last unit the count may be 0.
+// Calls body(table index, slab, first element, count, whether the previous unit belonged to another tensor) for the
+// elements of this block's share, on all of its threads. The count is at most kVector; in a tensor's last unit it may
+// be 0.
 template <class Entry, class Body>
 __device__ __forceinline__ void for_elements(const Table<Entry>& t, const Body& body) {
   for_units(t, [&](int index, int64_t unit, bool another) {
@@ -150,12 +151,12 @@ __global__ void count_up(const __grid_constant__ Table<Entry> t, const float* sk
   if (i < t.count) *t.slab[i].step += 1.0f;
 }
 
-// Where the fp32 values of parameters are.
+// The loaded words of the fp32 values of parameters.
 struct PackedValues {
-  Packed all, low;  // or, with remainders, all is the high half
+  Packed all, low;  // with remainders, all is the high half
 };
 
-// Whether values are in bf16 alone, and rounded at random.
+// Whether values are kept only in bf16, and rounded stochastically.
 template <class Entry>
 __device__ __forceinline__ bool at_random(const Types& types) {
   return kPlaced<Entry> && types.mode == kRandom;
@@ -212,8 +213,8 @@ __device__ __forceinline__ void store_values(const Entry& slab, const Types& typ
   store(slab.p, types.p, i, n, w);
 }
 
-// What the threads of a block share for one tensor; all of them call it when they come to that tensor. What they loaded
-// before may still be on its way meanwhile.
+// Computes what the threads of a block share for one tensor; all of them call it when they reach that tensor. Loads
+// that they issued before may still be pending.
 template <class Formula, class Entry>
 __device__ __forceinline__ void prepare(const Entry& slab, const Settings& settings, Scalars& scalars, uint32_t& salt) {
   __syncthreads();
@@ -261,7 +262,7 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t x) {
   return x;
 }
 
-// A warp takes a block of 128, four elements of it each thread; a unit has one for each warp.
+// A warp takes a block of 128, four elements per thread; a unit has one block per warp.
 static_assert(kQuantBlock == 32 * kVector, "a warp takes a block");
 constexpr int kWarps = kThreads / 32;
 
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Here a unit is a chunk, as the order of the sums depends on the sizes alone.
+// Here a unit is a chunk, because the order of sums must depend only on the sizes.
 __global__ void __launch_bounds__(kThreads) squares(const __grid_constant__ Table<Memory> t, double* partial) {
   __shared__ double sums[kThreads];
   for_units(t, [&](int index, int64_t unit, bool) {
@@ -373,7 +374,7 @@ __global__ void __launch_bounds__(kThreads) cast(const __grid_constant__ Table<M
   for_elements(t, [&](int index, const Memory& slab, int64_t i, int n, bool) {
     float x[kVector];
     to_floats(load(slab.g, t.second_type[index], i, n), t.second_type[index], x);
-    if (factor != 1.0f) {  // times 1 a denormal would become zero
+    if (factor != 1.0f) {  // a product with 1 would flush denormals to zero
 #pragma unroll
       for (int k = 0; k < kVector; k++) x[k] *= factor;
     }
@@ -413,7 +414,7 @@ int64_t units_of_8_bits(const Slab& slab) {
 
 int64_t chunks(const Slab& slab) { return (slab.n + kChunk - 1) / kChunk; }
 
-// Cuts the list into tables, whose tensors have so many units, and calls work(table), which returns 0 or an error, for
+// Cuts the list into tables, with the units of each tensor, and calls work(table), which returns 0 or an error, for
 // each.
 template <class Entry, class Work>
 int for_tables(const Slab* slabs, const int* first_type, const int* second_type, int64_t count, const Work& work,

@@ -1,4 +1,4 @@
-// The CUDA kernels' entries, without torch: each returns 0 or a cudaError_t. Nothing here waits for the device.
+// The entry points of the CUDA kernels, without torch: each returns 0 or a cudaError_t. Nothing waits for the device.
 #pragma once
 #include <stdint.h>
 
@@ -6,14 +6,14 @@
 
 namespace modelcenter {
 
-// Counts the steps up and updates all slabs, unless *skip is not 0. gscale and skip may be null.
+// Increments the step counts and updates all slabs, unless *skip is not 0. gscale and skip may be null.
 int cuda_step(int rule, const Slab* slabs, int64_t count, Types types, Settings settings, const float* gscale,
               const float* skip, void* stream);
 
-// How many partial sums cuda_squares needs room for.
+// The number of partial sums for which cuda_squares needs room.
 int64_t cuda_chunks(const int64_t* sizes, int64_t count);
 
-// The sum of squares of slabs' g into *out, in an order that depends on the sizes alone. types: of each g.
+// Writes the sum of squares of the slabs' g to *out, in an order that depends only on the sizes. types: those of g.
 int cuda_squares(const Slab* slabs, const int* types, int64_t count, double* partial, double* out, void* stream);
 
 int cuda_coefficients(const double* norm_sq, const float* loss_scale, double max_norm, double eps, float* norm,
@@ -22,7 +22,7 @@ int cuda_coefficients(const double* norm_sq, const float* loss_scale, double max
 // p = g * *scale for each slab, of these dtypes; scale may be null.
 int cuda_cast(const Slab* slabs, const int* to, const int* from, int64_t count, const float* scale, void* stream);
 
-// aux (fp32) to p and m (the remainder), or back.
+// Splits aux (fp32) into p and m (the remainder), or merges them.
 int cuda_split(const Slab* slabs, int64_t count, void* stream);
 int cuda_merge(const Slab* slabs, int64_t count, void* stream);
 

@@ -1,5 +1,5 @@
-// Cross-entropy of rows of logits and its gradient, which takes their place, on CUDA. A block takes a row: it reads it
-// once for the largest logit and the sum of the exponentials, and once more, from the caches, for the gradient.
+// Cross-entropy of rows of logits and its gradient, which overwrites them, on CUDA. A block takes a row: it reads it
+// once for the largest logit and the sum of exponentials, and once more, from the caches, for the gradient.
 #include "loss.h"
 
 #include <assert.h>
@@ -14,9 +14,9 @@
 namespace modelcenter {
 namespace {
 
-constexpr int kThreads = 1024;  // more, smaller blocks would have more rows at work than the second cache holds
+constexpr int kThreads = 1024;  // more, smaller blocks would process more rows than the L2 cache holds
 constexpr int kWarps = kThreads / 32;
-constexpr int kLoads = 2;  // vectors of a thread on their way at a time
+constexpr int kLoads = 2;  // vectors that a thread loads at a time
 constexpr int64_t kGrid = 65535;
 
 // One number of a type in memory.
@@ -35,7 +35,7 @@ __device__ __forceinline__ Bits<kType> from_float(float x) {
   return (Bits<kType>)(kType == kBfloat16 ? to_bf16(x) : to_fp16(x));
 }
 
-// Of some of the logits: the largest, the sum of exponentials less it, the sum. `most` begins finite, so that a logit
+// Of some of the logits x: the largest, the sum of e^(x - largest), and the sum. `most` starts finite, so that a logit
 // of minus infinity adds nothing, wherever it comes.
 struct Statistics {
   float most = -FLT_MAX, sum = 0.0f, total = 0.0f;
@@ -60,7 +60,7 @@ __device__ __forceinline__ float of_lane(float x, int other) {
   return float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(x), other));
 }
 
-// Of all lanes of a warp, in each of them the same.
+// The statistics of all lanes of a warp, in each lane.
 __device__ __forceinline__ Statistics of_warp(Statistics s) {
 #pragma unroll
   for (int lane = 16; lane; lane /= 2) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ Statistics of_warp(Statistics s) {
   return s;
 }
 
-// How a row lies: numbers before the first vector that is aligned, and whole vectors from there.
+// The parts of a row: elements before the first aligned vector, and whole vectors from there.
 struct Parts {
   int head, vectors;
 };
@@ -85,7 +85,7 @@ __device__ __forceinline__ Parts parts_of(const Bits<kType>* x, int n) {
   return {head, (n - head) / kOf16Bytes<kType>};
 }
 
-// Calls one(i) for each number of a row outside its whole vectors.
+// Calls one(i) for each element of a row outside its whole vectors.
 template <int kType, class One>
 __device__ __forceinline__ void for_ends(const Parts& parts, int n, const One& one) {
   const int thread = (int)threadIdx.x, behind = parts.head + parts.vectors * kOf16Bytes<kType>;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void for_ends(const Parts& parts, int n, const One& o
   if (thread < n - behind) one(behind + thread);
 }
 
-// Calls each(vector) for the thread's vectors; several are loaded before the first is worked on.
+// Calls each(vector) for the thread's vectors; several are loaded before the first is processed.
 template <class Each>
 __device__ __forceinline__ void for_vectors(const uint4* x, int vectors, const Each& each) {
   int i = (int)threadIdx.x;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void for_vectors(const uint4* x, int vectors, const E
   for (; i < vectors; i += kThreads) each(x[i]);
 }
 
-// The same from the end of a row that was read: what came last is in the nearest caches.
+// The same from the end of a row that was read before, as its end is in the nearest caches.
 template <class Each>
 __device__ __forceinline__ void for_vectors_back(uint4* x, int vectors, const Each& each) {
   int i = vectors - 1 - (int)threadIdx.x;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
     Bits<kType>* const x = logits + row * stride;
     const Parts parts = parts_of<kType>(x, n);
     uint4* const vectors = (uint4*)(x + parts.head);
-    if (threadIdx.x == 0) {  // before anyone writes
+    if (threadIdx.x == 0) {  // before any thread writes
       assert(targets[row] >= 0 && targets[row] < n && "a target of cross_entropy_ is none of the classes");
       at = to_float<kType>(x[targets[row]]);
     }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
     if (lane < kWarps) s.most = most[lane], s.sum = sum[lane], s.total = total[lane];
     s = of_warp(s);
     if (threadIdx.x == 0) {
-      const float log_sum = logf(s.sum);  // less rounding than lse, of which it is a part, has for large logits
+      const float log_sum = logf(s.sum);  // rounds less than lse, of which it is a part, for large logits
       float found = log_sum + (s.most - at);
       if (smooth) found = (1.0f - smoothing) * found + smoothing * (log_sum + (s.most - s.total / (float)n));
       loss[row] = found;
@@ -171,10 +171,10 @@ __global__ void __launch_bounds__(kThreads)
         return pack_16_bytes<kType>(values);
       });
       for_ends<kType>(parts, n, [&](int i) { x[i] = from_float<kType>(gradient(to_float<kType>(x[i]))); });
-      __syncthreads();  // what the vectors wrote at the target is there
+      __syncthreads();  // the vector store at the target is complete
       if (threadIdx.x == 0) x[targets[row]] = from_float<kType>(gradient(at) - (1.0f - smoothing) * whole);
     }
-    __syncthreads();  // the numbers that the threads share are read
+    __syncthreads();  // all threads have read the shared numbers
   }
 }
 

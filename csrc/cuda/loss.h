@@ -1,4 +1,4 @@
-// The entry of csrc/cuda/loss.cu, without torch. Returns 0 or a cudaError_t, and does not wait for the device.
+// The entry point of csrc/cuda/loss.cu, without torch. Returns 0 or a cudaError_t, and does not wait for the device.
 #pragma once
 #include <stdint.h>
 
@@ -6,9 +6,9 @@
 
 namespace modelcenter {
 
-// loss[row] = (1 - smoothing) (lse - x[target]) + smoothing (lse - mean(x)), in fp32, of rows of `classes` logits x of
-// this type, which begin `stride` numbers apart. Where `train`, its gradient, times scale / *count, takes the place of
-// the logits. count may be null: 1.
+// loss[row] = (1 - smoothing) (lse - x[target]) + smoothing (lse - mean(x)), in fp32, for rows of `classes` logits x of
+// this type, `stride` elements apart. With `train`, its gradient, times scale / *count, overwrites the logits. count
+// may be null: 1.
 int cuda_cross_entropy(void* x, int type, int64_t stride, const int64_t* target, float* loss, int64_t rows,
                        int64_t classes, const float* count, float scale, float smoothing, bool train, void* stream);
 

@@ -1,6 +1,6 @@
-// Norms of rows, with what is added to these first. A row is read once; what is summed over rows is summed by each thread
-// over the rows of its block, and then over the blocks by a second kernel. The norms are tested against float64, not bit
-// for bit; the sums and the masks have the CPU's bits.
+// Norms of rows, after the addition of a branch. A row is read once; sums over rows are taken by each thread over the
+// rows of its block, and by a second kernel over the blocks. Norms are tested against float64, not bit for bit; sums
+// with the branch, and masks, have the CPU's bits.
 #include "norm.h"
 
 #include <math.h>
@@ -13,20 +13,20 @@ namespace {
 
 constexpr int kForwardThreads = 128;   // of a block with several short rows
 constexpr int kBackwardThreads = 256;  // of such a block in backward, where each block writes sums
-constexpr int kMostAtOnce = 2;         // rows of 16-bit numbers that forward loads at a time, where there is no branch
-constexpr int kShort = 256;            // threads of blocks that load rows while they sum those before; more lack registers
+constexpr int kMostAtOnce = 2;         // rows of 16-bit numbers that forward loads at a time without a branch
+constexpr int kShort = 256;            // threads of blocks that load rows while they sum others; more lack registers
 constexpr int kForwardBlocks = 4;      // of these at a time on a multiprocessor
 constexpr int kBackwardBlocks = 3;
 static_assert(kLongestRow == (int64_t)kMost * kPer, "a block holds the longest row");
 
-// Threads of a block work on rows in groups of as many warps as a row needs.
+// The threads of a block process rows in groups of as many warps as a row needs.
 struct Group {
   int threads, number, thread;
   __device__ explicit Group(int threads)
       : threads(threads), number((int)threadIdx.x / threads), thread((int)threadIdx.x % threads) {}
 };
 
-// The sums over a group's threads, the same for all of them. `room` is not that of the call before, which may be read.
+// The sums over a group's threads, for all of them. room: not that of the previous call, which may still be read.
 template <int kSums>
 __device__ __forceinline__ void add_up_group(float (&sum)[kSums], float (&room)[kMost / kWarp][kSums],
                                              const Group& group) {
@@ -47,13 +47,13 @@ __device__ __forceinline__ void add_up_group(float (&sum)[kSums], float (&room)[
     for (int i = 0; i < kSums; i++) sum[i] += room[first + w][i];
 }
 
-// Which of the 8 neighbours of a row that this thread has a dropout keeps, a bit each. All threads of a warp call it, for
-// one row.
+// Which of this thread's 8 adjacent elements of a row dropout keeps, one bit each. All threads of a warp call it for
+// the same row.
 __device__ __forceinline__ uint32_t kept(const Draw& d, int64_t row, int thread) {
   const uint64_t token = (uint64_t)(d.tokens ? d.tokens[row] : d.first_token + row);
   uint32_t words[4], bits = 0;
-  // Blocks of 128 channels belong to 16 threads, and are drawn by 16 counters. That of a thread decides over numbers of
-  // all of them, which exchange a bit each.
+  // A block of 128 channels belongs to 16 threads, which draw a counter each. A thread's counter decides elements of
+  // all of them, so they exchange one bit per element.
   philox(d.key_low, d.key_high, (uint32_t)thread, d.site, token, words);
   const uint32_t limit = d.threshold << 16;
   const int lane = thread % kDropoutLanes;
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t kept(const Draw& d, int64_t row, int thread)
   return bits >> (thread % kWarp - lane + lane % 2 * kPer) & 0xFFu;
 }
 
-// kAdds: whether there is a branch, of aligned rows.
+// kAdds: whether there is a branch; rows are then aligned.
 template <int kType, bool kCentered, bool kAligned, bool kAdds, int kBlock>
 __global__ void __launch_bounds__(kBlock, kBlock == kShort ? kForwardBlocks : 1)
     norm(const NormJob job, int threads, float inverse) {
@@ -151,14 +151,14 @@ __global__ void __launch_bounds__(kBlock, kBlock == kShort ? kForwardBlocks : 1)
   }
 }
 
-// kAdds: whether there is more of a gradient, or, of aligned rows, a dropout. sums: of each block those over its rows for
-// the weight and, if centered, the bias; null where they are not wanted.
+// kAdds: whether there is an extra gradient, or, with aligned rows, dropout. sums: those of each block over its rows,
+// for the weight and, if centered, the bias; null if not wanted.
 template <int kType, bool kCentered, bool kAligned, bool kAdds, int kBlock>
 __global__ void __launch_bounds__(kBlock, kBlock == kShort ? kBackwardBlocks : 1)
     norm_backward(const NormBackwardJob job, float* sums, int threads, float inverse) {
   constexpr int kSums = kCentered ? 2 : 1;
   constexpr bool kAhead = kBlock == kShort && kType != kFloat;
-  // Where registers would be short, the weight is read again for each row.
+  // If registers are short, the weight is read again for each row.
   constexpr bool kKeepsWeight = !kAdds && (kAligned || kType == kFloat);
   __shared__ float room[2][kMost / kWarp][kSums];
   __shared__ float of_groups[kPer][kBackwardThreads];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kBlock, kBlock == kShort ? kBackwardBlocks : 1
   for (; left > 0; row += groups, left -= groups, round ^= 1) {
     const bool here = group.number < left;
     const Loaded now = kAhead ? ahead : fetch(row, here);
-    float normal[kPer], g[kPer], w[kPer], along[kSums] = {};  // the means of g along the normalized row, and of g
+    float normal[kPer], g[kPer], w[kPer], along[kSums] = {};  // along: the means of g * normal, and of g
     unpack<kType>(now.x, normal);
     unpack<kType>(now.grad, g);
     const auto add_extra = [&] {
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kBlock, kBlock == kShort ? kBackwardBlocks : 1
       normal[k] = (normal[k] - now.mean) * now.rstd;
       total[0][k] = fmaf(g[k], normal[k], total[0][k]);
       if (kCentered) total[kSums - 1][k] += g[k];
-      g[k] *= w[k];  // zero behind the end of a row, as the weight is
+      g[k] *= w[k];  // zero beyond the end of a row, as the weight is
       along[0] = fmaf(g[k], normal[k], along[0]);
       if (kCentered) along[kSums - 1] += g[k];
     }
@@ -248,24 +248,24 @@ __global__ void __launch_bounds__(kBlock, kBlock == kShort ? kBackwardBlocks : 1
   }
 }
 
-// Threads for a row of n numbers: whole warps.
+// The threads for a row of n elements: whole warps.
 int threads_of(int64_t n) { return (int)((n + kWarp * kPer - 1) / (kWarp * kPer)) * kWarp; }
 
 int groups_of(int threads, int at_most) { return threads < at_most ? at_most / threads : 1; }
 
-// Blocks of so many threads that run at a time, where `most` of kShort threads do on a multiprocessor.
+// How many blocks of so many threads run at a time, if `most` blocks of kShort threads do on a multiprocessor.
 int64_t blocks_at_once(int threads, int most) {
   return processors() * (threads <= kShort ? most * kShort / threads : kMost / threads);
 }
 
-// work(kBlock) with the most threads of a block of the kernel that is to run. kEver: whether there is one of short blocks.
+// Calls work(kBlock) with the largest block size of the kernel to run. kEver: whether there is one for short blocks.
 template <bool kEver, class Work>
 int with_blocks(int threads, const Work& work) {
   if (kEver && threads <= kShort) return work(std::integral_constant<int, kEver ? kShort : kMost>());
   return work(std::integral_constant<int, kMost>());
 }
 
-// Blocks of norm_backward: as many as run at a time, unless there are fewer rows.
+// The blocks of norm_backward: as many as run at a time, or fewer for few rows.
 int64_t backward_blocks(const NormBackwardJob& job) {
   const int threads = threads_of(job.n), groups = groups_of(threads, kBackwardThreads);
   const int64_t wanted = (job.rows + groups - 1) / groups, most = blocks_at_once(threads * groups, kBackwardBlocks);
@@ -274,7 +274,7 @@ int64_t backward_blocks(const NormBackwardJob& job) {
 
 }  // namespace
 
-// Rows that are not aligned are dropped out by themselves.
+// For unaligned rows, dropout is a launch of its own.
 int cuda_norm(const NormJob& given, void* stream) {
   NormJob job = given;
   const bool aligned = on_16_bytes(job.n, {job.x, job.branch, job.weight, job.bias, job.sum, job.out});
@@ -302,8 +302,8 @@ int cuda_norm(const NormJob& given, void* stream) {
 
 int64_t cuda_norm_room(const NormBackwardJob& job) { return backward_blocks(job) * job.n * (job.centered ? 2 : 1); }
 
-// Rows that are not aligned are dropped out by themselves; and so is what would need more registers than there are: what
-// is added to long rows of fp32, or to those that are not aligned.
+// For unaligned rows, dropout is a launch of its own. So is adding the extra gradient if there are not enough
+// registers: for long fp32 rows, or unaligned ones.
 int cuda_norm_backward(const NormBackwardJob& given, float* room, void* stream) {
   NormBackwardJob job = given;
   const bool aligned = on_16_bytes(job.n, {job.grad, job.extra, job.sum, job.weight, job.dx, job.dbranch});
@@ -317,7 +317,7 @@ int cuda_norm_backward(const NormBackwardJob& given, float* room, void* stream) 
   int error = 0;
   if (adds && !job.extra_of_sum) {
     error = dropout(nothing, job.grad, job.extra, job.dx);
-    job.grad = job.dx;  // a thread reads numbers before it writes the same ones
+    job.grad = job.dx;  // a thread reads elements before it overwrites them
   }
   if (adds) job.extra = nullptr;
   if (drops) job.dbranch = nullptr;

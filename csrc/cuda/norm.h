@@ -1,15 +1,15 @@
-// The entries of the norms' kernels, without torch: each returns 0 or a cudaError_t. All numbers are added up in fp32, in
-// an order that depends on the sizes and the GPU alone. Nothing here waits for the device.
+// The entry points of norms, without torch: each returns 0 or a cudaError_t. Sums are in fp32, in an order that depends
+// only on the sizes and the GPU. Nothing waits for the device.
 #pragma once
 #include "../core/norm.h"
 
 namespace modelcenter {
 
-constexpr int64_t kLongestRow = 8192;  // that a norm takes: a block of threads holds one in registers
+constexpr int64_t kLongestRow = 8192;  // that a norm takes: a block holds a row in registers
 
 int cuda_norm(const NormJob& job, void* stream);
 
-// How many numbers of room the gradients of weight and bias need; 0 where there are no rows.
+// The size, in numbers, of the room for the gradients of weight and bias; 0 without rows.
 int64_t cuda_norm_room(const NormBackwardJob& job);
 
 int cuda_norm_backward(const NormBackwardJob& job, float* room, void* stream);

@@ -9,20 +9,21 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A unit is what a thread turns, or copies, of a token. It goes on with the same unit of other tokens.
+// A unit is the part of a token that a thread rotates or copies. The thread continues with the same unit of other
+// tokens.
 struct Units {
-  uint32_t of_head, turning;  // of a head, the first of which turn
+  uint32_t of_head, turning;  // of a head, of which the first are rotated
   uint32_t of_token;          // of all heads of queries and keys
-  uint32_t tokens_on;         // from one token of a thread to its next
+  uint32_t tokens_on;         // from a token of a thread to its next
 };
 
-// Where a thread is: its unit of a head, and the beginning of that head.
+// The place of a thread: its unit in a head, and the beginning of that head.
 struct At {
   int64_t token;
   uint32_t unit;
   const char* x;
   char* out;
-  int64_t x_on, out_on;  // bytes to its next token
+  int64_t x_on, out_on;  // bytes to the thread's next token
 
   __device__ __forceinline__ At(const Rotation& r, const Units& units, int size) {
     const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, first = thread / units.of_token;
@@ -44,14 +45,14 @@ struct At {
 
 __device__ __forceinline__ float direction(const Rotation& r) { return r.back ? -1.0f : 1.0f; }
 
-// (a, b) by the angle whose cosine and sine these are.
+// Rotates (a, b) by the angle with this cosine and sine.
 __device__ __forceinline__ void turn(float& a, float& b, float cos, float sin) {
   const float turned = fmaf(a, cos, -(b * sin));
   b = fmaf(b, cos, a * sin);
   a = turned;
 }
 
-// Where all that is read and written begins at multiples of 16 bytes, a unit is 8 pairs: two times 8 neighbours.
+// If everything begins at multiples of 16 bytes, a unit is 8 pairs: two times 8 adjacent elements.
 template <int kType, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads) rotate_vectors(const Rotation r, const Units units) {
   constexpr int kSize = kType == kFloat ? 4 : 2;
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) rotate_vectors(const Rotation r, con
   }
 }
 
-// Else a unit is a pair, or a number that is copied.
+// Otherwise a unit is a pair, or an element that is copied.
 __global__ void __launch_bounds__(kThreads) rotate_numbers(const Rotation r, const Units units) {
   At at(r, units, r.type == kFloat ? 4 : 2);
   const bool turns = at.unit < units.turning;

@@ -1,4 +1,5 @@
-// The entry of rotary position embeddings, without torch: 0 or a cudaError_t. Nothing here waits for the device.
+// The entry point of rotary position embeddings, without torch: returns 0 or a cudaError_t, and does not wait for the
+// device.
 #pragma once
 #include "../core/rotary.h"
 

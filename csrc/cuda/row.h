@@ -1,5 +1,5 @@
-// What kernels over the rows of a matrix share: how a thread holds 8 numbers of a row in registers, so that a row is read
-// once; sums of columns; and the sums over blocks of what each has summed over its rows.
+// Shared by kernels over the rows of a matrix: 8 elements of a row in a thread's registers, so that a row is read once;
+// column sums; and the sums over blocks of what each block has summed over its rows.
 #pragma once
 #include <initializer_list>
 #include <type_traits>
@@ -9,19 +9,19 @@
 namespace modelcenter {
 namespace {
 
-constexpr int kPer = 8;  // numbers of a thread
+constexpr int kPer = 8;  // elements per thread
 constexpr int kWarp = 32;
-constexpr int kMost = 1024;  // threads of a block
+constexpr int kMost = 1024;  // most threads of a block
 
-// 8 numbers as they lie in memory.
+// 8 elements as in memory.
 template <int kType>
 struct Packed {
   static constexpr int kWords = kPer / kOfWord<kType>;
   uint32_t word[kWords];
 };
 
-// Which numbers of a row of n are a thread's, one of `threads`: 8 neighbours, which it moves 16 bytes at a time. Where
-// rows are not aligned it moves single numbers, beside those of the next thread.
+// The elements of a row of n that belong to a thread, one of `threads`: 8 adjacent ones, moved 16 bytes at a time. If
+// rows are not aligned, it moves single elements, next to those of the next thread.
 template <bool kAligned>
 struct Place {
   int first, step, count;
@@ -82,9 +82,9 @@ __device__ __forceinline__ Packed<kType> pack(const float (&x)[kPer]) {
   return to;
 }
 
-constexpr int kColumns = 32;  // that a block of the second kernel sums
+constexpr int kColumns = 32;  // columns that a block of the second kernel sums
 
-// The sums of the columns of sums (count, width): the first n into `first`, those behind into `second`.
+// Sums the columns of sums (count, width): the first n into `first`, the others into `second`.
 __global__ void __launch_bounds__(kMost)
     add_up_blocks(const float* sums, int64_t count, int64_t width, void* first, void* second, int64_t n, int type) {
   __shared__ float of_rows[kMost / kColumns][kColumns];
@@ -105,32 +105,32 @@ __global__ void __launch_bounds__(kMost)
   set_number(out, type, at, sum);
 }
 
-// Launches it.
+// Launches add_up_blocks.
 inline int add_up(const float* sums, int64_t count, int64_t width, void* first, void* second, int64_t n, int type,
                   void* stream) {
   return launch(stream, (width + kColumns - 1) / kColumns, kMost, add_up_blocks, sums, count, width, first, second, n,
                 type);
 }
 
-// Sums of columns: a block takes a tile of them and a part of the rows, of which each of its warps takes others.
+// Column sums: a block takes a tile of columns and a part of the rows, which its warps divide among themselves.
 constexpr int kTile = kWarp * kPer;  // columns
 constexpr int kWarps = 8;
-constexpr int kRows = 32;  // of a block at the least
+constexpr int kRows = 32;  // the least number of rows of a block
 constexpr int kBlocks = 4;  // on a multiprocessor
 
 inline int64_t tiles_of(int64_t n) { return (n + kTile - 1) / kTile; }
 
-// Into how many parts the rows are cut: for as many blocks as run at a time. There are columns.
+// The number of parts into which rows are cut, for as many blocks as run at a time. There must be columns.
 inline int64_t parts_of(int64_t rows, int64_t n) {
   const int64_t wanted = (rows + kRows - 1) / kRows, room = processors() * kBlocks / tiles_of(n);
   const int64_t most = room > 1 ? room : 1;
   return wanted < most ? wanted : most;
 }
 
-// What is a block's of a matrix (rows, n).
+// The part of a matrix (rows, n) that belongs to a block.
 template <bool kAligned>
 struct Part {
-  int64_t column, number, begin, end;  // its first column, which part it is, its rows
+  int64_t column, number, begin, end;  // first column, number of the part, rows [begin, end)
   Place<kAligned> at;
 
   __device__ Part(int64_t rows, int64_t n, int64_t tiles)
@@ -141,7 +141,7 @@ struct Part {
         at((int)(n - column < kTile ? n - column : kTile), (int)threadIdx.x % kWarp, kWarp) {}
 };
 
-// Adds up what the threads of a block have added up, and stores it as a row of sums (parts, n).
+// Adds the sums of a block's threads, and stores the result as a row of sums (parts, n).
 template <bool kAligned>
 __device__ __forceinline__ void store_sums(float (&total)[kPer], const Part<kAligned>& part, float* sums, int64_t n) {
   __shared__ float of_warps[kPer][kWarps * kWarp];
@@ -155,14 +155,14 @@ __device__ __forceinline__ void store_sums(float (&total)[kPer], const Part<kAli
   store<kFloat>(sums + part.number * n + part.column, part.at, pack<kFloat>(total));
 }
 
-// Whether rows of n numbers can be moved 16 bytes at a time, where they begin at these places.
+// Whether rows of n elements at these addresses can be moved 16 bytes at a time.
 inline bool on_16_bytes(int64_t n, std::initializer_list<const void*> all) {
   bool fits = n % kPer == 0;
   for (const void* p : all) fits = fits && (uintptr_t)p % 16 == 0;
   return fits;
 }
 
-// work(type, aligned) with these as constants.
+// Calls work(type, aligned) with both as constants.
 template <class Work>
 int with_constants(int type, bool aligned, const Work& work) {
   const auto with_type = [&](auto is_aligned) {

@@ -168,6 +168,28 @@ def test_a_stage_has_what_its_units_read(four):
     assert copies == {"decoder.position.weight", "embed.weight"}
 
 
+def shared_by_layers(name):
+    """How many copies of the bias and the rotations the layers of this stage are given in one forward, and dtypes."""
+    engine.init_distributed(**PP)
+    model = randomize_(mc.from_config(name, "causal-lm", policy=False, **LAST)).train()
+    engine.shard(model, policy=engine.Policy(precision="bf16"))
+    seen = []
+
+    def note(_, given):
+        seen.extend(x for x in (given[1].bias, *(given[1].rotary or ())) if x is not None)
+
+    for unit in model.units:
+        unit.register_forward_pre_hook(note)
+    mc.training.accumulate(model, batches(model)[:1])
+    return len({x.data_ptr() for x in seen}), {x.dtype for x in seen}
+
+
+@pytest.mark.parametrize(("name", "shared"), [("tiny/bloom", 1), pytest.param("tiny/llama", 2, marks=pytest.mark.full)])
+def test_what_layers_share_is_not_cast_by_each(two, name, shared):
+    """Also on a stage that has no hidden states when it makes this: each layer would keep a copy for backward."""
+    assert two.run(shared_by_layers, name) == [(shared, {torch.bfloat16})] * 2
+
+
 def exported(sizes, path, kind):
     model = built("tiny/t5", "seq2seq-lm", sizes, SIDES)
     if kind == "distributed":

@@ -79,7 +79,7 @@ class Pipeline(Stages):
     def __init__(self, model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
         super().__init__(model, mesh)
         self.chunks = chunks
-        self.dtype: torch.dtype | None = None  # of the hidden states that are sent
+        self.dtype = torch.float32  # of the hidden states that are sent; the policy says it once the model is sharded
         units = len(model.units)  # type: ignore[arg-type]
         self._parts = split_units(units, self.size * chunks)
         stage = {unit: part % self.size for part, mine in enumerate(self._parts) for unit in mine}
@@ -136,7 +136,7 @@ class Pipeline(Stages):
         zeros: list[Tensor] = []
         hidden = [(model.get_submodule(owner), name) for owner, _, name in (n.rpartition(".") for n in self._begin)]
         for owner, name in hidden:  # an attribute hides the module of the same name
-            owner.__dict__[name] = _Blank(zeros)
+            owner.__dict__[name] = _Blank(zeros, self.dtype)
         try:
             with torch.enable_grad():  # to find what depends on the zeros
                 _, ctx = model.begin(batch)  # type: ignore[operator]
@@ -337,14 +337,15 @@ class Pipeline(Stages):
 class _Blank(nn.Module):
     """Stands in for an embedding, or for a module applied to one, that this stage lacks."""
 
-    def __init__(self, zeros: list[Tensor]) -> None:
+    def __init__(self, zeros: list[Tensor], dtype: torch.dtype) -> None:
         super().__init__()
         self._zeros = zeros  # all that were made
+        self._dtype = dtype  # of hidden states: a model makes biases and rotations in it, for all its layers
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if x.is_floating_point():
             return x
-        self._zeros.append(x.new_zeros(*x.shape, 1, dtype=torch.float32).requires_grad_())
+        self._zeros.append(x.new_zeros(*x.shape, 1, dtype=self._dtype).requires_grad_())
         return self._zeros[-1]
 
 

@@ -146,8 +146,11 @@ class _Mode(TorchDispatchMode):
         # Arithmetic operators take a number on the host as an argument; so do indexing and filling.
         takes_numbers = torch.Tag.pointwise in func.tags or "foreach" in str(func)
         takes_numbers |= func in (*INDEXING, aten.fill_.Tensor)
+        copied = [x for x in args[1] if x is not None and type(x) is not OnGPU] if func in INDEXING else []
+        if any(x.dim() for x in copied):  # places that the host has
+            self._wait(func)
         for x in given:
-            if type(x) is not OnGPU and (x.dim() or not takes_numbers):
+            if type(x) is not OnGPU and (x.dim() or not takes_numbers) and all(x is not y for y in copied):
                 devices = [f"{x.device} {tuple(x.shape)}" for x in given]
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func}: {', '.join(devices)}")
 

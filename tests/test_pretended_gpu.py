@@ -6,6 +6,8 @@ import pytest
 import test_gpu
 import torch
 from pretended_gpu import OnGPU, Waited, pretended
+from related_toys import write_related
+from toydata import flags, make_tokenizer
 
 import engine
 import modelcenter as mc
@@ -20,10 +22,12 @@ from modelcenter.layers.mask import Mask
 from modelcenter.layers.rotary import Rotary
 from modelcenter.testing import randomize_
 from modelcenter.training.accumulation import ModelLoss
+from modelcenter.training.config import EmbeddingConfig
 from modelcenter.training.distillation.comparisons import Spans
 from modelcenter.training.distillation.loss import Distillation
 from modelcenter.training.distillation.teacher import Teacher
 from modelcenter.training.ranking_losses import RANKING_LOSSES
+from modelcenter.training.tasks.embedding import Embedding
 
 pytestmark = pytest.mark.full
 
@@ -38,6 +42,7 @@ def test_devices_that_are_mixed_and_waiting_are_found():
     x = torch.ones(3, device="cuda", requires_grad=True)
     (x * 2).sum().backward()
     assert x.grad.device == x.device == torch.device("cuda", 0) and x.grad.tolist() == [2, 2, 2]
+    assert x.detach()[torch.tensor([2])].device == x.device
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
     y = x.detach().clone()
@@ -45,7 +50,8 @@ def test_devices_that_are_mixed_and_waiting_are_found():
     copies = (x.sum().item, x.cpu, lambda: torch.ones(3).cuda())
     place = torch.arange(2, device="cuda")
     sets = (lambda: y.__setitem__(place, 5), lambda: y.index_put_((place,), torch.tensor(5.0)))
-    for wait in (*copies, *sets, x.nonzero, lambda: x[x > 0], lambda: x.repeat_interleave(x.long())):
+    sizes = (x.nonzero, lambda: x[x > 0], lambda: x.repeat_interleave(x.long()))
+    for wait in (*copies, *sets, *sizes, lambda: x[torch.arange(2)]):
         with pytest.raises(Waited):
             wait()
     y[0], y[1:], y[place] = 5, 6, x.detach()[:2]
@@ -122,6 +128,20 @@ def test_a_step_waits_without_the_copies_of_the_host(name, task, monkeypatch):
 @test_gpu.SCORED
 def test_a_step_of_embeddings_waits_for_nothing(scored):
     test_gpu.test_a_step_of_embeddings_waits_for_nothing(scored)
+
+
+@test_gpu.SCORED
+def test_an_evaluation_of_embeddings(scored, tmp_path):
+    """Of all rows together: its texts are told apart on the host, too."""
+    write_related(tmp_path, **({"scored": True} if scored else {"negatives": 2}))
+    cfg = EmbeddingConfig(**flags(tmp_path), max_length=32)
+    task = Embedding.from_flags(cfg)
+    sizes = {"vocab_size": len(make_tokenizer()), **task.model_options()}
+    model = randomize_(mc.from_config("tiny/bert", "embedding", policy=False, **sizes)).eval()
+    task.on_model_built(model)
+    _, examples = task.tokenize(make_tokenizer(), 32)
+    wanted = task.evaluate(model, examples, 4)
+    assert task.evaluate(model.to("cuda"), examples, 4) == pytest.approx(wanted, rel=1e-4) and wanted["loss"] > 0
 
 
 @pytest.mark.parametrize("loss", RANKING_LOSSES.values())

@@ -135,7 +135,7 @@ class Embedding(Task):
         numbers, batch = examples.facts(np.arange(len(examples)))
         first, last = own_part(len(examples))
         starts = [*np.flatnonzero(batch["roles"] == ANCHOR).tolist(), len(numbers)]
-        facts = self.loss_fn.facts(batch).to(model.device)
+        facts = self.loss_fn.facts(batch)
         own = slice(starts[first], starts[last])
         value, _ = self.loss_fn.share(embeddings[torch.from_numpy(numbers)], facts, own, gradient=False)
         loss = sum_over_ranks(value.double().cpu()).item()

@@ -69,14 +69,15 @@ def add_score_head(source: FileSource, blueprint: Blueprint, architectures: Sequ
     keys = [key for key, part in blueprint.layout.key_parts.items() if part]
     if not tokens or any(to_key(arch, name) in keys for name in source.tensors):
         return ""
-    if LM not in arch.tasks or len(keys) != 1:
+    if LM not in arch.tasks:
         raise ValueError(f"score_tokens: {origin} is of {arch.model_type}, expected a decoder with a vocabulary's head")
     model = on_meta(registry.get(arch.model_type), blueprint.config, LM)
     head = {name for name, _ in model.named_parameters() if name.startswith("head.")}
-    if head - {"head.weight"} or model.head.cap is not None:
+    if head - {"head.weight"} or model.head.cap is not None or len(keys) != 1:
         raise ValueError(
-            f"score_tokens: logits of {arch.model_type} are more than a product with the vocabulary's matrix (a bias, "
-            "or a limit of their size), so no head with one label gives the same score; leave it out to train a new one"
+            f"score_tokens: logits of {arch.model_type} are more than a product with the vocabulary's matrix (a layer "
+            "before it, a bias, or a limit of their size), so no head with one label gives the same score; leave it "
+            "out to train a new one (beside a published pair_template, which has words, give --score_tokens new-head)"
         )
     layout = compile_layout(arch, LM, blueprint.config, {name: tuple(p.shape) for name, p in model.named_parameters()})
     table = "head.weight" if head else "embed.weight"

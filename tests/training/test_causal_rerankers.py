@@ -80,6 +80,7 @@ def differences(folder, rows, words=("yes", "no")):
 GROUPED = {"num_kv_heads": None, "head_dim": None}  # which older families have not
 OTHER_SIZES = {"gpt2": GROUPED, "gpt_neox": GROUPED, "minicpm": {"dim_model_base": 4, "head_dim": 4}}
 OTHER_SIZES["gptj"] = GROUPED | {"rotary_dim": 4}
+OTHER_SIZES["modernbert-decoder"] = GROUPED
 ROWS = [[1, 9, 30, 7, 5], [4, 8, 2], [12, 3, 3, 44, 60, 61, 17]]
 
 
@@ -433,6 +434,26 @@ def test_a_language_model_is_used_without_training(folder):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3", "modernbert-decoder"])
+def test_a_published_template_without_its_words(folder, family):
+    """Also of a family whose logits are no products with one matrix."""
+    write_data(folder)
+    save_lm(folder / "lm", family=family, **OTHER_SIZES.get(family, {}))
+    one = {"pair_template": "qwen3", "max_steps": 1, "max_length": 500, "lr": 0}
+    main(command(flags(folder, **one, score_tokens=["new-head"])))
+    assert writes_pairs(mc.AutoTokenizer.from_pretrained(folder / "run" / "model").chat_template)
+    found = predicted(folder, folder / "run")
+    words = flags(folder, **one, output_dir=str(folder / "words"))
+    del words["score_tokens"]
+    if family == "qwen3":
+        main(command(words))
+        assert predicted(folder, folder / "words") != found
+    else:
+        with pytest.raises(ValueError, match="beside a published pair_template, which has words, give --score_tokens"):
+            main(command(words))
+
+
+@pytest.mark.full
 def test_a_template_for_chats_is_not_saved_with_a_reranker(folder):
     """sentence-transformers would read pairs by it."""
     from chat_toys import CHATML
@@ -515,7 +536,8 @@ def test_mistakes(folder):
         values = {name: value for name, value in flags(folder, **changes).items() if value is not None}
         with pytest.raises(ValueError, match=message):
             main(command(values))
-    for family, message in {"gemma2": "limit of their size", "gptj": "a bias"}.items():
+    others = {"gemma2": "limit of their size", "gptj": "a bias", "modernbert-decoder": "a layer before it"}
+    for family, message in others.items():
         lm = save_lm(folder / family, family=family, **OTHER_SIZES.get(family, {}))
         with pytest.raises(ValueError, match=message):
             mc.from_pretrained(lm, "sequence-classification", score_tokens=("yes", "no"))

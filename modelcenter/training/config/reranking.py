@@ -11,6 +11,7 @@ from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import TrainConfig
 
 PAIR_FLAGS = ("pair_template", "instruction", "score_tokens")  # by which trained models are used, too
+NO_WORDS = ["new-head"]  # of score_tokens
 LOSSES = ("binary", "listwise", "listnet", "pairwise", "margin_mse")
 _data, _model, _optimisation = partial(flag, "data"), partial(flag, "model"), partial(flag, "optimisation")
 
@@ -49,7 +50,8 @@ class RerankingConfig(TrainConfig):
         "template has it")
     score_tokens: list[str] | None = _model(None, "of a language model: the word for yes and the word for no, or that "
         "for yes alone; the reranker begins with the logit of the one less that of the other as its score. If not "
-        "given, as the model's files or a published template have it, else it begins with a new head")
+        "given, as the model's files or a published template have it, else it begins with a new head; "
+        "new-head: that, whatever words a template has")
     activation: str | None = _model(None, "what predict and sentence-transformers make a score of the model's output "
         "by; if not given, as the model says, else sigmoid", choices=ACTIVATIONS)
     loss: str | None = _optimisation(None, "binary: each text has the probability of its label; listwise: each "

@@ -7,7 +7,7 @@ from typing import Any, Self
 from modelcenter.data.tokenization.pair_templates import PUBLISHED, PairTemplate, template_text
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 from modelcenter.hub.files.pair_template_files import with_instruction, writes_pairs
-from modelcenter.training.config.reranking import PAIR_FLAGS, check_score_tokens
+from modelcenter.training.config.reranking import NO_WORDS, PAIR_FLAGS, check_score_tokens
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class PairReading:
     Attributes:
         pair_template: a name of PUBLISHED, or a Jinja file; None: that of the tokenizer, if it has one for pairs.
         instruction: that the template writes; None: its own.
-        score_tokens: the words whose logits make the score of a language model; None: those of pair_template.
+        score_tokens: the words whose logits make the score of a language model; None: those of pair_template; NO_WORDS:
+            none, whatever pair_template has.
     """
 
     pair_template: str | None = None
@@ -36,7 +37,7 @@ class PairReading:
         words = self.score_tokens
         if words is None and self.pair_template in PUBLISHED:
             words = [*PUBLISHED[self.pair_template].words]
-        return {} if words is None else {"score_tokens": words}
+        return {} if words in (None, NO_WORDS) else {"score_tokens": words}
 
     def prepare(self, tokenizer: Any) -> None:
         """Give the tokenizer the template, with which it is saved, and take away one for chats: sentence-transformers

@@ -8,8 +8,8 @@
 Public names are imported on first use (PEP 562): `import modelcenter` does not import torch, reads no network and
 starts no process group. Where to look:
 
-auto.py, registry.py, config.py    from_pretrained and the like; architectures and names; the fields of a model
-models/, layers/                   a file for each architecture; the layers they share
+auto.py, registry.py, config.py    from_pretrained and the like; architectures and names; a model's fields
+models/, layers/                   one file per architecture; the layers they share
 convert/, hub/                     conversion rules; downloading, loading, saving
 data/, training/, generation/      rows and batches; the training loop and its tasks; text generation
 adapters/                          LoRA, prompt tuning, freezing
@@ -47,7 +47,7 @@ _PUBLIC = {
     "modelcenter.config": ("ModelConfig",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
-# The architectures' classes: Bert, GPT2, ...
+# Classes of the architectures: Bert, GPT2, ...
 _HOME |= {name: module for module, name in (str(spec.model).split(":") for spec in ARCHITECTURES.values())}
 _SUBMODULES = ("adapters", "training", "data", "hub", "convert", "layers", "models", "compare", "testing")
 
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
 
 
 def _check_engine() -> None:
-    """Refuse a foreign top-level module called `engine`: it would shadow ours and fail later, far from the cause."""
+    """Raise ImportError if another top-level module `engine` shadows ours: it would fail later, far from the cause."""
     ours = Path(__file__).resolve().parent.parent / "engine" / "__init__.py"
     spec = importlib.util.find_spec("engine")
     found = Path(spec.origin).resolve() if spec is not None and spec.origin else None

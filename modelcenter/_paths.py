@@ -1,5 +1,5 @@
-"""Paths: where the shipped data lives (inside the wheel under `modelcenter/`, beside the package in a checkout), what a
-mistyped one may mean, which one did not fit on its disk, and files that are whole or what they were before."""
+"""Paths of the shipped data (inside `modelcenter/` in the wheel, beside the package in a checkout), suggestions for
+mistyped paths, and atomic writes."""
 
 import difflib
 import errno
@@ -27,7 +27,8 @@ def scripts_dir() -> Path:
 
 
 def nearest_beside(path: Path) -> str:
-    """A sentence that offers what lies beside a path that does not exist, if its name is close; else empty."""
+    """For a path that does not exist: a sentence that suggests a similar name in the same folder; empty if there is
+    none."""
     names: list[str] = []
     with suppress(OSError):
         names = [other.name for other in path.parent.iterdir()]
@@ -37,7 +38,7 @@ def nearest_beside(path: Path) -> str:
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Let the error of a disk or quota that is full, which names no file, name the one that is written inside."""
+    """Add the path to the error of a full disk or quota, which names no file."""
     try:
         yield
     except OSError as error:
@@ -47,10 +48,10 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file; where the disk is full, the process is killed or the power fails meanwhile, it stays what it was.
+    """Write a file atomically: if the disk is full, the process is killed or the power fails, it keeps its old content.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: the file cannot be written; the error names it.
     """
     work = path.with_name(f".{path.name}")
     try:
@@ -58,7 +59,7 @@ def write_whole(path: Path, content: bytes) -> None:
             with work.open("wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())  # or the new name may reach the disk before the content does
+                os.fsync(file.fileno())  # else the new name could reach the disk before the content
         work.replace(path)
     finally:
         work.unlink(missing_ok=True)

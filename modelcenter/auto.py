@@ -1,4 +1,4 @@
-"""The front door: models by name, with the task fixed or named by the checkpoint."""
+"""The entry points: load a model by name, for a given task or for the one that its checkpoint names."""
 
 import os
 from typing import Any, ClassVar
@@ -31,37 +31,38 @@ def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = Non
     Args:
         name_or_path: a name of `list_models`, a Hub id, a Hugging Face directory, a distributed checkpoint, a
             checkpoint of ModelCenter (config.json and pytorch_model.pt), or a weight file.
-        task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names. A head that is named
-            here and missing in the files is initialised by `seed`.
+        task: one of registry.TASKS; None: the head that the checkpoint's `architectures` names. If the files lack the
+            head of the task given here, it is initialised from `seed`.
 
     Keyword arguments:
         num_labels, id2label: the number of outputs of a classification head, and their names.
-        dtype: of the parameters; None: as the files hold them. torch_dtype is its old name.
+        dtype: the dtype of the parameters; None: as stored in the files. torch_dtype is its old name.
         revision, token, cache_dir, local_files_only: as in huggingface_hub.
         strict: False tolerates tensors that the architecture does not know.
-        ignore_mismatched_sizes: tensors of heads whose shapes differ are initialised instead.
-        policy: an engine.Policy; None: as engine.init_distributed said, a plain module without it; False: always a
-            plain module.
-        seed: of the values of a head that the files lack.
-        score_tokens: of a language model that becomes a classifier with one label: the tokens for yes and for no (or
-            for yes alone), as words or numbers. Where the files lack that head, it gives the logit of the one less that
-            of the other. None: those that the files of sentence-transformers name; without such, the head is drawn.
-        keep_layers: numbers, from 0, of the layers to take; of an encoder-decoder the encoder's. keep_decoder_layers:
-            the decoder's. None: all. Everything else stays as it is: a student begins so.
+        ignore_mismatched_sizes: initialise tensors of heads whose shapes differ.
+        policy: an engine.Policy; None: the one given to engine.init_distributed, or a plain module if it was not
+            called; False: always a plain module.
+        seed: seeds the initial values of a head that the files lack.
+        score_tokens: for a language model loaded as a classifier with one label: the tokens for yes and for no (or for
+            yes alone), as words or ids. If the files lack that head, it computes the logit of yes minus that of no.
+            None: the tokens that the files of sentence-transformers name; if they name none, the head is random.
+        keep_layers: indices, from 0, of the layers to keep; in an encoder-decoder, of the encoder's.
+            keep_decoder_layers: of the decoder's. None: all. Everything else is unchanged: a student can start so.
         adapter: what to attach before the model is sharded (modelcenter.adapters: Lora, Freeze, ...), or a list.
-        config: of a weight file, or a distributed checkpoint, that has no config.json beside it: a name, a JSON file, a
-            dictionary or a config of transformers.
-        prefix: what to take off the names in a weight file ("bert." of a wrapped model).
-        ignore: patterns of names in a weight file to pass over ("dense.*").
+        config: for a weight file or distributed checkpoint without a config.json: a name, a JSON file, a dictionary or
+            a config of transformers.
+        prefix: a prefix to remove from the names in a weight file ("bert." of a wrapped model).
+        ignore: patterns of names in a weight file to skip ("dense.*").
 
-    All other keyword arguments override fields of the config, in our names or Hugging Face's; None drops a field of
-    the file that is not understood; model_type says what a file is that does not say so itself. Generation settings
-    (num_beams, ...) become the defaults of `model.generate` and go into generation_config, token ids (eos_token_id,
-    ...) into both.
+    All other keyword arguments override fields of the config, under our names or Hugging Face's; None drops a field of
+    the file that is not understood; model_type gives the type of a file that does not state it. Generation settings
+    (num_beams, ...) become the defaults of `model.generate` and are stored in generation_config; token ids
+    (eos_token_id, ...) are stored in both.
 
     Raises:
-        ValueError: no such model; a file is missing, truncated or malformed; a config field is not understood, or an
-            override of one has no effect here; a tensor is missing, unknown or misshapen. The message lists them.
+        ValueError: the model does not exist; a file is missing, truncated or malformed; a config field is not
+            understood, or overriding it has no effect here; a tensor is missing, unknown or has the wrong shape. The
+            message lists them.
     """
     from modelcenter.hub.load import load_model
 
@@ -69,18 +70,18 @@ def from_pretrained(name_or_path: str | os.PathLike[str], task: str | None = Non
 
 
 def from_config(config: Any, task: str | None = None, *, seed: int = 0, **kwargs: Any) -> Model:
-    """A model with random weights, bitwise the same on any number of ranks.
+    """Build a model with random weights, bitwise the same on any number of ranks.
 
     Args:
         config: a ModelConfig, a config of transformers, a dictionary or JSON file in Hugging Face's names, or a name
             such as "tiny/bert".
-        task: one of registry.TASKS; None: "base" (for model_type encoder-decoder its one task, seq2seq-lm).
-        seed: of the random weights.
-        kwargs: num_labels, id2label, dtype (None: fp32), policy, adapter, config overrides and settings of generation,
-            as in from_pretrained.
+        task: one of registry.TASKS; None: "base" (for model_type encoder-decoder its only task, seq2seq-lm).
+        seed: seeds the random weights.
+        kwargs: num_labels, id2label, dtype (None: fp32), policy, adapter, config overrides and generation settings, as
+            in from_pretrained.
 
     Raises:
-        ValueError: no such name, task or field.
+        ValueError: the name, the task or a field does not exist.
     """
     from modelcenter.hub.load import build_model
 
@@ -88,7 +89,7 @@ def from_config(config: Any, task: str | None = None, *, seed: int = 0, **kwargs
 
 
 class AutoModel:
-    """Any architecture with one task: `AutoModelForMaskedLM.from_pretrained(name)`."""
+    """Models of any architecture, for one task: `AutoModelForMaskedLM.from_pretrained(name)`."""
 
     task: ClassVar[str] = "base"
 
@@ -149,7 +150,7 @@ class AutoModelForTextEncoding(AutoModel):
 
 
 class AutoTokenizer:
-    """transformers' AutoTokenizer with our names resolved."""
+    """transformers' AutoTokenizer, which also resolves the names of our presets."""
 
     @staticmethod
     def from_pretrained(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:

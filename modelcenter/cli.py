@@ -1,4 +1,4 @@
-"""The command line: `modelcenter VERB`. Thin; --help, list and info import no torch."""
+"""The command line: `modelcenter VERB`. It only dispatches; --help, list and info import no torch."""
 
 import importlib
 import importlib.util
@@ -232,7 +232,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
 
 
 def help_text() -> str:
-    """What `modelcenter --help` prints."""
+    """The text of `modelcenter --help`."""
     lines = [f"modelcenter {__version__}", "", "usage: modelcenter VERB [arguments]", ""]
     for verb, function in VERBS.items():
         arguments, _, purpose = (function.__doc__ or "").partition(": ")
@@ -266,13 +266,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from modelcenter.command_line.errors import user_errors
 
     words = list(sys.argv[1:] if argv is None else argv)
-    last = words.index("--") if "--" in words else len(words)  # words behind it are not flags
+    last = words.index("--") if "--" in words else len(words)  # the words after it are not flags
     with user_errors(traceback="--traceback" in words[:last]):
         run([word for word in words[:last] if word != "--traceback"] + words[last:])
 
 
 def _script(name: str) -> ModuleType:
-    """A module of scripts/: inside the package once installed, beside it in a checkout."""
+    """Import a module of scripts/, which is inside the package once installed and beside it in a checkout."""
     full = f"modelcenter.scripts.{name}"
     try:
         return importlib.import_module(full)

@@ -1,7 +1,7 @@
 """The configuration of a model: a keyword-only dataclass that maps to JSON and back.
 
-One vocabulary for every architecture (vocab_size, hidden_size, num_layers, num_heads, intermediate_size, norm_eps,
-max_positions, ...). Hugging Face's spellings are translated by the CONFIG map of `convert/`.
+All architectures use the same field names (vocab_size, hidden_size, num_layers, num_heads, intermediate_size, norm_eps,
+max_positions, ...). The CONFIG maps of `convert/` translate Hugging Face's names.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ _SIZES = (
     "vocab_size", "hidden_size", "embedding_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
     "max_positions", "num_groups", "group_layers", "num_decoder_heads", "decoder_intermediate_size", *_LAYERS,
 )  # fmt: skip
-# Attributes of every config: where an architecture has no such field, they are kept in `extra`.
+# Attributes of every config; if an architecture has no such field, they are kept in `extra`.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")  # which `extra` has, and only encoder-decoders follow
+_FORCED_TOKENS = ("forced_bos_token_id", "forced_eos_token_id")  # kept in `extra`; only encoder-decoders obey them
 _NOT_NEGATIVE = ("norm_eps", "initializer_range")
-_MAX_LAYERS = 10_000  # a model is built of them before a file can contradict
+_MAX_LAYERS = 10_000  # the layers are built before the files can show that the number is wrong
 
 
 class FieldError(ValueError):
-    """A field of a config has a value that its model cannot have."""
+    """A config field has a value that its model does not support."""
 
     def __init__(self, model_type: str, name: str, value: Any, expected: str, shown: str | None = None):
         super().__init__(f"{model_type} config: {shown or name} is {value!r}, expected {expected}")
         self.parts = model_type, name, value, expected
 
     def spelled(self, names: Mapping[str, str]) -> Self:
-        """The same in the words of the file or the caller; names: {our name of a field: theirs}."""
+        """The same error under the field names of the file or the caller; names: {our name: theirs}."""
         model_type, name, value, expected = self.parts
         said = re.sub(r"\w+_\w+", lambda word: names.get(word[0], word[0]), expected)
         return type(self)(model_type, name, value, said, names.get(name))
@@ -47,13 +47,13 @@ class ModelConfig:
     """Fields that every architecture has.
 
     Attributes:
-        num_labels: outputs of a classification head.
+        num_labels: the number of outputs of a classification head.
         id2label, label2id: names of the labels; both or neither, consistent with num_labels.
         problem_type: "regression", "single_label_classification", "multi_label_classification" or None: inferred from
             the labels as transformers does.
-        embedding: of task "embedding": how hidden states become one vector of each text; also given as a mapping.
-        architectures: class names that the checkpoint declared; they name the head when the caller names none.
-        dtype: storage dtype that the checkpoint declared, as a string such as "bfloat16".
+        embedding: for task "embedding": how hidden states become one vector per text; a mapping is accepted too.
+        architectures: class names that the checkpoint declares; they select the head if the caller gives no task.
+        dtype: the storage dtype that the checkpoint declares, as a string such as "bfloat16".
         extra: fields of the Hugging Face config that do not change the model here; written back on export.
     """
 
@@ -104,7 +104,7 @@ class ModelConfig:
         for f in dataclasses.fields(self):
             setattr(self, f.name, _plain_number(f.type, getattr(self, f.name)))
 
-    if not TYPE_CHECKING:  # for which any attribute would be there
+    if not TYPE_CHECKING:  # a type checker would believe that any attribute exists
 
         def __getattr__(self, name: str) -> Any:
             if name in _TOKENS:
@@ -117,17 +117,17 @@ class ModelConfig:
         super().__setattr__(name, value)
 
     def special_tokens(self) -> dict[str, Any]:
-        """The tokens that begin, end and fill texts, as far as this config names them."""
+        """The ids of the tokens that begin, end and pad texts, as far as this config gives them."""
         held = {name: getattr(self, name) for name in _TOKENS}
         held |= {name: self.extra.get(name) for name in _FORCED_TOKENS if self.is_encoder_decoder}
         return {name: value for name, value in held.items() if value is not None}
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
-        """Itself; transformers asks models of several kinds of input for their part that reads or writes text."""
+        """Itself; transformers asks a multimodal config for its text part."""
         return self
 
     def require(self, condition: bool, name: str, expected: str) -> None:
-        """Raise one clear error about the field `name` unless `condition` holds."""
+        """Raise an error that names the field `name` unless `condition` holds."""
         if not condition:
             raise FieldError(self.model_type, name, getattr(self, name), expected)
 
@@ -136,30 +136,31 @@ class ModelConfig:
         self.require(getattr(self, name) in choices, name, f"one of {', '.join(choices)}")
 
     def require_probabilities(self, *names: str) -> None:
-        """Raise unless these fields are probabilities below 1, as those of dropouts are, or None."""
+        """Raise unless each of these fields is None or a probability below 1, as a dropout's must be."""
         for name in names:
             value = getattr(self, name)
             self.require(value is None or 0 <= value < 1, name, "a probability, 0 <= p < 1")
 
     def require_token(self, name: str, vocab_size: int) -> None:
-        """Raise unless the token `name` has a row, counted from the end where it is negative, or is None."""
+        """Raise unless the token id `name` is None or a row of the table; a negative one counts from the end."""
         token = getattr(self, name)
         self.require(token is None or -vocab_size <= token < vocab_size, name, f"one of {vocab_size} tokens, or none")
 
     def require_extra(self, task: str, expected: Mapping[str, Any]) -> None:
-        """Raise unless fields of the Hugging Face config that `task` alone reads have these values, or are absent."""
+        """Raise unless fields of the Hugging Face config that only `task` reads are absent or have these values."""
         for name, value in expected.items():
             if (found := self.extra.get(name, value)) != value:
                 raise ValueError(f"{self.model_type} config: {name} is {found!r}, expected {value!r} for {task}")
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of the longest sequence that the model is made for; None: any."""
+        """The number of tokens in the longest sequence that the model supports; None: unlimited."""
         return getattr(self, "max_positions", None)
 
     @property
     def max_written_tokens(self) -> int | None:
-        """Tokens of the longest text that the model can write, a decoder's prompt among them; None: any."""
+        """The number of tokens in the longest text that the model can generate, including a decoder's prompt; None:
+        unlimited."""
         return self.max_tokens
 
     @classmethod
@@ -168,13 +169,13 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], spelled: Mapping[str, str] | None = None) -> Self:
-        """Build from our own names.
+        """Build a config from our own field names.
 
         Args:
-            spelled: what the file or the caller called fields by, for messages, where that is another name.
+            spelled: {our name: that of the file or the caller} where they differ, for messages.
 
         Raises:
-            ValueError: a key is unknown (the nearest is offered) or a required one is missing.
+            ValueError: a key is unknown (the message suggests the nearest) or a required one is missing.
         """
         values = dict(values)
         kind = values.pop("model_type", cls.model_type)
@@ -201,25 +202,25 @@ class ModelConfig:
 
     @classmethod
     def check_values(cls, values: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
-        """Raise ValueError for a value of the wrong type. values: by our own names. spelled: as of from_dict."""
+        """Raise ValueError for a value of the wrong type. values: by our own names. spelled: as in from_dict."""
         for f in dataclasses.fields(cls):
             if f.name in values and (expected := _expected_value(f.name, f.type, values[f.name])):
                 name = spelled.get(f.name, f.name)
                 raise ValueError(f"{cls.model_type} config: {name} is {values[f.name]!r}, expected {expected}")
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary of our own names; `from_dict` reads it back equal."""
+        """A JSON-serialisable dictionary under our own names; `from_dict` restores an equal config."""
         return {"model_type": self.model_type, **dataclasses.asdict(self)}
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed; an unknown field is a ValueError."""
+        """A copy with some fields changed. Raises ValueError for an unknown field."""
         if "num_labels" in changes and "id2label" not in changes and changes["num_labels"] != self.num_labels:
             changes |= {"id2label": None, "label2id": None}
         return type(self).from_dict({**self.to_dict(), **changes})
 
 
 def _expected_value(name: str, kind: Any, value: Any) -> str | None:
-    """What a field that is a number, a text or a switch must be, where the value is not; else None."""
+    """What a number, string or boolean field must be, if the value is not; None: the value is valid."""
     kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
     if value is None:
         return "a number" if NoneType not in kinds and (int in kinds or float in kinds) else None
@@ -235,7 +236,7 @@ def _expected_value(name: str, kind: Any, value: Any) -> str | None:
 
 
 def _expected_integer(name: str, value: Any, several: bool) -> str | None:
-    """What a field of a whole number, or with `several` of one or a list of them, must be, where it is not."""
+    """What an integer field (with `several`, an integer or a list of them) must be, if the value is not; else None."""
     low, high = 1 if name in _SIZES else -inf, _MAX_LAYERS if name in _LAYERS else inf
     numbers = value if several and isinstance(value, list) and value else [value]
     if all(_is_number(number, Integral) and low <= number <= high for number in numbers):
@@ -246,7 +247,7 @@ def _expected_integer(name: str, value: Any, several: bool) -> str | None:
 
 
 def _plain_number(kind: Any, value: Any) -> Any:
-    """A number as Python's of the field's kind: NumPy's do not go into JSON, and transformers takes no 1 for 1.0."""
+    """The value as a Python number of the field's type: JSON takes none of NumPy's, and transformers no 1 for 1.0."""
     kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
     if bool in kinds and _is_switch(value):
         return bool(value)
@@ -258,7 +259,7 @@ def _plain_number(kind: Any, value: Any) -> Any:
 
 
 def _is_switch(value: Any) -> bool:
-    """Whether it is 0 or 1, as some write false and true."""
+    """Whether the value is 0 or 1, which some files hold for false and true."""
     return _is_number(value, Integral) and value in (0, 1)
 
 

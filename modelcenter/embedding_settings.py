@@ -1,4 +1,4 @@
-"""How a model of task "embedding" makes one vector of each text. Imports no torch."""
+"""Settings of task "embedding": how a text becomes one vector. Imports no torch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -9,16 +9,17 @@ from modelcenter.registry import nearest
 POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean")
 SIMILARITIES = ("cosine", "dot")
 DENSE_ACTIVATIONS = ("tanh", "identity", "relu", "gelu", "silu", "sigmoid", "leaky_relu", "elu")
-FIRST_DENSE = 2  # number of the first dense layer among the steps, of which 0 is the transformer and 1 the pooling
+FIRST_DENSE = 2  # the step of the first dense layer: step 0 is the transformer and step 1 the pooling
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSettings:
-    """A dense layer behind the pooling, after Dense of sentence-transformers.
+    """A dense layer after the pooling, following Dense of sentence-transformers.
 
     Attributes:
-        width: elements that it gives. activation: what they go through; "identity": nothing. bias: one is added before.
-        residual: what the layer reads is added to what it gives, through a matrix where their widths differ.
+        width: the number of output features. activation: applied to the outputs; "identity": none.
+        bias: add a bias before the activation.
+        residual: add the input to the output, through a matrix if their widths differ.
     """
 
     width: int
@@ -39,7 +40,8 @@ class DenseSettings:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """From one, its fields, or a text: "WIDTH" or "WIDTH:ACTIVATION". Raises ValueError: none of these."""
+        """From an instance, a mapping of fields, or a string "WIDTH" or "WIDTH:ACTIVATION". Raises ValueError for
+        anything else."""
         if isinstance(given, cls):
             return given
         if isinstance(given, str):
@@ -59,10 +61,10 @@ class DenseSettings:
 
 
 def poolings_of(pooling: str) -> tuple[str, ...]:
-    """The poolings that one consists of, whose vectors are joined in this order: "cls+max" has two.
+    """The poolings that a name consists of, whose vectors are concatenated in this order: "cls+max" has two.
 
     Raises:
-        ValueError: there is no such pooling, or it has one twice.
+        ValueError: a pooling is unknown or occurs twice.
     """
     names = tuple(pooling.split("+")) if isinstance(pooling, str) else (pooling,)
     if not all(name in POOLINGS for name in names) or len(set(names)) < len(names):
@@ -75,19 +77,19 @@ def poolings_of(pooling: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSettings:
-    """What the files of sentence-transformers say of a model beside its config.json.
+    """What the files of sentence-transformers say about a model in addition to its config.json.
 
     Attributes:
-        pooling: what is made of the final hidden states of a text's n tokens: their mean; the first ("cls"); the last;
-            of each element the greatest ("max"); their sum divided by the root of n ("mean_sqrt_len"); their mean with
-            the weights 1 to n ("weighted_mean"). Several are joined, as in "cls+max". None: the model's usual one,
-            "mean" for encoders and "last" for decoders.
-        include_prompt: prompts, and what a tokenizer puts before them, take part in the pooling.
-        dense: layers that the pooled vector goes through, before it is given length 1.
-        normalize: embeddings have length 1; None: where they are compared by their cosine.
+        pooling: how the final hidden states of a text's n tokens become one vector: their mean; the first ("cls"); the
+            last; the elementwise maximum ("max"); their sum divided by sqrt(n) ("mean_sqrt_len"); their mean with
+            weights 1 to n ("weighted_mean"). "cls+max" concatenates two. None: the model's default, "mean" for encoders
+            and "last" for decoders.
+        include_prompt: pool the tokens of the prompt, and those that the tokenizer puts before it, too.
+        dense: layers applied to the pooled vector, before normalisation.
+        normalize: scale embeddings to length 1; None: if they are compared by cosine.
         similarity: how two embeddings are compared.
-        query_prompt, document_prompt: what is written before a query, and before a text that is to be found.
-        max_length: tokens of the longest text, the prompt and special tokens included; None: as the model has it.
+        query_prompt, document_prompt: the text put before each query, and before each document.
+        max_length: tokens of the longest text, including the prompt and special tokens; None: the model's own limit.
     """
 
     pooling: str | None = None
@@ -121,7 +123,7 @@ class EmbeddingSettings:
 
     @property
     def dense_by_number(self) -> dict[str, DenseSettings]:
-        """The dense layers by their numbers among the steps."""
+        """The dense layers by the numbers of their steps."""
         return {str(number): layer for number, layer in enumerate(self.dense, FIRST_DENSE)}
 
     @property
@@ -131,7 +133,7 @@ class EmbeddingSettings:
 
     @classmethod
     def of(cls, given: "EmbeddingSettings | Mapping[str, Any] | None") -> Self:
-        """From the fields that a caller gives. Raises ValueError: an unknown one, or a value that it cannot have."""
+        """From the fields that a caller gives. Raises ValueError for an unknown field or an invalid value."""
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping | None):
@@ -144,10 +146,10 @@ class EmbeddingSettings:
 
     @classmethod
     def over(cls, stored: Mapping[str, Any], given: "EmbeddingSettings | Mapping[str, Any] | None") -> Self:
-        """The stored fields, in place of which come those that a caller gives.
+        """The stored fields, overridden by those that a caller gives.
 
         Raises:
-            ValueError: as `of`; or other dense layers than the stored ones, which have weights.
+            ValueError: as `of`; or `given` changes the stored dense layers, which have weights.
         """
         wanted, held = cls.of(given), cls.of(stored)
         changes: Mapping[str, Any] = given.to_dict() if isinstance(given, EmbeddingSettings) else given or {}
@@ -159,10 +161,10 @@ class EmbeddingSettings:
         return cls.of({**stored, **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, of which `of` makes the same."""
+        """A JSON-serialisable dictionary; `of` restores the same settings from it."""
         return {**asdict(self), "dense": [asdict(layer) for layer in self.dense]}
 
 
 def _shown(layers: Iterable[DenseSettings]) -> str:
-    """Dense layers in words."""
+    """Dense layers as text, for messages."""
     return " ".join(f"{layer.width}:{layer.activation}" for layer in layers) or "none"

@@ -1,7 +1,7 @@
-"""Which architectures exist, which tasks they can do and which models have a name. Imports no torch.
+"""The tables of architectures, tasks and named models. Imports no torch.
 
-An architecture is found by Hugging Face's `model_type` (and by `architectures` where two nets share one), never by the
-display name of a checkpoint.
+An architecture is looked up by Hugging Face's `model_type` (and by `architectures` where two networks share one), never
+by the display name of a checkpoint.
 """
 
 import difflib
@@ -44,9 +44,9 @@ def load_object(path: str) -> Any:
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """One architecture, by dotted strings so that listing it imports nothing.
+    """One architecture, named by dotted strings so that listing it imports nothing.
 
-    model, config: "module:Class". rules: the module of `convert` that holds its `ARCH`, or the ArchMap itself.
+    model, config: "module:Class". rules: "module:ATTRIBUTE" of its ArchMap in `convert`. Each may also be the object.
     """
 
     model_type: str
@@ -67,8 +67,8 @@ class ArchSpec:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that can be loaded by name. `parameters` counts the bare model, of an encoder's files the encoder;
-    `confirmed`: as was published."""
+    """A model that can be loaded by name. `parameters`: of the bare model, or of the encoder if the files hold only
+    that; `confirmed`: they were compared with published ones."""
 
     name: str
     family: str
@@ -80,7 +80,7 @@ class ModelInfo:
 def _ours(
     model_type: str, model: str, file: str | None = None, rules: str | None = None, architectures: tuple[str, ...] = ()
 ) -> ArchSpec:
-    """An architecture of this package: models/<file>.py, convert/<file>.py:ARCH, by default named as `model_type`."""
+    """An architecture of this package: models/<file>.py, convert/<file>.py:ARCH; file: `model_type` by default."""
     file = file or model_type
     home = f"modelcenter.models.{file}:{model}"
     return ArchSpec(model_type, home, f"{home}Config", f"modelcenter.convert.{rules or f'{file}:ARCH'}", architectures)
@@ -98,7 +98,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("bert", "Bert"),
         _ours("cpmant", "CPMAnt"),
         _ours("cpm1", "CPM1"),
-        # In T5's form: the second of its architectures tells it.
+        # Its files have T5's form; only the class names in `architectures` tell it apart.
         _ours("cpm2", "CPM2", architectures=tuple(f"CPM2{end}" for end in _T5_TASKS.split())),
         _ours("cpm3", "CPM3"),
         _ours("cpmbee", "CPMBee"),
@@ -145,7 +145,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
 }
 
 
-# What is not supported although a name here is near -> what can be done.
+# Unsupported model types with a name close to a supported one -> what the user can do instead.
 REFUSED = {
     "gemma3": "it reads images and texts. Its half for texts is supported: with transformers, "
     "Gemma3ForConditionalGeneration.from_pretrained(...).model.language_model.save_pretrained(directory) makes it a "
@@ -153,7 +153,7 @@ REFUSED = {
 }
 
 
-# Other names that files have for a model_type.
+# Other spellings of a model_type found in files.
 _SPELLINGS = {
     "encoder_decoder": "encoder-decoder",  # of transformers 3
     "new": "gte",  # of Alibaba's code
@@ -161,7 +161,7 @@ _SPELLINGS = {
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
-    """A sentence that offers the names closest to a mistyped one; empty when none is close."""
+    """A sentence that suggests the names closest to a mistyped one; empty if none is close."""
     close = difflib.get_close_matches(name.lower(), list(dict.fromkeys(names)), n=count, cutoff=0.55)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
 
@@ -170,7 +170,7 @@ def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec
     """The architecture of a Hugging Face `model_type`.
 
     Raises:
-        ValueError: no such architecture; lists the supported ones.
+        ValueError: it is not supported; the message lists those that are.
     """
     named = () if architectures is None else architectures
     if isinstance(named, str) or not (isinstance(named, Iterable) and all(isinstance(name, str) for name in named)):
@@ -191,19 +191,19 @@ def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec
 
 
 def model_type_of(config: Mapping[str, Any]) -> Any:
-    """The `model_type` of a config.json; where it has none, that of a class which its `architectures` name, or None."""
+    """The `model_type` of a config.json; if it has none, that of a class named in its `architectures`, or None."""
     named, kind = config.get("architectures"), config.get("model_type")
     if kind is not None or not isinstance(named, list):
         return _SPELLINGS.get(kind, kind) if isinstance(kind, str) else kind
     for spec in ARCHITECTURES.values():
-        # Architectures that share a model_type, and that `get` tells apart by their classes, are left out.
+        # Skip architectures that share a model_type: `get` tells them apart by their classes.
         if not spec.architectures and spec.arch_map().declared_task(named) is not None:
             return spec.model_type
     return None
 
 
 def register(model_type: str, *, config: Any, model: Any, rules: Any) -> ArchSpec:
-    """Add an architecture without a fork.
+    """Add an architecture from outside this package.
 
     Args:
         model_type: the `model_type` of its config.json.
@@ -211,7 +211,7 @@ def register(model_type: str, *, config: Any, model: Any, rules: Any) -> ArchSpe
             Each may also be a "module:attribute" string, imported when first needed.
 
     Raises:
-        ValueError: the name is taken by another class.
+        ValueError: another architecture has this name.
     """
     known = ARCHITECTURES.get(model_type)
     spec = ArchSpec(model_type, model, config, rules)
@@ -232,12 +232,12 @@ def _preset_files() -> dict[str, Any]:
 
 
 def shipped_file(name: str) -> Path:
-    """Where a file of model_configs lies, such as "cpm/modeling_cpm.py"."""
+    """The path of a file in model_configs, such as "cpm/modeling_cpm.py"."""
     return model_configs_dir() / name
 
 
 def preset_names() -> list[str]:
-    """Names of all presets; `tiny/<architecture>` are the test-sized ones."""
+    """The names of all presets; `tiny/<architecture>` are test-sized."""
     return list(_preset_files())
 
 
@@ -245,10 +245,10 @@ def preset(name: str) -> dict[str, Any]:
     """The JSON of a preset: {hub, revision, parameters, confirmed, config}.
 
     Args:
-        name: its name, or the hub id that it stands for, with or without the owner ("gpt2").
+        name: its name, or the Hub id that it stands for, with or without the owner ("gpt2").
 
     Raises:
-        KeyError: no preset of that name.
+        KeyError: there is no such preset.
     """
     files = _preset_files()
     if name in files:
@@ -262,7 +262,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def own_preset(name: str) -> dict[str, Any] | None:
-    """The preset of a name of ours (not of a Hub id with its owner), if it is one."""
+    """The preset of one of our names, not of a Hub id with its owner; None: there is none."""
     try:
         entry = preset(name)
     except KeyError:
@@ -271,7 +271,7 @@ def own_preset(name: str) -> dict[str, Any] | None:
 
 
 def list_models(tiny: bool = False) -> list[ModelInfo]:
-    """Models that can be named in `from_pretrained`, sorted by family and size. `tiny` adds the test-sized presets."""
+    """The models that `from_pretrained` loads by name, sorted by family and size. `tiny` adds the test-sized ones."""
     infos = []
     for name, path in _preset_files().items():
         if name.startswith("tiny/") and not tiny:

@@ -3,16 +3,15 @@
 import torch
 from torch import Tensor
 
-_LENGTH_STEP = 64  # the bias is made for a multiple of so many tokens, so that most batches find it ready
+_LENGTH_STEP = 64  # lengths are rounded up to a multiple of this, so that most batches find the bias cached
 
 
 class Alibi:
-    """What attention adds to a score: minus how far away the key is, times a number of the head. There is no distance
-    that is too far.
+    """Biases of attention scores: minus the distance of the key times the slope of the head, for any distance.
 
-    It has no parameters: the numbers fall from head to head as powers of 2 do, from 2^(-8 / heads) to 2^-8 where the
-    heads are a power of 2. Of other numbers of heads, the greatest power of 2 below are as if there were no others; the
-    rest have those between these, every second one that twice as many heads would have.
+    There are no parameters. If the number of heads is a power of 2, the slopes are a geometric sequence from
+    2^(-8 / heads) to 2^-8. Otherwise the first heads, as many as the next lower power of 2, have the slopes of that
+    number of heads; the others have every second slope of twice that number.
     """
 
     def __init__(self, num_heads: int):
@@ -20,19 +19,19 @@ class Alibi:
         self._made: tuple[object, Tensor] | None = None
 
     def slopes(self, device: torch.device) -> Tensor:
-        """(heads,) fp32, made on the device: a copy of numbers from the host would wait for it."""
+        """(heads,) fp32, computed on the device: copying numbers from the host would synchronise."""
         power = 1 << (self.num_heads.bit_length() - 1)
         exponents = (torch.arange(power, device=device) + 1) * (8 / power)
         between = (2 * torch.arange(self.num_heads - power, device=device) + 1) * (4 / power)
         return torch.exp2(-torch.cat([exponents, between]))
 
     def __call__(self, longest: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """(heads, 2 * n - 1) as layers.mask.Mask has it, n at least `longest`; rounded to `dtype`, the nearest keys
-        least: transformers rounds the same numbers counted from the first key, which to a softmax are no others."""
+        """(heads, 2 * n - 1), in the layout of layers.mask.Mask.bias, with n at least `longest`. Rounding to `dtype`
+        affects near keys least; transformers rounds biases counted from the first key, which a softmax treats alike."""
         n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
         held, key = self._made, (n, device, dtype)  # read once: other threads may replace it
         if held is None or held[0] != key:
-            with torch.inference_mode(False):  # a later forward may be of training
+            with torch.inference_mode(False):  # a later forward may train
                 distance = torch.arange(1 - n, n, device=device).abs()
                 held = self._made = key, (self.slopes(device)[:, None] * -distance).to(dtype)
         return held[1]

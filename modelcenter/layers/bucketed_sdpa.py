@@ -1,7 +1,7 @@
-"""Attention by rectangles through torch's scaled_dot_product_attention: what a GPU runs, and on a CPU the reference of
-layers.bucketed_attention. It knows no soft cap of the scores: layers.capped_attention writes that out.
+"""Attention over rectangles by torch's scaled_dot_product_attention: used on a GPU, and on a CPU the reference of
+layers.bucketed_attention. It supports no soft cap of the scores; see layers.capped_attention.
 
-Tokens go into the rectangles of all groups by one gather, and back by one, in both directions.
+One gather moves the tokens into the rectangles of all groups and one moves them back, in forward and in backward.
 """
 
 import math
@@ -22,20 +22,20 @@ from modelcenter.layers.dropout import AttentionDropout
 
 
 def _rectangles(rows: Tensor, places: Places, heads: int) -> list[Tensor]:
-    """(places, heads * head_dim) -> (n, heads, length, head_dim) of each rectangle; views."""
+    """(slots, heads * head_dim) -> (n, heads, length, head_dim) for each rectangle; views."""
     shapes = places.shapes
     parts = rows.split_with_sizes([n * length for n, length in shapes]) if len(shapes) > 1 else (rows,)
     return [part.view(n, length, heads, -1).transpose(1, 2) for part, (n, length) in zip(parts, shapes, strict=True)]
 
 
 def _rows(rectangles: Sequence[Tensor]) -> Tensor:
-    """The reverse of `_rectangles`, or of several of its results."""
+    """The inverse of `_rectangles`, for one or several of its results."""
     parts = [x.transpose(1, 2).reshape(-1, x.shape[1] * x.shape[3]) for x in rectangles]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _take(rows: Tensor, index: Tensor | None, zeros: Tensor | None) -> Tensor:
-    """The rows of these numbers; `zeros`: the rows of the result that are 0 instead."""
+    """The rows with these indices; `zeros`: the rows of the result that are 0 instead."""
     if index is None:
         return rows
     found = rows.index_select(0, index)
@@ -43,10 +43,10 @@ def _take(rows: Tensor, index: Tensor | None, zeros: Tensor | None) -> Tensor:
 
 
 class _ToRectangles(Function):
-    """Some (tokens, heads * head_dim) -> the rectangles of each, (n, heads, length, head_dim), one after the other.
+    """Several tensors (tokens, heads * head_dim) -> the rectangles of each, (n, heads, length, head_dim), in order.
 
-    places, heads: of each. The gradient of a row is taken from its one place, where index_select's own would fill a
-    tensor with zeros and add to it: nothing comes back from padding, which nobody reads.
+    places, heads: of each tensor. In backward the gradient of a token is gathered from its only slot; index_select's
+    backward would fill a tensor with zeros and add to it. Padding has no gradient, because it is never read.
     """
 
     @staticmethod
@@ -63,7 +63,7 @@ class _ToRectangles(Function):
         count = len(places[0].shapes)
 
         def alike(i: int) -> tuple[Any, ...]:
-            # Of one rectangle each, their rows need not be put behind each other first.
+            # With one rectangle each, their rows need not be concatenated first.
             return (id(places[i]), widths[i], needed[i]) if count > 1 else (i,)
 
         found: list[Tensor | None] = []
@@ -81,7 +81,7 @@ class _ToRectangles(Function):
 
 
 class _FromRectangles(Function):
-    """The rectangles, (n, heads, length, head_dim) -> (tokens, heads * head_dim); 0 at a token without a place."""
+    """The rectangles, (n, heads, length, head_dim) -> (tokens, heads * head_dim); 0 at a token without a slot."""
 
     @staticmethod
     def forward(ctx: Any, places: Places, *rectangles: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ class _FromRectangles(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         places = ctx.places
-        # A row of padding repeats a token, and must not send its gradient again.
+        # A padding row repeats a token, whose gradient must not be counted twice.
         return None, *_rectangles(_take(grad, places.index, places.padding), places, ctx.heads)
 
 
 def _to_rectangles(xs: Sequence[tuple[Tensor, Places, int]]) -> list[list[Tensor]]:
-    """Tensors with their places and heads -> the rectangles of each."""
+    """Tensors with their slots and heads -> the rectangles of each."""
     found = [_rectangles(x, places, heads) if places.index is None else [] for x, places, heads in xs]
     moved = [i for i, (_, places, _) in enumerate(xs) if places.index is not None]
     if moved:
@@ -112,7 +112,7 @@ def _from_rectangles(rectangles: Sequence[Tensor], places: Places) -> Tensor:
 
 
 def places_of(pairs: Pairs, q: Tensor, k: Tensor) -> tuple[Places, Places]:
-    """Where the rows of queries and keys stand in these rectangles."""
+    """The slots of queries and keys in these rectangles."""
     queries, keys = ([pair[side] for pair in pairs] for side in (0, 1))
     of_queries = make_places(queries, q.shape[0], q.device)
     same = all(a is b for a, b in pairs)
@@ -130,7 +130,7 @@ def bucketed_sdpa(
 ) -> Tensor:
     """As `bucketed_attention`, on any device.
 
-    q, k and v are taken into rectangles once, and what comes out of these is taken back once, however many there are.
+    q, k and v are gathered into rectangles once, and the results are gathered back once, however many there are.
     """
     mask = options.mask
     distances = options.distances
@@ -151,15 +151,15 @@ def bucketed_sdpa(
 
 
 def with_scores(scores: Tensor, seen: Tensor | None) -> Tensor:
-    """More scores (n, heads, queries, keys) beside what Mask.rectangle gives."""
+    """Add scores (n, heads, queries, keys) to the result of Mask.rectangle."""
     if seen is None:
         return scores
     return scores.masked_fill(~seen, -math.inf) if seen.dtype == torch.bool else scores + seen
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, options: AttentionOptions, first: int = 0) -> Tensor:
-    """One rectangle, (n, heads, length, head_dim); `seen` as Mask.rectangle gives it for queries from place `first`
-    on."""
+    """Attention over one rectangle, (n, heads, length, head_dim); `seen` as returned by Mask.rectangle for queries from
+    position `first` on."""
     scale, drop = options.scale, options.drop
     if options.cap is not None:
         return capped_attention(q, k, v, seen, options, first)
@@ -172,8 +172,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, options: Attentio
 
 @eager
 def _without_cudnn(*args: Any, **kwargs: Any) -> Tensor:
-    """scaled_dot_product_attention, but not by cuDNN, which torch prefers on some GPUs: it has no gradient for a bias,
-    and plans anew for each shape."""
+    """scaled_dot_product_attention without cuDNN, which torch prefers on some GPUs: cuDNN has no gradient for a bias,
+    and makes a new plan for each shape."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -182,10 +182,10 @@ def _without_cudnn(*args: Any, **kwargs: Any) -> Tensor:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-# The key changes at each step: it must not be a constant of a compiled graph.
+# The key changes at each step, so it must not become a constant of a compiled graph.
 @eager
 def _dropping(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float, drop: AttentionDropout) -> Tensor:
-    """One rectangle whose weights are dropped by query, head and key, by torch's operators."""
+    """Attention over one rectangle in torch operators, with dropout masks derived from query, head and key."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)) * scale
     if seen is not None:

@@ -1,4 +1,4 @@
-"""Rectangles of sequences of similar length, in which attention runs where it cannot read a packed batch as it is."""
+"""Rectangles of sequences of similar length, for attention kernels that cannot read a packed batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from modelcenter.layers.host_copies import host_copy, to_device
 
 @dataclass
 class Bucket:
-    """Sequences that attention handles as one rectangle (n sequences, each padded to length).
+    """Sequences that attention processes as one rectangle (n sequences, each padded to length).
 
     Attributes:
         index: (n * length,) token indices; padding repeats the first token of its sequence. None: tokens start:stop.
         keep: (n, length) bool, False at padding; None: no padding.
-        tokens: (n * length - padding,) places in the rectangle that hold a token, in the order of `index[keep]`.
+        tokens: (n * length - padding,) slots of the rectangle that hold a token, in the order of `index[keep]`.
         real: the indices of these tokens, `index[tokens]`.
     """
 
@@ -31,20 +31,20 @@ class Bucket:
     real: Tensor | None = None
 
 
-Pairs = Sequence[tuple[Bucket, Bucket]]  # of queries, and of the keys that they see
+Pairs = Sequence[tuple[Bucket, Bucket]]  # of queries, and of the keys that they attend to
 
 
 @dataclass
 class Places:
-    """The places of rectangles that lie one behind the other, and the tokens in them, each in one place at most.
+    """The slots of concatenated rectangles, and the tokens in them; each token has at most one slot.
 
     Attributes:
         shapes: (n, length) of each rectangle.
-        index: (places,) token index of each place; padding repeats the first token of its sequence. None: place i is
-            that of token i, and there is no other.
-        at: (tokens,) the place of each token.
-        padding: indices of the places of padding; None: there is none.
-        outside: indices of the tokens that have no place; None: there is none.
+        index: (slots,) token index of each slot; padding repeats the first token of its sequence. None: slot i holds
+            token i, and there are no others.
+        at: (tokens,) the slot of each token.
+        padding: indices of the slots that are padding; None: there are none.
+        outside: indices of the tokens without a slot; None: there are none.
     """
 
     shapes: list[tuple[int, int]]
@@ -55,8 +55,7 @@ class Places:
     _repeated: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     def repeated(self, count: int) -> tuple[Tensor, Tensor | None]:
-        """`at` and `outside` for `count` copies of the tokens, each with places of its own, one copy behind the other;
-        made once."""
+        """`at` and `outside` for `count` concatenated copies of the tokens, each with its own slots; cached."""
         assert self.index is not None and self.at is not None
         if count not in self._repeated:
             copies = torch.arange(count, device=self.at.device)[:, None]
@@ -66,23 +65,24 @@ class Places:
         return self._repeated[count]
 
 
-# One bucket more costs about as much as this many padded score elements, forward and backward. On a CPU as measured. On
-# an H100 an element of 16 heads in bf16 with a bias takes 0.45 ns by torch's memory-efficient kernels (27 ps a head,
-# measured, and 1 to 2 for the gradient of the bias). A bucket, by estimate, takes some 30 us in gaps between kernels
-# and at the ends of these, but 150 to 250 us of the host, which starts them. As many elements as take that long:
+# An additional bucket costs about as much as this many padded score elements, forward and backward. The number for a
+# CPU is measured. On an H100 an element of 16 heads in bf16 with a bias takes 0.45 ns in torch's memory-efficient
+# kernels (measured: 27 ps per head, and 1 to 2 for the gradient of the bias). A bucket takes an estimated 30 us in gaps
+# between kernels and at their ends, but 150 to 250 us of the host, which launches them; the number for a GPU is the
+# elements computed in that time.
 _CPU_COST, _GPU_COST = 6144, 1 << 19
-# Padded lengths are a multiple of this many tokens: torch's kernels on a GPU then take masks without a copy.
+# Padded lengths are multiples of this many tokens, so that torch's GPU kernels take masks without a copy.
 _GPU_MULTIPLE = 16
 _MOST_LENGTHS = 48
 
 
 def bucket_cost(device: torch.device) -> int:
-    """What one bucket more costs, in padded score elements."""
+    """The cost of an additional bucket, in padded score elements."""
     return _CPU_COST if device.type == "cpu" else _GPU_COST
 
 
 def length_multiple(device: torch.device) -> int:
-    """What the length of a rectangle with padding is a multiple of."""
+    """The number of which the length of a padded rectangle is a multiple."""
     return 1 if device.type == "cpu" else _GPU_MULTIPLE
 
 
@@ -91,12 +91,12 @@ def _up(n: int, multiple: int) -> int:
 
 
 def plan_buckets(lengths: list[int], cost: int = _CPU_COST, multiple: int = 1) -> list[list[int]]:
-    """Split sequences into groups of similar length so that padding plus per-group overhead (`cost`) is least.
+    """Split sequences into groups of similar length that minimise padding plus the overhead of a group (`cost`).
 
-    multiple: as `length_multiple`.
+    multiple: see `length_multiple`.
 
-    Dynamic programming over the distinct lengths (rounded up when there are many). Returns lists of sequence indices;
-    empty sequences are in none.
+    Dynamic programming over the distinct lengths (rounded up if there are many). Returns lists of sequence indices,
+    without empty sequences.
     """
     by_length: dict[int, list[int]] = {}
     step = multiple
@@ -108,7 +108,7 @@ def plan_buckets(lengths: list[int], cost: int = _CPU_COST, multiple: int = 1) -
             by_length.setdefault(_up(n, step), []).append(i)
     sizes = sorted(by_length)
     counts = list(accumulate((len(by_length[s]) for s in sizes), initial=0))
-    best: list[tuple[int, int]] = [(0, 0)]  # (cost of the first j sizes, where their last group begins)
+    best: list[tuple[int, int]] = [(0, 0)]  # (cost of the first j sizes, start of their last group)
     for j, size in enumerate(sizes, 1):
         area = size * (size + 8)  # scores, and the gathered rows of q, k and v
         best.append(min((best[i][0] + (counts[j] - counts[i]) * area + cost, i) for i in range(j)))
@@ -121,7 +121,7 @@ def plan_buckets(lengths: list[int], cost: int = _CPU_COST, multiple: int = 1) -
 
 
 def plan_pairs(queries: list[int], keys: list[int], cost: int = _CPU_COST, multiple: int = 1) -> list[list[int]]:
-    """As `plan_buckets`, for rectangles of queries by keys: the sequences of a group are near in both lengths."""
+    """As `plan_buckets`, for rectangles of queries by keys: the sequences of a group are similar in both lengths."""
     pairs = zip(queries, keys, strict=False)
     rows = sorted((_up(k, multiple), _up(q, multiple), i) for i, (q, k) in enumerate(pairs) if q)
     step = -(-len(rows) // _MOST_LENGTHS) or 1
@@ -143,7 +143,7 @@ def plan_pairs(queries: list[int], keys: list[int], cost: int = _CPU_COST, multi
 
 
 def make_bucket(numbers: list[int], lengths: list[int], starts: list[int], device: torch.device) -> Bucket:
-    """The sequences of these numbers as one rectangle; lengths, starts: of all sequences."""
+    """The sequences with these numbers as one rectangle; lengths, starts: of all sequences."""
     sizes = [lengths[i] for i in numbers]
     n, length, start = len(numbers), max(sizes), starts[numbers[0]]
     equal = min(sizes) == length
@@ -151,7 +151,7 @@ def make_bucket(numbers: list[int], lengths: list[int], starts: list[int], devic
         length = _up(length, length_multiple(device))
     if equal and all(starts[number] - start == i * length for i, number in enumerate(numbers)):
         return Bucket(n, length, start, start + n * length)
-    # Worked out on the host, where the lengths are, and copied: no wait for a GPU.
+    # Computed on the host, where the lengths are, and then copied, so that a GPU is not waited for.
     first = torch.tensor([starts[i] for i in numbers])[:, None]
     column = torch.arange(length)
     if equal:
@@ -163,8 +163,8 @@ def make_bucket(numbers: list[int], lengths: list[int], starts: list[int], devic
 
 
 def make_places(buckets: Sequence[Bucket], tokens: int, device: torch.device) -> Places:
-    """Where in these rectangles so many tokens stand."""
-    indices, kept = [], []  # as in make_bucket, worked out on the host
+    """The slots of these rectangles, among which `tokens` tokens are placed."""
+    indices, kept = [], []  # computed on the host, as in make_bucket
     for b in buckets:
         indices.append(torch.arange(b.start, b.stop) if b.index is None else host_copy(b.index))
         size = b.n * b.length

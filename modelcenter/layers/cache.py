@@ -1,4 +1,4 @@
-"""Keys and values of the tokens generated so far."""
+"""The key-value cache of generation."""
 
 import math
 from typing import Any
@@ -17,9 +17,10 @@ class _Step:
     """One forward that continues n sequences: their lengths, and the masks and indices that its layers share.
 
     Attributes:
-        past, new: tokens of each sequence before it and in it, on the host. longest: of a sequence after it.
-        width: columns of keys that a new token may see, those of later tokens and of other sequences' ends included.
-        even: each sequence has the same number of tokens before it, and of new ones.
+        past, new: tokens of each sequence before the step and in it, on the host. longest: tokens of the longest
+            sequence after it.
+        width: columns of keys read by the new tokens, including masked ones of later tokens and shorter sequences.
+        even: all sequences have the same number of tokens before the step, and of new ones.
         has_segments: the cache holds the segments of the new tokens.
     """
 
@@ -38,7 +39,7 @@ class _Step:
         self._bias: tuple[Tensor, Tensor] | None = None
 
     def places(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(T,) the sequence of each new token, and its place in that."""
+        """(T,) the sequence of each new token, and (T,) its position there."""
         if self._places is None:
             counts = torch.tensor(self.new, device=device)
             first = self.cu_seqlens[:-1].long() - torch.tensor(self.past, device=device)
@@ -47,14 +48,14 @@ class _Step:
         return self._places
 
     def distance(self, device: torch.device) -> Tensor:
-        """(n, 1, m, keys): place of each key minus that of each query."""
+        """(n, 1, m, keys): the position of each key minus that of each query."""
         if self._distance is None:
             query = torch.tensor(self.past, device=device)[:, None] + torch.arange(self._max_new, device=device)
             self._distance = torch.arange(self.width, device=device) - query[:, None, :, None]
         return self._distance
 
     def hidden(self, window: int | None, device: torch.device) -> Tensor | None:
-        """(n, 1, m, keys) bool, True where a query must not look; None: nowhere."""
+        """(n, 1, m, keys) bool, True where attention is masked; None: no mask."""
         if window not in self._hidden:
             one_each = min(self.past) == max(self.past) and self._max_new == 1
             hidden = None
@@ -67,7 +68,7 @@ class _Step:
         return self._hidden[window]
 
     def bias(self, bias: Tensor) -> Tensor:
-        """(n, heads, m, keys) of a relative position bias; made once for the layers that share it."""
+        """A relative position bias as (n, heads, m, keys), computed once for the layers that share it."""
         if self._bias is None or self._bias[0] is not bias:
             place = self.distance(bias.device).squeeze(1) + bias.shape[1] // 2
             self._bias = bias, bias[:, place.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
@@ -75,34 +76,34 @@ class _Step:
 
 
 class KVCache:
-    """Keys and values of each token of n sequences, for each attention layer, never repeated for grouped heads.
+    """Keys and values of the tokens of n sequences for each attention layer, not repeated for grouped heads.
 
-    The first forward takes a batch of any lengths; later ones give each sequence the same number of new tokens. A
-    cross-attention layer remembers the encoder's, which all beams of a row share.
+    The first forward takes sequences of any lengths; later ones add the same number of tokens to each. For
+    cross-attention layers, the cache keeps the encoder's keys and values, which all beams of a row share.
 
     Attributes:
         lengths: tokens of each sequence so far, on the host.
-        remembers: whether an earlier forward left keys of an encoder's tokens.
+        remembers: whether an earlier forward stored keys of an encoder's tokens.
     """
 
     def __init__(self, capacity: int = 0, max_tokens: int | None = None):
-        """`capacity`: tokens per sequence to reserve room for; it grows as needed, up to `max_tokens` if given."""
+        """`capacity`: tokens per sequence to reserve memory for; it grows as needed, up to `max_tokens` if given."""
         self.lengths: list[int] = []
         self.remembers = False
         self._capacity, self._max_tokens = capacity, max_tokens
-        # k, v: (n, kv_heads, capacity, head_dim); under None the tokens' segments, (n, 1, capacity, k)
+        # k, v: (n, kv_heads, capacity, head_dim); the key None holds the tokens' segments, (n, 1, capacity, k)
         self._own: dict[nn.Module | None, list[Tensor]] = {}
-        # the layers that have attended to theirs since their last copy, where gradients were enabled
+        # Layers whose tensors have been used with gradients enabled since they were last copied.
         self._needed: set[nn.Module | None] = set()
         self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._step: _Step | None = None
 
     def __len__(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens in the longest sequence."""
         return max(self.lengths, default=0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        """One with which the same texts can go on in another way. The layers are still the model's, not copies."""
+        """A copy with which the same texts can be continued differently. The layers are not copied."""
         other = KVCache(self._capacity, self._max_tokens)
         other.lengths, other.remembers = list(self.lengths), self.remembers
         other._own = {memo.get(id(layer), layer): [x.clone() for x in kept] for layer, kept in self._own.items()}
@@ -114,11 +115,11 @@ class KVCache:
     ) -> Packed:
         """A batch (rows, tokens) that continues the sequences.
 
-        mask: (rows, tokens), or with the columns of the past before them, 1 at each new token. prefix: of the names of
-            the inputs, for errors.
+        mask: (rows, tokens), or with the columns of the past before them; 1 at each new token. prefix: of the input
+            names, for messages.
 
         Raises:
-            ValueError: another number of rows, or a mask that leaves out a new token.
+            ValueError: the number of rows differs, or the mask excludes a new token.
         """
         if rows != len(self.lengths):
             raise ValueError(
@@ -137,23 +138,23 @@ class KVCache:
         return Packed(Sequences(ends, tokens, [tokens] * rows), InputLayout((rows, tokens)), positions)
 
     def begin(self, ctx: Packed) -> None:
-        """A forward of the batch `ctx` begins."""
+        """Start a forward of the batch `ctx`."""
         self._step = _Step(ctx, self.lengths)
         ctx.cache = self
 
     def end(self) -> None:
-        """The forward is through: its tokens are part of the past."""
+        """End the forward: its tokens become part of the past."""
         assert self._step is not None
-        self.remembers = bool(self._memory)  # only now: a rank of a pipeline may have had several parts of it to run
+        self.remembers = bool(self._memory)  # not earlier: a pipeline rank may run several parts of a forward
         self.lengths = [a + b for a, b in zip(self._step.past, self._step.new, strict=True)]
         self._step = None
 
     def has(self, layer: nn.Module | None) -> bool:
-        """Whether it holds keys of a layer; None: segments."""
+        """Whether the cache holds keys of a layer; None: segments."""
         return layer in self._own or (layer is not None and layer in self._memory)
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, ctx: Packed) -> bool:
-        """Add k, v (T, kv_heads * head_dim) of the current batch; whether there was a past to attend to."""
+        """Add k, v (T, kv_heads * head_dim) of the current batch. Returns whether earlier tokens are cached."""
         assert self._step is not None
         self._append(layer, (k, v), kv_heads, self._step)
         if ctx.segments is not None and not self._step.has_segments:
@@ -188,12 +189,12 @@ class KVCache:
             whole[row, :, column] = x.view(x.shape[0], kv_heads, -1)
 
     def _as_they_are(self, layer: nn.Module | None) -> bool:
-        """Whether a layer's tensors must stay as they are: a backward may need them, or torch lets nobody write."""
+        """Whether a layer's tensors must not be modified: a backward may need them, or torch forbids it."""
         inference = self._own[layer][0].is_inference() and not torch.is_inference_mode_enabled()
         return layer in self._needed or inference
 
     def remember(self, layer: nn.Module, k: Tensor, v: Tensor, kv_heads: int, memory: Sequences) -> None:
-        """Keep the keys and values (T, kv_heads * head_dim) of the encoder's tokens."""
+        """Store the keys and values (T, kv_heads * head_dim) of the encoder's tokens."""
         lengths = memory.host_lengths()
         longest = max(lengths)
         inside = torch.arange(longest, device=k.device) < torch.tensor(lengths, device=k.device)[:, None]
@@ -207,8 +208,8 @@ class KVCache:
     def attend(
         self, layer: nn.Module, q: Tensor, heads: int, mask: Mask, scale: float | None, cap: float | None = None
     ) -> Tensor:
-        """Attention of m new tokens of each sequence to all that is remembered: q (n * m, heads * head_dim) -> the
-        same. scale, cap: of the scores."""
+        """Attention of the m new tokens of each sequence to all cached tokens: q (n * m, heads * head_dim) -> the same.
+        scale, cap: of the scores."""
         step = self._step
         assert step is not None
         k, v, hidden, segments = self._remembered(layer, mask, step, q.device)
@@ -216,9 +217,9 @@ class KVCache:
         n = step.num_sequences
         new = q.shape[0] // n
         head_dim = q.shape[1] // heads
-        # Query heads of one key head, and beams of one encoder row, are so many more queries of the same keys. Where
-        # there is one token of one beam these lie side by side; a step of a small model is as slow as its calls are
-        # many.
+        # Query heads of a key head, and beams of an encoder row, are treated as more queries of the same keys. With one
+        # token of one beam they are adjacent in memory, so that fewer calls suffice; these dominate a small model's
+        # step.
         straight = n == rows and new == 1
         queries = q
         if not straight:
@@ -252,12 +253,12 @@ class KVCache:
         k, v = (x[:, :, : step.width] for x in self._own[layer])
         if mask.segments is None:
             return k, v, step.hidden(mask.window, device), None
-        # A place without a token comes after each query and is of no context: nobody sees it.
+        # A slot without a token is after all queries and in no context, so it is masked.
         segments = self._segments(mask.segments, step)
         return k, v, segments[0].hidden(segments[1], torch.tensor(step.past, device=device)), segments
 
     def reorder(self, index: Tensor) -> None:
-        """Sequence i becomes what sequence index[i] was, as beams go on from others. index: (n',)."""
+        """Replace sequence i by sequence index[i], as beam search does. index: (n',)."""
         numbers = index.tolist()
         if numbers == list(range(len(self.lengths))):
             return
@@ -266,20 +267,20 @@ class KVCache:
         for layer, kept in self._own.items():
             if len(numbers) != rows or self._as_they_are(layer):
                 self._own[layer] = [x.new_zeros(len(numbers), *x.shape[1:]) for x in kept]
-            for whole, x in zip(self._own[layer], kept, strict=True):  # not the room for what is yet to come
+            for whole, x in zip(self._own[layer], kept, strict=True):  # without the unused capacity
                 whole[:, :, :filled] = x[:, :, :filled].index_select(0, index)
         self._needed.clear()
 
     def _segments(self, new: Segments, step: _Step) -> tuple[Segments, Segments]:
-        """Of the new tokens (n, m) and of all (n, keys)."""
+        """The segments of the new tokens (n, m) and of all tokens (n, keys)."""
         return new.view(step.num_sequences, -1), Segments(self._own[None][0][:, 0, : step.width])
 
 
 def past_of(batch: Any) -> KVCache | None:
-    """The cache that a forward is to use: the caller's, a new one for `use_cache`, or none.
+    """The cache for a forward: the caller's, a new one with `use_cache`, or none.
 
     Raises:
-        ValueError: past_key_values of another kind.
+        ValueError: past_key_values is of another type.
     """
     cache = batch.get("past_key_values")
     if cache is not None and not isinstance(cache, KVCache):

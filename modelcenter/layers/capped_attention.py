@@ -1,8 +1,8 @@
-"""Attention of a rectangle whose scores have a soft cap, cap tanh(s / cap), by torch's operators: what a GPU runs, as
-none of torch's flash kernels takes one, and on any device the attention of a part of a sequence.
+"""Attention over a rectangle with softly capped scores, cap tanh(s / cap), in torch operators. It is used on a GPU,
+because torch's flash kernels support no cap, and on any device for a part of a sequence.
 
-Scores of long sequences are made for some of the queries at a time, of the keys that these may see, and once more in
-backward: memory grows with the length, and a window costs what it covers.
+The scores of long sequences are computed for blocks of queries and the keys that these may attend to, and again in
+backward: memory is linear in the length, and a window costs only what it covers.
 """
 
 import math
@@ -15,19 +15,19 @@ from torch.utils.checkpoint import checkpoint
 from engine.ops import eager
 from modelcenter.layers.attention_options import AttentionOptions
 
-# Scores in all heads that are made at once and kept for backward; those of a larger rectangle are made in blocks of so
-# many, which are products of thousands of rows.
+# The largest number of scores, over all heads, that is computed at once and kept for backward. Larger rectangles are
+# split into blocks of this size, whose products still have thousands of rows.
 _KEPT = 1 << 24
 
 
-# The key of dropout changes at each step: it must not be a constant of a compiled graph.
+# The dropout key changes at each step, so it must not become a constant of a compiled graph.
 @eager
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, options: AttentionOptions, first: int = 0
 ) -> Tensor:
     """q (n, heads, queries, head_dim), k and v (n, kv_heads, keys, head_dim) -> as q.
 
-    seen: as Mask.rectangle gives it. first: the place of the first query among the keys.
+    seen: as returned by Mask.rectangle. first: the position of the first query among the keys.
     """
     (n, heads, queries, _), keys, drop = q.shape, k.shape[2], options.drop
     key, numbers = 0, None
@@ -55,12 +55,12 @@ def capped_attention(
 
 
 def _keys_of(start: int, stop: int, keys: int, options: AttentionOptions) -> tuple[int, int]:
-    """The keys [begin, end) beyond which the queries at places start to stop - 1 see none."""
+    """The range [begin, end) of the keys that the queries at positions start to stop - 1 may attend to."""
     mask, window = options.mask, options.mask.window
     if mask.segments is not None:
         return 0, keys
     ahead = 1 if mask.causal else keys if window is None else window
-    # On a CPU a weight is dropped by the place of its key among those that are here.
+    # On a CPU the dropout mask of a weight depends on the position of its key among these keys, so keep them all.
     behind = None if options.drop.p else window
     return 0 if behind is None else max(0, start - behind + 1), min(keys, stop - 1 + ahead)
 
@@ -68,11 +68,11 @@ def _keys_of(start: int, stop: int, keys: int, options: AttentionOptions) -> tup
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, numbers: Tensor | None, options: AttentionOptions, key: int
 ) -> Tensor:
-    """The query heads that share a key head are so many more rows of one product."""
+    """Query heads that share a key head are computed as more rows of one product."""
     n, groups, cap = q.shape[0], k.shape[1], options.cap
     assert cap is not None
     scores = q.reshape(n, groups, -1, q.shape[3]) @ k.transpose(2, 3)
-    # A product in 16 bits has been rounded, as in transformers; what follows rounds no more.
+    # A product in 16 bits is rounded once, as in transformers; the rest is computed in fp32.
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores = ((wide * (options.scale / cap)).tanh() * cap).view(*q.shape[:3], -1)
     if seen is not None:

@@ -8,10 +8,10 @@ from modelcenter.layers.packing import Packed
 
 
 class TokenConvolution(nn.Module):
-    """What nn.Conv1d computes of each sequence, zeros before and behind it. x: (T, in) -> (T, out).
+    """nn.Conv1d over each sequence, padded with zeros at both ends. x: (T, in) -> (T, out).
 
     Attributes:
-        weight: (out, in, kernel_size), as nn.Conv1d has it; kernel_size is odd. bias: (out,).
+        weight: (out, in, kernel_size), as in nn.Conv1d; kernel_size is odd. bias: (out,).
     """
 
     def __init__(self, in_features: int, out_features: int, kernel_size: int):
@@ -28,8 +28,8 @@ class TokenConvolution(nn.Module):
 
 
 def _neighbours(ctx: Packed, reach: int) -> Tensor:
-    """(rows, 2 * reach + 1): the tokens up to `reach` places before and behind each of this rank's in a unit, numbered
-    over the whole batch; the number of all its tokens where the sequence has none there."""
+    """(rows, 2 * reach + 1): for each of this rank's tokens in a unit, the indices in the whole batch of the tokens up
+    to `reach` before and after it; the number of tokens in the batch where the sequence has none."""
     split, cu = ctx.split, ctx.cu_seqlens.long()
     total = ctx.num_tokens * (1 if split is None else split.size)
     start, end = (torch.repeat_interleave(x, cu.diff(), output_size=total)[:, None] for x in (cu[:-1], cu[1:]))

@@ -1,7 +1,7 @@
 """Disentangled attention of DeBERTa (He et al. 2020, arXiv:2006.03654, section 3.1), after transformers' DebertaV2.
 
-A score has three products: of query and key, of the query with what stands for the key's distance ("c2p"), and of the
-key with what stands for it ("p2c"). The embeddings of distances go through each layer's projections as tokens do.
+A score is the sum of up to three products: of query and key, of the query and the projected embedding of the distance
+("c2p"), and of the key and that embedding ("p2c"). Each layer projects the embeddings of distances as it does tokens.
 """
 
 from collections.abc import Collection
@@ -19,15 +19,15 @@ from modelcenter.layers.linear import Linear
 from modelcenter.layers.norm import LayerNorm
 from modelcenter.layers.packing import Packed
 
-# {product that a score has besides: the projection that the embeddings of distances go through for it}
+# {additional product of a score: the projection of the distance embeddings that it uses}
 KINDS = {"c2p": "k", "p2c": "q"}
-_LENGTH_STEP = 64  # rows are found for a multiple of so many tokens, so that most batches find them ready
+_LENGTH_STEP = 64  # lengths are rounded up to a multiple of this, so that most batches find the rows cached
 
 
 class DistanceStates(NamedTuple):
-    """The embeddings of the distances in a batch, on which each layer's projections are used.
+    """The embeddings of the distances in a batch, which each layer projects.
 
-    states: (rows, hidden_size). places: (2 * n - 1,) the row for a key 1 - n, ..., n - 1 places after its query.
+    states: (rows, hidden_size). places: (2 * n - 1,) the row for a key 1 - n, ..., n - 1 positions after its query.
     """
 
     states: Tensor
@@ -35,18 +35,19 @@ class DistanceStates(NamedTuple):
 
 
 class DistanceEmbedding(nn.Module):
-    """A learnt vector for each distance, or with buckets for each near one and for the octaves of far ones.
+    """A learned vector per distance or, with buckets, per near distance and per log-spaced range of far ones.
 
     Attributes:
-        weight: (2 * span, hidden_size); row span + d is for a query d places after its key.
+        weight: (2 * span, hidden_size); row span + d is for a query d positions after its key.
     """
 
     def __init__(self, hidden_size: int, max_distance: int, num_buckets: int | None, norm_eps: float | None):
         """
         Args:
-            max_distance: from there on all share one vector. num_buckets: for queries after their key, and as many for
-                others; half of them for a distance each. None: max_distance of them.
-            norm_eps: of a LayerNorm of the vectors; None: there is none.
+            max_distance: distances from this on share one vector.
+            num_buckets: buckets for queries after their key, and again for others; half of them hold a single distance.
+                None: max_distance buckets.
+            norm_eps: epsilon of a LayerNorm over the vectors; None: no norm.
         """
         super().__init__()
         self.span, self.max_distance, self.num_buckets = num_buckets or max_distance, max_distance, num_buckets
@@ -55,24 +56,24 @@ class DistanceEmbedding(nn.Module):
         self._place_cache: tuple[int, Tensor, slice] | None = None
 
     def places(self, distance: Tensor) -> Tensor:
-        """The row for each place of a query minus that of its key, integers of any shape."""
+        """The row of each distance, the position of a query minus that of its key; integers of any shape."""
         if self.num_buckets is not None:
             middle, sign = self.num_buckets // 2, torch.sign(distance)
             near = (distance < middle) & (distance > -middle)
             far = torch.where(near, torch.full_like(distance, middle - 1), distance.abs())
-            # Written as transformers has it: rounding decides between neighbouring buckets.
+            # The same expression as in transformers: rounding decides between neighbouring buckets.
             octaves = torch.log(far / middle) / torch.log(torch.tensor((self.max_distance - 1) / middle))
             logs = torch.ceil(octaves * (middle - 1)) + middle
             distance = torch.where(far <= middle, distance.type_as(logs), logs * sign).long()
         return (distance + self.span).clamp(0, 2 * self.span - 1)
 
     def forward(self, longest: int, multiple: int = 1, unlike: Collection[int] = ()) -> DistanceStates:
-        """The vectors that sequences of `longest` tokens need; of zeros, as many more as make a multiple of `multiple`
-        that is none of `unlike`."""
+        """The vectors for sequences of `longest` tokens, padded with zeros until their number is a multiple of
+        `multiple` and not in `unlike`."""
         n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
         held = self._place_cache  # read once: other threads may replace it
         if held is None or held[0] != n or held[1].device != self.weight.device:
-            with torch.inference_mode(False):  # a later forward may be of training
+            with torch.inference_mode(False):  # a later forward may train
                 places = self.places(torch.arange(n - 1, -n, -1, device="cpu"))
                 first, last = int(places[-1]), int(places[0])  # the later a key, the smaller its row
                 of_reach = (places - first).to(self.weight.device)
@@ -88,11 +89,11 @@ class DistanceEmbedding(nn.Module):
 
 
 def with_distances(ctx: Packed, embedding: DistanceEmbedding) -> None:
-    """Give the layers of a batch the embeddings of its distances, and their dropouts numbers for the rows of these."""
+    """Set `ctx.distances` to the embeddings of the batch's distances, and number their rows for dropout."""
     draws, split = ctx.draws, ctx.split
     known = () if draws is None else [tokens.numel() for tokens in (draws.tokens, *draws.parts)]
     shared = 1 if split is None else split.multiple // split.size  # ranks that have a part of the rows in a unit
-    # Dropouts tell rows of tokens and of distances apart by how many there are.
+    # Dropout tells rows of tokens and of distances apart by their number.
     states, places = embedding(ctx.longest, shared, [count * shared for count in known])
     numbers = torch.arange(states.shape[0], device=states.device)
     if split is not None:
@@ -103,16 +104,16 @@ def with_distances(ctx: Packed, embedding: DistanceEmbedding) -> None:
 
 
 def own_projection(kind: str) -> str:
-    """The name of the projection that only distances go through."""
+    """The name of the projection that is used for distances only."""
     return f"distance_{KINDS[kind]}"
 
 
 class DisentangledSelfAttention(SelfAttention):
-    """Self-attention whose scores know the distances of the batch, `ctx.distances`. x: (T, hidden_size) -> the same, or
-    (m, hidden_size) of the tokens that are read.
+    """Self-attention whose scores depend on the distances of the batch, `ctx.distances`. x: (T, hidden_size) -> the
+    same, or (m, hidden_size) for the tokens that are read.
 
     Attributes:
-        products: of which a score is the sum.
+        products: how many products are summed in a score.
     """
 
     def __init__(
@@ -128,8 +129,8 @@ class DisentangledSelfAttention(SelfAttention):
     ):
         """
         Args:
-            scale: of the scores. kinds: some of KINDS, which products a score has besides. shared: distances go through
-                the projections of tokens; else through their own. states_dropout: of the embeddings of distances.
+            scale: factor of the scores. kinds: the additional products of a score, from KINDS. shared: distances use
+                the projections of tokens; else their own. states_dropout: dropout of the embeddings of distances.
         """
         super().__init__(hidden_size, num_heads, dropout, scale=scale)
         self.kinds, self.shared = tuple(kinds), shared
@@ -139,7 +140,7 @@ class DisentangledSelfAttention(SelfAttention):
         self.states_dropout = Dropout(states_dropout)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        # Dropout first: behind a split projection each rank has random numbers of its own.
+        # Dropout comes first: after a split projection, each rank would draw its own random numbers.
         states, places = ctx.distances
         states = self.states_dropout(states, ctx)
         q, k, v = self.project(x, ctx)
@@ -147,12 +148,12 @@ class DisentangledSelfAttention(SelfAttention):
         return self.out(ctx.scaled(ctx.narrow(self.mix(q, k, v, ctx, distances))))
 
     def _by_distance(self, kind: str, states: Tensor, places: Tensor) -> Tensor | None:
-        """(heads, 2 n - 1, head_dim), of this rank's heads: what queries ("c2p") or keys are multiplied with."""
+        """(heads, 2 n - 1, head_dim), for this rank's heads: the factors of queries ("c2p") or keys ("p2c")."""
         if kind not in self.kinds:
             return None
         found = self.get_submodule(self._projection(kind))(states)
         return found.index_select(0, places).unflatten(1, (-1, self.head_dim)).transpose(0, 1)
 
     def _projection(self, kind: str) -> str:
-        """The name of the layer that the embeddings of distances go through."""
+        """The name of the layer that projects the embeddings of distances."""
         return KINDS[kind] if self.shared else own_projection(kind)

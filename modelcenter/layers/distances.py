@@ -1,7 +1,7 @@
-"""What the distance between a query and a key adds to their score: products of vectors that stand for it with either.
+"""Relative-position terms of attention scores: products of queries and keys with vectors of their distance.
 
-The products of a rectangle are made with the vectors of all its distances at once, and lie on its diagonals: no index,
-and no matrix of vectors for pairs of places.
+The products of a rectangle with the vectors of all its distances are computed at once and read along its diagonals,
+without indexing and without a matrix of vectors for pairs of positions.
 """
 
 from typing import Any, NamedTuple
@@ -17,31 +17,31 @@ class Distances(NamedTuple):
     """The vectors of distances.
 
     Attributes:
-        keys: (heads, 2 * m - 1, head_dim), with which the query is multiplied; row m - 1 + d is for a key d places
-            after it. m is at least the length of the longest sequence. queries: the same, with which the key is.
-            None: no such product.
+        keys: (heads, 2 * m - 1, head_dim), multiplied by the query; row m - 1 + d is for a key d positions after it. m
+            is at least the length of the longest sequence. None: no such product.
+        queries: the same, multiplied by the key.
     """
 
     keys: Tensor | None
     queries: Tensor | None
 
     def of_heads(self, first: int, heads: int) -> "Distances":
-        """The same for some of the heads."""
+        """The vectors of some of the heads."""
         return Distances(*(None if x is None else x.narrow(0, first, heads) for x in self))
 
     def rows(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both as (2 * m - 1, heads * head_dim). Nothing is copied where their heads lie side by side."""
+        """Both tables as (2 * m - 1, heads * head_dim), without a copy if the heads are adjacent in memory."""
         keys, queries = (None if x is None else x.transpose(0, 1).flatten(1) for x in self)
         return keys, queries
 
     def zeros(self) -> "Distances":
-        """Of their shapes, in fp32: what gradients are added up in."""
+        """Zeros of the same shapes in fp32, in which gradients are summed."""
         return Distances(*(None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in self))
 
     def scores(self, q: Tensor, k: Tensor, first: int = 0) -> Tensor:
         """(n, heads, queries, keys), the sum of both products, not scaled.
 
-        q: (n, heads, queries, head_dim), of which the first stands at place `first`. k: (n, heads, keys, head_dim).
+        q: (n, heads, queries, head_dim), the first query at position `first`. k: (n, heads, keys, head_dim).
         """
         return _Scores.apply(q, k, *self, first)
 
@@ -69,13 +69,13 @@ class _Scores(Function):
 
 
 def add_scores_(scores: Tensor, q: Tensor, k: Tensor, tables: Distances, first: int = 0) -> None:
-    """Add to scores (n, heads, queries, keys) what `Distances.scores` gives."""
+    """Add the result of `Distances.scores` to scores (n, heads, queries, keys)."""
     n, _, rows, columns = scores.shape
     if tables.keys is not None:
         reach, *_ = _reach(tables.keys, rows, columns, first)
         scores.add_(_diagonals(torch.bmm(_by_head(q), reach.transpose(1, 2)), n))
     if tables.queries is not None:
-        # The other way round: a key's row is of the queries from the first to the last.
+        # Transposed: a row belongs to a key, and its columns are the queries from the first to the last.
         reach, *_ = _reach(tables.queries, rows, columns, first)
         scores.add_(_diagonals(torch.bmm(_by_head(k), reach.flip(1).transpose(1, 2)), n).transpose(2, 3))
 
@@ -83,8 +83,8 @@ def add_scores_(scores: Tensor, q: Tensor, k: Tensor, tables: Distances, first: 
 def gradients(
     dscores: Tensor, q: Tensor, k: Tensor, tables: Distances, dtables: Distances, first: int = 0
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What scores with the gradient dscores give to those of q and k by `add_scores_`, None: nothing; what they give
-    to those of the tables is added to dtables."""
+    """The backward of `add_scores_` for the gradient dscores: returns the gradients of q and k (None: zero), and adds
+    those of the tables to dtables."""
     rows, columns = dscores.shape[2:]
     dq: Tensor | None = None
     dk: Tensor | None = None
@@ -109,14 +109,14 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _by_sequence(x: Tensor, shape: torch.Size) -> Tensor:
-    """The reverse of `_by_head`; shape: of what it gives."""
+    """The inverse of `_by_head`; shape: of the result."""
     n, heads, length, width = shape
     return x.view(heads, n, length, width).transpose(0, 1)
 
 
 def _diagonals(x: Tensor, n: int) -> Tensor:
-    """(heads, n * rows, rows + columns - 1), contiguous -> (n, heads, rows, columns), a view: row i from its column
-    rows - 1 - i on."""
+    """(heads, n * rows, rows + columns - 1), contiguous -> (n, heads, rows, columns), a view in which row i starts at
+    its column rows - 1 - i."""
     heads, all_rows, wide = x.shape
     rows = all_rows // n
     strides = rows * wide, all_rows * wide, wide - 1, 1
@@ -124,7 +124,7 @@ def _diagonals(x: Tensor, n: int) -> Tensor:
 
 
 def _from_diagonals(grad: Tensor) -> Tensor:
-    """The gradient of what `_diagonals` takes."""
+    """The gradient of the input of `_diagonals`, from that of its output."""
     n, heads, rows, columns = grad.shape
     x = grad.new_zeros(heads, n * rows, rows + columns - 1)
     _diagonals(x, n).copy_(grad)
@@ -132,8 +132,9 @@ def _from_diagonals(grad: Tensor) -> Tensor:
 
 
 def _reach(table: Tensor, rows: int, columns: int, first: int) -> tuple[Tensor, slice, slice]:
-    """(heads, rows + columns - 1, head_dim) of a table, from the last query and the first key on; distances that only
-    padding has are zeros. And where the others are in the table, and in what is returned."""
+    """The rows of a table for a rectangle, (heads, rows + columns - 1, head_dim), from the distance between the last
+    query and the first key on, with zeros at distances that only padding has; and the slices that the other rows have
+    in the table and in the result."""
     low, wide = table.shape[1] // 2 + 1 - rows - first, rows + columns - 1
     before, after = max(0, -low), max(0, low + wide - table.shape[1])
     of_table, of_reach = slice(low + before, low + wide - after), slice(before, wide - after)

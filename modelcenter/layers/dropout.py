@@ -1,5 +1,5 @@
-"""Dropout of hidden states and of attention weights, keyed by the token where a training loop says which rows a batch
-holds."""
+"""Dropout of hidden states and attention weights; its masks depend on the token if the training loop gives the rows of
+a batch."""
 
 import zlib
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ class DrawingModule(nn.Module):
     """A module that draws dropout masks.
 
     Attributes:
-        site: a number of the module, made of its name (`name_sites`), so that no two modules draw the same.
-        graph_site: the same as a tensor on the host, for a compiled graph, which layers share.
+        site: a number derived from the module's name (`name_sites`), so that no two modules draw the same masks.
+        graph_site: the same as a tensor on the host, for a compiled graph that several layers share.
     """
 
     _site: int | None = None
@@ -50,8 +50,8 @@ class Dropout(DrawingModule):
         pooled: bool = False,
         first_channel: int = 0,
     ) -> Tensor:
-        """x: a row for each token of ctx, or with `pooled` for each sequence. first_channel: the number of its
-        first channel, where it has a part of them."""
+        """x: a row per token of ctx, or with `pooled` per sequence. first_channel: the index of x's first channel, if x
+        has only a part of them."""
         if not self.training or self.p == 0.0:
             return x if residual is None else residual + x
         draws = None if ctx is None else ctx.draws
@@ -64,7 +64,7 @@ class Dropout(DrawingModule):
         return dropout_add(x, residual, self.p, key=key, site=site, tokens=tokens, first_channel=first_channel)
 
     def added(self, x: Tensor, ctx: Packed) -> Added:
-        """dropout(x) as what is added to a residual; x: a row for each token of ctx."""
+        """dropout(x) as a term to add to a residual; x: a row per token of ctx."""
         if not self.training or self.p == 0.0:
             return Added(x)
         if ctx.draws is None or self.graph_site is None:  # of `site` a graph would have the value
@@ -73,7 +73,7 @@ class Dropout(DrawingModule):
 
 
 def _drawn_by(draws: Draws | None, module: DrawingModule | None) -> tuple[int | Tensor, int | Tensor]:
-    """Key and site: numbers, or in what is being compiled tensors, which are no constants of the graph."""
+    """Key and site: numbers, or tensors while compiling, so that they do not become constants of the graph."""
     if torch.compiler.is_compiling():
         key = drawn_key() if draws is None or draws.graph_key is None else draws.graph_key
         return key, 0 if module is None or module.graph_site is None else module.graph_site
@@ -81,7 +81,7 @@ def _drawn_by(draws: Draws | None, module: DrawingModule | None) -> tuple[int | 
 
 
 def name_sites(model: nn.Module) -> None:
-    """Give each module of a model that draws masks its site."""
+    """Set the site of each module of a model that draws masks."""
     for name, module in model.named_modules():
         if isinstance(module, DrawingModule):
             module.site = zlib.crc32(name.encode())
@@ -91,14 +91,14 @@ def name_sites(model: nn.Module) -> None:
 class AttentionDropout:
     """The dropout of attention weights in one forward of a layer.
 
-    On a CPU the mask of a weight is a function of its query, its head and the place of its key, as that of a hidden
-    state is of token and channel (engine.ops.dropout_masks); on CUDA it is torch's.
+    On a CPU the mask of a weight is a function of its query, its head and the position of its key, as that of a hidden
+    state is of token and channel (engine.ops.dropout_masks); on CUDA torch draws it.
 
     Attributes:
-        p: the probability. draws: of the batch; None: from torch's generator. layer: whose site it is; not the number,
-            which a compiled graph would have as a constant, each layer another. first_head: the number of the first
-            head here, where several ranks share the heads.
-        tokens: (T,) int64, the numbers of the queries; None: those of the draws, or where there are none 0, 1, 2, ...
+        p: the probability. draws: of the batch; None: use torch's generator.
+        layer: the layer that gives the site. Its number would be a constant of a compiled graph, different per layer.
+        first_head: the index of the first head here, if several ranks share the heads.
+        tokens: (T,) int64, the numbers of the queries; None: those of the draws, or 0, 1, 2, ... without draws.
     """
 
     p: float = 0.0
@@ -108,17 +108,17 @@ class AttentionDropout:
     tokens: Tensor | None = None
 
     def of_heads(self, first: int) -> "AttentionDropout":
-        """The same for the heads from `first` on."""
+        """The dropout of the heads from `first` on."""
         return replace(self, first_head=self.first_head + first)
 
     def of_queries(self, start: int, stop: int) -> "AttentionDropout":
-        """The same for the queries start to stop - 1 as if they were all."""
+        """The dropout of the queries start to stop - 1, as if there were no others."""
         return self if self.draws is None else replace(self, tokens=self.draws.whole[start:stop])
 
     def numbers(self, total: int, places: Tensor | slice, n: int, heads: int) -> Tensor:
-        """Numbers of the rows of (n, heads, queries, keys) weights, whose queries are `places` among `total`.
+        """The numbers of the rows of weights (n, heads, queries, keys), whose queries are `places` among `total`.
 
-        A token's number has its place in its sequence in the lower 32 bits; the head stands above the first 20 of them.
+        The lower 32 bits of a token's number are its position in its sequence; the head is added above the first 20.
         """
         tokens = self.queries
         if tokens is None:
@@ -128,27 +128,27 @@ class AttentionDropout:
 
     @property
     def queries(self) -> Tensor | None:
-        """The numbers of the queries, where there are any."""
+        """The numbers of the queries, if there are any."""
         return self.tokens if self.tokens is not None or self.draws is None else self.draws.whole
 
     @property
     def site(self) -> int:
-        """Of the layer; 0 without one."""
+        """The site of the layer; 0 without a layer."""
         return 0 if self.layer is None else self.layer.site or 0
 
     @property
     def key(self) -> int:
-        """Of the draws, or one drawn now."""
+        """The key of the draws, or a new random one."""
         return fresh_key() if self.draws is None else self.draws.key
 
     def rule(self) -> attention.Dropped:
-        """The same for the compiled operator."""
+        """This dropout in the form that the compiled operator takes."""
         if not self.p:
             return attention.NOTHING_DROPPED
         return attention.Dropped(self.p, *_drawn_by(self.draws, self.layer), self.queries, self.first_head)
 
     def drop(self, weights: Tensor, key: int, numbers: Tensor) -> Tensor:
-        """Weights (..., keys), a row for each of the numbers -> the same, those that are kept scaled up."""
+        """Apply dropout to weights (..., keys), whose rows have these numbers; weights that are kept are scaled up."""
         return dropout(weights, self.p, key=key, site=self.site, tokens=numbers)
 
 

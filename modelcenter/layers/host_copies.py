@@ -1,4 +1,4 @@
-"""Tensors on a device that remember their copy on the host, so that reading them need not wait for the device."""
+"""Device tensors that keep a reference to their copy on the host, so that reading it does not synchronise."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ _NAME = "_on_host"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A tensor of the host copied to the device, without waiting for a GPU; the copy remembers it. Anything else as it
-    is."""
+    """Copy a host tensor to the device without waiting for a GPU; the copy keeps a reference to it. Anything else is
+    returned unchanged."""
     if not isinstance(value, Tensor) or value.device == device:
         return value
     moved = value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
@@ -21,10 +21,10 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A batch with its tensors on the device, as `to_device` copies them."""
+    """A batch with its tensors copied by `to_device`."""
     return {name: to_device(value, device) for name, value in batch.items()}
 
 
 def host_copy(value: Any) -> Any:
-    """The host's copy that a tensor remembers from `to_device`; a value without one as it is."""
+    """The host tensor from which `to_device` copied `value`; a value that it did not copy is returned unchanged."""
     return getattr(value, _NAME, value)

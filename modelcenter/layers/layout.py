@@ -1,4 +1,4 @@
-"""Where the tokens of a batch stand in the input that the caller gave: unpadding and padding of tensors."""
+"""The positions of a batch's tokens in the caller's input: unpadding and padding tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def check_tensor(name: str, value: Any, expected: str = "a tensor") -> None:
-    """Raise ValueError for a list, an array or the batch of a tokenizer in place of a tensor."""
+    """Raise ValueError for a list, an array or a tokenizer's batch instead of a tensor."""
     if not isinstance(value, Tensor):
         hint = "; pass the parts of a batch by name: **batch" if isinstance(value, Mapping) else ""
         raise ValueError(f"{name}: got {type(value).__name__}, expected {expected}{hint}")
@@ -16,16 +16,16 @@ def check_tensor(name: str, value: Any, expected: str = "a tensor") -> None:
 
 @dataclass(frozen=True)
 class InputLayout:
-    """The places of a batch's tokens in its input.
+    """The positions of a batch's tokens in its input.
 
     Attributes:
         shape: (batch, seq) of a padded input, or (1, T) of a packed one.
-        indices: (T,) place of each of the caller's tokens in the flattened padded input; None: every place holds one.
+        indices: (T,) index of each of the caller's tokens in the flattened padded input; None: there is no padding.
         packed: the caller passed cu_seqlens.
-        caller_tokens: (T',) indices, among all tokens, of those that the caller gave, where the model puts tokens of
-            its own before each sequence; None: all are the caller's.
+        caller_tokens: (T',) indices of the caller's tokens among all, if the model puts tokens of its own before each
+            sequence; None: all are the caller's.
         prefix_tokens: (n * prefix_length,) indices of the model's own tokens; None: it has none.
-        prefix_length: how many of these stand before each sequence.
+        prefix_length: the number of the model's own tokens before each sequence.
     """
 
     shape: tuple[int, int]
@@ -38,10 +38,10 @@ class InputLayout:
     def unpad(self, x: Tensor, fill: int = 0, prefix: Tensor | None = None, name: str = "a tensor") -> Tensor:
         """(batch, seq, ...) or (1, T, ...) -> (T, ...), with `fill` at the model's own tokens.
 
-        prefix: (prefix_length, ...) for the model's own tokens, in place of `fill`. name: what the caller calls x.
+        prefix: (prefix_length, ...) for the model's own tokens, instead of `fill`. name: the caller's name of x.
 
         Raises:
-            ValueError: x is of another shape than the input.
+            ValueError: x does not have the shape of the input.
         """
         if tuple(x.shape[:2]) != self.shape:
             raise ValueError(f"{name}: got shape {tuple(x.shape)} beside input of shape {self.shape}; they must agree")
@@ -67,19 +67,19 @@ class InputLayout:
         return x.unflatten(0, self.shape)
 
     def of_caller(self, x: Tensor) -> Tensor:
-        """(T, ...) -> (T', ...), the rows of the tokens that the caller gave."""
+        """(T, ...) -> (T', ...), the rows of the caller's tokens."""
         return x if self.caller_tokens is None else x.index_select(0, self.caller_tokens)
 
     def token_indices(self, places: Tensor) -> Tensor:
-        """(m,) indices, among all tokens, of the caller's tokens with the indices `places` (m,) among the caller's."""
+        """Convert indices `places` (m,) among the caller's tokens to indices (m,) among all tokens."""
         return places if self.caller_tokens is None else self.caller_tokens.index_select(0, places)
 
 
 def flat_positions(position_ids: Tensor, shape: tuple[int, int], prefix: str = "") -> Tensor:
-    """(batch * seq,) positions of the places of an input of shape (batch, seq), given for all rows or for one.
+    """(batch * seq,) positions for an input of shape (batch, seq), given for all rows or for one.
 
     Raises:
-        ValueError: they are of another shape; it names `{prefix}position_ids`.
+        ValueError: they have another shape; the message names `{prefix}position_ids`.
     """
     try:
         return position_ids.expand(shape).reshape(-1)

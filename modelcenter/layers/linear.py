@@ -11,7 +11,7 @@ from engine.ops import Activation, is_just, linear, linear_activated, linears
 class Linear(nn.Linear):
     """x (..., in_features) -> (..., out_features).
 
-    first_row: the index of its first output, where it is a part of a layer (engine.parallel.tensor).
+    first_row: the index of its first output, if the layer is split over ranks (engine.parallel.tensor).
     """
 
     first_row = 0
@@ -21,7 +21,7 @@ class Linear(nn.Linear):
 
 
 def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """layer(x) of several layers, in training by one operator where they are no more than that."""
+    """layer(x) for several layers, in training by one operator if all are plain `Linear` layers."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return tuple(layer(x) for layer in layers)
     plain = [layer for layer in layers if is_just(layer, Linear)]
@@ -31,17 +31,17 @@ def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 
 def activated(x: Tensor, layer: nn.Module, activation: Activation) -> Tensor:
-    """activation(layer(x)), in training by one operator where the layer is no more than a `Linear`."""
+    """activation(layer(x)), in training by one operator if the layer is a plain `Linear`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_just(layer, Linear):
         return linear_activated(x, layer.weight, layer.bias, activation)
     return activation(layer(x))
 
 
 def inner(layer: nn.Module) -> Any:
-    """The layer itself, where a low-rank update is around it."""
+    """The layer without a low-rank update around it."""
     return layer if type(layer) is Linear else getattr(layer, "base_layer", layer)
 
 
 def first_output(layer: nn.Module) -> int:
-    """The index of its first output among those of the whole layer, of which it is a part under tensor parallelism."""
+    """The index of the layer's first output in the whole layer, of which tensor parallelism leaves a part."""
     return getattr(inner(layer), "first_row", 0)

@@ -1,4 +1,4 @@
-"""What a token sees of its sequence, and what is added to its scores: masks and position biases of rectangles."""
+"""Masks and position biases of rectangles: which keys a query may attend to, and what is added to the scores."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,15 +17,15 @@ Rectangles = tuple[Tensor, ...]
 
 
 def toeplitz(bias: Tensor, rows: int, columns: int, first: int = 0) -> Tensor:
-    """(heads, 2 * m - 1) -> (heads, rows, columns), from the last row to the first, which is place `first`; a view."""
+    """(heads, 2 * m - 1) -> (heads, rows, columns), a view from the last row to the first, at position `first`."""
     (heads, width), (apart, step) = bias.shape, bias.stride()
     start = bias.storage_offset() + (width // 2 + 1 - rows - first) * step
     return bias.as_strided((heads, rows, columns), (apart, step, step), start)
 
 
 def add_diagonals_(dbias: Tensor, x: Tensor, first: int = 0) -> None:
-    """Add the gradient of what `toeplitz` gives, x (heads, rows, columns) from the first row to the last, to that of
-    the bias."""
+    """Add to the gradient `dbias` of the bias the gradient x (heads, rows, columns) of a rectangle, with the rows of x
+    in order, unlike those of `toeplitz`."""
     heads, rows, columns = x.shape
     start, wide = dbias.shape[1] // 2 + 1 - rows - first, rows + columns - 1
     skewed = F.pad(x.flip(1), (0, rows)).view(heads, rows * (wide + 1))
@@ -33,7 +33,7 @@ def add_diagonals_(dbias: Tensor, x: Tensor, first: int = 0) -> None:
 
 
 class _Diagonals(torch.autograd.Function):
-    """The bias of a rectangle. Taken by an index, its gradient would be sorted by that on a GPU, in each layer."""
+    """The bias of a rectangle. The backward of an indexing operation would sort the indices on a GPU in each layer."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, queries: int, keys: int, first: int) -> Tensor:
@@ -50,15 +50,15 @@ class _Diagonals(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Mask:
-    """What a token sees of its sequence.
+    """Which tokens of its sequence a token attends to, and what is added to the scores.
 
     Attributes:
-        causal: itself and what is before it. window: only what is less than so many places away.
-        bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d places after the query. n is at
-            least the length of the longest sequence.
-        segments: of all tokens; they say who sees whom in place of the rest (layers.segments). segment_bias: (heads,
-            kinds, ...), added in place of `bias` where query and key are of different segments; needs those two.
-        rectangles: what all this comes to in each rectangle of the batch, where it is known (`shared_rectangles`).
+        causal: only itself and earlier tokens. window: only tokens less than this many positions away.
+        bias: (heads, 2 * n - 1), added to the scores: column n - 1 + d is for a key d positions after the query. n is
+            at least the length of the longest sequence.
+        segments: of all tokens; they replace causal and window (layers.segments). segment_bias: (heads, kinds, ...),
+            added instead of `bias` if query and key are in different segments; needs `segments` and `bias`.
+        rectangles: the mask of each rectangle of the batch, if already computed (`shared_rectangles`).
     """
 
     causal: bool = False
@@ -76,13 +76,13 @@ class Mask:
         device: torch.device | None = None,
         keep: Tensor | None = None,
     ) -> Tensor | None:
-        """(queries, keys) bool, True where a query must not look; the queries start at place `first`. None: nowhere.
+        """(queries, keys) bool, True where attention is masked; the queries start at position `first`. None: no mask.
 
-        keep: (n, keys), False at padding, which stands behind the tokens: then what becomes (n, 1, queries, keys) by
-            broadcasting. Queries of padding see some key, for a softmax of nothing is no number.
+        keep: (n, keys), False at padding, which follows the tokens. The result is then broadcastable to (n, 1, queries,
+            keys). Padding queries attend to some key, because an empty softmax is NaN.
         """
         window = None if self.window is None or self.window >= max(first + queries, keys) else self.window
-        padding = None if keep is None or self.causal else ~keep[:, None, None, :]  # a causal one stands before it
+        padding = None if keep is None or self.causal else ~keep[:, None, None, :]  # a causal query precedes it
         if window is None and not self.causal:
             return padding
         ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
@@ -92,7 +92,7 @@ class Mask:
         return hidden if padding is None else (hidden | padding) & ~(ones.tril(first) & ones.triu(first))
 
     def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
-        """(heads, queries, keys), the bias of such a rectangle, differentiable; 0 where only padding is so far away."""
+        """(heads, queries, keys), the differentiable bias of such a rectangle; 0 at distances that only padding has."""
         if (bias := self.bias) is None:
             return None
         if (more := max(first + queries, keys) - (bias.shape[1] // 2 + 1)) > 0:
@@ -100,7 +100,7 @@ class Mask:
         return _Diagonals.apply(bias, queries, keys, first)
 
     def of_heads(self, first: int, heads: int) -> "Mask":
-        """The same for some of the heads."""
+        """The mask of some of the heads."""
         if self.bias is None:
             return self
         segment_bias = None if self.segment_bias is None else self.segment_bias.narrow(0, first, heads)
@@ -108,11 +108,11 @@ class Mask:
         return replace(self, bias=self.bias.narrow(0, first, heads), segment_bias=segment_bias, rectangles=rectangles)
 
     def of_tokens(self, start: int, stop: int) -> "Mask":
-        """The same for the tokens start to stop - 1 as if they were all."""
+        """The mask of the tokens start to stop - 1, as if there were no others."""
         return self if self.segments is None else replace(self, segments=self.segments[start:stop])
 
     def bucket_segments(self, bucket: Bucket) -> Segments | None:
-        """Segments (n, length) of a bucket's tokens, padding included."""
+        """Segments (n, length) of a bucket's tokens, including padding."""
         if self.segments is None:
             return None
         tokens = slice(bucket.start, bucket.stop) if bucket.index is None else bucket.index
@@ -128,14 +128,14 @@ class Mask:
         first: int = 0,
         segments: tuple[Segments | None, Segments | None] = (None, None),
     ) -> Tensor | None:
-        """What scaled_dot_product_attention takes: False, or -inf beside a bias, where a query must not look.
+        """The attn_mask of scaled_dot_product_attention: boolean, or the bias with -inf where attention is masked.
 
         Args:
-            keep: (n, keys), False at padding. like: of whose device and dtype. first: place of the first query.
+            keep: (n, keys), False at padding. like: gives device and dtype. first: position of the first query.
             segments: of queries and keys.
 
         Returns:
-            What becomes (n, heads, queries, keys) by broadcasting. None: each query sees each key.
+            A tensor broadcastable to (n, heads, queries, keys). None: each query attends to each key.
         """
         added, hidden = self.additive(queries, keys, first), None
         if segments[0] is not None and segments[1] is not None:
@@ -152,14 +152,14 @@ class Mask:
         return added.to(like.dtype) if seen is None else torch.where(seen, added.to(like.dtype), -math.inf)
 
     def of_buckets(self, queries: Bucket, keys: Bucket, like: Tensor) -> Tensor | None:
-        """`rectangle` of two buckets of the same sequences; what queries of padding see has no meaning."""
+        """`rectangle` for two buckets of the same sequences; which keys padding queries attend to is undefined."""
         segments = self.bucket_segments(queries), self.bucket_segments(keys)
         return self.rectangle(queries.length, keys.length, keys.keep, like=like, segments=segments)
 
 
 NO_MASK = Mask()
 
-# Strides of this many elements are what torch's kernels take a bias with; any other it copies, in each layer.
+# torch's kernels take a bias whose strides are multiples of this many elements; others are copied in each layer.
 _ALIGNED = 16
 
 
@@ -169,8 +169,8 @@ def _aligned(whole: Tensor) -> Tensor:
 
 
 def aligned_rectangles(sequences: Sequences, mask: Mask) -> Rectangles:
-    """`mask`, which has a bias, in each rectangle of the batch: (n, heads, length, length), or without n the same for
-    all its sequences."""
+    """`mask`, which has a bias, for each rectangle of the batch: (n, heads, length, length), or without n if it is the
+    same for all sequences."""
     assert mask.bias is not None
     found = []
     for queries, keys in sequences.bucket_pairs():
@@ -181,8 +181,8 @@ def aligned_rectangles(sequences: Sequences, mask: Mask) -> Rectangles:
 
 
 def hidden_rectangles(sequences: Sequences, memory: Sequences | None, mask: Mask, like: Tensor) -> list[Tensor | None]:
-    """`mask`, which has no bias, in each rectangle of the batch, as numbers that are added to the scores: of False and
-    True torch would make these in each layer. like: of whose device and dtype. None: each query sees each key."""
+    """`mask`, which has no bias, for each rectangle of the batch, as numbers to add to the scores: torch would convert
+    booleans in each layer. like: gives device and dtype. None: each query attends to each key."""
     found: list[Tensor | None] = []
     for queries, keys in sequences.bucket_pairs(memory):
         if (seen := mask.of_buckets(queries, keys, like)) is not None:
@@ -192,10 +192,10 @@ def hidden_rectangles(sequences: Sequences, memory: Sequences | None, mask: Mask
 
 
 def shared_rectangles(packed: Packed, mask: Mask) -> Rectangles | None:
-    """`aligned_rectangles` for all layers that share a bias. Made by a layer, each would keep its own for backward, as
+    """`aligned_rectangles` for all layers that share a bias. Otherwise each layer would keep its own for backward, as
     large as the scores.
 
-    None where attention does not ask for them: on a CPU, beside a cache, and where several ranks share the tokens.
+    None if attention does not use them: on a CPU, with a cache, and if several ranks share the tokens.
     """
     assert mask.bias is not None
     if mask.bias.device.type == "cpu" or packed.cache is not None or packed.split is not None:

@@ -1,4 +1,4 @@
-"""Training and evaluation as modes of modules."""
+"""Switching modules between training and evaluation mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards its modules are as they were, those that were in eval mode, too."""
+    """Put the model in eval mode, and afterwards each module back into its previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

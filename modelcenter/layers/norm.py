@@ -1,4 +1,4 @@
-"""Norms whose gradients are right in 16 bits on a CPU too, and are one pass over memory on a GPU."""
+"""Norms with accurate gradients in 16 bits on a CPU, and one pass over memory on a GPU."""
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +10,14 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, but on a CPU trained by way of fp32 where x has 16 bits.
+    """torch's LayerNorm, but trained in fp32 on a CPU if x has 16 bits.
 
-    There torch adds the gradients of weight and bias up over the tokens in 16 bits: in bf16 those of the bias are off
-    by a half at 4,096 tokens.
+    There torch sums the gradients of weight and bias over the tokens in 16 bits: in bf16 those of the bias are off by
+    a half at 4,096 tokens.
     """
 
     def rule(self, x: Tensor) -> tuple[Tensor, Tensor, float] | None:
-        """(weight, bias, eps) where it is no more than the operator; else None."""
+        """(weight, bias, eps) if the module computes exactly what the operator does; else None."""
         if self._widens(x):
             return None
         return self.weight, torch.zeros_like(self.weight) if self.bias is None else self.bias, self.eps
@@ -58,8 +58,8 @@ class UnitOffsetRMSNorm(nn.Module):
         self.eps = eps
 
     def rule(self, x: Tensor) -> tuple[Tensor, None, float] | None:
-        """(1 + weight, no bias, eps) where it is no more than the operator; else None: in 16 bits that rounds the sum,
-        and what the sum multiplies."""
+        """(1 + weight, no bias, eps) if the module computes exactly what the operator does; else None: in 16 bits the
+        operator rounds the sum and its factor."""
         return None if x.dtype in _SIXTEEN_BITS else (1 + self.weight.to(x.dtype), None, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:

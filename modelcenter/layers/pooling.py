@@ -1,4 +1,4 @@
-"""One vector of each sequence from the hidden states of its tokens, after Pooling of sentence-transformers."""
+"""Pooling the hidden states of each sequence into one vector, after Pooling of sentence-transformers."""
 
 from functools import cached_property
 
@@ -11,16 +11,16 @@ from modelcenter.layers.packing import Packed
 
 
 class Pooling:
-    """Pools hidden states x (T, width) of a batch to (n, width), one row of each sequence.
+    """Pools hidden states x (T, width) of a batch to (n, width), one row per sequence.
 
-    Where ranks share the tokens, each has its own of x, and all get the whole result.
+    If ranks share the tokens, each passes its own part of x, and all get the whole result.
 
     Args:
-        left_out: (n,) integers, how many of the first tokens of each sequence take no part (of a prompt); None: none.
-            Those that do keep the weights that they have in the whole sequence.
+        left_out: (n,) integers: how many tokens at the start of each sequence (a prompt) are not pooled; None: none.
+            The others keep the weights that they have in the whole sequence.
 
     Raises:
-        ValueError: left_out is of another kind, or leaves a sequence without a token, where the host can tell.
+        ValueError: left_out has another shape or dtype, or, if it is known on the host, leaves a sequence empty.
     """
 
     def __init__(self, ctx: Packed, left_out: Tensor | None = None):
@@ -28,7 +28,7 @@ class Pooling:
         self._left_out = None if left_out is None else _checked(left_out, ctx).long()
 
     def by(self, name: str, x: Tensor) -> Tensor:
-        """Pool by one of embedding_settings.POOLINGS. Raises ValueError: a sequence has no token."""
+        """Pool by one of embedding_settings.POOLINGS. Raises ValueError if a sequence has no token."""
         if name == "max":
             return self._greatest(x)
         if (tokens := self.tokens(name)) is not None:
@@ -41,7 +41,7 @@ class Pooling:
         if name == "weighted_mean":
             start = self._ctx.first_tokens()
             weights = (self._places + 1).to(wide.dtype)
-            # 1 to n, less those of the tokens that are left out.
+            # The sum of the weights from first - start + 1 to last - start + 1.
             divisor = (first - start + 1 + last - start + 1) * count / 2
         else:
             weights = torch.ones_like(self._places, dtype=wide.dtype)
@@ -52,7 +52,7 @@ class Pooling:
         return (sums / divisor[:, None]).to(x.dtype)
 
     def tokens(self, name: str) -> Tensor | None:
-        """(n,) index among all tokens of the one that is pooled of each sequence; None: several are."""
+        """(n,) index, among all tokens, of each sequence's only pooled token; None: several are pooled."""
         match name:
             case "cls":
                 return self._first()
@@ -63,24 +63,24 @@ class Pooling:
     def _greatest(self, x: Tensor) -> Tensor:
         ctx, split = self._ctx, self._ctx.split
         n, width = ctx.num_sequences, x.shape[1]
-        ctx.first_tokens()  # raises for a sequence without any
+        ctx.first_tokens()  # raises if a sequence has no token
         taken = x if self._takes_part is None else x.masked_fill(~self._takes_part[:, None], -torch.inf)
         number = self._numbers[:, None].expand_as(x)
-        # One more row for the tokens of the dummy.
+        # The additional row is for the tokens of the dummy sequence.
         found = x.new_full((n + 1, width), -torch.inf).scatter_reduce(0, number, taken, "amax")[:n]
         if split is None or split.size == 1:
             return found
-        # Of a sequence whose tokens lie on several ranks, the greatest is one rank's.
+        # The maximum over ranks, because the tokens of a sequence may be on several.
         return split.gather(found).view(split.size, n, width).amax(0)
 
     def _first(self) -> Tensor:
-        """(n,) index of the first token of each sequence that takes part."""
+        """(n,) index of the first pooled token of each sequence."""
         first = self._ctx.first_tokens()
         return first if self._left_out is None else first + self._left_out
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """(T,) number of the sequence of each of this rank's tokens; n of the dummy's."""
+        """(T,) sequence number of each of this rank's tokens; n for those of the dummy sequence."""
         return self._ctx.sequence_of()
 
     @cached_property
@@ -89,19 +89,19 @@ class Pooling:
 
     @cached_property
     def _places(self) -> Tensor:
-        """(T,) place of each of this rank's tokens in its sequence, from 0 on, whatever its position is."""
+        """(T,) index of each of this rank's tokens in its sequence, from 0, whatever its position id is."""
         return self._own + self._ctx.first_own_token - self._ctx.cu_seqlens[self._numbers]
 
     @cached_property
     def _takes_part(self) -> Tensor | None:
-        """(T,) whether each of this rank's tokens does; None: all do."""
+        """(T,) whether each of this rank's tokens is pooled; None: all are."""
         if self._left_out is None:
             return None
         return self._places >= F.pad(self._left_out, (0, 1))[self._numbers]
 
 
 def _checked(left_out: Tensor, ctx: Packed) -> Tensor:
-    """left_out, a token of each sequence being left. Raises ValueError: see Pooling."""
+    """left_out, once it is checked to leave each sequence a token. Raises ValueError as Pooling."""
     n = ctx.num_sequences
     if tuple(left_out.shape) != (n,) or left_out.is_floating_point() or left_out.dtype == torch.bool:
         raise ValueError(
@@ -109,7 +109,7 @@ def _checked(left_out: Tensor, ctx: Packed) -> Tensor:
             "the tokens of each row's prompt"
         )
     known = host_copy(left_out)
-    if known.device.type == "cpu":  # on a GPU this check would wait for the device
+    if known.device.type == "cpu":  # on a GPU the check would synchronise
         for row, (count, length) in enumerate(zip(known.tolist(), ctx.sequences.host_lengths(), strict=False)):
             if not 0 <= count < max(length, 1):
                 raise ValueError(

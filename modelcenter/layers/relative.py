@@ -5,26 +5,26 @@ import math
 import torch
 from torch import Tensor, nn
 
-_LENGTH_STEP = 64  # the bias is made for a multiple of so many tokens, so that most batches find its buckets ready
+_LENGTH_STEP = 64  # lengths are rounded up to a multiple of this, so that most batches find the buckets cached
 
 
 class RelativeBias(nn.Module):
-    """A learnt number per head and bucket of distances; near distances have a bucket each, far ones share.
+    """A learned bias per head and bucket of distances; each near distance has its own bucket, far ones share buckets.
 
     Attributes:
         weight: (num_buckets, num_heads).
     """
 
     def __init__(self, num_buckets: int, num_heads: int, max_distance: int, bidirectional: bool):
-        """`max_distance`: from there on all share one bucket. `bidirectional`: half of the buckets are for later keys,
-        else these share the bucket of distance 0."""
+        """`max_distance`: distances from this on share one bucket. `bidirectional`: half of the buckets are for keys
+        after the query; if False, such keys share the bucket of distance 0."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads).normal_(std=0.02))
         self.max_distance, self.bidirectional = max_distance, bidirectional
         self._bucket_cache: tuple[int, Tensor] | None = None
 
     def buckets(self, distance: Tensor) -> Tensor:
-        """The bucket of each place of a key minus that of its query, integers of any shape."""
+        """The bucket of each distance, the position of a key minus that of its query; integers of any shape."""
         num = self.weight.shape[0]
         first = torch.zeros_like(distance)
         if self.bidirectional:
@@ -34,18 +34,18 @@ class RelativeBias(nn.Module):
         else:
             distance = -distance.clamp(max=0)
         exact = num // 2
-        # Written as transformers has it: rounding decides between neighbouring buckets.
+        # The same expression as in transformers: rounding decides between neighbouring buckets.
         far = torch.log(distance.float() / exact) / math.log(self.max_distance / exact) * (num - exact)
         far = (exact + far.clamp(min=0).long()).clamp(max=num - 1)
         return first + torch.where(distance < exact, distance, far)
 
     def forward(self, longest: int) -> Tensor:
-        """(heads, 2 * n - 1) as layers.mask.Mask has it, n at least `longest`."""
+        """(heads, 2 * n - 1), in the layout of layers.mask.Mask.bias, with n at least `longest`."""
         device = self.weight.device
         n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
         held = self._bucket_cache  # read once: other threads may replace it
         if held is None or held[0] != n or held[1].device != device:
-            with torch.inference_mode(False):  # a later forward may be of training
+            with torch.inference_mode(False):  # a later forward may train
                 held = self._bucket_cache = n, self.buckets(torch.arange(1 - n, n, device=device))
-        # The gradients of a bucket are added up in fp32.
+        # Sum the gradients of each bucket in fp32.
         return self.weight.float().t().index_select(1, held[1]).to(self.weight.dtype)

@@ -1,7 +1,7 @@
-"""Residual connections with the norms beside them: in one pass over memory, where nobody looks at what is between.
+"""Residual connections fused with the adjacent norm, in one pass over memory if no hook reads the intermediate sum.
 
-A block with norms before its parts goes on with the sum and the norm of it (`pre_norm`), one with norms behind its
-parts with the norm alone (`post_norm`). In backward, two gradients that come back to one tensor are added on the way.
+Pre-norm blocks continue with the sum and its norm (`pre_norm`), post-norm blocks with the norm only (`post_norm`).
+Where two gradients reach the same tensor in backward, the same pass adds them.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.norm import LayerNorm, RMSNorm, UnitOffsetRMSNorm
 from modelcenter.layers.packing import Packed
 
-_FEW = 1 << 14  # numbers, over which a pass takes less time than to prepare one in Python
+_FEW = 1 << 14  # elements for which a pass takes less time than preparing the operator in Python
 
 
 class Branch(NamedTuple):
-    """What a part of a block adds to the hidden states: dropout(x). x: (T, hidden_size), of the tokens of ctx."""
+    """What a sublayer adds to the hidden states: dropout(x). x: (T, hidden_size), for the tokens of ctx."""
 
     drop: Dropout
     x: Tensor
@@ -26,7 +26,7 @@ class Branch(NamedTuple):
 
 
 def pre_norm(norm: nn.Module, x: Tensor, branch: Branch | None = None) -> tuple[Tensor, Tensor]:
-    """(x and the branch, to be used in place of x from here on; the norm of that)."""
+    """Returns x plus the branch, which replaces x from here on, and the norm of the sum."""
     rule = _rule(norm, x, branch)
     if rule is not None:
         return norm_before(x, *rule)
@@ -35,7 +35,7 @@ def pre_norm(norm: nn.Module, x: Tensor, branch: Branch | None = None) -> tuple[
 
 
 def post_norm(norm: nn.Module, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
-    """The norm of x and the branch, twice: for the next part of the block, and for what that adds to."""
+    """Returns the norm of x plus the branch twice: as the input of the next sublayer, and as the residual."""
     rule = _rule(norm, x, branch)
     if rule is not None:
         return norm_after(x, *rule)
@@ -50,8 +50,8 @@ def _sum(x: Tensor, branch: Branch | None) -> Tensor:
 def _rule(
     norm: nn.Module, x: Tensor, branch: Branch | None
 ) -> tuple[Tensor, Tensor | None, float, Added | None] | None:
-    """What the operators take; None where the modules are to be called: they have hooks or a way of their own, or a
-    token is generated, for which nothing is gained."""
+    """The arguments of the operators; None if the modules must be called, because they have hooks or a forward of their
+    own, or because a token is generated and nothing is gained."""
     if not torch.is_grad_enabled() and x.numel() < _FEW:
         return None
     if not (is_just(norm, LayerNorm) or is_just(norm, RMSNorm) or is_just(norm, UnitOffsetRMSNorm)):

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of channels turned by position * frequency."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of channels rotated by position * frequency."""
 
 import math
 from typing import Any, ClassVar
@@ -10,20 +10,21 @@ from modelcenter.layers.host_copies import host_copy, to_device
 
 
 class Rotary:
-    """Angles of each position.
+    """The angles of each position.
 
     Args:
-        dim: channels of a head that turn (the first ones); even. theta: base of the frequencies.
+        dim: the number of channels of a head that are rotated (the first ones); even. theta: base of the frequencies.
         scaling: Hugging Face's rope parameters: {"rope_type": "default" | "linear" | "dynamic" | "llama3" | "yarn" ...}
-            Supported are the keys of KINDS, with the fields that each needs. "dynamic" and "longrope" give a batch
-            with a long sequence other frequencies, all of its sequences alike, as transformers does.
-        max_positions: tokens the model is made for; the original number where `scaling` does not say.
+            The keys of KINDS are supported, with the fields that each needs. With "dynamic" and "longrope", a long
+            sequence changes the frequencies of all sequences in its batch, as in transformers.
+        max_positions: the number of positions of the model; the original number if `scaling` does not give it.
 
     Attributes:
-        limit: tokens of the longest sequence of a batch beyond which the frequencies change; infinite: they never do.
+        limit: if the longest sequence of a batch has more tokens than this, the frequencies change; may be infinite.
 
     Raises:
-        ValueError: a kind of scaling that is not supported, or a field that it lacks, naming what is expected.
+        ValueError: the kind of scaling is not supported, or one of its fields is missing; the message says what is
+            expected.
     """
 
     KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -54,7 +55,7 @@ class Rotary:
             self.amplitude = self._yarn_amplitude()
 
     def _start_longrope(self, max_positions: int | None) -> None:
-        """Factors of each pair, and the amplitude that makes up for a longer context (arXiv:2402.13753)."""
+        """Set the factors of each pair, and the amplitude that compensates for a longer context (arXiv:2402.13753)."""
         s, original = self.scaling, self.original
         for name in ("short_factor", "long_factor"):
             if len(s[name]) != self.dim // 2:
@@ -66,7 +67,8 @@ class Rotary:
         self.amplitude = amplitude if s.get("attention_factor") is None else s["attention_factor"]
 
     def _yarn_amplitude(self) -> float:
-        """What sharpens attention over a longer context (arXiv:2309.00071, section 3.4; DeepSeek's two mscales)."""
+        """The factor that sharpens attention over a longer context (arXiv:2309.00071, section 3.4; with DeepSeek's two
+        mscales)."""
         s = self.scaling
         if s.get("attention_factor") is not None:
             return s["attention_factor"]
@@ -75,14 +77,14 @@ class Rotary:
         return mscale(s["factor"], above) / mscale(s["factor"], below) if above and below else mscale(s["factor"])
 
     def length(self, position_ids: Tensor | None, longest: int) -> int:
-        """What decides on the frequencies of a batch: the end of the positions that the caller gave, as in
-        transformers, else its longest sequence. Read only where the frequencies may change: a GPU would wait."""
+        """The length that determines the frequencies of a batch: the caller's largest position + 1, as in transformers,
+        else the longest sequence. Positions are read only if the frequencies may change, because it synchronises."""
         if self.limit == math.inf or position_ids is None or not position_ids.numel():
             return longest
         return int(host_copy(position_ids).max()) + 1
 
     def frequencies(self, device: torch.device, longest: int = 0) -> Tensor:
-        """(dim / 2,) fp32, radians per place. longest: of the batch, what `length` gives."""
+        """(dim / 2,) fp32, radians per position. longest: the batch's `length`."""
         steps = torch.arange(0, self.dim, 2, dtype=torch.int64, device=device).float()
         long, theta = longest > self.limit, self.theta
         if self.kind == "dynamic" and long:
@@ -97,12 +99,12 @@ class Rotary:
             return self._yarn(self.theta ** (steps / self.dim))
         if self.kind == "longrope":
             factors = self.scaling["long_factor" if long else "short_factor"]
-            factors = to_device(torch.tensor(factors, dtype=torch.float32), device)  # without a wait for a GPU
+            factors = to_device(torch.tensor(factors, dtype=torch.float32), device)  # does not wait for a GPU
             return 1.0 / (factors * self.theta ** (steps / self.dim))
         return turns
 
     def _llama3(self, turns: Tensor) -> Tensor:
-        """Slow pairs are slowed further, fast ones are not, those between are blended (Llama 3.1)."""
+        """Llama 3.1: low frequencies are lowered further, high ones are kept, those between are interpolated."""
         s = self.scaling
         low, high, length = s["low_freq_factor"], s["high_freq_factor"], self.original
         waves = 2 * math.pi / turns
@@ -110,14 +112,14 @@ class Rotary:
         return (1 - blend) * turns / s["factor"] + blend * turns
 
     def _yarn(self, places: Tensor) -> Tensor:
-        """places (dim / 2,), those of a radian, -> radians per place.
+        """places (dim / 2,), positions per radian -> radians per position.
 
-        Pairs that turn often in the original length stay, those that hardly do are slowed, between is a ramp.
+        Pairs with many rotations in the original length are kept, those with few are slowed, with a ramp between.
         """
         s = self.scaling
 
         def pair(rotations: float) -> float:
-            """The pair, not a whole number, that turns so often in the original length."""
+            """The (fractional) index of the pair with this many rotations in the original length."""
             length = self.original / (rotations * 2 * math.pi)
             return self.dim * math.log(length) / (2 * math.log(self.theta))
 
@@ -131,17 +133,17 @@ class Rotary:
         return 1.0 / (s["factor"] * places) * (1 - kept) + 1.0 / places * kept
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, longest: int = 0) -> tuple[Tensor, Tensor]:
-        """positions (T,) -> cos and sin, each (T, 1, dim / 2). longest: see frequencies."""
+        """positions (T,) -> cos and sin, each (T, 1, dim / 2). longest: see `frequencies`."""
         angles = (positions.float()[:, None] * self.frequencies(positions.device, longest))[:, None]
         return (self.amplitude * angles.cos()).to(dtype), (self.amplitude * angles.sin()).to(dtype)
 
 
 class StoredRotary(nn.Module):
-    """Angles of each position by frequencies that the checkpoint holds, which may not be those of the formula: those of
-    ESM-2 were rounded to fp16 when it was trained. They start as the formula's, and stay in fp32 in a model of any
-    dtype: in 16 bits the angles of far positions would be others.
+    """The angles of each position, from frequencies stored in the checkpoint, which may differ from the formula's:
+    those of ESM-2 were rounded to fp16 in training. They are initialised by the formula, and stay in fp32 in a model of
+    any dtype, because 16 bits would change the angles of far positions.
 
-    dim, theta: as of Rotary.
+    dim, theta: as in Rotary.
     """
 
     frequencies: Tensor
@@ -153,7 +155,7 @@ class StoredRotary(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Those of the formula."""
+        """Set the frequencies to those of the formula."""
         self.frequencies.copy_(self.formula.frequencies(self.frequencies.device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "StoredRotary":
@@ -165,11 +167,11 @@ class StoredRotary(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions (T,) -> cos and sin, each (T, 1, dim / 2)."""
-        positions = positions.to(self.frequencies.device)  # a pipeline asks before the model has its memory
+        positions = positions.to(self.frequencies.device)  # a pipeline calls this while the model is on meta
         angles = (positions.float()[:, None] * self.frequencies)[:, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def mscale(factor: float, by: float = 1.0) -> float:
-    """What YaRN multiplies queries and keys by, in a context `factor` times as long."""
+    """YaRN's factor of queries and keys for a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0

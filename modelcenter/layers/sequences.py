@@ -1,4 +1,4 @@
-"""Sequences that lie one after the other on one axis of tokens, and how attention groups them."""
+"""Sequences that are concatenated along one axis of tokens, and how attention groups them."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from modelcenter.layers.buckets import (
 
 @dataclass
 class Piece:
-    """Tokens of one rank under context parallelism that follow each other: of whole sequences, or a part of one.
+    """Consecutive tokens of one rank under context parallelism: whole sequences, or a part of one sequence.
 
     Attributes:
         rows: (start, stop) among the rank's tokens.
         tokens: (start, stop) of their sequences among all tokens.
         numbers: (first, last + 1) of their sequences.
-        first: of a part, the place of its first token in the sequence.
+        first: for a part, the position of its first token in the sequence.
         whole: the whole sequences; None: a part of one sequence.
     """
 
@@ -40,15 +40,15 @@ class Piece:
 
 
 class Sequences:
-    """n sequences, one after the other.
+    """n concatenated sequences.
 
-    Not a dataclass: fully_shard would copy it for each unit in 16 bits, and each unit would work out `derived` anew.
+    Not a dataclass: fully_shard would copy it for each unit in 16 bits, and each unit would compute `derived` again.
 
     Attributes:
-        cu_seqlens: (n + 1,) int32, sequence i is tokens cu_seqlens[i] : cu_seqlens[i + 1].
-        max_seqlen: length of the longest sequence, or more.
-        lengths: of each sequence, where the host knows them; `host_lengths` asks the device if need be.
-        dummy: tokens of one more sequence behind the others, by which the tokens divide among ranks; 0: there is none.
+        cu_seqlens: (n + 1,) int32; sequence i has the tokens cu_seqlens[i] : cu_seqlens[i + 1].
+        max_seqlen: the length of the longest sequence, or an upper bound.
+        lengths: of each sequence, if known on the host; `host_lengths` reads the device if needed.
+        dummy: tokens of an additional last sequence, which make the tokens divisible among ranks; 0: there is none.
     """
 
     def __init__(self, cu_seqlens: Tensor, max_seqlen: int, lengths: list[int] | None = None, dummy: int = 0):
@@ -63,23 +63,23 @@ class Sequences:
 
     @property
     def num_sequences(self) -> int:
-        """Without the dummy."""
+        """The number of sequences, without the dummy."""
         return self.cu_seqlens.numel() - 1 - (self.dummy > 0)
 
     def host_lengths(self) -> list[int]:
-        """Lengths on the host, the dummy's too (one device synchronisation on a GPU, at most)."""
+        """The lengths on the host, including the dummy's (at most one synchronisation with a GPU)."""
         if self.lengths is None:
             self.lengths = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).tolist()
         return self.lengths
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` works out from these sequences alone; made once, for all layers that ask with this key."""
+        """The result of `make`, which depends on these sequences only; computed once for all layers that use `key`."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]
 
     def starts(self) -> list[int]:
-        """The index of the first token of each sequence, and at the end the number of all tokens."""
+        """The index of the first token of each sequence, followed by the number of all tokens."""
         return self.derived("starts", lambda: list(accumulate(self.host_lengths(), initial=0)))
 
     def first_tokens(self) -> Tensor:
@@ -100,7 +100,7 @@ class Sequences:
         self.first_tokens()
         return self.cu_seqlens[1 : self.num_sequences + 1].long() - 1
 
-    # -- the rectangles in which attention runs where there is no kernel for sequences of any length -------------------
+    # -- rectangles, for attention kernels that do not take packed sequences -------------------------------------------
 
     def buckets(self) -> list[Bucket]:
         """Rectangles of sequences of similar length."""
@@ -113,10 +113,10 @@ class Sequences:
         return self.derived("buckets", plan)
 
     def bucket_pairs(self, memory: "Sequences | None" = None) -> list[tuple[Bucket, Bucket]]:
-        """Rectangles of queries and of keys, which are those of the same sequences, or of the ones in `memory`.
+        """Rectangles of queries and of keys; the keys are of the same sequences, or of those in `memory`.
 
         Raises:
-            ValueError: a sequence has tokens and its one in `memory` has none.
+            ValueError: a sequence has tokens, but its counterpart in `memory` is empty.
         """
         if memory is None:
             return [(bucket, bucket) for bucket in self.buckets()]
@@ -129,7 +129,7 @@ class Sequences:
         return self.derived(("pairs", memory), plan)
 
     def places(self, memory: "Sequences | None" = None) -> tuple[Places, Places]:
-        """Where the tokens, and the keys, stand in the rectangles of `bucket_pairs`, of which there is at least one."""
+        """The slots of the tokens, and of the keys, in the rectangles of `bucket_pairs`, which must not be empty."""
 
         def find() -> tuple[Places, Places]:
             pairs, device = self.bucket_pairs(memory), self.cu_seqlens.device
@@ -141,10 +141,10 @@ class Sequences:
         return self.derived(("places", memory), find)
 
     def paired_lengths(self, memory: "Sequences") -> tuple[list[int], list[int]]:
-        """The lengths of the sequences, and those of the sequences with the same indices in `memory`.
+        """The lengths of the sequences, and of those with the same indices in `memory`.
 
         Raises:
-            ValueError: a sequence has tokens and its one in `memory` has none.
+            ValueError: a sequence has tokens, but its counterpart in `memory` is empty.
         """
         n = min(self.num_sequences, memory.num_sequences)
         lengths, of_memory = self.host_lengths()[:n], memory.host_lengths()[:n]
@@ -158,7 +158,7 @@ class Sequences:
     # -- parts of the sequences, under context parallelism -------------------------------------------------------------
 
     def part(self, first: int, last: int) -> "Sequences":
-        """The sequences `first` to `last - 1` as if they were all."""
+        """The sequences `first` to `last - 1`, as if there were no others."""
         lengths = self.host_lengths()[first:last]
         return self.derived(("part", first, last), lambda: Sequences.of_lengths(lengths, self.cu_seqlens.device))
 

@@ -1,7 +1,7 @@
 """Task heads over the hidden states of a packed batch.
 
-A head has `forward(x, ctx, batch, counts, ...)` -> dict of outputs, with `loss` when the batch has labels, and
-`counts(batch)` -> {term: supervised items}, from labels alone. Each term of a loss is a sum divided by counts[term].
+A head has `forward(x, ctx, batch, counts, ...)` -> dict of outputs, with `loss` if the batch has labels, and
+`counts(batch)` -> {term: supervised items}, from labels only. Each term of a loss is a sum divided by counts[term].
 """
 
 from modelcenter.layers.heads.classification import (

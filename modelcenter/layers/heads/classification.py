@@ -1,4 +1,4 @@
-"""Heads that give each sequence, choice or token one of several labels."""
+"""Classification heads for sequences, choices and tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,15 @@ from modelcenter.layers.packing import Packed, in_rows
 
 
 class SequenceClassifier(Smoothing, Linear):
-    """One vector per sequence -> (n, num_labels); regression, one label or several, as transformers' problem_type."""
+    """One vector per sequence -> (n, num_labels): regression, single-label or multi-label, as transformers'
+    problem_type."""
 
     def __init__(self, hidden_size: int, num_labels: int, dropout: float, problem_type: str | None, bias: bool = True):
         super().__init__(hidden_size, num_labels, bias)
         self.dropout, self.problem_type = Dropout(dropout), problem_type
 
     def kind(self, labels: Tensor) -> str:
-        """The problem_type, or what the labels say that it is, as in transformers."""
+        """The problem_type, or the one inferred from the labels, as in transformers."""
         if self.problem_type is not None:
             return self.problem_type
         if self.out_features == 1:
@@ -38,7 +39,7 @@ class SequenceClassifier(Smoothing, Linear):
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
     def label_width(self, labels: Tensor) -> int:
-        """Numbers that make the label of one example."""
+        """The number of values in the label of an example."""
         return 1 if self.kind(labels) == "single_label_classification" else self.out_features
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -49,7 +50,7 @@ class SequenceClassifier(Smoothing, Linear):
         return {"loss": count_labels(labels) if single else labels.shape[0]}
 
     def empty_labels(self, device: torch.device) -> Tensor:
-        """Labels of no example, of the kind this head expects."""
+        """Labels for zero examples, in the form that this head expects."""
         if self.problem_type == "multi_label_classification":
             return torch.zeros(0, self.out_features, device=device)
         regression = self.problem_type == "regression" or (self.problem_type is None and self.out_features == 1)
@@ -72,7 +73,7 @@ class SequenceClassifier(Smoothing, Linear):
                     f"labels: got shape {tuple(labels.shape)} for {kind}, expected {tuple(logits.shape)} (num_labels "
                     f"is {self.out_features})"
                 )
-            # Never in 16 bits: those of bf16 make 2024 of a target of 2023, and in fp16 the square of 300 is no number.
+            # Never in 16 bits: bf16 rounds a target of 2023 to 2024, and the square of 300 overflows fp16.
             wide = torch.promote_types(logits.dtype, torch.float32)
             loss_fn = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
             total = loss_fn(logits.to(wide), labels.reshape(logits.shape).to(wide), reduction="sum")
@@ -83,7 +84,7 @@ class SequenceClassifier(Smoothing, Linear):
 class DenseClassifier(SequenceClassifier):
     """As SequenceClassifier, after a dense layer with an activation.
 
-    dense_dropout: before the dense layer; None: `dropout`, as behind it.
+    dense_dropout: before the dense layer; None: `dropout`, which also follows it.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class DenseClassifier(SequenceClassifier):
 
 
 class LateClassifier(DenseClassifier):
-    """The mean of the logits that a DenseClassifier without dropout gives the tokens of a sequence. The last layer is
-    linear, so it takes the mean of what it would read. x: (T, hidden_size), the states of all tokens."""
+    """The mean over a sequence's tokens of the logits of a DenseClassifier without dropout. The last layer is linear
+    and therefore applied to the mean of its inputs. x: (T, hidden_size), the states of all tokens."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, batch: Batch, counts: Counts, ctx: Packed
@@ -118,7 +119,7 @@ class LateClassifier(DenseClassifier):
 
 
 class TransformedClassifier(SequenceClassifier):
-    """As SequenceClassifier, after a HeadTransform. bias: of both matrices. norm_bias: of the norm between them."""
+    """As SequenceClassifier, after a HeadTransform. bias: of both linear layers. norm_bias: of the norm between."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class MultipleChoice(Smoothing, Linear):
     def forward(  # type: ignore[override]
         self, pooled: Tensor, batch: Batch, counts: Counts, choices: Tensor | int, ctx: Packed | None = None
     ) -> dict[str, Tensor]:
-        """choices: of every example, or (batch,) those of each: logits of choices that an example lacks are the
-        lowest number."""
+        """choices: the number of choices of all examples, or (batch,) of each; missing choices have the lowest finite
+        logit."""
         logits = super().forward(self.dropout(pooled, ctx, pooled=True))
         logits = logits.view(-1, choices) if isinstance(choices, int) else _pad_choices(logits.flatten(), choices)
         labels = batch.get("labels")
@@ -182,7 +183,7 @@ class DenseMultipleChoice(MultipleChoice):
 
 
 def _pad_choices(scores: Tensor, counts: Tensor) -> Tensor:
-    """(rows, most): the scores of each row, and behind them the lowest number, whose probability is 0."""
+    """(rows, most): the scores of each row, padded with the lowest finite number, whose probability is 0."""
     return in_rows(scores, counts.long(), int(host_copy(counts).max()), torch.finfo(scores.dtype).min)
 
 
@@ -210,15 +211,15 @@ class TokenClassifier(Smoothing, Linear):
 
 
 class ReplacedTokens(Linear):
-    """Each token -> (batch, seq): the logit of its having been replaced, by a dense layer with an activation and a
-    linear one. Labels: 1 where it was, 0 where it was not."""
+    """Each token -> (batch, seq): the logit that it was replaced, from a dense layer with an activation and a linear
+    layer. Labels: 1 for replaced tokens, 0 for others."""
 
     def __init__(self, hidden_size: int, activation: str):
         super().__init__(hidden_size, 1)
         self.dense, self.activation = Linear(hidden_size, hidden_size), ACTIVATIONS[activation]
 
     def transform(self, x: Tensor, ctx: Packed) -> Tensor:
-        """(T, hidden_size): hidden states as the last layer takes them."""
+        """(T, hidden_size): the inputs of the last layer."""
         return self.activation(self.dense(x))
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -239,8 +240,8 @@ class ReplacedTokens(Linear):
 
 
 class ReplacedTokensInContext(ReplacedTokens):
-    """ReplacedTokens of states to which that of the first token of their sequence is added and which are normed then,
-    as in DeBERTa-v3's pretraining (LMMaskPredictionHead of its authors' code)."""
+    """ReplacedTokens after adding the state of the sequence's first token to each state, and a norm, as in DeBERTa-v3's
+    pretraining (LMMaskPredictionHead of its authors' code)."""
 
     def __init__(self, hidden_size: int, activation: str, norm_eps: float):
         super().__init__(hidden_size, activation)
@@ -248,5 +249,5 @@ class ReplacedTokensInContext(ReplacedTokens):
 
     def transform(self, x: Tensor, ctx: Packed) -> Tensor:
         first = ctx.select(x, ctx.first_tokens())
-        first = F.pad(first, (0, 0, 0, 1))  # dummy tokens are of no sequence
+        first = F.pad(first, (0, 0, 0, 1))  # dummy tokens belong to no sequence
         return super().transform(self.norm(x + first.index_select(0, ctx.sequence_of())), ctx)

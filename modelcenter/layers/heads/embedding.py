@@ -1,4 +1,4 @@
-"""What follows the pooling in a model of embeddings."""
+"""The dense layers that may follow the pooling in an embedding model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from modelcenter.layers.linear import Linear
 
-# As torch.nn has them without arguments.
+# With torch.nn's default arguments.
 DENSE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "tanh": torch.tanh,

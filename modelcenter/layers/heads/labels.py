@@ -1,4 +1,4 @@
-"""Labels of a batch: counted, checked, and moved to the tokens that predict them."""
+"""Counting and checking the labels of a batch, and moving them to the tokens that predict them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +14,15 @@ Counts = Mapping[str, Any]
 
 
 def count_labels(labels: Tensor | None) -> int:
-    """Labels that are not -100. Reads the device once when the labels are on a GPU."""
+    """The number of labels that are not -100. Synchronises once if the labels are on a GPU."""
     return 0 if labels is None else int((labels != IGNORE_INDEX).sum())
 
 
 def check_labels(labels: Tensor, classes: int, name: str = "labels", sequences: int | None = None) -> None:
-    """Raise one clear error for labels that are no class numbers, not one for each of the `sequences`, or outside the
-    head, before an error deep in a kernel.
+    """Raise ValueError for labels that are not class numbers, are outside the head, or are not one per sequence, before
+    a kernel fails on them.
 
-    The numbers are read on the host only: on a GPU that would wait for the device, and data loaders check there too.
+    Values are checked on the host only: on a GPU the check would synchronise, and data loaders check them as well.
     """
     check_whole(labels, name)
     if sequences is not None and labels.numel() != sequences:
@@ -40,16 +40,16 @@ def check_labels(labels: Tensor, classes: int, name: str = "labels", sequences: 
 
 
 def check_whole(labels: Tensor, name: str = "labels") -> None:
-    """Raise ValueError for labels of a type that the loss does not take, or that cannot hold -100."""
+    """Raise ValueError for labels of a dtype that the loss does not take, or that cannot hold -100."""
     if labels.dtype != torch.long:
         raise ValueError(f"{name}: got {labels.dtype}, expected numbers of classes as torch.int64; convert by .long()")
 
 
 def token_labels(batch: Batch, prefix: str = "") -> Tensor:
-    """The labels of a batch that has some, one for each place of its `{prefix}input_ids`, where it has these.
+    """The labels of a batch, which must have some, one per position of its `{prefix}input_ids`, if it has these.
 
     Raises:
-        ValueError: they are of another shape or type.
+        ValueError: they have another shape or dtype.
     """
     labels, name = batch["labels"], f"{prefix}input_ids"
     given = batch.get(name) if batch.get(name) is not None else batch.get(f"{prefix}inputs_embeds")
@@ -61,10 +61,10 @@ def token_labels(batch: Batch, prefix: str = "") -> Tensor:
 
 
 def supervised_labels(batch: Batch, prefix: str = "") -> Tensor:
-    """`token_labels`, -100 where `{prefix}attention_mask` leaves the token out: nothing is predicted there."""
+    """`token_labels`, with -100 where `{prefix}attention_mask` is 0."""
     name = f"{prefix}attention_mask"
     labels, mask = token_labels(batch, prefix), batch.get(name)
-    if mask is None or batch.get(f"{prefix}cu_seqlens") is not None:  # which say what there is
+    if mask is None or batch.get(f"{prefix}cu_seqlens") is not None:  # packed input has no padding
         return labels
     if mask.shape != labels.shape:
         raise ValueError(f"{name}: got shape {tuple(mask.shape)}, expected {tuple(labels.shape)}, as the labels have")
@@ -72,18 +72,18 @@ def supervised_labels(batch: Batch, prefix: str = "") -> Tensor:
 
 
 def next_labels(batch: Batch) -> Tensor:
-    """The labels of a batch that has some, moved one place to the left: at each token the label of the next one of its
-    sequence, -100 at its last.
+    """The labels of a batch, which must have some, shifted left by one: each token has the label of the next one in its
+    sequence, the last has -100.
 
-    A token that the attention mask leaves out predicts nothing, as nothing that precedes the text can.
+    Tokens that the attention mask excludes predict nothing, not even the first token of the text.
     """
     labels = token_labels(batch)
     if not labels.shape[1]:
         return labels
     if (ends := batch.get("cu_seqlens")) is not None:
-        # One column before the first, where sequences of no token end that begin the batch.
+        # One more column at the front: empty sequences at the start of the batch end there.
         moved = F.pad(labels[:, 1:], (1, 1), value=IGNORE_INDEX)
-        # Not moved[0, ends] = -100: a GPU would wait for a copy of the number.
+        # Not moved[0, ends] = -100, which synchronises on a GPU to copy the number.
         return moved.index_fill_(1, ends.long(), IGNORE_INDEX)[:, 1:]
     moved = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if (mask := batch.get("attention_mask")) is not None:
@@ -92,12 +92,12 @@ def next_labels(batch: Batch) -> Tensor:
 
 
 class Smoothing:
-    """A head whose loss in training can take a share of each label's weight and spread it over all classes."""
+    """A head whose training loss supports label smoothing."""
 
     label_smoothing: float = 0.0
     training: bool
 
     @property
     def smoothing(self) -> float:
-        """The share now: evaluation judges by the labels alone."""
+        """The current smoothing: 0 in evaluation."""
         return self.label_smoothing if self.training else 0.0

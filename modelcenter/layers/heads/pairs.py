@@ -1,4 +1,4 @@
-"""Heads of pretraining on pairs of texts: masked words, and one of two labels for each pair."""
+"""Heads for pretraining on pairs of texts: masked tokens, and one of two labels for each pair."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ from modelcenter.layers.packing import Packed
 
 
 class PairPretraining(nn.Module):
-    """A masked language model and a label of each pair; the loss is the sum of both means.
+    """A masked language model and a classifier of pairs; the loss is the sum of both means.
 
     Attributes:
-        label: the input that holds the labels of pairs, (batch,). logits: what the output calls their logits, (batch,
-            2). term: their term of the loss.
+        label: the input with the labels of pairs, (batch,). logits: the output with their logits, (batch, 2).
+        term: their term of the loss.
     """
 
     label: ClassVar[str]
@@ -30,7 +30,7 @@ class PairPretraining(nn.Module):
         self.lm = lm
 
     def of_pairs(self, pooled: Tensor, ctx: Packed) -> Tensor:
-        """(n, hidden_size), the pooled first token of each pair -> logits (n, 2)."""
+        """The pooled first token of each pair (n, hidden_size) -> logits (n, 2)."""
         raise NotImplementedError
 
     def counts(self, batch: Batch) -> dict[str, int]:
@@ -70,7 +70,7 @@ class NextSentence(PairPretraining):
 
 
 class SentenceOrder(PairPretraining):
-    """ALBERT's: whether two texts that follow each other are in their order (0) or swapped (1)."""
+    """ALBERT's: whether two consecutive texts are in order (0) or swapped (1)."""
 
     label, logits, term = "sentence_order_label", "sop_logits", "sentence_order"
 

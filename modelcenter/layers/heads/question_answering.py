@@ -11,10 +11,10 @@ from modelcenter.layers.packing import Packed
 
 
 class ExtractiveQA(Linear):
-    """Start and end of the answer: a softmax over the tokens of each sequence, never over padding.
+    """Start and end of the answer: a softmax over the tokens of each sequence, without padding.
 
-    Positions are columns of the padded input, or offsets in the sequence when packed; those outside it are ignored
-    (transformers instead lets padding take part in the softmax).
+    Positions are columns of the padded input, or offsets in the sequence if the input is packed; those outside the
+    sequence are ignored (transformers' softmax includes padding).
     """
 
     def __init__(self, hidden_size: int, dropout: float = 0.0):
@@ -29,10 +29,10 @@ class ExtractiveQA(Linear):
 
     @staticmethod
     def _valid(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(n,) the positions that the batch has as `name`, and which of them lie on a token.
+        """(n,) the positions in the batch's input `name`, and which of them are on a token.
 
         Raises:
-            ValueError: not one whole number for each sequence.
+            ValueError: the input is not one integer per sequence.
         """
         given, mask, ends = batch[name], batch.get("attention_mask"), batch.get("cu_seqlens")
         if ends is not None:
@@ -67,7 +67,7 @@ class ExtractiveQA(Linear):
 
 
 def _places(name: str, given: Tensor, sequences: int) -> Tensor:
-    """(n,) places in the sequences, one in each, as the caller gave them; -1 is the first token, as in transformers."""
+    """(n,) the caller's positions, one per sequence; -1 means the first token, as in transformers."""
     if given.numel() != sequences or given.is_floating_point():
         raise ValueError(
             f"{name}: got shape {tuple(given.shape)} of {given.dtype}, expected {(sequences,)} of torch.int64: a "

@@ -1,4 +1,4 @@
-"""What some models put before a head of any kind."""
+"""A transform that some models apply before any head."""
 
 from torch import Tensor, nn
 

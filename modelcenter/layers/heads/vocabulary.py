@@ -1,4 +1,4 @@
-"""Heads over the vocabulary: masked tokens, the next token, the tokens of a decoder."""
+"""Heads over the vocabulary: for masked tokens, the next token and the tokens of a decoder."""
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,14 @@ Table = Tensor | ExtendedVocabulary
 
 
 class VocabularyHead(Smoothing, nn.Module):
-    """Hidden states -> the vocabulary, for labelled positions only in the loss, chunk by chunk.
+    """Hidden states -> logits over the vocabulary; the loss computes those of labelled positions only, in chunks.
 
-    It owns no output matrix while embeddings are tied: it is called with the table.
+    With tied embeddings the head has no output matrix of its own, and is called with the table.
 
     Attributes:
-        gives_label_states: of a teacher: in place of loss and logits it gives label_states (labels, width), the hidden
-            states that the output matrix takes, of the tokens that have a label.
-        cap: a logit x is cap tanh(x / cap); None: it is as it comes.
+        gives_label_states: for a teacher: return, instead of loss and logits, label_states (labels, width): the inputs
+            of the output matrix for the tokens with a label.
+        cap: a logit x becomes cap tanh(x / cap); None: no cap.
     """
 
     bias: Tensor | None
@@ -49,11 +49,11 @@ class VocabularyHead(Smoothing, nn.Module):
         return {"loss": 0 if batch.get("labels") is None else count_labels(self.targets(batch))}
 
     def transform(self, x: Tensor) -> Tensor:
-        """Hidden states as the output matrix takes them."""
+        """The inputs of the output matrix, from hidden states."""
         return x
 
     def targets(self, batch: Batch) -> Tensor:
-        """Labels shaped as the input, of a batch that has some, each at the token that predicts it.
+        """The labels of a batch, which must have some, in the shape of the input, each at the token that predicts it.
 
         Raises:
             ValueError: as `token_labels`.
@@ -61,7 +61,7 @@ class VocabularyHead(Smoothing, nn.Module):
         return supervised_labels(batch)
 
     def labelled(self, ctx: Packed, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(T,) the labels of a batch that has some, at the tokens that predict them, and (m,) their indices."""
+        """(T,) the labels of a batch, which must have some, at the tokens that predict them, and (m,) their indices."""
         if ctx.labelled is None:
             ctx.labelled = self._find_labelled(ctx, batch)
         return ctx.labelled
@@ -70,7 +70,7 @@ class VocabularyHead(Smoothing, nn.Module):
         labels = ctx.unpad(self.targets(batch), IGNORE_INDEX)
         if host_copy(batch["labels"]) is batch["labels"] or not ctx.in_input_order:
             return labels, (labels != IGNORE_INDEX).nonzero().flatten()
-        # The host remembers the labels, so the device need not be asked which these are.
+        # The host has a copy of the labels, so finding the indices does not synchronise.
         known = self.targets({name: host_copy(value) for name, value in batch.items()})
         where = ctx.of_this_rank((known.flatten() != IGNORE_INDEX).nonzero().flatten())
         return labels, ctx.layout.token_indices(to_device(where, labels.device))
@@ -86,13 +86,13 @@ class VocabularyHead(Smoothing, nn.Module):
     def forward(
         self, x: Tensor, ctx: Packed, batch: Batch, count: Tensor | int, table: Table, want_logits: bool | str
     ) -> dict[str, Tensor]:
-        """Loss where there are labels, logits where wanted, of last tokens only with `logits_to_keep`.
+        """The loss if there are labels, and the logits if wanted, with `logits_to_keep` of last tokens only.
 
-        With `soft_targets` the loss is linear_distillation's, and what it is made of are label_loss and teacher_loss.
-        With `draws`, shaped as the input (engine.loss.sample_classes), a token is drawn for each that has a label:
-        "sampled", shaped as the input, -100 elsewhere.
+        With `soft_targets` the loss is linear_distillation's, and its parts are label_loss and teacher_loss. With
+        `draws`, in the shape of the input (engine.loss.sample_classes), a token is sampled for each one with a label:
+        "sampled", in the shape of the input, -100 elsewhere.
 
-        want_logits: "labelled": (labels, vocabulary), of the tokens that have one, in their order.
+        want_logits: "labelled": (labels, vocabulary), those of the tokens with a label, in order.
         """
         weight, given = table if self.weight is None else self.weight, batch.get("labels") is not None
         out = {}
@@ -133,14 +133,14 @@ class VocabularyHead(Smoothing, nn.Module):
         return out
 
     def logits_of(self, x: Tensor, weight: Table) -> Tensor:
-        """Of hidden states (n, hidden_size), by the vocabulary's matrix."""
+        """The logits of hidden states (n, hidden_size), by the output matrix."""
         return vocabulary_logits(self.transform(x), weight, self.bias, cap=self.cap)
 
 
 class MaskedLM(VocabularyHead):
     """BERT's masked-language-model head: dense, activation, norm, then the vocabulary.
 
-    table_width: of the vocabulary's matrix; None: hidden_size.
+    table_width: the input width of the output matrix; None: hidden_size.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class MaskedLM(VocabularyHead):
 
 
 class LinearMaskedLM(VocabularyHead):
-    """A masked-language-model head that is the vocabulary's matrix alone."""
+    """A masked-language-model head that is only an output matrix."""
 
     def __init__(self, hidden_size: int, vocab_size: int, tied: bool, bias: bool = False, scale: float = 1.0):
         """`scale` multiplies the hidden states before the output matrix."""
@@ -183,7 +183,7 @@ class LinearMaskedLM(VocabularyHead):
 
 
 class NextTokenHead(VocabularyHead):
-    """The next token: labels are the input's tokens, and token t predicts label t + 1 of its sequence."""
+    """Next-token prediction: labels are the input's tokens, and token t predicts label t + 1 of its sequence."""
 
     def targets(self, batch: Batch) -> Tensor:
         return next_labels(batch)
@@ -199,7 +199,7 @@ class NextTokenHead(VocabularyHead):
         return super().forward(x, ctx, batch, count, table, want_logits)
 
     def log_probs(self, x: Tensor, ctx: Packed, batch: Batch, table: Table) -> Tensor:
-        """(n,) fp32: the log-probability of all labels of each sequence.
+        """(n,) fp32: the log-probability of all labels of each sequence together.
 
         Raises:
             ValueError: there are no labels.
@@ -216,23 +216,23 @@ class NextTokenHead(VocabularyHead):
 
 
 class CausalLM(NextTokenHead, LinearMaskedLM):
-    """The next token, from the hidden states as they are."""
+    """Next-token prediction directly from the hidden states."""
 
 
 class DenseCausalLM(NextTokenHead, MaskedLM):
-    """The next token, with the layers and tensors of a masked language model: an encoder that is a decoder."""
+    """Next-token prediction by the head of a masked language model, for an encoder that is used as a decoder."""
 
 
 class DecoderLabels(VocabularyHead):
-    """The next token of a decoder, whose labels stand at the token before it already."""
+    """Next-token prediction of a decoder whose labels are already shifted to the token before."""
 
     def targets(self, batch: Batch) -> Tensor:
         return supervised_labels(batch, "decoder_")
 
 
 class Seq2SeqLM(DecoderLabels, CausalLM):
-    """The next token of a decoder, from the hidden states as they are."""
+    """Next-token prediction of a decoder, directly from the hidden states."""
 
 
 class DenseSeq2SeqLM(DecoderLabels, DenseCausalLM):
-    """The next token of a decoder that was an encoder."""
+    """Next-token prediction of a decoder that was pretrained as an encoder."""

@@ -1,9 +1,9 @@
-"""ALBERT (Lan et al. 2019, arXiv:1909.11942), after transformers' AlbertModel and its heads: BERT's body, whose
-embeddings are projected, and whose layers share parameters.
+"""ALBERT (Lan et al. 2019, arXiv:1909.11942), after transformers' AlbertModel and its heads: BERT's body with projected
+embeddings and layers that share parameters.
 
-A layer runs several times in a forward, so `units` names it several times; `layers` has it once. Each run draws dropout
-masks of its own. Its parameters are the root's when the model is sharded (engine.parallel.units), and those of every
-stage that runs it in a pipeline.
+A layer runs several times in a forward, so `units` lists it several times; `layers` has it once. Each run draws its own
+dropout masks. In a sharded model its parameters belong to the root (engine.parallel.units), and in a pipeline to every
+stage that runs it.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ from modelcenter.models.pair_encoder import PairEncoder
 class AlbertConfig(EncoderConfig):
     """Fields of ALBERT.
 
-    num_layers: groups that run one after another; num_groups: how many different ones there are, each of which runs
-    num_layers / num_groups times in a row; group_layers: layers in a group, each with parameters of its own.
-    embedding_size: width of the embeddings, which a projection follows.
+    num_layers: the number of groups run in a forward. num_groups: the number of different groups, each of which runs
+    num_layers / num_groups times in a row. group_layers: layers in a group, each with its own parameters.
+    embedding_size: width of the embeddings, before their projection.
     """
 
     model_type: ClassVar[str] = "albert"
-    # The input of pretraining that says whether two texts are in their order.
+    # The input of pretraining that says whether two texts are in order.
     pair_label: ClassVar[str] = SentenceOrder.label
 
     embedding_size: int = 128
@@ -60,12 +60,12 @@ class AlbertConfig(EncoderConfig):
     @property
     def order(self) -> list[int]:
         """The number of the layer that runs at each depth."""
-        groups = [int(i / (self.num_layers / self.num_groups)) for i in range(self.num_layers)]  # as transformers
+        groups = [int(i / (self.num_layers / self.num_groups)) for i in range(self.num_layers)]  # as in transformers
         return [group * self.group_layers + inner for group in groups for inner in range(self.group_layers)]
 
 
 class Albert(PairEncoder):
-    """ALBERT with the head of `task`, pretraining on the order of sentences among them."""
+    """ALBERT with the head of `task`; task "pretraining" includes sentence-order prediction."""
 
     config_class = AlbertConfig
     tasks = (*READING_TASKS, "pretraining")
@@ -74,15 +74,15 @@ class Albert(PairEncoder):
     config: AlbertConfig
 
     def make_projection(self) -> nn.Module:
-        """Also between equal widths."""
+        """The projection, which ALBERT also has if both widths are equal."""
         return Linear(self.config.embedding_size, self.config.hidden_size)
 
     def make_layers(self) -> nn.ModuleList:
-        """Each once."""
+        """The layers, each once."""
         return nn.ModuleList(self.make_block() for _ in range(self.config.num_groups * self.config.group_layers))
 
     def make_block(self) -> nn.Module:
-        """No dropout follows the feed-forward network."""
+        """One of the layers, without dropout after the feed-forward network."""
         c, width = self.config, self.config.hidden_size
         return PostNormBlock(
             SelfAttention(width, c.num_heads, c.attention_dropout),
@@ -102,7 +102,7 @@ class Albert(PairEncoder):
 
     @property
     def units(self) -> nn.ModuleList:
-        """The layers as they run: one as often as it does."""
+        """The layers in the order in which they run, each as often as it does."""
         return nn.ModuleList(self.layers[i] for i in self.config.order)
 
     def unit_calls(self, part: range) -> Sequence[UnitCall]:
@@ -110,12 +110,12 @@ class Albert(PairEncoder):
         return [partial(_run, self.layers[order[i]], i) for i in part]
 
     def stage_homes(self) -> dict[str, Sequence[int]]:
-        """A stage has the layers that it runs, of which other stages may have copies."""
+        """As Model.stage_homes; a stage holds the layers that it runs, of which other stages may have copies."""
         order = self.config.order
         runs = {f"layers.{n}": [i for i, layer in enumerate(order) if layer == n] for n in range(len(self.layers))}
         return super().stage_homes() | runs
 
 
 def _run(layer: nn.Module, number: int, x: Tensor, ctx: Packed) -> Tensor:
-    """`layer` at this depth."""
+    """Run `layer` at depth `number`."""
     return layer(x, ctx.of_run(number))

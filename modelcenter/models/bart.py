@@ -16,7 +16,7 @@ OFFSET = 2  # rows of each position table before the first position
 
 @dataclass(kw_only=True)
 class BartConfig(BartStyleConfig):
-    """Fields of BART; num_labels: 3 where nothing is said, as in transformers."""
+    """Fields of BART; num_labels defaults to 3, as in transformers."""
 
     model_type: ClassVar[str] = "bart"
 
@@ -29,7 +29,7 @@ class BartConfig(BartStyleConfig):
 
 
 class BartSide(BartStyleSide):
-    """A side with a table of positions, and a norm between the embeddings and the blocks."""
+    """A side with a position table, and a norm between the embeddings and the blocks."""
 
     def __init__(
         self, layers: nn.ModuleList, final_norm: nn.Module, position: nn.Embedding, hidden_size: int, dropout: float
@@ -40,9 +40,9 @@ class BartSide(BartStyleSide):
 
 
 class Bart(BartStyle):
-    """BART with the head of `task`. Body names do not depend on the task.
+    """BART with the head of `task`. Parameter names in the body do not depend on the task.
 
-    A decoder that is given nothing reads the encoder's input, moved one place to the right, in every task.
+    In every task, the default input of the decoder is the encoder's input shifted right by one.
     """
 
     config_class = BartConfig

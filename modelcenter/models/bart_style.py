@@ -1,7 +1,7 @@
-"""What BART and the encoder-decoders that are made as it share: fields, blocks on two sides, scaled embeddings.
+"""The fields, blocks and scaled embeddings that BART and its descendants share.
 
-Its descendants differ in where the norms stand and in what is added to the words: see bart.py, mbart.py, marian.py,
-m2m_100.py and pegasus.py.
+The descendants differ in the places of norms and in what is added to the token embeddings: see bart.py, mbart.py,
+marian.py, m2m_100.py and pegasus.py.
 """
 
 from abc import abstractmethod
@@ -23,18 +23,18 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models.encoder_decoder import EncoderDecoder, Side
 from modelcenter.models.inputs import Batch
 
-NORM_EPS = 1e-5  # which no config changes
+NORM_EPS = 1e-5  # not a config field
 
 
 @dataclass(kw_only=True)
 class BartStyleConfig(ModelConfig):
-    """Fields of BART and what is made as it; sizes count elements, dropouts are probabilities.
+    """Fields of BART and its descendants; sizes count elements, dropouts are probabilities.
 
     Attributes:
         num_layers, num_heads, intermediate_size: of the encoder. num_decoder_layers, num_decoder_heads,
-            decoder_intermediate_size: of the decoder; None: as the encoder's.
+            decoder_intermediate_size: of the decoder; None: as in the encoder.
         max_positions: of each side. activation_dropout: inside the feed-forward networks.
-        scale_embedding: multiply the embeddings of words by sqrt(hidden_size).
+        scale_embedding: multiply the token embeddings by sqrt(hidden_size).
     """
 
     is_encoder_decoder: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class BartStyleSide(Side):
 
 
 class BartStyle(EncoderDecoder):
-    """Base of models with the head of `task`. A subclass makes sides and their blocks."""
+    """Base of BART and its descendants. A subclass builds the sides and their blocks."""
 
     config: BartStyleConfig
 
@@ -106,12 +106,12 @@ class BartStyle(EncoderDecoder):
 
     @abstractmethod
     def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
-        """A block of the encoder, or of the decoder."""
+        """A block of the encoder or the decoder."""
 
     def sublayers(
         self, num_heads: int, intermediate_size: int, decodes: bool
     ) -> tuple[SelfAttention, MLP, CrossAttention | None]:
-        """What a block of the encoder, or of the decoder, is made of."""
+        """The sublayers of a block of the encoder or the decoder."""
         c, width = self.config, self.config.hidden_size
         return (
             SelfAttention(width, num_heads, c.attention_dropout, causal=decodes),
@@ -120,19 +120,19 @@ class BartStyle(EncoderDecoder):
         )
 
     def post_norm_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> PostNormBlock:
-        """A block that ends each step with a norm."""
+        """A block with a norm after each sublayer."""
         c = self.config
         attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
         return PostNormBlock(attn, mlp, c.hidden_size, NORM_EPS, c.dropout, cross)
 
     def pre_norm_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> PreNormBlock:
-        """A block that begins with its norms."""
+        """A block with a norm before each sublayer."""
         c = self.config
         attn, mlp, cross = self.sublayers(num_heads, intermediate_size, decodes)
         return PreNormBlock(attn, mlp, lambda: LayerNorm(c.hidden_size, NORM_EPS), c.dropout, cross)
 
     def biased_lm_head(self, logit_scale: float) -> Seq2SeqLM:
-        """A language model's head with transformers' final_logits_bias, a buffer there: kept, and never trained."""
+        """A language-modelling head with transformers' final_logits_bias, which is a buffer there and never trained."""
         c = self.config
         head = Seq2SeqLM(c.hidden_size, c.vocab_size, c.tie_embeddings, bias=True, scale=logit_scale)
         assert head.bias is not None
@@ -142,7 +142,7 @@ class BartStyle(EncoderDecoder):
 
     @property
     def embedding_scale(self) -> float:
-        """Multiplies the embeddings of words."""
+        """Factor of the token embeddings."""
         return self.config.hidden_size**0.5 if self.config.scale_embedding else 1.0
 
     def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
@@ -151,6 +151,6 @@ class BartStyle(EncoderDecoder):
         return x * self.embedding_scale if scaled else x
 
     def stage_homes(self) -> dict[str, Sequence[int]]:
-        """As EncoderDecoder.stage_homes; positions and the norm of embeddings are called in `begin`, on the first."""
+        """As EncoderDecoder.stage_homes; `begin` calls the positions and the embedding norm, on the first stage."""
         first = {f"{side}.{name}" for side in ("encoder", "decoder") for name in ("position", "embed_norm")}
         return {name: [0] if name in first else units for name, units in super().stage_homes().items()}

@@ -5,8 +5,8 @@
         x = unit(x, ctx)
     return self.end(self.finish(x), ctx, batch)
 
-x is (T, hidden_size), the tokens of the whole batch without padding; ctx is a layers.packing.Packed. Sharding,
-recomputation, compilation and pipelining need nothing else of a model.
+x holds the hidden states (T, hidden_size) of all tokens of the batch, without padding; ctx is a layers.packing.Packed.
+Sharding, recomputation, compilation and pipelining need nothing else from a model.
 """
 
 import os
@@ -28,36 +28,37 @@ from modelcenter.models.trainer_protocol import TrainerProtocol
 UnitCall = Callable[[Tensor, Packed], Tensor]
 # Tasks whose heads may be tied to the embedding.
 VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "double-heads")
-# Where `end` reads more than this share of the tokens, picking them out in the last unit costs more than it saves.
+# If `end` reads more than this share of the tokens, selecting them in the last unit costs more than it saves.
 _MOST_READ = 0.8
 
 
 class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
     """Base of all architectures: `Bert(config, task="sequence-classification")`, on CPU or under torch.device("meta").
 
-    A subclass sets `config_class`, `tasks`, `head_prefixes`; builds its modules; implements begin, end, `units`,
-    `loss_counts`, `init_spec` where it differs, and a forward that names its inputs and gives them to `run_checked`.
+    A subclass sets `config_class`, `tasks` and `head_prefixes`, builds its modules and implements `begin`, `end` and
+    `units`. It overrides `loss_counts` and `init_spec` where they differ. Its forward names the inputs and passes them
+    to `run_checked`.
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
-    # Parameters under these belong to heads: a checkpoint may lack them when the caller names the task.
+    # Parameters with these prefixes belong to heads: a checkpoint may lack them if the caller gives the task.
     head_prefixes: ClassVar[tuple[str, ...]] = ("head.",)
     is_encoder_decoder: ClassVar[bool] = False
-    # A sequence has at most config.max_tokens tokens, as positions come from a table (`check_positions`).
+    # Positions come from a table, so a sequence has at most config.max_tokens tokens (`check_positions`).
     bounded: ClassVar[bool] = False
     embed: nn.Embedding
-    # What it was loaded from: the Hub id or the directory, and the commit there.
+    # Where the model was loaded from: the Hub id or directory, and the commit.
     base_name: str | None = None
     base_revision: str | None = None
-    # The head, None if the task has none; its arguments depend on the task.
+    # The head, or None if the task has none; its arguments depend on the task.
     head: Any
-    # What modelcenter.adapters put in (adapters.state.AdapterState).
+    # The adapter that modelcenter.adapters attached (adapters.state.AdapterState).
     adapter: Any = None
-    # Whether an adapter was merged into the weights, which are then not those of `base_name`.
+    # Whether an adapter was merged into the weights, so that they differ from those of `base_name`.
     holds_merged: bool = False
-    # The parameters that nothing trains, whatever an adapter asks for: transformers holds them as buffers.
+    # Parameters that are never trained, whatever an adapter asks for: transformers holds them as buffers.
     constants: frozenset[str] = frozenset()
-    # Why a tuned prompt would not be the same as peft's on this model; None: it would, as far as the model knows.
+    # Why prompt tuning on this model would differ from peft's; None: no reason is known.
     refuses_prompts: str | None = None
     # The parameters that modelcenter.adapters.freeze froze: Lora leaves their layers as they are.
     frozen: frozenset[str] = frozenset()
@@ -73,30 +74,30 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         self.config, self.task = config, task
         self.tuned_prompt = None
         self.generation_config = {}
-        # Generation settings that it was loaded with, which `generate` uses where its caller gives none.
+        # Generation settings that the model was loaded with: the defaults of `generate`.
         self.generation_defaults: dict[str, Any] = {}
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     @property
     def units(self) -> nn.ModuleList:
-        """The modules that hidden states pass through one after another: `x = unit(x, ctx)`, (T, hidden_size) both."""
+        """The modules applied to the hidden states in turn: `x = unit(x, ctx)`, both (T, hidden_size)."""
         raise AttributeError(f"{type(self).__name__} defines no `units`")
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        """The hidden states (T, hidden_size) that the first unit reads, and what every unit is given beside them."""
+        """The inputs of the units: hidden states (T, hidden_size) for the first, and the context for each."""
         raise AttributeError(f"{type(self).__name__} defines no `begin`")
 
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
-        """The output of the task, from the final hidden states (T, hidden_size): loss, logits, ..."""
+        """The outputs of the task (loss, logits, ...), from the final hidden states (T, hidden_size)."""
         raise AttributeError(f"{type(self).__name__} defines no `end`")
 
     def finish(self, x: Tensor) -> Tensor:
-        """What follows the last unit and is part of the hidden states: a final norm."""
+        """Apply what follows the last unit and belongs to the hidden states, such as a final norm."""
         return x
 
     def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
-        """`run`, after checks of the inputs that every forward has.
+        """`run`, after checking the inputs that every forward has.
 
         Raises ValueError as `run`, and for logits_to_keep, output_hidden_states and inputs of other heads.
         """
@@ -108,7 +109,7 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         return self.run(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
-        """The protocol, and under pipeline parallelism this rank's part of it."""
+        """Run the protocol; under pipeline parallelism, this rank's part of it."""
         stage, all_states = self.pipeline, bool(batch.get("output_hidden_states"))
         part = range(len(self.units)) if stage is None else stage.part
         if stage is None or stage.first:
@@ -130,11 +131,11 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
             out["past_key_values"] = ctx.cache
         if all_states:
             out["hidden_states"] = tuple(ctx.repad(state) for state in states)
-            out["last_hidden_state"] = ctx.repad(x)  # behind what transformers' outputs hold, whose places count
+            out["last_hidden_state"] = ctx.repad(x)  # after transformers' outputs, which callers may index by number
         return out
 
     def unit_calls(self, part: range) -> Sequence[UnitCall]:
-        """The units of these indices, as they are called."""
+        """The callables of the units with these indices."""
         units = self.units
         return [units[i] for i in part]
 
@@ -146,11 +147,11 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         all_states: bool,
         outputs: Tensor | None = None,
     ) -> list[Tensor]:
-        """Hidden states (T, hidden_size) after the units, the first of which reads the last of `states`.
+        """Apply `units` in turn to the last of `states`, (T, hidden_size) each.
 
         Args:
-            all_states: return `states` and what each unit gives; False: only the last.
-            outputs: indices of the tokens whose states after the last unit are used; it computes no others. None: all.
+            all_states: return `states` followed by the output of each unit; False: only the last output.
+            outputs: indices of the tokens whose final states are used; the last unit computes no others. None: all.
         """
         split, x = self.token_split, states[-1]
         states = [*states] if all_states else []
@@ -165,38 +166,38 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
     def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
         """(m,) ascending indices of the tokens whose final hidden states `end` uses; None: all.
 
-        The last unit computes no others. A subclass whose `end` differs says here what it reads.
+        The last unit computes no others. Overridden where `end` reads fewer than all.
         """
         return None
 
     def _output_tokens(self, ctx: Packed, batch: Batch) -> Tensor | None:
-        """What `reads` returns, where the last unit saves time by it; else None."""
+        """The indices that `reads` returns, if the last unit saves time by them; else None."""
         if ctx.max_seqlen <= 1 or self.token_split is not None:
             return None
         read = self.reads(ctx, batch)
         return None if read is None or read.numel() > _MOST_READ * ctx.num_tokens else read
 
     def _stage_shapes(self, ctx: Packed, units: int, all_states: bool) -> list[tuple[int, int]]:
-        """Shapes of the hidden states that go from a stage to the next, after so many units."""
+        """Shapes of the hidden states that a stage sends to the next, after `units` units."""
         return [(ctx.num_tokens, self.config.hidden_size)] * (units + 1 if all_states else 1)
 
     # -- losses and outputs --------------------------------------------------------------------------------------------
 
     def wants_logits(self, batch: Batch) -> bool | str:
-        """Whether a vocabulary-sized head is to return logits: not in training with labels, unless asked; "labelled":
-        those of the tokens that have a label."""
+        """Whether a head over the vocabulary returns logits: by default not in training with labels; "labelled": those
+        of the tokens with a label only."""
         requested = batch.get("output_logits")
         return not (self.training and batch.get("labels") is not None) if requested is None else requested
 
     def loss_counts(self, batch: Batch) -> dict[str, int]:
-        """{term of the loss: supervised items of this batch}, from labels alone."""
+        """{term of the loss: number of supervised items in this batch}, computed from the labels only."""
         head: Any = getattr(self, "head", None)
         if not hasattr(head, "counts"):
             raise ValueError(f"task {self.task!r} has no head, so no loss; load the model with a task")
         return head.counts(batch)
 
     def counts(self, batch: Batch) -> Mapping[str, Any]:
-        """What each term's sum is divided by: the caller's global counts, else this batch's own."""
+        """The divisor of each term of the loss: the caller's global count, else this batch's own."""
         if (given := batch.get("loss_counts")) is not None:
             return GivenCounts(given, self.task)
         own = self.loss_counts(batch)
@@ -212,14 +213,14 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         return own
 
     def empty_batch(self) -> dict[str, Any]:
-        """A batch without tokens, for a rank that has none left while others still train."""
+        """A batch without tokens, for a rank that has no rows left while others still train."""
         device = next(self.parameters()).device
         ids = torch.zeros(1, 0, dtype=torch.long, device=device)
         ends = torch.zeros(1, dtype=torch.int32, device=device)
         return {"input_ids": ids, "cu_seqlens": ends, "max_seqlen": 0, **self._no_labels(ids)}
 
     def _no_labels(self, none: Tensor) -> dict[str, Tensor]:
-        """Empty labels of the kind that the head expects; none: (1, 0) token ids."""
+        """Empty labels in the form that the head expects; none: (1, 0) token ids."""
         head: Any = getattr(self, "head", None)
         if head is None:
             return {}
@@ -235,17 +236,17 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         return {}
 
     def ordered(self, out: Mapping[str, Any]) -> ModelOutput:
-        """What a head gives, in the order of transformers' outputs of the task."""
+        """The outputs of a head, in the order of transformers' outputs for the task."""
         order = ["loss", "logits", "seq_relationship_logits", "sop_logits", "start_logits", "end_logits", "log_probs"]
         order += ["label_loss", "teacher_loss", "label_states", "sampled"]
         if self.task == "question-answering":
             order = ["loss", "start_logits", "end_logits", "logits"]
         return ModelOutput((name, out[name]) for name in order if name in out)
 
-    # -- how the model is started and split ----------------------------------------------------------------------------
+    # -- initial values and parallelism --------------------------------------------------------------------------------
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """How each parameter starts: {name: ("normal", std) | ("zeros",) | ("ones",) | ...}, see engine.init."""
+        """How parameters are initialised: {name: ("normal", std) | ("zeros",) | ("ones",) | ...}, see engine.init."""
         spec: dict[str, tuple[Any, ...]] = {}
         std = getattr(self.config, "initializer_range", 0.02)
         for prefix, module in self.named_modules():
@@ -257,13 +258,13 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         return spec
 
     def stage_homes(self) -> dict[str, Sequence[int]]:
-        """{name of a module outside the units: indices of the units on whose stages a pipeline keeps it}.
+        """{name of a module outside the units: indices of the units on whose pipeline stages it is kept}.
 
-        Modules defined before the units belong to `begin`, on the first stage; those defined after them belong to
-        `end`, on the last, which also needs the table of embeddings if the head is tied to it. `begin` must do nothing
-        with these modules but call them; one whose results all units read has the indices range(len(self.units)).
+        Modules defined before the units belong to `begin` and the first stage; those defined after them belong to
+        `end` and the last stage, which also needs the embedding table if the head is tied to it. `begin` may only call
+        these modules. A module whose results all units read has the indices range(len(self.units)).
 
-        Raises ValueError if the units are not one list.
+        Raises ValueError if the units are not in one list.
         """
         names = [name for name, module in self._modules.items() if module is not None]
         lists = {i: found for i, name in enumerate(names) if isinstance(found := self._modules[name], nn.ModuleList)}
@@ -277,7 +278,7 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
 
     @property
     def ties_head(self) -> bool:
-        """Whether the head reads the table of embeddings."""
+        """Whether the head shares the embedding table."""
         return getattr(self.config, "tie_embeddings", False) and self.task in VOCABULARY_TASKS
 
     def tp_plan(self) -> dict[str, str]:
@@ -297,14 +298,14 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         return plan
 
     def shard_units(self) -> list[nn.Module]:
-        """Modules that are gathered one at a time when parameters are sharded."""
+        """The modules whose parameters are gathered one module at a time when the model is sharded."""
         return list(self.units)
 
     def looked_up_tables(self) -> list[nn.Embedding]:
-        """Embedding tables that are only looked up, never multiplied with, so that ranks may keep different rows."""
+        """Embedding tables that are only looked up, never multiplied by, so that ranks may keep different rows."""
         return [] if self.ties_head else list(self.word_tables().values())
 
-    # -- conveniences ------------------------------------------------------------------------------------------------
+    # -- conveniences --------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -315,7 +316,7 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
         return next(self.parameters()).dtype
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters of the whole model, however it is sharded."""
+        """The number of parameters of the whole model, however it is sharded."""
         if self.pipeline is not None:
             if exclude_embeddings:
                 raise ValueError("exclude_embeddings: the embeddings of a pipeline are on one of its stages")
@@ -329,28 +330,29 @@ class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
     def resize_token_embeddings(
         self, size: int | None = None, pad_to_multiple_of: int | None = None, *, seed: int = 0
     ) -> nn.Embedding:
-        """Change the number of words: the table, a head's own matrix and its bias, and config.vocab_size.
+        """Resize the vocabulary: the table, a head's own matrix and bias, and config.vocab_size.
 
-        Rows of old words do not change. New ones start as transformers' do by default, at the mean of the old rows
-        with 1e-9 of their variance (each column by itself), drawn by `seed`; fewer words lose the last rows.
+        Existing rows do not change. New rows start as transformers' do by default: at the mean of the old rows plus
+        noise with 1e-9 of their variance (per column), drawn with `seed`. A smaller vocabulary drops the last rows.
 
         Args:
-            size: words; None: as many as there are. pad_to_multiple_of: rounded up to a multiple of it.
+            size: the number of tokens; None: the present one.
+            pad_to_multiple_of: round the size up to a multiple of this number.
 
         Returns:
-            The table of input embeddings.
+            The input embedding table.
 
         Raises:
-            ValueError: not a size, one that the config refuses (a padding token beyond it), or a sharded model.
+            ValueError: the size is invalid, the config refuses it (a padding token beyond it), or the model is sharded.
         """
         return vocabulary.resize(self, size, pad_to_multiple_of, seed)
 
     def word_tables(self) -> dict[str, nn.Embedding]:
-        """{name: table of the embeddings of words}."""
+        """{name: table of token embeddings}."""
         return {"embed": self.embed}
 
     def is_head(self, name: str) -> bool:
-        """Whether a parameter belongs to a task head rather than the body."""
+        """Whether a parameter belongs to a task head rather than to the body."""
         return name.startswith(self.head_prefixes)
 
     @classmethod

@@ -21,9 +21,9 @@ class BertConfig(BertStyleConfig):
 
 
 class Bert(PairEncoder):
-    """BERT with the head of `task`, next-sentence pretraining among them.
+    """BERT with the head of `task`.
 
-    `labels` of next-sentence-prediction: 0: the second text follows the first, 1: it does not.
+    `labels` of next-sentence-prediction: 0 if the second text follows the first, else 1.
     """
 
     config_class = BertConfig

@@ -1,5 +1,5 @@
 """BLOOM and BLOOMZ (BigScience 2022, arXiv:2211.05100), after transformers' BloomModel and its heads: GPT-2's layers
-after a norm of the embeddings, without positions but for the distances that attention sees (ALiBi).
+with a norm after the embeddings, and ALiBi instead of position embeddings.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from modelcenter.models.inputs import Batch
 class BloomConfig(ModelConfig):
     """Fields of BLOOM; sizes count elements, dropouts are probabilities.
 
-    dropout: of what attention and feed-forwards add to the hidden states. classifier_dropout: before the classifier of
-    tokens, None: `dropout`.
+    dropout: of the outputs of attention and feed-forward networks. classifier_dropout: before the token classifier;
+    None: `dropout`.
     """
 
     model_type: ClassVar[str] = "bloom"
@@ -48,9 +48,9 @@ class BloomConfig(ModelConfig):
 
 
 class Bloom(Decoder):
-    """BLOOM with the head of `task`. Body names do not depend on the task.
+    """BLOOM with the head of `task`. Parameter names in the body do not depend on the task.
 
-    `position_ids` change no score: they only say where a sequence begins.
+    `position_ids` do not affect scores; they only mark where sequences begin.
     """
 
     config_class = BloomConfig

@@ -1,5 +1,5 @@
-"""An encoder and a decoder that were made apart, after transformers' EncoderDecoderModel (Rothe et al. 2019,
-arXiv:1907.12461): BERT or RoBERTa reads, and one of them or GPT-2 writes, with new attention to what was read.
+"""An encoder and a decoder that were pretrained separately, after transformers' EncoderDecoderModel (Rothe et al. 2019,
+arXiv:1907.12461): the encoder is BERT or RoBERTa; the decoder is one of these or GPT-2, with new cross-attention.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "po
 
 @dataclass(kw_only=True)
 class ComposedConfig(TwoConfigs):
-    """The configurations of both sides, and the tokens of a written text. tie_embeddings is the decoder's."""
+    """The configs of both sides, and the special tokens of generated texts. tie_embeddings is the decoder's."""
 
     model_type: ClassVar[str] = "encoder-decoder"
     kinds: ClassVar[dict[str, type[ModelConfig]]] = {kind: model.config_class for kind, model in SIDES.items()}
@@ -54,9 +54,9 @@ class ComposedConfig(TwoConfigs):
 
 
 class Composed(EncoderDecoder):
-    """An encoder and a decoder of two families, with the vocabulary of the decoder.
+    """An encoder and a decoder of two families, with the decoder's vocabulary in the head.
 
-    Where their widths differ, `bridge` maps the encoder's states to the decoder's.
+    If their widths differ, `bridge` projects the encoder's states to the decoder's width.
     """
 
     config_class = ComposedConfig
@@ -71,7 +71,7 @@ class Composed(EncoderDecoder):
         super().__init__(config, task)
         one, c = config.encoder, config.decoder
         self.encoder = SIDES[one.model_type](one, "base")
-        self.decoder = SIDES[c.model_type](c, "causal-lm")  # the body of one that writes has no pooler
+        self.decoder = SIDES[c.model_type](c, "causal-lm")  # with this task, the body has no pooler
         self.decoder.head, self.decoder.task = None, "base"
         differ = one.hidden_size != c.hidden_size
         self.bridge = Linear(one.hidden_size, c.hidden_size) if differ else None
@@ -82,12 +82,12 @@ class Composed(EncoderDecoder):
 
     @property
     def embed(self) -> nn.Embedding:  # type: ignore[override]
-        """The decoder's words, which a tied head reads."""
+        """The decoder's embedding table, which a tied head uses."""
         return self.decoder.embed
 
     @property
     def position(self) -> nn.Embedding:
-        """The decoder's positions, which a text that is written must not exceed."""
+        """The decoder's position table, which limits the length of generated texts."""
         return self.decoder.position
 
     # -- the protocol -------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Composed(EncoderDecoder):
         return self._begin_side(self.decoder, self.decoder_inputs(batch), "decoder_")
 
     def _begin_side(self, side: Any, batch: Batch, prefix: str) -> tuple[Tensor, Packed]:
-        """What the first unit of a side is given, and the shape of its tokens."""
+        """The inputs of the units of a side."""
         own = {name: batch[prefix + name] for name in _INPUTS if batch.get(prefix + name) is not None}
         cache = {name: batch[name] for name in CACHE_INPUTS if name in batch}
         placed = side.with_position_ids({**own, **cache})
@@ -139,7 +139,7 @@ class Composed(EncoderDecoder):
         return plan | {f"head.{name}": "vocab" for name in rows}
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """As the two families start; the head as the decoder's."""
+        """As in the two families; the head as the decoder's."""
         spec, std = super().init_spec(), self.config.decoder.initializer_range
         for name, (kind, *_) in spec.items():
             if name.startswith("head.") and kind == "normal":
@@ -151,7 +151,7 @@ class Composed(EncoderDecoder):
     def resize_token_embeddings(
         self, size: int | None = None, pad_to_multiple_of: int | None = None, *, seed: int = 0
     ) -> nn.Embedding:
-        """As of every model, on both sides, which must have one vocabulary."""
+        """As Model.resize_token_embeddings, for both sides, which must have the same vocabulary size."""
         table = super().resize_token_embeddings(size, pad_to_multiple_of, seed=seed)
         self.encoder.config, self.decoder.config = self.config.encoder, self.config.decoder
         return table
@@ -196,14 +196,14 @@ class Composed(EncoderDecoder):
         output_hidden_states: bool = False,
         soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
-        """Run the model; arguments that are not named here are those of EncoderDecoder.forward.
+        """Run the model; arguments that are not listed here are those of EncoderDecoder.forward.
 
         Args:
             token_type_ids: as input_ids. position_ids, decoder_position_ids: as input_ids and decoder_input_ids.
             encoder_outputs: (batch, seq, the encoder's hidden_size).
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,

@@ -1,7 +1,7 @@
-"""What the CPM decoders share (CPM-1, CPM-3, CPM-Ant, CPM-Bee): their inputs, their blocks and their start.
+"""The inputs, blocks and initial values that the CPM decoders share (CPM-1, CPM-3, CPM-Ant, CPM-Bee).
 
-Their attention is not simply causal: tokens of the context see each other, whichever comes first, and only the rest is
-causal; tokens of different spans do not see each other.
+Their attention is only partly causal: tokens of the context attend to each other in both directions, and only the other
+tokens are causal. Tokens of different spans do not attend to each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from modelcenter.models.outputs import ModelOutput
 class CPMConfig(ModelConfig):
     """Fields of every CPM; sizes count elements, dropout is a probability.
 
-    num_buckets, max_distance: of relative positions.
+    num_buckets, max_distance: of the relative position bias.
     """
 
     vocab_size: int
@@ -57,15 +57,15 @@ class CPMConfig(ModelConfig):
 
 
 def check_whole_numbers(name: str, value: Any) -> None:
-    """Raise ValueError for an input that is no tensor of whole numbers (or of bool, which are 0 and 1)."""
+    """Raise ValueError for an input that is not a tensor of integers (or bool, read as 0 and 1)."""
     check_tensor(name, value)
     if value.is_floating_point() or value.is_complex():
         raise ValueError(f"{name}: got {value.dtype}, expected whole numbers; convert by .long()")
 
 
 def check_range(name: str, values: Tensor, low: int, high: int, of: str = "") -> None:
-    """Raise ValueError for values outside low to high, which is that of the field `of`. Values that only a GPU has are
-    not looked at, as that would wait for it."""
+    """Raise ValueError for values outside low to high; `of`: the field that gives `high`. Values that are only on a GPU
+    are not checked, because that would synchronise."""
     known = host_copy(values)
     if known.device.type != "cpu" or not known.numel():
         return
@@ -76,15 +76,15 @@ def check_range(name: str, values: Tensor, low: int, high: int, of: str = "") ->
 
 
 class ScaledBlock(PreNormBlock):
-    """A block whose matrices are stored without the factor 1 / sqrt(inputs) that they are used with.
+    """A block whose matrices are stored without the factor 1 / sqrt(in_features) that forward applies.
 
-    shrink: what the sum of residual and branch is divided by.
+    shrink: divisor of the sum of residual and branch.
     """
 
     def __init__(self, attn: SelfAttention, mlp: GatedMLP, norm: Any, dropout: float, shrink: float = 1.0):
         super().__init__(attn, mlp, norm, dropout)
         self.shrink = shrink
-        self.of_inputs = attn.q.in_features**-0.5  # q, k, v, gate and up read the same
+        self.of_inputs = attn.q.in_features**-0.5  # q, k, v, gate and up have the same input width
         self.of_attn, self.of_mlp = attn.out.in_features**-0.5, mlp.down.in_features**-0.5
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
@@ -105,11 +105,11 @@ class CPM(Decoder):
     config: CPMConfig
     relative: nn.Module
 
-    # Inputs of each token that the caller may leave out, with what then stands for them.
+    # {optional input of each token: its default}.
     input_defaults: ClassVar[Mapping[str, int]] = {"context": 0, "span": 0, "segment": 0}
 
     def make_layers(self, scaled: bool, shrink: float = 1.0, **options: Any) -> nn.ModuleList:
-        """The blocks. scaled: of ScaledBlock; options: of SelfAttention."""
+        """The blocks. scaled: build ScaledBlocks; options: of SelfAttention."""
         c = self.config
         width = c.hidden_size
 
@@ -126,35 +126,36 @@ class CPM(Decoder):
         return nn.ModuleList(block() for _ in range(c.num_layers))
 
     def lm_head(self, task: str, scaled: bool) -> nn.Module | None:
-        """The vocabulary, with a matrix of its own or the embedding; scaled: used with 1 / sqrt(hidden_size)."""
+        """The head over the vocabulary, tied or not; scaled: with the factor 1 / sqrt(hidden_size)."""
         c = self.config
         if task != "causal-lm":
             return None
         return CausalLM(c.hidden_size, c.vocab_size, c.tie_embeddings, scale=c.hidden_size**-0.5 if scaled else 1.0)
 
     def token_segments(self, batch: Batch, ctx: Packed, of_prompt: Sequence[int] = ()) -> Tensor:
-        """(T, len(input_defaults)) integers: the inputs of these names; of_prompt: those of the model's own prompt.
+        """(T, len(input_defaults)) integers: the inputs with these names; of_prompt: their values in the model's own
+        prompt.
 
         Raises:
-            ValueError: values of another shape than the input, naming all shapes.
+            ValueError: one has not the shape of the input; the message gives all shapes.
         """
         device, defaults = ctx.cu_seqlens.device, self.input_defaults
         given = [batch.get(name, torch.full(ctx.shape, value, device=device)) for name, value in defaults.items()]
         if any(tuple(value.shape) != ctx.shape for value in given):
             shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in zip(defaults, given, strict=True))
             raise ValueError(f"got {shapes} beside input of shape {ctx.shape}; they must agree")
-        # Filled on the device: a copy of numbers from the host would wait for it.
+        # Filled on the device, because copying numbers from the host would synchronise.
         prompt = [torch.full((self.prefix_tokens,), value, device=device) for value in of_prompt]
         prefix = torch.stack(prompt, -1) if prompt else None
         return ctx.unpad(torch.stack([value.long() for value in given], -1), prefix=prefix)
 
     @staticmethod
     def gathered(ctx: Packed, x: Tensor) -> Tensor:
-        """x (T, ...) of all tokens, where several ranks share them."""
+        """x (T, ...) for all tokens, gathered if several ranks share them."""
         return x if ctx.split is None else ctx.split.gather(x)
 
     def set_attention_bias(self, ctx: Packed, segments: Segments | None) -> None:
-        """Tell attention who sees whom and what it adds for their distance and their segments."""
+        """Set the attention mask, and the biases for distances and segments."""
         ctx.segments = segments
         bias = self.relative(ctx.longest)
         ctx.bias, ctx.segment_bias = bias if isinstance(bias, tuple) else (bias, None)
@@ -197,15 +198,15 @@ class CPM(Decoder):
         Args:
             attention_mask: (batch, seq), 1 at tokens and 0 at padding; or length: (batch,) tokens of each row, with
                 padding after them.
-            context: as input_ids, 1 at tokens that all see and that see only such, 0 at those that see what is before
-                them too, as they must to learn to generate. None: 0 everywhere; CPM-Ant: 1, as transformers has it.
-            span: as input_ids, number of the part that a token belongs to and sees; a prompt is in 0. None: 0.
-            segment: as input_ids, 0 to segment_types - 1, what a token is of; a prompt is of 0. None: 0; CPM-Ant: 2.
+            context: as input_ids, 1 at context tokens, to which all tokens attend and which attend only to each other;
+                0 at tokens that also attend to earlier ones, as in generation. None: 0; CPM-Ant: 1, as in transformers.
+            span: as input_ids, number of the part that a token belongs and attends to; a prompt is in 0. None: 0.
+            segment: as input_ids, 0 to segment_types - 1, the type of a token; a prompt has 0. None: 0; CPM-Ant: 2.
                 CPM-1 has none.
-            labels: as input_ids, shifted here (transformers' CpmAntForCausalLM does not shift).
+            labels: as input_ids; the model shifts them (transformers' CpmAntForCausalLM does not).
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, length=length, context=context, span=span,
@@ -218,14 +219,14 @@ class CPM(Decoder):
         return self.run_checked(batch)
 
     def run_checked(self, batch: dict[str, Any]) -> ModelOutput:
-        """`run`, after checks of what every CPM is given."""
+        """`run`, after checking the inputs of all CPM models."""
         self.check_inputs(batch)
         if "length" in batch:
             batch["attention_mask"] = self._mask_of(batch.pop("length"), batch)
         return super().run_checked(batch)
 
     def check_inputs(self, batch: Batch) -> None:
-        """Raise ValueError for inputs of a kind or with values that the model has no meaning for."""
+        """Raise ValueError for inputs whose dtype or values the model does not support."""
         for name in ("length", *self.input_defaults):
             if name in batch:
                 check_whole_numbers(name, batch[name])

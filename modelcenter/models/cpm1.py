@@ -1,7 +1,7 @@
-"""CPM-1 as ModelCenter has it (OpenBMB 2022), after its model_center/model/cpm1.py.
+"""ModelCenter's CPM-1 (OpenBMB 2022), after its model_center/model/cpm1.py.
 
-It is not the CPM-Generate of the Hub, which is a GPT-2: here positions are relative, norms are RMSNorms without biases,
-the feed-forward network has a gate, and scores are not scaled.
+It is not the Hub's CPM-Generate, which is a GPT-2: CPM-1 has relative positions, RMSNorms, a gated feed-forward network
+and unscaled scores.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from modelcenter.models.inputs import Batch
 class CPM1Config(CPMConfig):
     """Fields of CPM-1.
 
-    attn_scale: scores are divided by sqrt(head_dim). length_scale: matrices and embeddings are used with a factor of
-    1 / sqrt(inputs).
+    attn_scale: divide scores by sqrt(head_dim). length_scale: multiply the products of matrices and embeddings by
+    1 / sqrt(in_features).
     """
 
     model_type: ClassVar[str] = "cpm1"
@@ -56,7 +56,7 @@ class CPM1(CPM):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         c = self.config
         ctx = self.pack(batch)
-        # Without segments it is causal, which takes no mask of pairs.
+        # Without segments attention is causal, and needs no mask of pairs.
         segments = None
         if any(name in batch for name in self.input_defaults) or (ctx.cache is not None and ctx.cache.has(None)):
             values = self.gathered(ctx, self.token_segments(batch, ctx))

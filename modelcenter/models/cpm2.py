@@ -1,7 +1,7 @@
-"""CPM-2 (Zhang et al. 2021, arXiv:2106.10715), after TsinghuaAI/CPM-2-Finetune: T5 v1.1 with tokens of its own.
+"""CPM-2 (Zhang et al. 2021, arXiv:2106.10715), after TsinghuaAI/CPM-2-Finetune: T5 v1.1 with its own special tokens.
 
-The published network's gate has the tanh approximation of GELU ("gelu_new"); ModelCenter's CPM2 has the exact one
-("gelu"), which differs by about 5e-4 in the logits.
+The gate of the published network uses the tanh approximation of GELU ("gelu_new"); that of ModelCenter's CPM2 uses
+exact GELU ("gelu"), which changes the logits by about 5e-4.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from modelcenter.models.t5 import T5, MT5Config
 
 @dataclass(kw_only=True)
 class CPM2Config(MT5Config):
-    """Fields of CPM-2: as mT5. Its vocabulary has <s> at 1, where a decoder starts, <pad> at 5 and <eod> at 8."""
+    """Fields of CPM-2, as in mT5. Its vocabulary has <s> at 1, with which a decoder starts, <pad> at 5, <eod> at 8."""
 
     model_type: ClassVar[str] = "cpm2"
 

@@ -1,5 +1,5 @@
-"""CPM-3 (OpenBMB 2022), after ModelCenter's model_center/model/cpm3.py: CPM-Ant without embeddings of segments, whose
-weights are stored without the factors that they are used with.
+"""CPM-3 (OpenBMB 2022), after ModelCenter's model_center/model/cpm3.py: CPM-Ant without segment embeddings, with
+weights stored without the factors that forward applies.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from modelcenter.models.inputs import Batch
 class CPM3Config(CPMConfig):
     """Fields of CPM-3.
 
-    prompt_types prompts of prompt_length tokens each are in a table of their own; prompt: number of the one that stands
-    before every text. attn_scale, length_scale: as of CPM-1.
+    A separate table holds prompt_types prompts of prompt_length tokens each; prompt: the index of the one put before
+    every text. attn_scale, length_scale: as in CPM-1.
     """
 
     model_type: ClassVar[str] = "cpm3"
@@ -39,7 +39,7 @@ class CPM3Config(CPMConfig):
 
 
 class CPM3(CPM):
-    """CPM-3 with the head of `task`. A learnt prompt stands before each sequence and is part of no output."""
+    """CPM-3 with the head of `task`. A learned prompt precedes each sequence; the outputs do not include it."""
 
     config_class = CPM3Config
 
@@ -61,14 +61,14 @@ class CPM3(CPM):
         ctx, ids = self.pack(batch), batch.get("input_ids")
         scale = c.hidden_size**-0.5 if c.length_scale else 1.0
         numbers = torch.arange(c.prompt_length, device=ctx.cu_seqlens.device) + c.prompt * c.prompt_length
-        # -1 at the text, else the row of the prompt's table.
+        # -1 at text tokens, else the row of the prompt table.
         which = ctx.unpad(torch.full(ctx.shape, -1, device=numbers.device), fill=-1, prefix=numbers)[:, None]
         if ids is None:
             words = ctx.unpad(self.given_embeds(batch, c.hidden_size))
         else:
             words = self.look_up(self.embed, ctx.unpad(ids), ids) * scale
         prompt = self.prompt(which[:, 0].clamp(min=0)) * scale
-        # Everything is causal, the prompt too, unless the caller passes a context.
+        # All tokens are causal, including the prompt, unless the caller passes a context.
         values = self.token_segments(batch, ctx, of_prompt=(int("context" in batch), 0, 0))
         self.set_attention_bias(ctx, Segments(self.gathered(ctx, values)))
         return torch.where(which >= 0, prompt.to(words.dtype), words), ctx

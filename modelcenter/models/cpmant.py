@@ -15,16 +15,16 @@ from modelcenter.layers.segments import SegmentBias, Segments
 from modelcenter.models.cpm import CPM, CPMConfig
 from modelcenter.models.inputs import Batch
 
-PROMPT = 2  # which of the learnt prompts stands before every text
-OF_PROMPT, OF_TEXT = 0, 2  # their segments
+PROMPT = 2  # the learned prompt that precedes every text
+OF_PROMPT, OF_TEXT = 0, 2  # the segments of prompt and text
 
 
 @dataclass(kw_only=True)
 class CPMAntConfig(CPMConfig):
     """Fields of CPM-Ant.
 
-    The table of embeddings has vocab_size words and then prompt_types prompts of prompt_length tokens each. The head
-    has a matrix of its own, whatever tie_embeddings says.
+    The embedding table has vocab_size tokens, followed by prompt_types prompts of prompt_length tokens each. The head
+    is never tied, whatever tie_embeddings is.
     """
 
     model_type: ClassVar[str] = "cpmant"
@@ -42,7 +42,7 @@ class CPMAntConfig(CPMConfig):
 
 
 class CPMAnt(CPM):
-    """CPM-Ant with the head of `task`. A learnt prompt stands before each sequence and is part of no output."""
+    """CPM-Ant with the head of `task`. A learned prompt precedes each sequence; the outputs do not include it."""
 
     config_class = CPMAntConfig
     input_defaults = {"context": 1, "span": 0, "segment": OF_TEXT}
@@ -69,7 +69,7 @@ class CPMAnt(CPM):
         if ids is None:
             x = ctx.unpad(self.given_embeds(batch, c.hidden_size), prefix=self.embed(prompt))
         else:
-            known = host_copy(ids)  # the table goes on with the prompts, so that looking up refuses none of theirs
+            known = host_copy(ids)  # a lookup would accept the rows of the prompts
             if known.device.type == "cpu" and known.numel() and int(known.max()) >= c.vocab_size:
                 raise self.outside(known, "input_ids", "vocab_size")
             x = self.look_up(self.embed, ctx.unpad(ids, prefix=prompt), ids)
@@ -78,7 +78,7 @@ class CPMAnt(CPM):
         return x + self.segment(values[:, 2]), ctx
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """As CPM-Live, whose factors of 1 / sqrt(inputs) are part of the weights here."""
+        """As in CPM-Live, whose factors 1 / sqrt(in_features) are part of the weights here."""
         c = self.config
         std, spec = c.initializer_range, super().init_spec()
         for name, p in self.named_parameters():

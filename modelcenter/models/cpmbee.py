@@ -1,8 +1,8 @@
 """CPM-Bee (OpenBMB 2023), after OpenBMB/CPM-Live's bee_torch.py.
 
-Its input is structured: a table gives the relations of its segments. Tokens that mean something in one sample only
-(answers, options, unknown words) have a second number, by which their embedding is rotated. Those of a batch are a
-table of their own, which extends the vocabulary.
+Its input is structured: a table gives the relations of its segments. Tokens with a meaning in one sample only (answers,
+options, unknown words) have a second number, by which their embedding is rotated. Those of a batch form an external
+table, which extends the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from modelcenter.models.cpm import CPM, CPMConfig, check_range, check_whole_numb
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
-SHRINK = 1.05  # what each sum of residual and branch is divided by
-DISTANCE = 16  # between two numbers, in the places of a rotary embedding
+SHRINK = 1.05  # divisor of each sum of residual and branch
+DISTANCE = 16  # rotary positions between two consecutive second numbers
 
 
 @dataclass(kw_only=True)
 class CPMBeeConfig(CPMConfig):
-    """Fields of CPM-Bee. num_relations: kinds of relation between two segments."""
+    """Fields of CPM-Bee. num_relations: number of kinds of relation between two segments."""
 
     model_type: ClassVar[str] = "cpmbee"
 
@@ -59,8 +59,8 @@ class CPMBee(CPM):
     """CPM-Bee with the head of `task`."""
 
     config_class = CPMBeeConfig
-    structured = True  # reads what data.structured makes
-    # In the order of RelatedSegments. By default a sample has one segment.
+    structured = True  # reads the batches of data.structured
+    # In the order of RelatedSegments.values. By default a sample has one segment.
     input_defaults = {
         "context": 0,
         "span": 0,
@@ -86,7 +86,7 @@ class CPMBee(CPM):
         c = self.config
         ctx, ids, number = self.pack(batch), batch.get("input_ids"), batch.get("input_id_sub")
         if ids is not None and (more := batch.get("ext_table_ids")) is not None and more.numel():
-            # In inputs, too, numbers from vocab_size on are of the table: generation feeds back what it predicts.
+            # Input ids from vocab_size on are also rows of the table, because generation feeds back its predictions.
             place = (ids - c.vocab_size).clamp(min=0)
             of_table = batch["ext_table_sub"][place]
             number = torch.where(ids < c.vocab_size, of_table.new_zeros(()) if number is None else number, of_table)
@@ -95,7 +95,7 @@ class CPMBee(CPM):
         relations = batch.get("segment_rel")
         if relations is None:
             relations = values.new_zeros(ctx.shape[0], 1)
-        if relations.shape[0] > 1:  # a table for each row, one after the other
+        if relations.shape[0] > 1:  # one table per row, concatenated
             row = torch.arange(ctx.shape[0], device=values.device)[:, None].expand(ctx.shape)
             values[:, 5] += self.gathered(ctx, ctx.unpad(row)) * relations.shape[1]
         self.set_attention_bias(ctx, RelatedSegments(values, relations.flatten().long()))
@@ -113,7 +113,7 @@ class CPMBee(CPM):
         return self.ordered(out)
 
     def looked_up_tables(self) -> list[nn.Embedding]:
-        return []  # the words of an external table are made of rows of the whole, and are a part of the head
+        return []  # the head also multiplies by rows of the table, for the external table
 
     def check_inputs(self, batch: Batch) -> None:
         for name in ("input_id_sub", "segment_rel", "ext_table_ids", "ext_table_sub"):
@@ -138,7 +138,7 @@ class CPMBee(CPM):
             check_range("input_ids", batch["input_ids"], 0, words + len(ids) - 1, "vocab_size and ext_table_ids")
 
     def check_segments(self, batch: Batch) -> None:
-        """Raise ValueError for a segment whose relations are not in the table, or relations that have no number."""
+        """Raise ValueError for a segment whose relations are not in the table, or for relations out of range."""
         relations = batch.get("segment_rel")
         if relations is None:
             raise ValueError("segment: pass segment_rel, too, the relations of the segments")
@@ -207,18 +207,19 @@ class CPMBee(CPM):
 
         Args:
             input_id_sub: as input_ids, the second number of a token. None: 0.
-            sample_ids: as input_ids, number of the sample; tokens of 0 see all, others only their own sample. None: 0.
-            segment, num_segments, segment_rel_offset: as input_ids, number of the segment, how many its sample has, and
-                where the relations of these begin in the row of segment_rel: that of a to b at begin +
-                a * num_segments + b. None: 0, 1 and 0.
-            segment_rel: (batch, size), or one row for all: 0 the same segment, else the kind of relation. A packed
+            sample_ids: as input_ids, number of the sample. Tokens of sample 0 attend to all samples, others only to
+                their own. None: 0.
+            segment, num_segments, segment_rel_offset: as input_ids, the number of the segment, the number of segments
+                in its sample, and the offset of their relations in the row of segment_rel, in which the relation of a
+                to b is at offset + a * num_segments + b. None: 0, 1 and 0.
+            segment_rel: (batch, size), or one row for all: 0: the same segment, else the kind of relation. A packed
                 input is one row.
-            ext_table_ids, ext_table_sub: (n,) tokens and their second numbers, which extend the vocabulary: token,
-                label and logit vocab_size + i are of the i-th.
-            labels: as input_ids, shifted here (CPM-Live's targets are shifted already).
+            ext_table_ids, ext_table_sub: (n,) tokens and their second numbers, which extend the vocabulary: entry i has
+                token, label and logit vocab_size + i.
+            labels: as input_ids; the model shifts them (CPM-Live's targets are already shifted).
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, input_id_sub=input_id_sub, length=length,

@@ -1,5 +1,5 @@
-"""Decoders that may attend to an encoder: with `cross_attention` their units read hidden states that the caller passes
-(transformers' add_cross_attention).
+"""Decoders that may attend to an encoder: with `cross_attention`, their units attend to hidden states that the caller
+passes (transformers' add_cross_attention).
 """
 
 from typing import Any
@@ -15,16 +15,16 @@ INPUTS = (STATES, "encoder_attention_mask", "encoder_cu_seqlens", "encoder_max_s
 
 
 class CrossAttentionMixin(Model):
-    """Base of such models. `begin` calls `attend_to_encoder` last; without `cross_attention` INPUTS are refused."""
+    """Base of such models. `begin` calls `attend_to_encoder` last, which refuses INPUTS without `cross_attention`."""
 
     def with_position_ids(self, batch: Batch) -> Batch:
-        """The batch, with position_ids where they are not simply 0, 1, 2, ... in each sequence."""
+        """The batch, with position_ids added unless they are 0, 1, 2, ... in each sequence."""
         return batch
 
     def attend_to_encoder(self, batch: Batch, ctx: Packed) -> None:
-        """Let the units attend to the encoder's tokens, where the batch has them and the cache does not.
+        """Set up attention to the encoder's tokens, if the batch has them and the cache does not.
 
-        It comes after all that is computed before the units: the rows may be split from here on.
+        Call it after everything that is computed before the units, because it may split the rows.
 
         Raises:
             ValueError: the model has no cross-attention, or the states do not fit it or the batch.
@@ -79,7 +79,7 @@ class CrossAttentionMixin(Model):
         encoder_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """See modelcenter.generation.generate.generate; with the states of an encoder, one row for each prompt."""
+        """See modelcenter.generation.generate.generate; encoder states have one row per prompt."""
         given = {STATES: encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
         if given := {name: value for name, value in given.items() if value is not None}:
             kwargs["other_inputs"] = {**(kwargs.get("other_inputs") or {}), **given}

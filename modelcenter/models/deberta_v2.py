@@ -1,5 +1,5 @@
 """DeBERTa-v2, DeBERTa-v3 and mDeBERTa (He et al. 2020, arXiv:2006.03654; 2021, arXiv:2111.09543), after transformers'
-DebertaV2Model and its heads: BERT's blocks, whose attention adds products with the distance between tokens.
+DebertaV2Model and its heads: BERT's blocks with disentangled attention.
 """
 
 from collections.abc import Callable
@@ -34,18 +34,18 @@ from modelcenter.models.inputs import Batch
 class DebertaV2Config(EncoderConfig):
     """Fields of DeBERTa-v2 and v3; sizes count elements, dropouts are probabilities.
 
-    type_vocab_size: 0: types of tokens are taken and make no difference. position_input: embeddings of positions are
-    added to those of words. relative_attention: scores know distances; relative_kinds: by which products (KINDS).
-    max_distance: from there on distances are alike, None: max_positions. position_buckets: how many each direction has,
-    None: one for each distance. norm_distances: their embeddings are normed. share_projections: they go through the
-    projections of tokens, not through their own.
-    classifier_dropout: before the last layer of a classifier, None: dropout; pooler_dropout: before the layer ahead of
-    it, of activation pooler_act. conv_width: tokens that a convolution beside the first layer reads, of activation
-    conv_act; 0: there is none. legacy: how files name the parts of the vocabulary's head.
+    type_vocab_size: if 0, token types are accepted and ignored. position_input: add position embeddings to those of
+    tokens. relative_attention: scores depend on distances, through the products relative_kinds (KINDS).
+    max_distance: distances from this on are treated alike; None: max_positions. position_buckets: per direction; None:
+    one per distance. norm_distances: apply a norm to the embeddings of distances. share_projections: project them with
+    the projections of tokens; else with their own.
+    classifier_dropout: before the last layer of a classifier; None: dropout. pooler_dropout: before the dense layer
+    ahead of it, whose activation is pooler_act. conv_width: kernel size of a convolution parallel to the first layer,
+    with activation conv_act; 0: none. legacy: which names files use in the head over the vocabulary.
     """
 
     model_type: ClassVar[str] = "deberta-v2"
-    # What the labels of pretraining say of each token.
+    # Whether the labels of pretraining say which tokens were replaced.
     detects_replaced: ClassVar[bool] = True
 
     norm_eps: float = 1e-7
@@ -132,7 +132,7 @@ class DebertaV2(Discriminator):
         attn: Callable[..., SelfAttention] = SelfAttention
         if c.relative_attention:
             attn = partial(DisentangledSelfAttention, kinds=kinds, shared=c.share_projections, states_dropout=c.dropout)
-        # A score is scaled as the sum of as many products, also where it has one.
+        # relative_kinds set the scale of scores even without relative attention.
         scale = (width // c.num_heads * (1 + len(kinds))) ** -0.5
         attention = attn(width, c.num_heads, c.attention_dropout, scale=scale)
         mlp = MLP(width, c.intermediate_size, c.hidden_act)

@@ -1,4 +1,4 @@
-"""What decoder-only language models share: their heads, their inputs and their outputs."""
+"""The heads, inputs and outputs that decoder-only language models share."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ from modelcenter.models.outputs import ModelOutput
 class Decoder(Model):
     """Base of causal models. A subclass builds `embed`, `layers`, `final_norm` and `head`, and implements `begin`.
 
-    A pooled head reads one token of each sequence, see `classified_tokens`.
+    Classification reads one token of each sequence, see `classified_tokens`.
     """
 
     tasks: ClassVar[tuple[str, ...]] = (
@@ -33,11 +33,11 @@ class Decoder(Model):
         "token-classification",
         "question-answering",
     )
-    # The head over the vocabulary has a bias (GPT-J).
+    # Whether the head over the vocabulary has a bias (GPT-J).
     lm_bias: ClassVar[bool] = False
-    # No token sees one after it.
+    # Whether no token attends to a later one.
     causal: ClassVar[bool] = True
-    # Of a causal text the last token has seen all.
+    # In a causal model only the last token has seen the whole text.
     usual_pooling = "last"
 
     layers: nn.ModuleList
@@ -49,8 +49,8 @@ class Decoder(Model):
         """The head of `task`.
 
         Args:
-            dropout: before a classifier. logit_scale: multiplies the hidden states that the vocabulary's matrix takes.
-            width: of the hidden states that the head reads; None: hidden_size.
+            dropout: before a token classifier. width: of the hidden states that the head reads; None: hidden_size.
+            logit_scale: factor of the hidden states that enter the vocabulary projection.
         """
         c: Any = self.config
         width = width or c.hidden_size
@@ -72,8 +72,8 @@ class Decoder(Model):
         return self.layers
 
     def _pack_tokens(self, batch: Batch, prefix: str, source: Tensor, cache: KVCache | None) -> Packed:
-        """Where nothing else says what belongs together, a row is cut into sequences wherever its positions do not go
-        up by 1, as in transformers."""
+        """Without a mask, cu_seqlens or a cache, a row is split into sequences wherever its positions do not increase
+        by 1, as in transformers."""
         ctx = super()._pack_tokens(batch, prefix, source, cache)
         told = any(batch.get(name) is not None for name in ("attention_mask", "cu_seqlens", "encoder_hidden_states"))
         by_token = self.causal and self.task in ("base", "causal-lm", "token-classification")
@@ -82,10 +82,11 @@ class Decoder(Model):
         return split_at_jumps(ctx, positions) if by_token else ctx
 
     def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
-        """Without the tokens behind the last one of each sequence that predicts a label (the end of a conversation).
+        """`ctx` without the tokens after the last one of each sequence that predicts a label (the end of a
+        conversation).
 
-        Not where ranks share the tokens, since they have agreed on a number, nor on a GPU, which finding them would
-        wait for.
+        Unchanged if ranks share the tokens, because they have agreed on a number, and on a GPU, because finding the
+        tokens would synchronise.
         """
         shared = self.token_split is not None or self.pipeline is not None
         if shared or self.task != "causal-lm" or not self.causal or ctx.cu_seqlens.device.type != "cpu":
@@ -109,8 +110,8 @@ class Decoder(Model):
         return None
 
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
-        """(n,) index of the token by which each sequence is classified: its last one that is not pad_token_id, as in
-        transformers, even where that token is part of the text (an end of text that is also the padding)."""
+        """(n,) index of the token by which each sequence is classified: the last one that is not pad_token_id, as in
+        transformers, even if pad_token_id is also a token of the text (as an end-of-text token that is used to pad)."""
         last, ids = ctx.last_tokens(), batch.get("input_ids")
         pad = self.config.special_tokens().get("pad_token_id")
         if ids is None or pad is None:
@@ -136,7 +137,7 @@ class Decoder(Model):
     def tp_plan(self) -> dict[str, str]:
         plan = super().tp_plan()
         if self.task == "causal-lm":
-            own = ("bias", "weight")  # none where the embedding is the matrix
+            own = ("bias", "weight")  # weight is None if it is tied to the embedding
             plan |= {f"head.{name}": "vocab" for name in own if getattr(self.head, name) is not None}
         return plan
 
@@ -170,25 +171,26 @@ class Decoder(Model):
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens.
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. position_ids: as input_ids.
             inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
-            labels: as input_ids for token tasks, -100 where there is none; a causal model predicts label t + 1 from
-                token t: the shift is made here. (batch,) for classification.
+            labels: as input_ids for token tasks, (batch,) for classification; -100: none. A causal model predicts label
+                t + 1 from token t; the model shifts the labels.
             start_positions, end_positions: (batch,).
-            past_key_values: what an earlier forward with use_cache=True returned; input_ids are then the new tokens,
-                as many for each row. cache: its name in transformers from 5.24 on.
-            cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
-            prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
+            past_key_values: the cache that an earlier forward with use_cache=True returned. input_ids are then the new
+                tokens, the same number in each row. cache: its name in transformers from 5.24 on.
+            cu_seqlens: (sequences + 1,) int32 offsets of packed input. max_seqlen: tokens of the longest sequence;
+                None: computed from cu_seqlens.
+            prompt_lengths: (sequences,), for embeddings: how many tokens at the start of each are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
-                from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
-            soft_targets: what a teacher predicts at the labels of a language model; it takes a share of the loss, and
-                the output has label_loss and teacher_loss too.
-            output_logits: None leaves vocabulary logits out in training with labels.
-            logits_to_keep: 1: logits of each sequence's last token only, (batch, 1, vocab_size). 0: of all.
-            output_log_probs: a causal model gives log_probs (sequences,), the log-probability of each sequence's
+                from HF Trainer, for a loss with one term; if labels are lists, it counts every number.
+            soft_targets: a teacher's predictions at the labels of a language model. They take a share of the loss, and
+                the output also has label_loss and teacher_loss.
+            output_logits: None: no vocabulary logits in training with labels.
+            logits_to_keep: 1: logits of each sequence's last token only, (batch, 1, vocab_size). 0: of all tokens.
+            output_log_probs: a causal model returns log_probs (sequences,), the log-probability of each sequence's
                 labels, in place of loss and logits.
-            output_hidden_states: also return hidden_states, those before and after each layer, and last_hidden_state.
+            output_hidden_states: also return hidden_states, before and after each layer, and last_hidden_state.
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
@@ -203,8 +205,8 @@ class Decoder(Model):
 
 
 def split_at_jumps(ctx: Packed, position_ids: Tensor) -> Packed:
-    """The same for rows without padding, in which a sequence begins wherever positions do not go up by 1, as in
-    transformers (find_packed_sequence_indices). On a GPU this waits for the positions."""
+    """Split rows without padding into sequences wherever positions do not increase by 1, as in transformers
+    (find_packed_sequence_indices). Synchronises with a GPU."""
     batch, seq = ctx.shape
     if not seq:
         return ctx
@@ -219,9 +221,9 @@ def split_at_jumps(ctx: Packed, position_ids: Tensor) -> Packed:
 
 
 def drop_after_last(ctx: Packed, used: Tensor) -> Packed:
-    """The same with each sequence up to the last of its tokens that is `used` (T,); one without any has no token left.
+    """Cut each sequence after its last token that is `used` (T,); a sequence without such a token becomes empty.
 
-    `max_seqlen`, of which rotary angles may depend, stays as it was.
+    `max_seqlen`, on which rotary angles may depend, does not change.
     """
     tokens, starts, ends = used.nonzero().flatten(), ctx.cu_seqlens[:-1].long(), ctx.cu_seqlens[1:].long()
     if not tokens.numel():

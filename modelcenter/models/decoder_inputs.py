@@ -1,4 +1,4 @@
-"""The decoder's inputs of an encoder-decoder: the caller's, or made of the labels or of the encoder's input."""
+"""The decoder inputs of an encoder-decoder: the caller's, or derived from the labels or the encoder's input."""
 
 from typing import Any, ClassVar
 
@@ -12,19 +12,19 @@ from modelcenter.models.inputs import Batch
 
 
 class DecoderInputs(Model):
-    """Base of EncoderDecoder. Its config names pad_token_id and decoder_start_token_id."""
+    """Base of EncoderDecoder. Its config has pad_token_id and decoder_start_token_id."""
 
-    # Tasks in which a decoder that is given nothing reads the encoder's input again.
+    # Tasks in which the decoder, by default, reads the encoder's input again.
     reads_input_again: ClassVar[tuple[str, ...]] = ("sequence-classification", "question-answering")
 
     def decoder_inputs(self, batch: Batch) -> dict[str, Any]:
-        """The batch with decoder inputs: the caller's, else the labels of a text, else in tasks that read the input
-        again that, moved one place to the right inside each sequence.
+        """The batch with decoder inputs: the caller's, else the labels shifted right by one inside each sequence, or in
+        tasks that read the input again, the input shifted so.
 
-        Where labels are padded at the end of a row, the decoder has no tokens there.
+        If labels are padded at the end of a row, the decoder has no tokens there.
 
         Raises:
-            ValueError: there is nothing to make them of, or labels that do not fit.
+            ValueError: there is nothing to derive them from, or the labels do not fit.
         """
         batch, source = dict(batch), None
         if batch.get("decoder_input_ids") is not None or batch.get("decoder_inputs_embeds") is not None:
@@ -50,17 +50,17 @@ class DecoderInputs(Model):
         return batch
 
     def shift_right(self, ids: Tensor, mask: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """ids (batch, seq), or packed (1, T) with `ends`, moved one place to the right inside each sequence: a start
-        token first, padding for -100. `mask` (batch, seq) is 0 where there is no token."""
+        """Shift ids (batch, seq), or packed (1, T) with `ends`, right by one inside each sequence: a start token comes
+        first, and padding replaces -100. `mask` (batch, seq) is 0 where there is no token."""
         c: Any = self.config
         moved = ids.roll(1, 1)
         moved = moved.masked_fill(moved == IGNORE_INDEX, c.pad_token_id)
         if not ids.numel():
             return moved
         if ends is not None:
-            # A sequence of no token begins where another does, or behind all of them.
+            # An empty sequence begins where another does, or after all of them.
             first = torch.zeros(ids.shape[1] + 1, dtype=torch.bool, device=ids.device)
-            first.index_fill_(0, ends[:-1].long(), True)  # first[...] = True would make a GPU wait
+            first.index_fill_(0, ends[:-1].long(), True)  # first[...] = True would synchronise
             first = first[:-1]
         else:
             first = torch.arange(ids.shape[1], device=ids.device) == (
@@ -69,11 +69,11 @@ class DecoderInputs(Model):
         return torch.where(first, self.start_tokens(ids, mask, ends), moved)
 
     def start_tokens(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None) -> int | Tensor:
-        """What the decoder's sequences begin with where they are made of `ids`: one token, or one for each place of
-        ids, that of its sequence. Arguments: as of `shift_right`; ids are not empty."""
+        """The start tokens of decoder sequences that are derived from `ids`: one for all, or one per element of ids,
+        that of its sequence. Arguments as in `shift_right`; ids must not be empty."""
         c: Any = self.config
         return c.decoder_start_token_id
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """transformers' name of `shift_right`, which its data collator calls."""
+        """`shift_right` under the name that transformers' data collator calls."""
         return self.shift_right(labels)

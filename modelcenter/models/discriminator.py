@@ -1,4 +1,4 @@
-"""Encoders that are pretrained by telling which tokens were replaced: ELECTRA and DeBERTa-v3."""
+"""Encoders that are pretrained by replaced token detection: ELECTRA and DeBERTa-v3."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from modelcenter.models.inputs import HEAD_INPUTS
 class Discriminator(Encoder):
     """An Encoder with the task "pretraining", whose head is a layers.heads.ReplacedTokens.
 
-    `labels` of pretraining: (batch, seq), 1: the token was replaced, 0: it was not; `logits` are of the same shape.
+    `labels` of pretraining: (batch, seq), 1 if the token was replaced, else 0; `logits` have the same shape.
     """
 
     pooled_tasks = ()

@@ -1,5 +1,5 @@
 """DistilBERT (Sanh et al. 2019, arXiv:1910.01108), after transformers' DistilBertModel and its heads: BERT's body with
-half the layers, which tells no types of tokens apart, and no pooler.
+half the layers, no token types and no pooler.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from modelcenter.models.encoder import READING_TASKS, Encoder, EncoderConfig
 class DistilBertConfig(EncoderConfig):
     """Fields of DistilBERT.
 
-    classifier_dropout: before the last layer of the heads that classify sequences and choices. qa_dropout: before that
-    of question answering. sinusoidal_positions: what the table of positions starts from; it is trained all the same.
+    classifier_dropout: before the last layer of the heads for sequences and choices. qa_dropout: before the layer of
+    question answering. sinusoidal_positions: initialise the position table, which is trained, with sinusoids.
     """
 
     model_type: ClassVar[str] = "distilbert"
@@ -34,7 +34,7 @@ class DistilBertConfig(EncoderConfig):
 
     @property
     def norm_eps(self) -> float:
-        return 1e-12  # which no config of it says
+        return 1e-12  # not a config field
 
 
 class DistilBert(Encoder):
@@ -48,7 +48,7 @@ class DistilBert(Encoder):
     config: DistilBertConfig
 
     def make_block(self) -> nn.Module:
-        """No dropout follows attention."""
+        """One of the layers, without dropout after attention."""
         c, width = self.config, self.config.hidden_size
         return PostNormBlock(
             SelfAttention(width, c.num_heads, c.attention_dropout),

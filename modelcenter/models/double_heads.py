@@ -1,4 +1,4 @@
-"""Two heads of GPT-2, after transformers' GPT2DoubleHeadsModel: the next token, and which of several texts is right."""
+"""The two heads of GPT-2 in transformers' GPT2DoubleHeadsModel: a language model and multiple choice."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ _TOKENS = (*TOKEN_INPUTS, "labels")
 
 
 class DoubleHeads(nn.Module):
-    """`lm` reads all tokens, `choice` one of each sequence. The two losses are returned apart."""
+    """`lm` reads all tokens, `choice` one token per sequence. The two losses are returned separately."""
 
     def __init__(self, lm: CausalLM, hidden_size: int, dropout: float):
         super().__init__()
@@ -47,13 +47,13 @@ class DoubleHeads(nn.Module):
 
 
 def choice_tokens(ctx: Packed, columns: Tensor | None) -> Tensor:
-    """(n,) index, among all tokens, of the one by which each sequence is scored.
+    """(n,) index, among all tokens, of the token by which each sequence is scored.
 
     Args:
-        columns: of the padded input, or offsets in packed sequences, any shape of n numbers; None: the last tokens.
+        columns: n columns of the padded input, or offsets in packed sequences, in any shape; None: the last tokens.
 
     Raises:
-        ValueError: not one for each sequence, one where there is no token, or none given for a sequence without any.
+        ValueError: there is not one column per sequence, one has no token, or a sequence is empty and none is given.
     """
     starts, ends = ctx.cu_seqlens[: ctx.num_sequences].long(), ctx.cu_seqlens[1 : ctx.num_sequences + 1].long()
     if columns is None:
@@ -70,7 +70,7 @@ def choice_tokens(ctx: Packed, columns: Tensor | None) -> Tensor:
         inside = (at >= 0) & (at < width)
         cells = torch.arange(rows, device=at.device) * width + at.clamp(0, max(width - 1, 0))
         where = cells
-        if indices is not None:  # how many tokens come before the cell, and whether it holds one
+        if indices is not None:  # the number of tokens before the cell, and whether it holds one
             where = torch.searchsorted(indices, cells).clamp(max=max(indices.numel() - 1, 0))
             inside = inside & (indices[where] == cells)
     if not bool(inside.all()):
@@ -83,7 +83,7 @@ def flatten_batch(batch: Batch) -> dict[str, Any]:
     """The batch with the choices of an example as consecutive rows, and `num_choices`.
 
     Raises:
-        ValueError: a padded input without a dimension of choices, or a packed one whose choices cannot be counted.
+        ValueError: a padded input has no dimension of choices, or a packed one does not tell how many there are.
     """
     out = dict(batch)
     ends, labels = batch.get("cu_seqlens"), batch.get("mc_labels")

@@ -1,7 +1,7 @@
-"""ELECTRA (Clark et al. 2020, arXiv:2003.10555), after transformers' ElectraModel and its heads: BERT's body, whose
-embeddings may be narrower than its hidden states, and no pooler.
+"""ELECTRA (Clark et al. 2020, arXiv:2003.10555), after transformers' ElectraModel and its heads: BERT's body with
+embeddings that may be narrower than hidden states, and no pooler.
 
-A generator is a masked language model; a discriminator, of task pretraining, tells which tokens were replaced.
+A generator is a masked language model; a discriminator (task "pretraining") detects replaced tokens.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from modelcenter.layers.heads import DenseClassifier, DenseMultipleChoice, Repla
 from modelcenter.models.discriminator import Discriminator
 from modelcenter.models.encoder import BertStyleConfig
 
-# How multiple choice reads a sequence; transformers' defaults.
+# transformers' default fields for the input of the multiple-choice head.
 SUMMARY = {
     "summary_type": "first",
     "summary_use_proj": True,
@@ -27,12 +27,12 @@ SUMMARY = {
 class ElectraConfig(BertStyleConfig):
     """Fields of ELECTRA.
 
-    embedding_size: width of the embeddings; where it is not hidden_size, a projection follows them. choice_dropout:
-    before the last layer of multiple choice.
+    embedding_size: width of the embeddings; if it is not hidden_size, a projection follows them. choice_dropout: before
+    the last layer of multiple choice.
     """
 
     model_type: ClassVar[str] = "electra"
-    # What the labels of pretraining say of each token.
+    # Whether the labels of pretraining say which tokens were replaced.
     detects_replaced: ClassVar[bool] = True
 
     embedding_size: int = 128

@@ -1,4 +1,4 @@
-"""How a model of task "embedding" makes one vector of each sequence (embedding_settings.EmbeddingSettings)."""
+"""Task "embedding": computing one vector per sequence (embedding_settings.EmbeddingSettings)."""
 
 from typing import Any
 
@@ -14,26 +14,26 @@ from modelcenter.models.inputs import Batch
 
 
 class EmbeddingMixin(nn.Module):
-    """Base of models.base.Model: the pooling, and what follows it. The head is `make_embedding_head`'s."""
+    """The part of models.base.Model that pools. The head of the task is made by `make_embedding_head`."""
 
-    # Where the config says none.
+    # The default if the config has none.
     usual_pooling: str = "mean"
     config: ModelConfig
     head: Any
 
     @property
     def pooling(self) -> str:
-        """What is made of the hidden states of a text."""
+        """The pooling of the hidden states of a text, one of embedding_settings.POOLINGS or several."""
         return self.config.embedding.pooling or self.usual_pooling
 
     @property
     def state_width(self) -> int:
-        """Elements of a final hidden state."""
+        """The width of final hidden states."""
         return self.config.hidden_size
 
     @property
     def embedding_width(self) -> int:
-        """Elements of an embedding."""
+        """The width of embeddings."""
         dense = self.config.embedding.dense
         return dense[-1].width if dense else self.pooled_width
 
@@ -43,23 +43,23 @@ class EmbeddingMixin(nn.Module):
 
     @property
     def pooled_width(self) -> int:
-        """Elements of what the pooling makes of a text."""
+        """The width of pooled vectors."""
         return len(self._poolings) * self.state_width
 
     def make_embedding_head(self) -> nn.Module | None:
-        """The dense layers behind the pooling; None: there are none."""
+        """The dense layers after the pooling; None: there are none."""
         layers = self.config.embedding.dense_by_number
         return DenseLayers(self.pooled_width, layers) if layers else None
 
     def pooled_tokens(self, ctx: Packed, batch: Batch) -> Tensor | None:
-        """(n,) index of the token of each sequence that is all of its pooled vector; None: several tokens make it."""
+        """(n,) index of the only pooled token of each sequence; None: several tokens are pooled."""
         return Pooling(ctx, batch.get("prompt_lengths")).tokens(self.pooling)
 
     def embeddings(self, x: Tensor, ctx: Packed, batch: Batch) -> Tensor:
-        """(n, embedding_width) one vector of each sequence, from the final hidden states x (T, state_width).
+        """(n, embedding_width): one vector per sequence, from the final hidden states x (T, state_width).
 
         Raises:
-            ValueError: a sequence has no token, or none behind its prompt.
+            ValueError: a sequence has no token, or none after its prompt.
         """
         pooling = Pooling(ctx, batch.get("prompt_lengths"))
         parts = [pooling.by(name, x) for name in self._poolings]

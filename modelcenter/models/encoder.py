@@ -1,4 +1,4 @@
-"""What encoders share: heads, inputs and outputs; and the body of BERT, RoBERTa, DistilBERT and ELECTRA."""
+"""The heads, inputs and outputs that encoders share, and the body of BERT, RoBERTa, DistilBERT and ELECTRA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class EncoderConfig(ModelConfig):
         self.require_probabilities("dropout", "attention_dropout")
         self.require_token("pad_token_id", self.vocab_size)
 
-    # Of an architecture that has no such field.
+    # Defaults for architectures without these fields.
     @property
     def type_vocab_size(self) -> int:
         return 0
@@ -80,12 +80,12 @@ class EncoderConfig(ModelConfig):
 
     @property
     def embedding_size(self) -> int:
-        """The width of embeddings, which a projection follows where it is not hidden_size."""
+        """The width of the embeddings; if it is not hidden_size, a projection follows them."""
         return self.hidden_size
 
     @property
     def head_act(self) -> str:
-        """The activation in the vocabulary's head."""
+        """The activation in the head over the vocabulary."""
         return self.hidden_act
 
     @property
@@ -96,10 +96,10 @@ class EncoderConfig(ModelConfig):
 
 @dataclass(kw_only=True)
 class BertStyleConfig(EncoderConfig):
-    """Fields of BERT and of those that have all of its: RoBERTa, ELECTRA.
+    """Fields of BERT and of the architectures that have all of its fields: RoBERTa, ELECTRA.
 
-    is_decoder: a token sees itself and what is before it, as it must to predict the next one. cross_attention: and the
-    tokens of an encoder, whose hidden states the caller gives.
+    is_decoder: a token attends only to itself and the tokens before it, as next-token prediction needs.
+    cross_attention: it also attends to an encoder's hidden states, which the caller gives.
     """
 
     type_vocab_size: int = 2
@@ -120,9 +120,9 @@ class BertStyleConfig(EncoderConfig):
 
 
 class Encoder(CrossAttentionMixin):
-    """Base of encoders. Body names do not depend on the task.
+    """Base of encoders. Parameter names in the body do not depend on the task.
 
-    With `is_decoder` they are decoders, which have a task of their own, causal-lm.
+    With `is_decoder` they are decoders, and support task causal-lm.
     """
 
     tasks: ClassVar[tuple[str, ...]] = (
@@ -137,14 +137,14 @@ class Encoder(CrossAttentionMixin):
     )
     head_prefixes = ("head.", "pooler.")
     bounded = True
-    # Tasks whose head reads the pooled first token; also the bare model, and what makes embeddings of its states.
+    # Tasks that have BERT's pooler, a dense layer on the first token.
     pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "embedding", "sequence-classification", "multiple-choice")
 
-    # It takes types of tokens (token_type_ids), be their table empty or none.
+    # Whether the model accepts token_type_ids, even if its table of types has one row or none.
     tells_types: ClassVar[bool] = True
 
     embed_norm: nn.Module
-    position: Embedding | None  # a table, None: places show in attention only
+    position: Embedding | None  # None: positions enter in attention only
 
     config: EncoderConfig
 
@@ -155,7 +155,7 @@ class Encoder(CrossAttentionMixin):
         self.head = self.make_head(task)
 
     def make_body(self) -> None:
-        """Embeddings and layers."""
+        """Build the embeddings and the layers."""
         c, narrow = self.config, self.config.embedding_size
         self.embed = Embedding(c.vocab_size, narrow, padding_idx=c.pad_token_id)
         self.position = Embedding(c.max_positions, narrow)
@@ -166,7 +166,7 @@ class Encoder(CrossAttentionMixin):
         self.layers = self.make_layers()
 
     def make_projection(self) -> nn.Module | None:
-        """What follows embeddings that are narrower than hidden states; None: they are not."""
+        """The projection of embeddings to hidden_size; None: they have that width."""
         narrow, width = self.config.embedding_size, self.config.hidden_size
         return Linear(narrow, width) if narrow != width else None
 
@@ -186,7 +186,7 @@ class Encoder(CrossAttentionMixin):
         )
 
     def make_head(self, task: str) -> nn.Module | None:
-        """The head of `task`, None if it has none."""
+        """The head of `task`; None: it has none."""
         c = self.config
         match task:
             case "masked-lm" | "causal-lm":
@@ -215,7 +215,7 @@ class Encoder(CrossAttentionMixin):
         return x, ctx
 
     def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
-        """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
+        """(T, hidden_size): the input of the first unit; owner: this model, or the model of which it is a side."""
         if self.position is not None:
             self.check_positions(batch, ctx, self.config.max_positions)
         type_states = self.type_states(batch, ctx)
@@ -227,7 +227,7 @@ class Encoder(CrossAttentionMixin):
         return x if self.project_in is None else self.project_in(x)
 
     def type_states(self, batch: Batch, ctx: Packed) -> Tensor | None:
-        """(T, embedding_size): the embeddings of the tokens' types; None: the model tells no types apart."""
+        """(T, embedding_size): the embeddings of the token types; None: the model has none."""
         if self.token_type is None:
             return None
         given = batch.get("token_type_ids")
@@ -256,7 +256,7 @@ class Encoder(CrossAttentionMixin):
     def run_head(
         self, x: Tensor, pooled: Tensor | None, ctx: Packed, batch: Batch, counts: Mapping[str, Any]
     ) -> dict[str, Tensor]:
-        """What the head returns for the final hidden states x (T, hidden_size) and pooled (n, hidden_size)."""
+        """The outputs of the head for final hidden states x (T, hidden_size) and pooled states (n, hidden_size)."""
         head = self.head
         match self.task:
             case "masked-lm" | "causal-lm":
@@ -272,17 +272,17 @@ class Encoder(CrossAttentionMixin):
         plan = super().tp_plan()
         if self.lm_prefix is not None:
             head = self.get_submodule(self.lm_prefix)
-            own = ("bias", "weight")  # none where the embedding is the matrix
+            own = ("bias", "weight")  # weight is None if it is tied to the embedding
             plan |= {f"{self.lm_prefix}.{name}": "vocab" for name in own if getattr(head, name) is not None}
         return plan
 
     @property
     def lm_prefix(self) -> str | None:
-        """Name of the vocabulary's head, where the task has one."""
+        """The name of the head over the vocabulary; None: the task has none."""
         return "head" if self.task in ("masked-lm", "causal-lm") else None
 
     def _choices(self, ctx: Packed, batch: Batch) -> Tensor | int:
-        """How many consecutive sequences are the choices of one example, or of each."""
+        """How many consecutive sequences are the choices of an example: a number for all, or one for each."""
         labels, given = batch.get("labels"), batch.get("num_choices")
         if given is not None and not isinstance(given, Tensor) and ctx.num_sequences % given:
             raise ValueError(f"num_choices: got {given} for {ctx.num_sequences} sequences; every example needs as many")
@@ -301,9 +301,9 @@ class Encoder(CrossAttentionMixin):
         return ctx.num_sequences // labels.numel()
 
     def _check_inputs(self, batch: Batch) -> None:
-        """Raise ValueError for inputs that this model has no use for, or a task its config cannot do."""
+        """Raise ValueError for inputs that this model does not use, or a task that its config does not support."""
         is_decoder = self.config.is_decoder
-        if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
+        if self.task == "causal-lm":  # checked only here, so that checkpoints without is_decoder can be converted
             self.config.require(is_decoder, "is_decoder", "True for causal-lm: else a token sees the one it predicts")
         of_decoders = [name for name in ("use_cache", "logits_to_keep", "output_log_probs") if batch.get(name)]
         of_decoders += ["past_key_values"] if "past_key_values" in batch else []
@@ -360,28 +360,29 @@ class Encoder(CrossAttentionMixin):
         Args:
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
-            task_type_ids: as input_ids, of an ERNIE with use_task_id; 0 where they are left out.
+            task_type_ids: as input_ids, for an ERNIE with use_task_id; default 0.
             inputs_embeds: (batch, seq, embedding_size) in place of input_ids.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
-                encoder_cu_seqlens: what a decoder with cross_attention attends to; a cache remembers it. Without them
-                its tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
-            labels: (batch, seq) for token tasks, (batch,) for classification, -100 where there is none; causal-lm is to
-                predict label t + 1 from token t, the shift is made here.
+                encoder_cu_seqlens: what a decoder with cross_attention attends to; a cache keeps them. Without them
+                tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
+            labels: (batch, seq) for token tasks, (batch,) for classification; -100: none. causal-lm predicts label
+                t + 1 from token t; the model shifts the labels.
             start_positions, end_positions, next_sentence_label, sentence_order_label: (batch,).
-            past_key_values, use_cache, logits_to_keep, output_log_probs: of decoders, as in Decoder.forward.
-            cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen: the longest (else read from it).
-            num_choices: of packed multiple choice, consecutive sequences of an example, or (batch,) of each example;
-                else found from the labels.
-            prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
+            past_key_values, use_cache, logits_to_keep, output_log_probs: for decoders, as in Decoder.forward.
+            cu_seqlens: (sequences + 1,) int32 offsets of packed input. max_seqlen: tokens of the longest sequence;
+                None: computed from cu_seqlens.
+            num_choices: for packed multiple choice, the number of consecutive sequences per example, or (batch,) one
+                number for each; None: inferred from the labels.
+            prompt_lengths: (sequences,), for embeddings: how many tokens at the start of each are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
-                from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
-            soft_targets: what a teacher predicts at the labels of a language model; it takes a share of the loss, and
-                the output has label_loss and teacher_loss too.
-            output_logits: None leaves vocabulary logits out in training with labels.
-                "labelled": (labels, vocab_size), those of the tokens that have a label, in their order.
+                from HF Trainer, for a loss with one term; if labels are lists, it counts every number.
+            soft_targets: a teacher's predictions at the labels of a language model. They take a share of the loss, and
+                the output also has label_loss and teacher_loss.
+            output_logits: None: no vocabulary logits in training with labels.
+                "labelled": (labels, vocab_size), only those of the tokens with a label, in order.
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
@@ -402,5 +403,5 @@ class Encoder(CrossAttentionMixin):
         return self.run_checked(batch)
 
 
-# Of encoders that are never decoders.
+# The tasks of encoders that are never decoders.
 READING_TASKS = tuple(task for task in Encoder.tasks if task != "causal-lm")

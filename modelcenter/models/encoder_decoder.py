@@ -1,4 +1,4 @@
-"""What encoder-decoders share: two sides of units, their inputs, their heads and their outputs.
+"""The two sides, inputs, heads and outputs that encoder-decoders share.
 
     x, memory = self.begin(batch)              # the encoder's tokens
     y, ctx = self.begin_decoder(batch)         # the decoder's
@@ -7,9 +7,9 @@
     y = each unit of self.decoder.layers
     return self.end(y, ctx, batch)
 
-In generation the encoder runs in the first forward; cross-attention layers remember its keys in the cache. From stage
-to stage of a pipeline go the hidden states of both sides, so that all embeddings are made on the first stage: the table
-may be half of the model, and a stage in the middle would need a copy of it.
+In generation the encoder runs in the first forward only; the cache keeps its keys for cross-attention layers. Pipeline
+stages pass on the hidden states of both sides, so that the first stage looks up all embeddings: the table may be half
+of the model, and a middle stage would need a copy of it.
 """
 
 import functools
@@ -38,12 +38,12 @@ CACHE_INPUTS = ("past_key_values", "use_cache")
 DECODER_INPUTS = tuple(
     f"decoder_{x}" for x in ("input_ids", "inputs_embeds", "attention_mask", "cu_seqlens", "max_seqlen")
 )
-ENCODER_TASKS = ("token-classification", "text-encoding", "embedding")  # which have no decoder
+ENCODER_TASKS = ("token-classification", "text-encoding", "embedding")  # tasks without a decoder
 
 
 class Side(nn.Module):
-    """The encoder or the decoder: blocks, the norm after them, words of its own if it has some, and what else a
-    subclass gives it."""
+    """The encoder or the decoder: blocks, a final norm, its own embedding table if it has one, and the modules that a
+    subclass adds."""
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, embed: nn.Embedding | None = None):
         super().__init__()
@@ -55,13 +55,13 @@ class Side(nn.Module):
 
 @dataclass
 class _SideRun:
-    """What a forward has of one side.
+    """The state of one side in a forward.
 
     Attributes:
-        ctx: its tokens; None: a side that the task does not have, or an encoder whose keys the cache remembers.
-        states: hidden states (T, hidden_size) on this rank, the last of which the next unit reads.
-        runs: its units run; not those of an encoder whose final states the caller gave.
-        all_states: the states after every unit are kept, not only the last.
+        ctx: its tokens; None: the task has no such side, or it is an encoder whose keys are cached.
+        states: hidden states (T, hidden_size) on this rank; the next unit reads the last.
+        runs: whether its units run; False for an encoder whose final states the caller gave.
+        all_states: keep the states after every unit, not only the last.
     """
 
     ctx: Packed | None = None
@@ -78,9 +78,9 @@ class EncoderDecoder(DecoderInputs):
     """Base of models with an encoder and a decoder. A subclass builds `embed`, `encoder`, `decoder` and `head`, and
     overrides what precedes (`before_units`) and follows (`after_units`) the units of a side.
 
-    Token classification, text encoding and embeddings have no decoder. For sequence classification and question
-    answering the decoder reads the input moved one place to the right; a sequence is classified by the decoder's state
-    at its last end-of-sequence token.
+    Token classification, text encoding and embedding have no decoder. For sequence classification and question
+    answering the decoder reads the input shifted right by one; a sequence is classified by the decoder's state at its
+    last end-of-sequence token.
     """
 
     is_encoder_decoder = True
@@ -99,8 +99,8 @@ class EncoderDecoder(DecoderInputs):
     decoder: Side | None
 
     def make_head(self, task: str, dropout: float = 0.0, logit_scale: float = 1.0) -> nn.Module | None:
-        """The head of `task`. dropout: before a classifier. logit_scale: multiplies the hidden states that the
-        vocabulary's matrix takes."""
+        """The head of `task`. dropout: before a classifier. logit_scale: factor of the hidden states that enter the
+        vocabulary projection."""
         c: Any = self.config
         match task:
             case "seq2seq-lm":
@@ -123,34 +123,34 @@ class EncoderDecoder(DecoderInputs):
         return nn.ModuleList([*self.encoder.layers, *(() if self.decoder is None else self.decoder.layers)])
 
     def set_attention_bias(self, ctx: Packed, side: Side) -> None:
-        """Give the units of a side the relative position bias that they share."""
+        """Set the relative position bias that the units of a side share."""
 
     def set_positions(self, x: Tensor, ctx: Packed, side: Side) -> None:
-        """Give the units of a side the angles of its tokens, whose hidden states are x."""
+        """Set the rotary angles of a side's tokens, whose hidden states are x."""
 
     def table_of(self, side: Side) -> nn.Embedding:
-        """The words of a side: its own, or those that both share."""
+        """The embedding table of a side: its own, or the one that both share."""
         table: nn.Embedding = getattr(side, "embed", self.embed)
         return table
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
-        """Embeddings (T, hidden_size) as the units of a side take them."""
+        """Embeddings (T, hidden_size) -> the inputs of a side's first unit."""
         return x
 
     def after_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
-        """The final hidden states (T, hidden_size) of a side."""
+        """The output (T, hidden_size) of a side's last unit -> its final hidden states."""
         return side.final_norm(x)
 
     def returned_states(self, states: list[Tensor], ctx: Packed) -> tuple[Tensor, ...]:
-        """The hidden states of a side, each (T, hidden_size) and the last of them final, as outputs have them."""
+        """The hidden states of a side, each (T, hidden_size) and the last of them final, in the form of the outputs."""
         return tuple(ctx.repad(state) for state in states)
 
     def bridge_states(self, states: Tensor) -> Tensor:
-        """The final states (T, hidden_size) of the encoder as the decoder's units see them."""
+        """The encoder's final states (T, hidden_size) -> the states to which the decoder attends."""
         return states
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
-        """The encoder's embeddings, or its final states if the caller has them of an earlier forward."""
+        """The encoder's embeddings, or its final states if the caller gives them."""
         ctx = self._pack_encoder(batch)
         if (given := batch.get("encoder_outputs")) is not None:
             return ctx.unpad(_encoder_states(given)), ctx
@@ -160,7 +160,7 @@ class EncoderDecoder(DecoderInputs):
         """The decoder's embeddings.
 
         Raises:
-            ValueError: there is nothing to make its inputs of, or they do not fit.
+            ValueError: its inputs are neither given nor derivable, or they do not fit together.
         """
         assert self.decoder is not None
         batch = self.decoder_inputs(batch)
@@ -179,7 +179,7 @@ class EncoderDecoder(DecoderInputs):
         return self.pack(batch)
 
     def run(self, batch: Batch) -> ModelOutput:
-        """The protocol (see the top of the file), and under pipeline parallelism this rank's part of it."""
+        """Run the protocol (see the module's docstring); under pipeline parallelism, this rank's part of it."""
         stage, cache = self.pipeline, past_of(batch)
         if cache is not None:
             batch = {**batch, "past_key_values": cache}
@@ -204,7 +204,7 @@ class EncoderDecoder(DecoderInputs):
         return self._decoder_output(batch, encoder, decoder, cache)
 
     def _begin_sides(self, batch: Batch, cache: KVCache | None) -> tuple[_SideRun, _SideRun]:
-        """The tokens of the encoder and of the decoder, and their first hidden states where this rank makes them."""
+        """The tokens of the encoder and the decoder, and their first hidden states if this rank computes them."""
         all_states, first = bool(batch.get("output_hidden_states")), self.pipeline is None or self.pipeline.first
         runs = batch.get("encoder_outputs") is None
         encoder, decoder = _SideRun(runs=runs, all_states=runs and all_states), _SideRun(all_states=all_states)
@@ -232,7 +232,7 @@ class EncoderDecoder(DecoderInputs):
     def _shapes_of_sides(
         self, encoder: _SideRun, decoder: _SideRun, units: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Shapes of the hidden states of each side that go from a stage to the next, after so many units of both."""
+        """Shapes of the hidden states of each side that a stage sends to the next, after `units` units of both."""
         depth = len(self.encoder.layers)
         sides = (encoder, min(units, depth)), (decoder, max(0, units - depth))
         of_encoder, of_decoder = (
@@ -241,7 +241,7 @@ class EncoderDecoder(DecoderInputs):
         return of_encoder, of_decoder
 
     def _run_encoder(self, side: _SideRun, part: range) -> None:
-        """Run the encoder's units in `part`, and after its last one what follows them."""
+        """Run the encoder's units in `part`, and after the last unit the modules that follow."""
         if side.ctx is None or not side.runs:
             return
         self.set_attention_bias(side.ctx, self.encoder)
@@ -252,7 +252,7 @@ class EncoderDecoder(DecoderInputs):
             side.states[-1] = self.after_units(side.states[-1], side.ctx, self.encoder)
 
     def _run_decoder(self, side: _SideRun, encoder: _SideRun, part: range) -> None:
-        """Run the decoder's units in `part`, which see the final states of the encoder."""
+        """Run the decoder's units in `part`, which attend to the final states of the encoder."""
         assert self.decoder is not None and side.ctx is not None
         if encoder.ctx is not None:
             seen, split = self.bridge_states(encoder.states[-1]), self.token_split
@@ -272,8 +272,8 @@ class EncoderDecoder(DecoderInputs):
         return out
 
     def _decoder_output(self, batch: Batch, encoder: _SideRun, decoder: _SideRun, cache: KVCache | None) -> ModelOutput:
-        """The output of a task with a decoder, in transformers' names and order: of its head, and the hidden states of
-        both sides that are asked for."""
+        """The outputs of a task with a decoder, under transformers' names and in its order: those of the head, and the
+        requested hidden states of both sides."""
         memory, ctx = encoder.ctx, decoder.ctx
         assert self.decoder is not None and ctx is not None
         x = decoder.states[-1] = self.after_units(decoder.states[-1], ctx, self.decoder)
@@ -306,7 +306,7 @@ class EncoderDecoder(DecoderInputs):
         return self.ordered(out)
 
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
-        """(n,) index, among all tokens, of the one by which each sequence is classified: its last end of a text.
+        """(n,) index, among all tokens, of the last end-of-sequence token of each sequence, by which it is classified.
 
         Raises:
             ValueError: a sequence has none.
@@ -316,7 +316,7 @@ class EncoderDecoder(DecoderInputs):
             raise ValueError("input_ids: sequence classification looks for the last eos_token_id in them; pass them")
         if tuple(ids.shape) != ctx.shape:
             raise ValueError(f"decoder_input_ids: got shape {ctx.shape}, expected that of input_ids {tuple(ids.shape)}")
-        known = host_copy(ids)  # which a check here may read
+        known = host_copy(ids)  # reading it does not synchronise
         if ctx.layout.indices is not None or known.device != host_copy(ctx.cu_seqlens).device:
             known = ids
         ends = [c.eos_token_id] if isinstance(c.eos_token_id, int) else c.eos_token_id
@@ -331,8 +331,8 @@ class EncoderDecoder(DecoderInputs):
     # -- the rest of the protocol -------------------------------------------------------------------------------------
 
     def stage_homes(self) -> dict[str, Sequence[int]]:
-        """As Model.stage_homes, with two lists of units one after the other. What else a side holds is read by all its
-        units, except modules whose names begin with "final"."""
+        """As Model.stage_homes, for two consecutive lists of units. All units of a side read its other modules, except
+        those whose names begin with "final"."""
         depth, count = len(self.encoder.layers), len(self.units)
         homes: dict[str, Sequence[int]] = {"embed": [0, count - 1] if self.ties_head else [0], "head": [count - 1]}
         for name, side, units in (
@@ -401,27 +401,28 @@ class EncoderDecoder(DecoderInputs):
         Args:
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens. attention_mask: (batch, seq), 1 at tokens and 0
                 at padding. inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
-            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds: the same for the decoder; None: made of
-                the labels, or for classification and question answering of the input.
-            encoder_outputs: (batch, seq, hidden_size), or what holds them first, in place of running the encoder;
-                attention_mask or cu_seqlens still say where its tokens are.
-            labels: (batch, decoder seq), or packed (1, T) with decoder_cu_seqlens: what to predict at each token of the
-                decoder, -100 for nothing. As input_ids for token classification; (batch,) for classification.
+            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds: the same for the decoder; None: derived
+                from the labels or, for classification and question answering, from the input.
+            encoder_outputs: (batch, seq, hidden_size), or a sequence with them as its first item, used instead of
+                running the encoder; attention_mask or cu_seqlens must still give the positions of its tokens.
+            labels: (batch, decoder seq), or packed (1, T) with decoder_cu_seqlens: the prediction target of each
+                decoder token; -100: none. As input_ids for token classification; (batch,) for classification.
             start_positions, end_positions: (batch,).
-            past_key_values: what an earlier forward with use_cache=True returned. Only decoder_input_ids are needed
-                then, as many new ones for each row: the keys of the encoder's states are remembered.
-            cu_seqlens, decoder_cu_seqlens: (sequences + 1,) int32 offsets of packed input; max_seqlen,
-                decoder_max_seqlen: the longest (else read from them). One side may be packed, the other padded.
-            prompt_lengths: (sequences,) of embeddings: how many tokens each begins with that are not pooled.
+            past_key_values: the cache that an earlier forward with use_cache=True returned. Then only decoder_input_ids
+                are needed, the same number of new ones in each row: the cache has the keys of the encoder.
+            cu_seqlens, decoder_cu_seqlens: (sequences + 1,) int32 offsets of packed input. max_seqlen,
+                decoder_max_seqlen: tokens of the longest sequence; None: computed from them. One side may be packed and
+                the other padded.
+            prompt_lengths: (sequences,), for embeddings: how many tokens at the start of each are not pooled.
             loss_counts: {term: items} of the whole global batch, see Model.loss_counts. num_items_in_batch: the same
-                from HF Trainer, for a loss of one term; of labels that are lists it counts every number.
-            soft_targets: what a teacher predicts at the labels of a language model; it takes a share of the loss, and
-                the output has label_loss and teacher_loss too.
-            output_logits: None leaves vocabulary logits out in training with labels.
-            logits_to_keep: 1: logits of each decoder sequence's last token only. 0: of all.
+                from HF Trainer, for a loss with one term; if labels are lists, it counts every number.
+            soft_targets: a teacher's predictions at the labels of a language model. They take a share of the loss, and
+                the output also has label_loss and teacher_loss.
+            output_logits: None: no vocabulary logits in training with labels.
+            logits_to_keep: 1: logits of each decoder sequence's last token only. 0: of all tokens.
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,

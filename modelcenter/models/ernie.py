@@ -1,5 +1,5 @@
 """ERNIE (Sun et al. 2019, arXiv:1904.09223; ERNIE 2.0, arXiv:1907.12412; ERNIE 3.0's encoders), after transformers'
-ErnieModel and its heads: BERT, to whose embeddings those of the type of task are added.
+ErnieModel and its heads: BERT with an additional embedding of the task type.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from modelcenter.models.inputs import Batch
 
 @dataclass(kw_only=True)
 class ErnieConfig(BertConfig):
-    """Fields of ERNIE: BERT's, and use_task_id: there is a table of `task_type_vocab_size` types of tasks, as there is
-    in ERNIE 2.0 and 3.0."""
+    """Fields of ERNIE: BERT's, and use_task_id: there is a table of `task_type_vocab_size` task types, as in ERNIE 2.0
+    and 3.0."""
 
     model_type: ClassVar[str] = "ernie"
 
@@ -31,7 +31,7 @@ class ErnieConfig(BertConfig):
 
 
 class Ernie(Bert):
-    """ERNIE with the head of `task`. Texts without `task_type_ids` are of type 0."""
+    """ERNIE with the head of `task`. `task_type_ids` default to 0."""
 
     config_class = ErnieConfig
 
@@ -39,7 +39,7 @@ class Ernie(Bert):
 
     def make_body(self) -> None:
         c = self.config
-        # Before the layers: a pipeline then knows that it belongs to the first of its stages.
+        # Defined before the layers, so that a pipeline puts it on its first stage.
         self.task_type = Embedding(c.task_type_vocab_size, c.hidden_size) if c.use_task_id else None
         super().make_body()
 

@@ -1,6 +1,6 @@
 """ESM-2 (Lin et al. 2023, doi:10.1126/science.ade2574) and ESM-1b (Rives et al. 2021, doi:10.1073/pnas.2016239118),
-protein language models, after transformers' EsmModel and its heads: norms before the parts of a block, rotary angles or
-RoBERTa's learnt positions, and embeddings scaled by how many tokens of a sequence are masked.
+protein language models, after transformers' EsmModel and its heads: pre-norm blocks, rotary positions or RoBERTa's
+learned ones, and embeddings scaled by the share of masked tokens in a sequence.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from modelcenter.models.inputs import Batch
 from modelcenter.models.roberta import Roberta, RobertaStyleConfig
 
 ROTARY = "rotary"
-# Of the tokens of ESM's training: 15% were chosen, of which 80% were masked.
+# In ESM's training 15% of the tokens were selected, of which 80% were masked.
 MASKED_IN_TRAINING = 0.15 * 0.8
 
 
@@ -29,10 +29,10 @@ MASKED_IN_TRAINING = 0.15 * 0.8
 class EsmConfig(RobertaStyleConfig):
     """Fields of ESM.
 
-    position_type: "rotary" (ESM-2), or "absolute" (ESM-1b), a table whose first pad_token_id + 1 rows hold no token.
-    Rotary models have no table, and max_positions says what they were trained with. norm_embeddings: a norm before the
-    first layer; None: none. token_dropout: embeddings of masked tokens are 0, and the others are scaled as by dropout,
-    so that a text without masks looks as those of the training did.
+    position_type: "rotary" (ESM-2), or "absolute" (ESM-1b), a table whose first pad_token_id + 1 rows are not used for
+    tokens. Rotary models have no table; max_positions is the number that they were trained with. norm_embeddings: a
+    norm before the first layer. token_dropout: the embeddings of masked tokens are 0, and all are scaled as by dropout,
+    so that inputs without masks have the scale of those in training.
     """
 
     model_type: ClassVar[str] = "esm"
@@ -70,7 +70,7 @@ class EsmConfig(RobertaStyleConfig):
 
     @property
     def max_tokens(self) -> int:
-        return self.max_positions - self.padding_id - 1  # rotary models too were trained with as many
+        return self.max_positions - self.padding_id - 1  # also the number that rotary models were trained with
 
 
 class Esm(Roberta):
@@ -80,7 +80,7 @@ class Esm(Roberta):
     tasks = ("base", "embedding", "masked-lm", "sequence-classification", "token-classification")
     pooled_tasks = ("base", "embedding")
     tells_types = False
-    # transformers computes contacts with the last, from the attention of all layers; here they are kept for it.
+    # transformers predicts contacts with the last two, from the attention of all layers; they are kept for export.
     constants = frozenset(("rotary.frequencies", "contacts.weight", "contacts.bias"))
 
     config: EsmConfig
@@ -120,16 +120,16 @@ class Esm(Roberta):
         return self.embed_norm(x), ctx
 
     def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
-        """As of other models; those of tokens are scaled by `token_dropout`, but not behind a tuned prompt, for which
-        peft gives transformers embeddings in place of tokens."""
+        """As in other models; embeddings of tokens are scaled by `token_dropout`, but not after a tuned prompt, because
+        peft then passes transformers embeddings instead of tokens."""
         x = super().embedded(batch, ctx, table, prefix)
         ids, mask = batch.get("input_ids"), self.config.mask_token_id
         if not self.config.token_dropout or mask is None or ids is None or self.tuned_prompt is not None:
             return x
         masked = ctx.unpad(ids, self.config.padding_id).eq(mask)
         lengths = (ctx.cu_seqlens[1:] - ctx.cu_seqlens[:-1])[: ctx.num_sequences]
-        seen = 1 - ctx.sum_by_sequence(masked.float()) / lengths  # of each sequence the share that is not masked
-        scale = (1 - MASKED_IN_TRAINING) / nn.functional.pad(seen, (0, 1), value=1.0)  # the last: of dummy tokens
+        seen = 1 - ctx.sum_by_sequence(masked.float()) / lengths  # share of each sequence that is not masked
+        scale = (1 - MASKED_IN_TRAINING) / nn.functional.pad(seen, (0, 1), value=1.0)  # the last: dummy tokens
         scale = scale.index_select(0, ctx.sequence_of()).masked_fill(masked, 0.0)
         return (x * scale[:, None]).to(x.dtype)
 

@@ -1,5 +1,5 @@
-"""EuroBERT (Boizard et al. 2025, arXiv:2503.05500), after transformers' EuroBertModel and its heads: Llama's layers, in
-which a token sees all others, grouped heads and all; no pooler, and no dropout but that of attention's weights.
+"""EuroBERT (Boizard et al. 2025, arXiv:2503.05500), after transformers' EuroBertModel and its heads: Llama's layers
+with bidirectional attention; no pooler, and no dropout except of attention weights.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,11 @@ POOLINGS = ("late", "mean", "bos")
 class EuroBertConfig(EncoderConfig):
     """Fields of EuroBERT; sizes count elements.
 
-    num_kv_heads: heads of keys and values, None: num_heads. head_dim: None: hidden_size / num_heads. rope_scaling: see
-    layers.rotary.Rotary. attention_bias: of q, k, v and out; mlp_bias: of gate, up, down and the vocabulary's head.
-    pooling: a text's logits are the mean of its tokens' ("late"), or those of the mean of its states ("mean"), or of
-    the state of its first token ("bos"). dropout: 0, as there is none.
+    num_kv_heads: number of key and value heads; None: num_heads. head_dim: None: hidden_size / num_heads. rope_scaling:
+    see layers.rotary.Rotary. attention_bias: q, k, v and out have biases; mlp_bias: gate, up, down and the head over
+    the vocabulary have biases.
+    pooling: the logits of a text are the mean of its tokens' logits ("late"), or computed from the mean of its states
+    ("mean") or from its first token's state ("bos"). dropout: 0; the model has none.
     """
 
     model_type: ClassVar[str] = "eurobert"

@@ -1,7 +1,7 @@
-"""Gemma 1 (arXiv:2403.08295) and the text models of Gemma 3 (arXiv:2503.19786), EmbeddingGemma (arXiv:2509.20354) among
-them, after transformers' GemmaModel and Gemma3TextModel with their heads: Llama's body with scaled embeddings and norms
-that multiply by 1 + weight. Gemma 3 norms what goes into a part of a block and what comes out of it, and the heads of
-queries and keys; most of its layers see a window, and turn by a base of their own.
+"""Gemma 1 (arXiv:2403.08295) and the text models of Gemma 3 (arXiv:2503.19786), including EmbeddingGemma
+(arXiv:2509.20354), after transformers' GemmaModel and Gemma3TextModel with their heads: Llama's body with scaled
+embeddings, and norms that multiply by 1 + weight. Gemma 3 has norms before and after each sublayer and on the heads of
+queries and keys; most of its layers have sliding-window attention with a rotary base of their own.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from modelcenter.models.outputs import ModelOutput
 
 @dataclass(kw_only=True)
 class GemmaConfig(LlamaBodyConfig):
-    """Fields of Gemma 1. attention_bias: of q, k, v and out."""
+    """Fields of Gemma 1. attention_bias: q, k, v and out have biases."""
 
     model_type: ClassVar[str] = "gemma"
 
@@ -39,11 +39,11 @@ class GemmaConfig(LlamaBodyConfig):
 class Gemma3Config(GemmaConfig):
     """Fields of Gemma 3.
 
-    layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see `sliding_window` of them, the
-    token itself and those before it, and turn by local_rope_theta, which nothing scales. None: every full_every-th one
+    layer_types: for each layer "full_attention" or "sliding_attention", in which a token attends to `sliding_window`
+    tokens, itself and those before it, and rotates by local_rope_theta without scaling. None: every full_every-th layer
     is full.
-    use_bidirectional_attention: a token sees those after it, too, and of a window the half on each side.
-    query_pre_attn_scalar: scores are divided by its root.
+    use_bidirectional_attention: a token also attends to later ones; a window has half of its tokens on each side.
+    query_pre_attn_scalar: scores are divided by its square root.
     """
 
     model_type: ClassVar[str] = "gemma3_text"
@@ -67,11 +67,11 @@ class Gemma3Config(GemmaConfig):
             check_layer_types(self, self.layer_types, self.num_layers)
 
     def types_of_layers(self) -> list[str]:
-        """layer_types, whichever field says them."""
+        """layer_types, given or derived."""
         return [FULL if self.window(i) is None else SLIDING for i in range(self.num_layers)]
 
     def window(self, layer: int) -> int | None:
-        """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""
+        """Layer 0, 1, ... attends to tokens less than this many positions away; None: to all."""
         types = self.layer_types
         near = (layer + 1) % self.full_every > 0 if types is None else types[layer] == SLIDING
         if not near:
@@ -90,20 +90,20 @@ class GemmaBody(LlamaBody):
     def look_up(
         self, table: nn.Module, rows: Tensor, given: Tensor, name: str = "input_ids", size: str = "vocab_size"
     ) -> Tensor:
-        """Scaled as they leave the table, so embeddings of the caller and tuned prompts are not, as in transformers."""
+        """Embeddings are scaled on lookup; the caller's embeddings and tuned prompts are not, as in transformers."""
         return scaled_by_width(super().look_up(table, rows, given, name, size))
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, bias=self.config.attention_bias, **options)
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """Norms start with 1 + 0."""
+        """Norms start as 1 + 0."""
         spec = super().init_spec()
         return {name: ("zeros",) if rule == ("ones",) else rule for name, rule in spec.items()}
 
 
 class SandwichBody(GemmaBody):
-    """What Gemma 2 and later share: a norm on each side of each part of a block."""
+    """What Gemma 2 and later share: a norm before and after each sublayer."""
 
     def block(self, layer: int) -> nn.Module:
         width = self.config.hidden_size
@@ -153,7 +153,7 @@ class Gemma3(SandwichBody):
         return super().run_checked(batch)
 
     def _refuse_to_write(self, batch: Batch) -> None:
-        """Raise ValueError for what needs that a token sees none after it."""
+        """Raise ValueError for inputs and tasks that need causal attention."""
         if self.task == "causal-lm":  # a checkpoint that lacks it can be loaded, and converted
             decides = "False for causal-lm: else a token sees the one it predicts"
             self.config.require(False, "use_bidirectional_attention", decides)
@@ -162,10 +162,10 @@ class Gemma3(SandwichBody):
                 raise ValueError(f"{name}: in this model a token sees those after it, so no past is kept; leave it out")
 
     def tp_plan(self) -> dict[str, str]:
-        # Each rank norms its own heads.
+        # Each rank normalises its own heads.
         return super().tp_plan() | {"layers.*.attn.q_norm": "partial", "layers.*.attn.k_norm": "partial"}
 
 
 def scaled_by_width(embeddings: Tensor) -> Tensor:
-    """(T, hidden_size) times the root of hidden_size, which is rounded to their type, as in transformers."""
+    """(T, hidden_size) times sqrt(hidden_size), which is rounded to their dtype, as in transformers."""
     return embeddings * torch.tensor(embeddings.shape[-1] ** 0.5, dtype=embeddings.dtype)

@@ -1,5 +1,5 @@
-"""Gemma 2 (arXiv:2408.00118), after transformers' Gemma2Model and its heads: Gemma 1 with norms on both sides of each
-part of a block, a window in every second layer, and soft caps: of attention's scores, and of the vocabulary's logits.
+"""Gemma 2 (arXiv:2408.00118), after transformers' Gemma2Model and its heads: Gemma 1 with norms before and after each
+sublayer, a window in every second layer, and soft caps of attention scores and vocabulary logits.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
 class Gemma2Config(GemmaConfig):
     """Fields of Gemma 2.
 
-    layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see `sliding_window` of them, the
-    token itself and those before it. None: these two in turn, first a window.
-    query_pre_attn_scalar: scores are divided by its root.
-    attention_cap, logit_cap: a scaled score, or a logit of the vocabulary, x is cap tanh(x / cap). None: it stays.
+    layer_types: for each layer "full_attention" or "sliding_attention", in which a token attends to `sliding_window`
+    tokens, itself and those before it. None: alternating, starting with a window.
+    query_pre_attn_scalar: scores are divided by its square root.
+    attention_cap, logit_cap: a scaled score, or a vocabulary logit, x becomes cap tanh(x / cap). None: no cap.
     """
 
     model_type: ClassVar[str] = "gemma2"
@@ -41,11 +41,11 @@ class Gemma2Config(GemmaConfig):
             check_layer_types(self, self.layer_types, self.num_layers)
 
     def types_of_layers(self) -> list[str]:
-        """layer_types, also where no field says them."""
+        """layer_types, given or derived."""
         return [SLIDING if self.slides(i) else FULL for i in range(self.num_layers)]
 
     def slides(self, layer: int) -> bool:
-        """Whether layer 0, 1, ... sees a window."""
+        """Whether layer 0, 1, ... has sliding-window attention."""
         return layer % 2 == 0 if self.layer_types is None else self.layer_types[layer] == SLIDING
 
 

@@ -25,7 +25,7 @@ from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.outputs import ModelOutput
 
-# How the second of the double heads reads its token: with a matrix of one row. transformers' defaults.
+# transformers' default fields of the second head of "double-heads", a linear layer with one output.
 SUMMARY = {
     "summary_type": "cls_index",
     "summary_use_proj": True,
@@ -38,7 +38,7 @@ SUMMARY = {
 class GPT2Config(ModelConfig):
     """Fields of GPT-2; sizes count elements, dropouts are probabilities.
 
-    cross_attention: a token sees also those of an encoder, whose hidden states the caller gives.
+    cross_attention: tokens also attend to an encoder's hidden states, which the caller gives.
     """
 
     model_type: ClassVar[str] = "gpt2"
@@ -68,15 +68,16 @@ class GPT2Config(ModelConfig):
         self.require_probabilities("dropout", "embedding_dropout", "attention_dropout", "choice_dropout")
 
     def attention_scale(self, layer: int) -> float:
-        """What the scores of layer 0, 1, ... are multiplied by."""
+        """Factor of the scores of layer 0, 1, ..."""
         scale = (self.hidden_size // self.num_heads) ** -0.5 if self.scale_attention else 1.0
         return scale / (layer + 1) if self.scale_attention_by_layer else scale
 
 
 class GPT2(CrossAttentionMixin, Decoder):
-    """GPT-2 with the head of `task`. Body names do not depend on the task.
+    """GPT-2 with the head of `task`. Parameter names in the body do not depend on the task.
 
-    "double-heads" writes and chooses: its inputs have a dimension of choices, and its losses stand apart.
+    "double-heads" has a language model and a multiple-choice head: its inputs have a dimension of choices, and it
+    returns two losses.
     """
 
     config_class = GPT2Config
@@ -121,11 +122,11 @@ class GPT2(CrossAttentionMixin, Decoder):
         return x, ctx
 
     def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
-        """(T, hidden_size): what the first unit is given; owner: the model itself, or the one of which it is a side."""
+        """(T, hidden_size): the input of the first unit; owner: this model, or the model of which it is a side."""
         self.check_positions(batch, ctx, self.config.max_positions)
         positions = self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
         x = owner.embedded(batch, ctx, self.embed) + positions
-        if (types := batch.get("token_type_ids")) is not None:  # tokens of the vocabulary
+        if (types := batch.get("token_type_ids")) is not None:  # ids of the vocabulary
             rows, own = ctx.unpad(types, name="token_type_ids"), ctx.layout.prefix_tokens
             type_states = self.look_up(self.embed, rows, types, "token_type_ids")
             x = x + (type_states if own is None else type_states.index_fill(0, own, 0.0))
@@ -180,24 +181,24 @@ class GPT2(CrossAttentionMixin, Decoder):
         output_hidden_states: bool = False,
         soft_targets: SoftTargets | None = None,
     ) -> ModelOutput:
-        """Run the model; arguments that are not named here are those of Decoder.forward.
+        """Run the model; arguments that are not listed here are those of Decoder.forward.
 
         Args:
-            input_ids: of task "double-heads" (batch, choices, seq), as all that is shaped like it; or packed (1, T),
-                the choices of an example consecutive sequences.
+            input_ids: for task "double-heads" (batch, choices, seq), as all inputs of its shape; or packed (1, T), with
+                the choices of an example as consecutive sequences.
             token_type_ids: as input_ids, tokens whose embeddings are added to those of the text.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
-                encoder_cu_seqlens: what a model with cross_attention attends to; a cache remembers it. Without them
-                its tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
-            mc_token_ids: (batch, choices) the column of the token that judges each choice, or its offset in a packed
-                sequence; None: its last token. mc_labels: (batch,) the right choice.
+                encoder_cu_seqlens: what a model with cross_attention attends to; a cache keeps them. Without them
+                tokens attend to their own text only. encoder_attention_mask: (batch, encoder seq), 1 at tokens.
+            mc_token_ids: (batch, choices) the column of the token by which each choice is scored, or its offset in a
+                packed sequence; None: the last token. mc_labels: (batch,) the right choice.
 
         Returns:
-            Of "double-heads" loss (of the language model), mc_loss, logits (batch, choices, seq, vocab_size) and
+            For "double-heads": loss (of the language model), mc_loss, logits (batch, choices, seq, vocab_size) and
             mc_logits (batch, choices).
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,

@@ -22,8 +22,8 @@ from modelcenter.models.inputs import Batch
 class GPTNeoXConfig(ModelConfig):
     """Fields of GPT-NeoX; sizes count elements, dropouts are probabilities.
 
-    rotary_fraction: of a head's channels, how many turn. parallel_residual: attention and feed-forward read the same
-    hidden states. rope_scaling: see layers.rotary.Rotary.
+    rotary_fraction: share of a head's channels that are rotated. parallel_residual: attention and the feed-forward
+    network read the same hidden states. rope_scaling: see layers.rotary.Rotary.
     """
 
     model_type: ClassVar[str] = "gpt_neox"
@@ -57,12 +57,12 @@ class GPTNeoXConfig(ModelConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that turn."""
+        """The number of channels of a head that are rotated."""
         return int(self.hidden_size // self.num_heads * self.rotary_fraction)
 
 
 class GPTNeoX(Decoder):
-    """GPT-NeoX with the head of `task`. Body names do not depend on the task."""
+    """GPT-NeoX with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = GPTNeoXConfig
 

@@ -17,12 +17,12 @@ from modelcenter.layers.rotary import Rotary
 from modelcenter.models.decoder import Decoder
 from modelcenter.models.inputs import Batch
 
-THETA = 10000.0  # base of the rotary frequencies, which no config changes
+THETA = 10000.0  # base of the rotary frequencies; not a config field
 
 
 @dataclass(kw_only=True)
 class GPTJConfig(ModelConfig):
-    """Fields of GPT-J; sizes count elements, dropouts are probabilities. rotary_dim: channels of a head that turn."""
+    """Fields of GPT-J; sizes count elements, dropouts are probabilities. rotary_dim: rotated channels of a head."""
 
     model_type: ClassVar[str] = "gptj"
 
@@ -52,7 +52,7 @@ class GPTJConfig(ModelConfig):
 
 
 class GPTJ(Decoder):
-    """GPT-J with the head of `task`. Body names do not depend on the task."""
+    """GPT-J with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = GPTJConfig
     bounded = True

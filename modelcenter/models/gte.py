@@ -1,5 +1,5 @@
 """GTE, Alibaba's encoders (Zhang et al. 2024, arXiv:2407.19669), after transformers' GteModel and its heads: NomicBERT
-with biases in attention and behind the feed-forwards, and dropout within these.
+with biases in attention and in the output of the feed-forward networks, and dropout inside these.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from modelcenter.models.nomic_bert import NomicBert, NomicBertConfig
 
 @dataclass(kw_only=True)
 class GteConfig(NomicBertConfig):
-    """Fields of GTE: NomicBERT's, but for head_dim, which is hidden_size / num_heads.
+    """Fields of GTE: NomicBERT's, except that head_dim is hidden_size / num_heads.
 
-    type_vocab_size: 0: there are no types of tokens, and those that are given are passed over, as in transformers.
+    type_vocab_size: if 0, there are no token types, and given ones are ignored, as in transformers.
     """
 
     model_type: ClassVar[str] = "gte"
@@ -56,5 +56,5 @@ class Gte(NomicBert):
     def make_block(self) -> nn.Module:
         c, width = self.config, self.config.hidden_size
         mlp = GatedMLP(width, c.intermediate_size, c.hidden_act, dropout=c.dropout)
-        mlp.down = Linear(c.intermediate_size, width)  # the only one of the three that has a bias
+        mlp.down = Linear(c.intermediate_size, width)  # the only one of the three with a bias
         return PostNormBlock(SelfAttention(width, c.num_heads, c.attention_dropout), mlp, width, c.norm_eps, c.dropout)

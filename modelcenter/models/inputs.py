@@ -1,4 +1,4 @@
-"""What `begin` is made of: a batch becomes packed tokens, positions that are checked, and embeddings."""
+"""The parts of `begin`: packing the tokens of a batch, checking positions, and looking up embeddings."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -23,12 +23,12 @@ _TENSORS = {
 
 
 def given_inputs(**inputs: Any) -> dict[str, Any]:
-    """The arguments of a forward by name, without those that the caller left out: a batch.
+    """A batch: the arguments of a forward by name, without those that the caller left out.
 
-    `cache`, as transformers calls it from 5.24 on, is `past_key_values`.
+    `cache`, the name in transformers from 5.24 on, becomes `past_key_values`.
 
     Raises:
-        ValueError: tokens, masks or labels that are no tensor; both names of the cache.
+        ValueError: tokens, masks or labels are not tensors; the cache is given under both names.
     """
     batch = {name: value for name, value in inputs.items() if value is not None}
     if "cache" in batch:
@@ -41,7 +41,7 @@ def given_inputs(**inputs: Any) -> dict[str, Any]:
     return batch
 
 
-# {task: what its head reads, and those of other tasks have no use for}.
+# {task: inputs that only its head reads}.
 HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
     "base": (),
     "embedding": ("prompt_lengths",),
@@ -60,7 +60,7 @@ HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
 
 
 class GivenCounts(dict[str, Any]):
-    """`loss_counts` as the caller gave them. Raises ValueError: they are no mapping, or lack a term of the loss."""
+    """The caller's `loss_counts`. Raises ValueError if they are not a mapping, or lack a term of the loss."""
 
     def __init__(self, given: Any, task: str):
         if not isinstance(given, Mapping):
@@ -76,13 +76,13 @@ class GivenCounts(dict[str, Any]):
 
 
 class ModelInputs(nn.Module):
-    """Base of models.base.Model: how a batch enters a model."""
+    """The part of models.base.Model that reads a batch."""
 
-    # Positions of a padded batch number the tokens of a row, not its columns.
+    # Whether positions in a padded batch count the tokens of a row instead of its columns.
     counts_positions: ClassVar[bool] = False
-    # Tokens that the model puts before each sequence.
+    # The number of tokens that the model puts before each sequence.
     prefix_tokens: int = 0
-    # Of prompt tuning, what stands at these tokens.
+    # The module that embeds these tokens in prompt tuning.
     tuned_prompt: nn.Module | None
     # Set by engine.shard where several ranks share the tokens of a batch (engine.parallel.context).
     token_split: Any = None
@@ -90,14 +90,14 @@ class ModelInputs(nn.Module):
     config: ModelConfig
     task: str
     tasks: ClassVar[tuple[str, ...]] = ("base",)
-    # Of each task; a task that is not named here takes all that forward takes.
+    # By task; a task that is not listed takes all inputs of forward.
     head_inputs: ClassVar[Mapping[str, tuple[str, ...]]] = HEAD_INPUTS
     _sites_named = False
     _packed_hooks: Mapping[int, Callable[[Any, Packed], None]] = MappingProxyType({})
 
     def refuse_inputs_of_other_heads(self, batch: Batch) -> None:
-        """Raise ValueError for an input that the head of another task reads: all heads of a family have one forward,
-        which would pass it over."""
+        """Raise ValueError for an input that only another task's head reads: all heads of a family share one forward,
+        which would ignore it."""
         own = self.head_inputs.get(self.task)
         if own is None:
             return
@@ -112,12 +112,12 @@ class ModelInputs(nn.Module):
                 )
 
     def pack(self, batch: Batch, prefix: str = "") -> Packed:
-        """The tokens in `{prefix}input_ids` or `{prefix}inputs_embeds`, padded or packed.
+        """Pack the tokens in `{prefix}input_ids` or `{prefix}inputs_embeds`, which are padded or packed.
 
-        In generation they continue what `past_key_values` holds: then every row has the same number of new tokens.
+        In generation they continue the sequences in `past_key_values`; each row has the same number of new tokens.
 
         Raises:
-            ValueError: inputs that do not fit together, naming the field.
+            ValueError: the inputs do not fit together; the message names the field.
         """
         source, cache = self._source(batch, prefix), past_of(batch)
         if cache is not None and self.token_split is not None:
@@ -143,7 +143,7 @@ class ModelInputs(nn.Module):
         return ctx
 
     def register_packed_hook(self, hook: Callable[[Any, Packed], None]) -> RemovableHandle:
-        """Call hook(model, ctx) in training when the tokens of a batch are packed (an encoder's, if there is one)."""
+        """In training, call hook(model, ctx) after the tokens of a batch (of the encoder, if any) are packed."""
         hooks = vars(self).setdefault("_packed_hooks", OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -174,20 +174,20 @@ class ModelInputs(nn.Module):
             if shape[0] != 1:
                 raise ValueError(f"{prefix}cu_seqlens: packed input must be of shape (1, T), got {tuple(source.shape)}")
             return Packed.from_cu_seqlens(ends, batch.get(f"{prefix}max_seqlen"), shape[1], position_ids, prefix)
-        # What a cache holds is continued at the number of its tokens.
+        # The next tokens take the positions that follow the number of tokens in the cache.
         count = self.counts_positions or cache is not None
         return Packed.from_mask(shape, batch.get(f"{prefix}attention_mask"), source.device, position_ids, count, prefix)
 
     def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
-        """The same without tokens that no output of the batch depends on; `pack` asks, where there is no cache."""
+        """`ctx` without tokens on which no output of the batch depends; `pack` calls it if there is no cache."""
         return ctx
 
     def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
-        """(T, hidden_size): the caller's embeddings, or those of its tokens.
+        """(T, hidden_size): the caller's embeddings, or the embeddings of the caller's tokens.
 
         Raises:
-            ValueError: embeddings of another width than the table's; a token outside the table (on a GPU the kernel
-                raises).
+            ValueError: the caller's embeddings and the table differ in width; a token is outside the table (on a GPU,
+                the kernel raises).
         """
         ids = batch.get(f"{prefix}input_ids")
         if ids is None:
@@ -198,7 +198,7 @@ class ModelInputs(nn.Module):
 
     @staticmethod
     def given_embeds(batch: Batch, width: Any, prefix: str = "") -> Tensor:
-        """The caller's embeddings. Raises ValueError: they are not `width` wide."""
+        """The caller's embeddings. Raises ValueError if their width is not `width`."""
         x: Tensor = batch[f"{prefix}inputs_embeds"]
         if x.shape[-1] != width:
             raise ValueError(f"{prefix}inputs_embeds: got width {x.shape[-1]}, expected {width}")
@@ -207,10 +207,14 @@ class ModelInputs(nn.Module):
     def look_up(
         self, table: nn.Module, rows: Tensor, given: Tensor, name: str = "input_ids", size: str = "vocab_size"
     ) -> Tensor:
-        """Rows of a table, of the numbers that the caller gave as `name`; size: the config's field of its length.
+        """Look up rows of a table.
+
+        Args:
+            rows: indices of the rows. given: the caller's input that they come from. name: of that input.
+            size: the config field with the length of the table.
 
         Raises:
-            ValueError: as `embedded`, or `given` are no whole numbers.
+            ValueError: as `embedded`; or `given` has no integer dtype.
         """
         if given.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name}: got {given.dtype}, expected torch.int64 or torch.int32; convert by .long()")
@@ -220,7 +224,7 @@ class ModelInputs(nn.Module):
             raise self.outside(given, name, size) from error
 
     def outside(self, given: Tensor, name: str, size: str) -> ValueError:
-        """The error for numbers of which some are not in the table; arguments as of `look_up`."""
+        """The error for indices outside the table; arguments as in `look_up`."""
         hint = "; the tokenizer may be another model's" if size == "vocab_size" else ""
         return ValueError(
             f"{name}: got numbers from {int(given.min())} to {int(given.max())}, expected 0 to "

@@ -1,5 +1,5 @@
 """Llama 1 to 3 (Touvron et al. 2023, arXiv:2302.13971; Dubey et al. 2024, arXiv:2407.21783), after transformers'
-LlamaModel and its heads; and the body that Qwen, Mistral and MiniCPM share with it.
+LlamaModel and its heads, and the body that Llama shares with Qwen, Mistral and MiniCPM.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from modelcenter.models.inputs import Batch
 class LlamaBodyConfig(ModelConfig):
     """Fields of Llama, Qwen, Mistral and MiniCPM; sizes count elements, dropouts are probabilities.
 
-    num_kv_heads: heads of keys and values, None: num_heads. head_dim: None: hidden_size / num_heads. rope_scaling: see
-    layers.rotary.Rotary. pad_token_id: its embedding does not train.
+    num_kv_heads: number of key and value heads; None: num_heads. head_dim: None: hidden_size / num_heads. rope_scaling:
+    see layers.rotary.Rotary. pad_token_id: the embedding of this token is not trained.
     """
 
     vocab_size: int
@@ -61,7 +61,7 @@ class LlamaBodyConfig(ModelConfig):
 
 @dataclass(kw_only=True)
 class LlamaConfig(LlamaBodyConfig):
-    """Fields of Llama. attention_bias: of q, k, v and out; mlp_bias: of gate, up and down."""
+    """Fields of Llama. attention_bias: q, k, v and out have biases; mlp_bias: gate, up and down have biases."""
 
     model_type: ClassVar[str] = "llama"
 
@@ -70,9 +70,9 @@ class LlamaConfig(LlamaBodyConfig):
 
 
 class LlamaBody(Decoder):
-    """Grouped attention with rotary positions and a gated feed-forward, each after an RMSNorm.
+    """Grouped-query attention with rotary positions and a gated feed-forward network, each preceded by an RMSNorm.
 
-    A subclass says how its attention and feed-forward differ.
+    Subclasses override `attention` and `mlp` where theirs differ.
     """
 
     config: LlamaBodyConfig
@@ -91,30 +91,30 @@ class LlamaBody(Decoder):
 
     @property
     def embedding_scale(self) -> float:
-        """Multiplies the embeddings. This scale and the two below are 1 except in MiniCPM."""
+        """Factor of the embeddings. This scale and the two below are 1 except in MiniCPM."""
         return 1.0
 
     @property
     def branch_scale(self) -> float:
-        """Multiplies what attention and feed-forward add to the residual stream."""
+        """Factor of what attention and the feed-forward network add to the residual stream."""
         return 1.0
 
     @property
     def logit_scale(self) -> float:
-        """Multiplies the hidden states that the vocabulary's matrix takes."""
+        """Factor of the hidden states that enter the vocabulary projection."""
         return 1.0
 
     def norm(self, width: int) -> nn.Module:
-        """A norm of so many channels."""
+        """A norm over `width` channels."""
         return RMSNorm(width, self.config.norm_eps)
 
     def block(self, layer: int) -> nn.Module:
-        """Layer 0, 1, ..."""
+        """The block of layer 0, 1, ..."""
         width = self.config.hidden_size
         return PreNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width), 0.0, scale=self.branch_scale)
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
-        """The attention of layer 0, 1, ...; options: of SelfAttention."""
+        """The attention of layer 0, 1, ...; options are those of SelfAttention."""
         c = self.config
         return SelfAttention(
             c.hidden_size,
@@ -129,7 +129,7 @@ class LlamaBody(Decoder):
         return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act)
 
     def check_length(self, longest: int) -> None:
-        """Raise ValueError for a sequence of more tokens than the architecture allows; here any number is fine."""
+        """Raise ValueError for a sequence of more tokens than the architecture allows. Llama has no limit."""
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
@@ -143,7 +143,7 @@ class LlamaBody(Decoder):
 
 
 class Llama(LlamaBody):
-    """Llama with the head of `task`. Body names do not depend on the task."""
+    """Llama with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = LlamaConfig
 

@@ -1,6 +1,5 @@
 """M2M100 (Fan et al. 2020, arXiv:2010.11125) and NLLB's dense models (NLLB Team 2022, arXiv:2207.04672), after
-transformers' M2M100Model and its head: blocks that begin with their norms, and sinusoids of positions that count tokens
-from after the padding's.
+transformers' M2M100Model and its head: pre-norm blocks, and sinusoidal positions that start after that of the padding.
 """
 
 import functools
@@ -28,9 +27,9 @@ class M2M100Config(BartStyleConfig):
     """Fields of M2M100, with transformers' defaults.
 
     Attributes:
-        max_positions: tokens that the checkpoint was trained for; there is no table that ends there.
-        encoder_layerdrop, decoder_layerdrop: share of the layers that transformers leaves out of each step of training.
-            Here all take part, which a warning says.
+        max_positions: the number of positions in training; longer sequences work, because there is no table.
+        encoder_layerdrop, decoder_layerdrop: share of the layers that transformers skips in each training step. Here
+            all layers run, and a warning says so.
     """
 
     model_type: ClassVar[str] = "m2m_100"
@@ -55,7 +54,7 @@ class M2M100Config(BartStyleConfig):
 
 
 class M2M100(BartStyle):
-    """M2M100 or NLLB with the head of `task`. Body names do not depend on the task."""
+    """M2M100 or NLLB with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = M2M100Config
     tasks = ("base", "seq2seq-lm")
@@ -92,7 +91,7 @@ class M2M100(BartStyle):
 
 @functools.cache
 def _warn_of_layerdrop(encoder: float, decoder: float) -> None:
-    """Once for the same values."""
+    """Warn that layerdrop is not applied, once for the same values."""
     if encoder or decoder:
         _log.warning(
             "encoder_layerdrop %g, decoder_layerdrop %g: the config asks for LayerDrop, which training here does not "

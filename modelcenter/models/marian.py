@@ -1,5 +1,5 @@
-"""Marian (Junczys-Dowmunt et al. 2018, arXiv:1804.00344) as OPUS-MT's translators, after transformers' MarianModel and
-its head: BART without a norm of the embeddings, with sinusoids in place of learnt positions.
+"""Marian (Junczys-Dowmunt et al. 2018, arXiv:1804.00344), the architecture of OPUS-MT, after transformers' MarianModel
+and its head: BART without a norm after the embeddings, and with sinusoidal instead of learned positions.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from modelcenter.models.inputs import Batch
 
 @dataclass(kw_only=True)
 class MarianConfig(BartStyleConfig):
-    """Fields of Marian, with transformers' defaults. Texts begin with the padding token, and both sides have one
-    vocabulary."""
+    """Fields of Marian, with transformers' defaults. Generated texts begin with the padding token, and both sides share
+    a vocabulary."""
 
     model_type: ClassVar[str] = "marian"
 
@@ -32,7 +32,7 @@ class MarianConfig(BartStyleConfig):
 
 
 class Marian(BartStyle):
-    """Marian with the head of `task`. Body names do not depend on the task."""
+    """Marian with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = MarianConfig
     bounded = True
@@ -57,7 +57,7 @@ class Marian(BartStyle):
     def embedded(self, batch: Batch, ctx: Packed, table: nn.Module, prefix: str = "") -> Tensor:
         x = super().embedded(batch, ctx, table, prefix)
         given = prefix and batch.get("decoder_inputs_embeds") is not None
-        return x * self.embedding_scale if given else x  # in the decoder the caller's embeddings are scaled, too
+        return x * self.embedding_scale if given else x  # the decoder also scales the caller's embeddings
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, BartStyleSide)

@@ -1,5 +1,5 @@
 """mBART (Liu et al. 2020, arXiv:2001.08210) and mBART-50 (Tang et al. 2020, arXiv:2008.00401), after transformers'
-MBartModel and its heads: BART whose blocks begin with their norms, with a norm after the last.
+MBartModel and its heads: BART with pre-norm blocks and a final norm.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from modelcenter.models.encoder_decoder import Side
 class MBartConfig(BartConfig):
     """BART's fields.
 
-    decoder_start_token_id: what texts begin with in generation; None: the checkpoint was trained for several languages,
-    and its texts begin with that of a language (in training the decoder begins with the last token of the labels).
+    decoder_start_token_id: the first token of generated texts; None: the checkpoint is multilingual, and its texts
+    begin with the token of a language (in training the decoder begins with the last token of the labels).
     """
 
     model_type: ClassVar[str] = "mbart"
@@ -31,7 +31,7 @@ class MBartConfig(BartConfig):
 
 
 class MBart(Bart):
-    """mBART with the head of `task`. Body names do not depend on the task."""
+    """mBART with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = MBartConfig
 
@@ -46,14 +46,14 @@ class MBart(Bart):
         return self.pre_norm_block(num_heads, intermediate_size, decodes)
 
     def start_tokens(self, ids: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
-        """The last token of each sequence that is neither padding nor without a label: of mbart-large-cc25's tokenizer
-        the language, of mBART-50's the end. Padding for a sequence that has none."""
+        """The last token of each sequence that is neither padding nor -100: with mbart-large-cc25's tokenizer the
+        language, with mBART-50's the end of text. Padding for a sequence without such a token."""
         pad = self.config.pad_token_id
         place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         real = (ids != IGNORE_INDEX) & (ids != pad)
         if mask is not None:
             real = real & (mask != 0)
-        last = torch.where(real, place, -1).cummax(1).values  # up to each place
+        last = torch.where(real, place, -1).cummax(1).values  # up to each position
         if ends is None:
             at = last[:, -1:]
             return torch.where(at >= 0, ids.gather(1, at.clamp(min=0)), pad)

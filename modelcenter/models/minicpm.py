@@ -1,5 +1,5 @@
 """MiniCPM-1B, 2B and the dense path of MiniCPM4 (Hu et al. 2024, arXiv:2404.06395; arXiv:2506.07900), after the code
-published with openbmb/MiniCPM-2B: Llama whose embeddings, branches and outputs are scaled (muP).
+published with openbmb/MiniCPM-2B: Llama with scaled embeddings, branches and outputs (muP).
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 
 @dataclass(kw_only=True)
 class ScaledConfig(LlamaBodyConfig):
-    """Fields of all MiniCPM.
+    """Fields of all MiniCPM models.
 
-    scale_emb: multiplies embeddings. scale_depth / sqrt(num_layers): multiplies what each branch adds.
-    dim_model_base / hidden_size: multiplies what goes into the vocabulary.
+    scale_emb: factor of the embeddings. scale_depth / sqrt(num_layers): factor of what each branch adds.
+    dim_model_base / hidden_size: factor of the hidden states that enter the vocabulary projection.
     """
 
     scale_emb: float = 1.0
@@ -30,9 +30,9 @@ class ScaledConfig(LlamaBodyConfig):
 
 @dataclass(kw_only=True)
 class MiniCPMConfig(ScaledConfig):
-    """Fields of MiniCPM. attention_bias: of q, k, v and out.
+    """Fields of MiniCPM. attention_bias: q, k, v and out have biases.
 
-    sparse_config: of MiniCPM4's sparse attention, which starts at dense_len tokens; shorter sequences are dense.
+    sparse_config: of MiniCPM4's sparse attention, which is used from dense_len tokens on; shorter sequences are dense.
     """
 
     model_type: ClassVar[str] = "minicpm"
@@ -47,7 +47,7 @@ class MiniCPMConfig(ScaledConfig):
 
     @property
     def dense_tokens(self) -> int | None:
-        """Tokens of the longest sequence whose attention is dense; None: of all."""
+        """The number of tokens in the longest sequence with dense attention; None: unlimited."""
         return None if self.sparse_config is None else self.sparse_config.get("dense_len", 8192)
 
 

@@ -16,7 +16,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.layers.rotary import mscale
 from modelcenter.models.minicpm import ScaledBody, ScaledConfig
 
-# The norms of latents have this eps whatever the others have.
+# Epsilon of the norms of latents, whatever norm_eps is.
 LATENT_EPS = 1e-6
 
 
@@ -24,10 +24,10 @@ LATENT_EPS = 1e-6
 class MiniCPM3Config(ScaledConfig):
     """Fields of MiniCPM3.
 
-    Queries come from a latent of q_lora_rank (None: from the hidden states), keys and values from one of kv_lora_rank.
-    Of a head of q and k, qk_rope_head_dim channels turn and qk_nope_head_dim do not; v_head_dim: of a head of v, None:
-    hidden_size / num_heads. head_dim and qk_head_dim follow from these. attention_bias: of the projections to latents
-    and of out; mlp_bias: of gate, up and down.
+    Queries are projected from a latent of width q_lora_rank (None: from the hidden states), keys and values from one of
+    width kv_lora_rank. A head of q and k has qk_rope_head_dim rotated and qk_nope_head_dim other channels. v_head_dim:
+    channels of a head of v; None: hidden_size / num_heads. head_dim and qk_head_dim are derived. attention_bias: the
+    projections to latents and out have biases; mlp_bias: gate, up and down have biases.
     """
 
     model_type: ClassVar[str] = "minicpm3"
@@ -58,7 +58,7 @@ class MiniCPM3Config(ScaledConfig):
 
     @property
     def score_scale(self) -> float:
-        """Of the scores. mscale_all_dim is of all channels of a head, also of those that do not turn."""
+        """Factor of the scores. mscale_all_dim applies to all channels of a head, including those not rotated."""
         assert self.qk_head_dim is not None
         scaling = self.rope_scaling or {}
         by, factor = scaling.get("mscale_all_dim"), scaling.get("factor")
@@ -66,7 +66,7 @@ class MiniCPM3Config(ScaledConfig):
 
 
 class LatentAttention(SelfAttention):
-    """Attention whose queries, and keys and values, are made from short vectors. x: (T, hidden_size) -> the same."""
+    """Attention whose queries, keys and values are projected from narrow latents. x: (T, hidden_size) -> the same."""
 
     def __init__(self, c: MiniCPM3Config):
         nn.Module.__init__(self)
@@ -82,7 +82,7 @@ class LatentAttention(SelfAttention):
             self.q_up = Linear(c.q_lora_rank, inner, False)
         else:
             self.q = Linear(c.hidden_size, inner, False)
-        # The last rows make the turning channels of the key, which all heads share.
+        # The last rows compute the rotated channels of the key, which all heads share.
         self.kv_down = Linear(c.hidden_size, latent + self.turning, c.attention_bias)
         self.kv_norm = RMSNorm(latent, LATENT_EPS)
         self.kv_up = Linear(latent, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), False)
@@ -99,7 +99,7 @@ class LatentAttention(SelfAttention):
         q = self.q_up(self.q_norm(self.q_down(x))) if self.latent else self.q(x)
         kv, shared = self.kv_down(x).split((self.kv_down.out_features - self.turning, self.turning), 1)
         kv = self.kv_up(self.kv_norm(kv)).unflatten(1, (-1, still + self.value_dim))
-        if (split := getattr(inner(self.kv_up), "tp_group", None)) is not None:  # every rank's heads read it
+        if (split := getattr(inner(self.kv_up), "tp_group", None)) is not None:  # the heads of every rank read it
             shared = split.whole_input(shared)
         q_still, q_turning = q.unflatten(1, (-1, self.head_dim)).split((still, self.turning), 2)
         turned, shared = rotate(q_turning.flatten(1), shared, *ctx.rotary, self.turning)
@@ -129,7 +129,7 @@ class MiniCPM3(ScaledBody):
         return GatedMLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias)
 
     def tp_plan(self) -> dict[str, str]:
-        # Each rank makes its own heads from the latents, which all ranks make.
+        # All ranks compute the latents; each projects them to its own heads.
         plan = {name: style for name, style in super().tp_plan().items() if ".attn." not in name}
         queries = "q" if self.config.q_lora_rank is None else "q_up"
         return plan | {

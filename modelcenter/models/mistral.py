@@ -10,7 +10,7 @@ from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 
 @dataclass(kw_only=True)
 class MistralConfig(LlamaBodyConfig):
-    """Fields of Mistral. sliding_window: tokens that a token sees, itself among them; None: all before it."""
+    """Fields of Mistral. sliding_window: how many tokens a token attends to, including itself; None: no limit."""
 
     model_type: ClassVar[str] = "mistral"
 

@@ -1,5 +1,5 @@
-"""ModernBERT (Warner et al. 2024, arXiv:2412.13663), after transformers' ModernBertModel and its heads: rotary angles,
-gated feed-forwards, norms before the parts of a block, and attention to the neighbourhood in most layers.
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663), after transformers' ModernBertModel and its heads: rotary
+positions, gated feed-forward networks, pre-norm blocks, and sliding-window attention in most layers.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from modelcenter.models.initial_values import scaled_residuals
 from modelcenter.models.inputs import Batch
 from modelcenter.models.layer_types import FULL, SLIDING, check_layer_types
 
-# The matrix of what stands between hidden states and a head, under the names that it has in all tasks.
+# The matrix of the transform before a head, under its names in all tasks.
 _BEFORE_HEADS = ("head.dense.weight", "transform.dense.weight", "head.transform.dense.weight")
 
 
@@ -31,11 +31,11 @@ _BEFORE_HEADS = ("head.dense.weight", "transform.dense.weight", "head.transform.
 class ModernBertBodyConfig(EncoderConfig):
     """Fields of ModernBERT and its decoder; sizes count elements, dropouts are probabilities.
 
-    layer_types: of each layer "full_attention" or "sliding_attention", whose tokens see those nearby (`window`) and
-    turn by local_rope_theta. None: every global_every-th one is full, from the first on.
-    local_attention: places from the farthest token that an encoder's window holds on one side to that on the other.
-    dropout: of the embeddings. attention_dropout: of attention's weights and of its output. mlp_dropout: inside the
-    feed-forwards.
+    layer_types: for each layer "full_attention" or "sliding_attention", which attends within `window` and rotates by
+    local_rope_theta. None: every global_every-th layer is full, from the first on.
+    local_attention: distance between the farthest tokens on both sides of an encoder's window.
+    dropout: of the embeddings. attention_dropout: of attention weights and attention output. mlp_dropout: inside the
+    feed-forward networks.
     """
 
     max_positions: int = 8192
@@ -72,16 +72,16 @@ class ModernBertBodyConfig(EncoderConfig):
         return self.classifier_dropout
 
     def slides(self, layer: int) -> bool:
-        """Whether layer 0, 1, ... sees the tokens nearby alone."""
+        """Whether layer 0, 1, ... has sliding-window attention."""
         types = self.layer_types
         return layer % self.global_every > 0 if types is None else types[layer] == SLIDING
 
     def types_of_layers(self) -> list[str]:
-        """layer_types, whichever field says them."""
+        """layer_types, given or derived."""
         return [SLIDING if self.slides(i) else FULL for i in range(self.num_layers)]
 
     def window(self, layer: int) -> int | None:
-        """Tokens less than so many places away are those that layer 0, 1, ... sees; None: all."""
+        """Layer 0, 1, ... attends to tokens less than this many positions away; None: to all."""
         raise AttributeError(f"{type(self).__name__} defines no `window`")
 
 
@@ -89,7 +89,7 @@ class ModernBertBodyConfig(EncoderConfig):
 class ModernBertConfig(ModernBertBodyConfig):
     """Fields of ModernBERT.
 
-    pooling: what heads for whole texts read, the state of the first token ("cls") or the mean of all ("mean").
+    pooling: the input of heads for whole texts: the first token's state ("cls") or the mean of all states ("mean").
     """
 
     model_type: ClassVar[str] = "modernbert"
@@ -106,9 +106,9 @@ class ModernBertConfig(ModernBertBodyConfig):
 
 
 class ModernBertBody(Model):
-    """Embeddings, layers and how they start, of ModernBERT and its decoder."""
+    """The embeddings, layers and initial values of ModernBERT and its decoder."""
 
-    causal: ClassVar[bool]  # no token sees one after it
+    causal: ClassVar[bool]  # whether no token attends to a later one
     embed_norm: nn.Module
     final_norm: nn.Module
 
@@ -122,7 +122,7 @@ class ModernBertBody(Model):
         head_dim = c.hidden_size // c.num_heads
         self.rotary, self.local_rotary = Rotary(head_dim, c.rope_theta), Rotary(head_dim, c.local_rope_theta)
         self.layers = nn.ModuleList(self._block(i) for i in range(c.num_layers))
-        self.layers[0].attn_norm = nn.Identity()  # what it reads is normed already
+        self.layers[0].attn_norm = nn.Identity()  # embed_norm has already normalised its input
         self.final_norm = self._norm()
 
     def _norm(self) -> LayerNorm:
@@ -169,8 +169,8 @@ class ModernBertBody(Model):
         return self.final_norm(x)
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """As transformers': from a normal distribution cut off at `initializer_cutoff` deviations; those of matrices
-        whose products are added to the hidden states are smaller, and so are those of the vocabulary's head."""
+        """As in transformers: a normal distribution truncated at `initializer_cutoff` standard deviations, with a
+        smaller std for the head over the vocabulary and for matrices whose outputs are added to the hidden states."""
         c, spec = self.config, scaled_residuals(super().init_spec(), self.config.num_layers)
         small = ("normal", c.initializer_range / (2 * c.num_layers) ** 0.5)
         for name, rule in spec.items():

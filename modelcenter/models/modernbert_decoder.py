@@ -1,6 +1,6 @@
 """The decoder of ModernBERT, as in Ettin (Weller et al. 2025, arXiv:2507.11412), after transformers'
-ModernBertDecoderModel and its heads: ModernBERT's layers, in which a token sees itself and those before it, and the
-head of ModernBERT's masked tokens for the next one.
+ModernBertDecoderModel and its heads: ModernBERT's layers with causal attention, and ModernBERT's masked-language-model
+head for the next token.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from modelcenter.models.modernbert import ModernBertBody, ModernBertBodyConfig
 
 @dataclass(kw_only=True)
 class ModernBertDecoderConfig(ModernBertBodyConfig):
-    """Fields of ModernBERT's decoder. A window holds local_attention // 2 tokens, the token itself and those before it:
-    one less than is before a token in the encoder's window, as published models were trained."""
+    """Fields of ModernBERT's decoder. A window holds local_attention // 2 tokens, the token itself and those before it,
+    as in the training of the published models; the encoder's window has that many before a token."""
 
     model_type: ClassVar[str] = "modernbert-decoder"
 

@@ -1,5 +1,5 @@
 """MPNet (Song et al. 2020, arXiv:2004.09297), after transformers' MPNetModel and its heads: RoBERTa's body and heads
-without types of tokens, and T5's relative position bias, one for all layers.
+without token types, with a relative position bias as in T5, shared by all layers.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from modelcenter.models.encoder import READING_TASKS
 from modelcenter.models.inputs import Batch
 from modelcenter.models.roberta import Roberta, RobertaStyleConfig
 
-# transformers' code has these numbers, whatever a config says.
+# Constants of transformers' code, not config fields.
 PADDING = 1
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
@@ -23,7 +23,7 @@ MAX_DISTANCE = 128
 
 @dataclass(kw_only=True)
 class MPNetConfig(RobertaStyleConfig):
-    """Fields of MPNet. Positions count from after token 1, the padding of its vocabulary, whatever pad_token_id is."""
+    """Fields of MPNet. Positions start after 1, the padding of its vocabulary, whatever pad_token_id is."""
 
     model_type: ClassVar[str] = "mpnet"
 

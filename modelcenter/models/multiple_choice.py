@@ -1,4 +1,4 @@
-"""Padded inputs whose examples have several choices: (batch, choices, seq, ...)."""
+"""Padded inputs with several choices per example: (batch, choices, seq, ...)."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "task_type_ids"
 
 
 def count_choices(batch: Batch) -> int:
-    """How many choices each example of a padded batch has.
+    """The number of choices of each example in a padded batch.
 
     Raises:
         ValueError: there are no tokens, or they have no dimension of choices.
@@ -25,7 +25,7 @@ def count_choices(batch: Batch) -> int:
 
 
 def flatten_choices(batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
-    """Those of the named inputs that the batch has, (batch * choices, seq, ...): choices as consecutive rows.
+    """The named inputs in the batch as (batch * choices, seq, ...), with choices as consecutive rows.
 
     Raises:
         ValueError: one has no dimension of choices.

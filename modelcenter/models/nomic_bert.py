@@ -1,5 +1,5 @@
 """NomicBERT (Nussbaum et al. 2024, arXiv:2402.01613), after transformers' NomicBertModel and its heads: BERT with
-rotary angles in place of a table of positions, gated feed-forwards, and no biases in its layers but those of the norms.
+rotary positions instead of a table, gated feed-forward networks, and no biases in its layers except those of norms.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from modelcenter.models.inputs import Batch
 class NomicBertConfig(EncoderConfig):
     """Fields of NomicBERT; sizes count elements, dropouts are probabilities.
 
-    head_dim: None: hidden_size / num_heads. rope_scaling: see layers.rotary.Rotary; "dynamic" lets texts be longer than
-    max_positions, the tokens that the model was trained with.
+    head_dim: None: hidden_size / num_heads. rope_scaling: see layers.rotary.Rotary; "dynamic" allows texts longer than
+    max_positions, the length in training.
     """
 
     model_type: ClassVar[str] = "nomic_bert"

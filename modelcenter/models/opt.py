@@ -17,16 +17,17 @@ from modelcenter.models.decoder import Decoder
 from modelcenter.models.inputs import Batch
 
 OFFSET = 2  # rows of the position table before the first position
-NORM_EPS = 1e-5  # which no config changes
+NORM_EPS = 1e-5  # not a config field
 
 
 @dataclass(kw_only=True)
 class OPTConfig(ModelConfig):
     """Fields of OPT; sizes count elements, dropouts are probabilities.
 
-    embedding_size: width of a word's embedding where it is not hidden_size (opt-350m): projections then stand before
-    the first layer and after the last. pre_norm: each block begins with its norms; off, it ends with them, and there is
-    no norm after the last. remove_final_norm: a pre-norm model has none either (some files before transformers 4.20).
+    embedding_size: width of the embeddings if it is not hidden_size (opt-350m); then there are projections before the
+    first layer and after the last. pre_norm: norms precede the sublayers of a block; if False, norms follow them, and
+    there is no final norm. remove_final_norm: a pre-norm model has no final norm either (some files before transformers
+    4.20).
     """
 
     model_type: ClassVar[str] = "opt"
@@ -56,7 +57,7 @@ class OPTConfig(ModelConfig):
 
 
 class OPT(Decoder):
-    """OPT with the head of `task`. Body names do not depend on the task."""
+    """OPT with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = OPTConfig
     bounded = True

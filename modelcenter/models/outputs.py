@@ -1,6 +1,6 @@
-"""What a model returns: an ordered dictionary that also answers to attributes and integer indices.
+"""What a model returns: an ordered dictionary with attributes and integer indices.
 
-The same access as transformers' ModelOutput (`out.logits`, `out["logits"]`, `out[0]`), holding no None entries.
+Access is as in transformers' ModelOutput (`out.logits`, `out["logits"]`, `out[0]`); None entries are left out.
 """
 
 from collections import OrderedDict
@@ -10,16 +10,16 @@ import torch.utils._pytree as pytree
 
 
 class ModelOutput(OrderedDict):
-    """Tensors by name in a fixed order; a name that this task does not produce is None as an attribute."""
+    """Tensors by name, in a fixed order; the attribute of an output that the task does not produce is None."""
 
-    # What any task may return: these read as None when absent, anything else is an AttributeError.
+    # The outputs of all tasks: absent ones read as None; any other attribute is an AttributeError.
     FIELDS: ClassVar[tuple[str, ...]] = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
     FIELDS += ("last_hidden_state", "pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
     FIELDS += ("sop_logits",)
     FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits")
     # Never produced: kernels without them are faster.
     FIELDS += ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
-    # The names that transformers gives some of them from 5.24 on: both are answered to.
+    # Names of transformers from 5.24 on -> ours; both work.
     ALIASES: ClassVar[dict[str, str]] = {"cache": "past_key_values"}
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -59,7 +59,7 @@ class ModelOutput(OrderedDict):
         return tuple(self.values())
 
 
-# Sharding hooks find the tensors of an output by flattening it: without this, FSDP would not see them.
+# FSDP's hooks find the tensors of an output by flattening it as a pytree.
 pytree.register_pytree_node(
     ModelOutput,
     lambda out: (list(out.values()), list(out)),

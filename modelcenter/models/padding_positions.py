@@ -1,5 +1,5 @@
-"""Positions that count tokens from after the padding's: those of fairseq, in RoBERTa and its namesakes, MPNet,
-ESM-1b, M2M100 and NLLB.
+"""Positions that start after that of the padding, as in fairseq: used by RoBERTa and its variants, MPNet, ESM-1b,
+M2M100 and NLLB.
 """
 
 import torch
@@ -9,11 +9,11 @@ from modelcenter.models.inputs import Batch
 
 
 def with_positions_after_padding(batch: Batch, pad: int, prefix: str = "") -> Batch:
-    """A batch with the position_ids of `{prefix}input_ids` or `{prefix}inputs_embeds`, unless it has some.
+    """Add the position_ids of `{prefix}input_ids` or `{prefix}inputs_embeds` to a batch, unless it has some.
 
-    Tokens count up from pad + 1 in their sequence; padding among them takes no number and has the position `pad`. With
-    embeddings nothing tells what is padding, so every column counts. In generation each token of the past took a
-    number.
+    In each sequence, tokens have the positions pad + 1, pad + 2, ...; padding between them is not counted and has the
+    position `pad`. Embeddings do not show padding, so every column is counted. In generation all tokens of the past
+    are counted.
     """
     if batch.get("position_ids") is not None:
         return batch

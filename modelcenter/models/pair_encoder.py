@@ -13,8 +13,8 @@ from modelcenter.models.inputs import Batch
 
 
 class PairEncoder(Encoder):
-    """An Encoder with the task "pretraining", whose head is a layers.heads.PairPretraining: it reads the tokens with a
-    label, and the first of each pair."""
+    """An Encoder with the task "pretraining", whose head, a layers.heads.PairPretraining, reads the labelled tokens and
+    the first token of each pair."""
 
     pooled_tasks: ClassVar[tuple[str, ...]] = (*Encoder.pooled_tasks, "pretraining")
 
@@ -25,7 +25,7 @@ class PairEncoder(Encoder):
         if labelled is None:
             return None
         first, known = ctx.first_tokens(), host_copy(labelled)
-        if known is not labelled:  # a device would have to say how many of them are labelled too
+        if known is not labelled:  # finding those that are also labelled would synchronise
             first = torch.tensor(ctx.sequences.starts()[:-1], dtype=torch.long)
         return to_device(torch.cat((first, known)).unique(), labelled.device)
 

@@ -1,5 +1,5 @@
-"""PEGASUS (Zhang et al. 2020, arXiv:1912.08777), after transformers' PegasusModel and its head: Marian whose blocks
-begin with their norms, with a norm after the last, and whose sinusoids are tables.
+"""PEGASUS (Zhang et al. 2020, arXiv:1912.08777), after transformers' PegasusModel and its head: Marian with pre-norm
+blocks, a final norm, and sinusoids stored in tables.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ TABLES = ("encoder.position.weight", "decoder.position.weight")
 
 @dataclass(kw_only=True)
 class PegasusConfig(MarianConfig):
-    """Fields of PEGASUS, with transformers' defaults. Texts begin with the padding token."""
+    """Fields of PEGASUS, with transformers' defaults. Generated texts begin with the padding token."""
 
     model_type: ClassVar[str] = "pegasus"
 
@@ -29,9 +29,9 @@ class PegasusConfig(MarianConfig):
 
 
 class PegasusSide(BartStyleSide):
-    """A side with a table of positions, which nothing trains.
+    """A side with a position table that is not trained.
 
-    It is a table, and not computed, because files may hold one: transformers 5 trains that of a model that was loaded.
+    The sinusoids are stored because files may hold other values: transformers 5 trains the table of a loaded model.
     """
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, position: nn.Embedding, dropout: float):
@@ -41,7 +41,7 @@ class PegasusSide(BartStyleSide):
 
 
 class Pegasus(Marian):
-    """PEGASUS with the head of `task`. Body names do not depend on the task."""
+    """PEGASUS with the head of `task`. Parameter names in the body do not depend on the task."""
 
     config_class = PegasusConfig
 

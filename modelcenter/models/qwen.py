@@ -13,8 +13,8 @@ from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
 class Qwen2Config(LlamaBodyConfig):
     """Fields of Qwen2.
 
-    sliding_window: tokens that a "sliding_attention" layer of `layer_types` sees; without layer_types those from
-    max_window_layers on are, and only with use_sliding_window.
+    sliding_window: how many tokens a token attends to in a "sliding_attention" layer of `layer_types`; if these are
+    None, the layers from max_window_layers on have a window, and only with use_sliding_window.
     """
 
     model_type: ClassVar[str] = "qwen2"
@@ -36,19 +36,19 @@ class Qwen2Config(LlamaBodyConfig):
         check_layer_types(self, self.layer_types, self.num_layers)
 
     def types_of_layers(self) -> list[str]:
-        """layer_types."""
+        """layer_types, given or derived."""
         assert self.layer_types is not None
         return self.layer_types
 
     def window(self, layer: int) -> int | None:
-        """Tokens that layer 0, 1, ... sees; None: all."""
+        """The number of tokens that a token of layer 0, 1, ... attends to; None: all."""
         assert self.layer_types is not None
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 @dataclass(kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Fields of Qwen3, whose head_dim is 128 where it says none. attention_bias: of q, k, v and out."""
+    """Fields of Qwen3; head_dim defaults to 128. attention_bias: q, k, v and out have biases."""
 
     model_type: ClassVar[str] = "qwen3"
 
@@ -57,7 +57,7 @@ class Qwen3Config(Qwen2Config):
 
 
 class Qwen2(LlamaBody):
-    """Qwen2 with the head of `task`: q, k and v have a bias."""
+    """Qwen2 with the head of `task`: q, k and v have biases."""
 
     config_class = Qwen2Config
 
@@ -68,7 +68,7 @@ class Qwen2(LlamaBody):
 
 
 class Qwen3(LlamaBody):
-    """Qwen3 with the head of `task`: heads of q and k are normed before they turn."""
+    """Qwen3 with the head of `task`: heads of q and k are normalised before the rotation."""
 
     config_class = Qwen3Config
 
@@ -79,5 +79,5 @@ class Qwen3(LlamaBody):
         return super().attention(layer, bias=c.attention_bias, window=c.window(layer), head_norm=self.norm)
 
     def tp_plan(self) -> dict[str, str]:
-        # Each rank norms its own heads.
+        # Each rank normalises its own heads.
         return super().tp_plan() | {"layers.*.attn.q_norm": "partial", "layers.*.attn.k_norm": "partial"}

@@ -1,9 +1,9 @@
 """Replaced token detection: a generator and a discriminator that are trained together (ELECTRA, Clark et al. 2020,
 arXiv:2003.10555; DeBERTa-v3, He et al. 2021, arXiv:2111.09543).
 
-The generator predicts masked tokens. Where tokens were chosen for that, the discriminator reads tokens drawn from what
-the generator predicts, and tells of every token, special ones too, whether it is another than in the text: a token
-drawn as it was counts as original. No gradient goes through the draw.
+The generator predicts masked tokens. At their positions, the discriminator reads tokens sampled from the generator's
+predictions. It predicts for every token, including special ones, whether it differs from the text: a sample equal to
+the original token counts as original. No gradient flows through the sampling.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ _TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "cu_
 
 
 class DisentangledEmbedding(nn.Module):
-    """The rows of a table that another net trains, without a gradient for it, and those of a table of differences.
+    """The sum of a row of another net's table, which gets no gradient here, and a row of a table of differences.
 
-    The table of the other net belongs to that: its parameter is not one of this module.
+    The other net's table is not a parameter of this module.
     """
 
     def __init__(self, shared: nn.Embedding, differences: Tensor):
-        """differences: (rows, width), where those of this table begin."""
+        """differences: (rows, width), the initial values of this table."""
         super().__init__()
         self._shared = (shared,)
         self.delta = Embedding(*differences.shape, padding_idx=shared.padding_idx, _weight=differences)
@@ -55,15 +55,15 @@ class ReplacedTokenPair(Model):
     """A generator (task "masked-lm") and a discriminator ("pretraining") as one model, whose loss is the generator's
     cross-entropy over the masked tokens + `discriminator_weight` times the discriminator's over all tokens.
 
-    Both keep their own names under `generator.` and `discriminator.`.
+    Their parameters have the prefixes `generator.` and `discriminator.`.
 
     Args:
-        share_embeddings: "tied": the discriminator has the embeddings of the generator, tables and norm, which get the
-            gradients of both, as in ELECTRA. "disentangled": each of its tables is the generator's, to which it gives
-            no gradient, + one of its own (DeBERTa-v3's gradient-disentangled sharing). "none": each has its own.
+        share_embeddings: "tied": the discriminator uses the generator's embedding tables and norm, which get the
+            gradients of both, as in ELECTRA. "disentangled": each of its tables is the generator's, which gets no
+            gradient from it, plus one of its own (DeBERTa-v3's gradient-disentangled sharing). "none": no sharing.
 
     Raises:
-        ValueError: nets of other tasks, with different vocabularies, or whose embeddings cannot be shared so.
+        ValueError: the nets have other tasks or different vocabularies, or their embeddings cannot be shared so.
     """
 
     tasks = ("pretraining",)
@@ -87,7 +87,7 @@ class ReplacedTokenPair(Model):
     def networks(self) -> tuple[Any, Any]:
         return self.generator, self.discriminator
 
-    # -- how it is started and split -----------------------------------------------------------------------------------
+    # -- initial values and parallelism --------------------------------------------------------------------------------
 
     @property
     def units(self) -> Any:
@@ -143,7 +143,7 @@ class ReplacedTokenPair(Model):
 
     def run(self, batch: Batch) -> ModelOutput:
         if self.training and not self._sites_named:
-            name_sites(self)  # dropouts of both nets under names of their own, else they would draw the same masks
+            name_sites(self)  # both nets at once: named separately, they would draw the same dropout masks
             self._sites_named = self.generator._sites_named = self.discriminator._sites_named = True
         counts = self.counts(batch)
         tokens = {name: batch[name] for name in _TOKENS if name in batch}
@@ -181,20 +181,20 @@ class ReplacedTokenPair(Model):
         """Run both nets.
 
         Args:
-            input_ids: (batch, seq), or packed (1, T) with cu_seqlens: what the generator reads, with masks.
-            labels: as input_ids, the token of the text where the generator is to predict it, -100 elsewhere.
-            draws: as input_ids, int64 from 0 to 2**53 - 1, random: what decides which token is drawn
+            input_ids: (batch, seq), or packed (1, T) with cu_seqlens: the masked input of the generator.
+            labels: as input_ids, the original token where the generator predicts it, -100 elsewhere.
+            draws: as input_ids, random int64 from 0 to 2**53 - 1, which decide the sampled tokens
                 (engine.loss.sample_classes); read where there is a label.
-            loss_counts: as `Model.loss_counts`. output_logits: of the generator, as Encoder.forward has it.
-            The rest: as Encoder.forward.
+            loss_counts: as `Model.loss_counts`. output_logits: of the generator, as in Encoder.forward.
+            The rest: as in Encoder.forward.
 
         Returns:
-            loss, generator_loss and discriminator_loss (not weighted); logits: (batch, seq) the discriminator's, of a
-            token's having been replaced, and replaced: whether it was, 1 or 0, -100 at padding; corrupted_ids: what the
-            discriminator read; generator_logits where asked for.
+            loss, generator_loss and discriminator_loss (not weighted); logits: (batch, seq) the discriminator's logits
+            that a token was replaced; replaced: whether it was, 1 or 0, -100 at padding; corrupted_ids: the input of
+            the discriminator; generator_logits if requested.
 
         Raises:
-            ValueError: inputs that do not fit together or the model, naming the field.
+            ValueError: the inputs do not fit together or the model; the message names the field.
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
@@ -208,9 +208,9 @@ class ReplacedTokenPair(Model):
 
 
 def _corrupted(batch: Batch, sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """What the discriminator reads, and whether each token is another than in the text: 1 or 0, -100 at padding.
+    """The input of the discriminator, and whether each token differs from the text: 1 or 0, -100 at padding.
 
-    sampled: as the input, the token that was drawn where there is a label, -100 elsewhere.
+    sampled: as the input, the sampled token where there is a label, -100 elsewhere.
     """
     ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
     drawn = sampled != IGNORE_INDEX
@@ -263,8 +263,8 @@ def _check_tables(generator: Any, discriminator: Any, how: str) -> None:
 
 @torch.no_grad()
 def _share(generator: Any, discriminator: Any, how: str) -> None:
-    """Let the discriminator have the generator's embeddings, in place. Its own values become those of both ("tied"), or
-    stay what it computes with."""
+    """Share the generator's embeddings with the discriminator, in place. With "tied" both take the discriminator's
+    values; otherwise the discriminator's embeddings keep their values."""
     for name in TABLES:
         shared, own = getattr(generator, name, None), getattr(discriminator, name, None)
         if shared is None or own is None:

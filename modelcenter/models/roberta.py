@@ -1,6 +1,6 @@
 """RoBERTa (Liu et al. 2019, arXiv:1907.11692), XLM-R (Conneau et al. 2020, arXiv:1911.02116), CamemBERT (Martin et al.
 2020, arXiv:1911.03894) and data2vec's text encoder (Baevski et al. 2022, arXiv:2202.03555), after transformers'
-RobertaModel and its heads: BERT's body with positions that count from after the padding's.
+RobertaModel and its heads: BERT's body with positions that start after that of the padding.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from modelcenter.models.padding_positions import with_positions_after_padding
 
 @dataclass(kw_only=True)
 class RobertaStyleConfig(EncoderConfig):
-    """Fields of RoBERTa, MPNet and ESM; the first padding_id + 1 of `max_positions` rows of the position table hold no
-    token."""
+    """Fields of RoBERTa, MPNet and ESM; the first padding_id + 1 of the `max_positions` rows of the position table are
+    not used for tokens."""
 
     pad_token_id: int | None = 1
 
     @property
     def padding_id(self) -> int:
-        """The token that takes no position, and the row of the position table that is its."""
+        """The padding token, which takes no position, and its row of the position table."""
         assert self.pad_token_id is not None
         return self.pad_token_id
 
@@ -34,7 +34,7 @@ class RobertaStyleConfig(EncoderConfig):
 
     @property
     def first_position(self) -> int:
-        """The row of the position table that a sequence's first token takes."""
+        """The row of the position table for the first token of a sequence."""
         return self.padding_id + 1
 
     @property
@@ -97,7 +97,7 @@ class Roberta(Encoder):
         return super().make_head(task)
 
     def with_position_ids(self, batch: Batch) -> Batch:
-        """Tokens count up from first_position in their sequence; padding among them takes no number."""
+        """Add positions that count up from first_position in each sequence and skip padding."""
         return with_positions_after_padding(batch, self.config.padding_id)
 
     def check_positions(self, batch: Batch, ctx: Packed, most: int, prefix: str = "") -> None:
@@ -120,12 +120,12 @@ class XLMRoberta(Roberta):
 
 
 class Camembert(Roberta):
-    """CamemBERT with the head of `task`: RoBERTa in French, with words of SentencePiece."""
+    """CamemBERT with the head of `task`: RoBERTa in French, with a SentencePiece vocabulary."""
 
     config_class = CamembertConfig
 
 
 class Data2VecText(Roberta):
-    """data2vec's text encoder with the head of `task`: RoBERTa that was trained to predict states in place of words."""
+    """data2vec's text encoder with the head of `task`: RoBERTa, trained to predict hidden states instead of tokens."""
 
     config_class = Data2VecTextConfig

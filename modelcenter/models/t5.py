@@ -1,7 +1,7 @@
-"""T5 v1.0 (Raffel et al. 2019, arXiv:1910.10683), v1.1, Flan-T5, mT5 and umT5, after transformers' models of them.
+"""T5 v1.0 (Raffel et al. 2019, arXiv:1910.10683), v1.1, Flan-T5, mT5 and umT5, after transformers' models.
 
-The head's matrix is the embedding or its own, and what goes into it is scaled or not: two flags that do not depend on
-each other. v1.0 ties and scales; v1.1, Flan-T5 and mT5 do neither.
+Two independent flags say whether the head is tied to the embedding, and whether its input is scaled. v1.0 ties and
+scales; v1.1, Flan-T5 and mT5 do neither.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,12 @@ class T5Config(ModelConfig):
     """Fields of T5; sizes count elements, dropouts are probabilities.
 
     Attributes:
-        num_layers: of the encoder; num_decoder_layers: None: as many. head_dim: num_heads of these need not make
-            hidden_size. gated: the feed-forward network has a gate, with the activation.
-        scale_decoder_outputs: multiply the decoder's states by hidden_size ** -0.5 before the vocabulary. None: when
-            embeddings are tied.
-        bias_per_layer: every layer has a relative position bias of its own, not one for each side.
+        num_layers: of the encoder. num_decoder_layers: None: num_layers.
+        head_dim: num_heads * head_dim need not be hidden_size.
+        gated: the feed-forward network has a gate, to which the activation applies.
+        scale_decoder_outputs: multiply the decoder's final states by hidden_size ** -0.5 before the vocabulary
+            projection. None: if embeddings are tied.
+        bias_per_layer: each layer has its own relative position bias; else each side has one.
     """
 
     model_type: ClassVar[str] = "t5"
@@ -76,12 +77,13 @@ class T5Config(ModelConfig):
 
 
 def carried_scale(x: Tensor, fp16_scale: float) -> float:
-    """What the hidden states x are carried times: fp16_scale where they or, by autocast, products are in float16."""
+    """The factor by which the hidden states x are scaled: fp16_scale if they or, under autocast, products are in
+    float16."""
     return fp16_scale if product_dtype(x) == torch.float16 else 1.0
 
 
 class T5Norm(RMSNorm):
-    """RMSNorm of hidden states that are carried times `carried_scale`, of which nothing is left in what it gives."""
+    """RMSNorm of hidden states scaled by `carried_scale`; the output is that of unscaled states."""
 
     def __init__(self, hidden_size: int, eps: float, fp16_scale: float):
         super().__init__(hidden_size, eps)
@@ -92,7 +94,7 @@ class T5Norm(RMSNorm):
 
 
 class T5Side(Side):
-    """A side with its relative position bias (None where each block has its own) and dropout before and after it."""
+    """A side with its relative position bias (None if each block has its own), and dropout before and after it."""
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module, position: RelativeBias | None, dropout: float):
         super().__init__(layers, final_norm)
@@ -101,7 +103,7 @@ class T5Side(Side):
 
 
 class BiasedBlock(PreNormBlock):
-    """A block that has a relative position bias of its own (umT5)."""
+    """A block with its own relative position bias (umT5)."""
 
     position: RelativeBias
 
@@ -110,12 +112,12 @@ class BiasedBlock(PreNormBlock):
 
 
 class T5(EncoderDecoder):
-    """T5 with the head of `task`. Body names do not depend on the task, which may have no decoder."""
+    """T5 with the head of `task`; encoder tasks have no decoder. Names in the body do not depend on the task."""
 
     config_class = T5Config
     tasks = (*EncoderDecoder.tasks, "embedding")
-    # The published models were trained in bfloat16 and have hidden states beyond 65,504, the largest number of float16.
-    # There they are carried, from the embeddings to the final norm, times this: a power of two, which rounds nothing.
+    # The published models were trained in bfloat16 and have hidden states beyond 65,504, the largest float16. In
+    # float16, hidden states are scaled by this from the embeddings to the final norm: a power of two rounds nothing.
     fp16_scale: ClassVar[float] = 2.0**-8
 
     config: T5Config
@@ -188,7 +190,8 @@ class T5(EncoderDecoder):
         return plan | {f"{side}.layers.*.position" if per_layer else f"{side}.position": "partial" for side in sides}
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """Mesh TensorFlow's: products start at unit variance, attention's scores are not scaled but its queries are."""
+        """As in Mesh TensorFlow: products start with unit variance; the scale of attention is in the weights of its
+        queries, not applied to its scores."""
         c = self.config
         factor, spec = c.initializer_factor, super().init_spec()
         narrow = factor * c.hidden_size**-0.5
@@ -201,7 +204,7 @@ class T5(EncoderDecoder):
             if kind == "ones":
                 continue
             if kind == "normal":
-                # Embeddings, the vocabulary's matrix and the head of token classification start wide.
+                # Embeddings, the vocabulary projection and the head of token classification have a large std.
                 wide = name == "embed.weight" or (name == "head.weight" and self.task[:4] in ("seq2", "toke"))
                 std = factor if wide else next((s for end, s in small.items() if name.endswith(end)), narrow)
                 spec[name] = ("normal", std)
@@ -210,7 +213,7 @@ class T5(EncoderDecoder):
 
 @dataclass(kw_only=True)
 class MT5Config(T5Config):
-    """Fields of mT5: as T5 v1.1, and the decoder's outputs are never scaled."""
+    """Fields of mT5: as in T5 v1.1, and the decoder's outputs are never scaled."""
 
     model_type: ClassVar[str] = "mt5"
 
@@ -228,7 +231,7 @@ class MT5(T5):
 
 @dataclass(kw_only=True)
 class UMT5Config(MT5Config):
-    """Fields of umT5: those of T5. The published models have a vocabulary matrix of their own and are not scaled."""
+    """Fields of umT5, as in T5. The published models have an untied vocabulary projection and no scaling."""
 
     model_type: ClassVar[str] = "umt5"
     bias_per_layer: ClassVar[bool] = True
@@ -238,6 +241,6 @@ class UMT5Config(MT5Config):
 
 
 class UMT5(T5):
-    """umT5 (Chung et al. 2023, arXiv:2304.09151) with the head of `task`: a position bias in every layer."""
+    """umT5 (Chung et al. 2023, arXiv:2304.09151) with the head of `task`; each layer has its own position bias."""
 
     config_class = UMT5Config

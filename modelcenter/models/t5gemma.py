@@ -1,5 +1,5 @@
 """T5Gemma (arXiv:2504.06225), after transformers' T5GemmaModel and its heads: an encoder and a decoder of Gemma 2's
-blocks, each with its own sizes and words; the encoder sees both ways, and the decoder the encoder's states.
+blocks, each with its own sizes and embeddings; the encoder is bidirectional, the decoder has cross-attention.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from modelcenter.models.two_configs import TwoConfigs
 
 @dataclass(kw_only=True)
 class T5GemmaSideConfig(Gemma2Config):
-    """Fields of a side: Gemma 2's, of which dropouts and whether embeddings are tied are those of the whole."""
+    """Fields of a side: Gemma 2's; dropouts and tie_embeddings are those of the whole model."""
 
     model_type: ClassVar[str] = "t5_gemma_module"
 
@@ -39,10 +39,10 @@ class T5GemmaSideConfig(Gemma2Config):
 
 @dataclass(kw_only=True)
 class T5GemmaConfig(TwoConfigs):
-    """Fields of T5Gemma; dropouts are probabilities. Fields of None are as the decoder's config has them, and texts
-    that are written begin with its bos_token_id.
+    """Fields of T5Gemma; dropouts are probabilities. Fields that are None have the values of the decoder's config, and
+    generated texts begin with its bos_token_id.
 
-    tie_embeddings: the vocabulary's matrix is the decoder's table.
+    tie_embeddings: the vocabulary projection is the decoder's embedding table.
     """
 
     model_type: ClassVar[str] = "t5gemma"
@@ -70,7 +70,7 @@ class T5GemmaConfig(TwoConfigs):
 
 
 class T5GemmaSide(Side):
-    """A side with its words, its angles, and dropout before and after it."""
+    """A side with its embeddings, its rotary angles, and dropout before and after it."""
 
     embed: nn.Embedding
 
@@ -81,7 +81,7 @@ class T5GemmaSide(Side):
 
 
 class T5Gemma(EncoderDecoder):
-    """T5Gemma with the head of `task`. Body names do not depend on the task, which may have no decoder."""
+    """T5Gemma with the head of `task`; encoder tasks have no decoder. Names in the body do not depend on the task."""
 
     config_class = T5GemmaConfig
     tasks = ("base", "seq2seq-lm", "sequence-classification", "token-classification", "text-encoding", "embedding")
@@ -112,7 +112,7 @@ class T5Gemma(EncoderDecoder):
             return UnitOffsetRMSNorm(width, c.norm_eps)
 
         def attention(layer: int) -> nn.Module:
-            # Of both ways the last that a token sees is so far away, of one way it is nearer.
+            # In both directions, tokens up to sliding_window away are visible; in one, that many including the token.
             window = c.sliding_window if decodes else c.sliding_window + 1
             near = window if c.slides(layer) else None
             return SelfAttention(width, c.num_heads, whole.attention_dropout, causal=decodes, window=near, **sizes)
@@ -150,13 +150,13 @@ class T5Gemma(EncoderDecoder):
 
     @property
     def embed(self) -> nn.Embedding:  # type: ignore[override]
-        """The decoder's words, which a tied head reads; without a decoder the encoder's."""
+        """The decoder's embedding table, which a tied head uses; without a decoder, the encoder's."""
         return (self.decoder or self.encoder).embed
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
-        """The caller's embeddings are scaled, too, as in transformers."""
+        """Also scales the caller's embeddings, as transformers does."""
         assert isinstance(side, T5GemmaSide)
         return side.embed_dropout(scaled_by_width(x), ctx)
 
@@ -169,9 +169,9 @@ class T5Gemma(EncoderDecoder):
         ctx.rotary = side.rotary(ctx.positions, x.dtype, ctx.longest)
 
     def classified_tokens(self, ctx: Packed, batch: Batch) -> Tensor:
-        """The place behind the last token that is not pad_token_id, where the decoder, whose input is moved, has read
-        that; or the last one, if there is none behind. So it is in transformers in a row without padding; in a padded
-        batch of transformers all rows but the longest have one more place."""
+        """The position after the last token that is not pad_token_id, at which the decoder has read that token because
+        its input is shifted; or the last position, if there is none after it. transformers does the same in a row
+        without padding; in a padded batch, its rows have one more position, except the longest."""
         last, ids = ctx.last_tokens(), batch.get("input_ids")
         if ids is None or tuple(ids.shape) != ctx.shape:
             return last
@@ -179,7 +179,7 @@ class T5Gemma(EncoderDecoder):
         return torch.where(found < 0, last, torch.minimum(found + 1, last))
 
     def _decoder_output(self, batch: Batch, *sides: Any) -> ModelOutput:
-        """Beside a classifier's logits stand the decoder's states alone, as in transformers."""
+        """With a classifier's logits, only the decoder's states are returned, as in transformers."""
         out = super()._decoder_output(batch, *sides)
         if self.task != "sequence-classification":
             return out
@@ -207,7 +207,7 @@ class T5Gemma(EncoderDecoder):
         return [self.encoder.embed] if self.ties_head else list(self.word_tables().values())
 
     def init_spec(self) -> dict[str, tuple[Any, ...]]:
-        """Norms start with 1 + 0, and heads smaller the more rows they have."""
+        """Norms start as 1 + 0; the std of a head falls with its number of rows."""
         spec = super().init_spec()
         for name, (kind, *std) in spec.items():
             if kind == "ones":

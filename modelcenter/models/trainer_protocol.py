@@ -1,4 +1,4 @@
-"""What the Hugging Face Trainer asks of a model beyond `forward`, answered for every architecture."""
+"""The attributes and methods that the Hugging Face Trainer uses besides `forward`, for every architecture."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,13 +11,12 @@ from modelcenter.config import ModelConfig
 
 
 class GenerationSettings(dict[str, Any]):
-    """What generation_config.json says, also as attributes, by which Trainer reads and sets special tokens.
+    """The content of generation_config.json, also as attributes, through which Trainer reads and sets special tokens.
 
-    Without such a file attributes are the tokens that the model's config had, and the first one that is set brings
-    these along: a file takes the place of all that transformers reads from config.json. A model that writes no text
-    gets none by it.
+    Without such a file, the attributes are the tokens of the model's config. Setting one stores the others as well,
+    because transformers then reads the file instead of config.json. A model that does not generate text gets none.
 
-    Seq2SeqTrainer asks for transformers' defaults, and how long to make texts by padding; the file gets none of it.
+    Seq2SeqTrainer also reads transformers' defaults and the length to pad generated texts to; these are not stored.
     """
 
     _from_model_config = False
@@ -52,7 +51,7 @@ class GenerationSettings(dict[str, Any]):
 
 
 class TrainerProtocol(nn.Module):
-    """Mixin of `Model`, with what transformers.Trainer reads, sets and calls."""
+    """Mixin of `Model` with the members that transformers.Trainer reads, sets and calls."""
 
     config: ModelConfig
     task: str
@@ -60,23 +59,23 @@ class TrainerProtocol(nn.Module):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Whether num_items_in_batch can divide the loss; Trainer divides that of several terms by microbatches."""
+        """Whether num_items_in_batch can divide the loss; Trainer divides a loss with several terms by microbatches."""
         head: Any = getattr(self, "head", None)
         return head is None or len(head.counts({})) == 1
 
     @property
     def writes_text(self) -> bool:
-        """Whether the task has `generate`."""
+        """Whether the task supports `generate`."""
         return self.task in ("causal-lm", "seq2seq-lm")
 
     @property
     def loss_type(self) -> str | None:
-        """Of a type that predicts label t + 1 at token t, Trainer counts no first label in num_items_in_batch."""
+        """For a causal type, Trainer does not count first labels, which nothing predicts, in num_items_in_batch."""
         return "ForCausalLM" if self.task == "causal-lm" else None
 
     def _get_name(self) -> str:
-        """Trainer shifts the labels of label_smoothing_factor for models of these names only. As not all of our classes
-        are in transformers, one of its names stands for all that predict the next token."""
+        """Trainer shifts the labels for label_smoothing_factor only if it knows the class name as a causal model's. Not
+        all of our classes are in transformers, so all next-token models return one of its names."""
         return super()._get_name() if self.loss_type is None else "GPT2LMHeadModel"
 
     def __repr__(self) -> str:
@@ -84,8 +83,8 @@ class TrainerProtocol(nn.Module):
 
     @property
     def generation_config(self) -> GenerationSettings:
-        """The checkpoint's generation_config.json, with the settings that the model was loaded with. `generate` takes
-        end and padding tokens from it, and these settings."""
+        """The checkpoint's generation_config.json and the settings that the model was loaded with, from which
+        `generate` takes the end and padding tokens and its defaults."""
         return self._generation_config
 
     @generation_config.setter
@@ -103,11 +102,11 @@ class TrainerProtocol(nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Let every n-th layer compute its activations again in backward, for --gradient_checkpointing of Trainer. A
-        layer that is recomputed by its Policy stays as it is.
+        """Recompute the activations of every n-th layer in backward, for --gradient_checkpointing of Trainer. Layers
+        that are recomputed by the Policy do not change.
 
         Args:
-            activation_checkpointing_kwargs: of torch.utils.checkpoint, and without effect: it is never reentrant.
+            activation_checkpointing_kwargs: of torch.utils.checkpoint; ignored: checkpointing is never reentrant.
 
         Raises:
             ValueError: offload.
@@ -118,7 +117,7 @@ class TrainerProtocol(nn.Module):
                 "activations in host memory"
             )
         for unit in self.shard_units()[::every_n_layers]:
-            own = vars(unit).get("forward")  # the engine's says what it does
+            own = vars(unit).get("forward")  # set by the engine, if any
             if not isinstance(own, functools.partial) and getattr(own, "recompute", "none") == "none":
                 unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
 
@@ -128,14 +127,14 @@ class TrainerProtocol(nn.Module):
             if isinstance(wrapped := vars(unit).pop("forward", None), functools.partial):
                 (wrapped,) = wrapped.args
             if wrapped is not None and getattr(wrapped, "__func__", None) is not type(unit).forward:
-                unit.forward = wrapped  # of a unit that casts its parameters
+                unit.forward = wrapped  # the unit casts its parameters
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """`activation_checkpointing_enable`, as transformers named it before 5.24."""
+        """`activation_checkpointing_enable` under its name before transformers 5.24."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """`activation_checkpointing_disable`."""
+        """`activation_checkpointing_disable` under its name before transformers 5.24."""
         self.activation_checkpointing_disable()

@@ -1,4 +1,4 @@
-"""The configuration of an encoder-decoder whose sides have one each."""
+"""The config of an encoder-decoder with one config per side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from modelcenter.config import ModelConfig
 
 @dataclass(kw_only=True)
 class TwoConfigs(ModelConfig):
-    """The configurations of both sides, or mappings of their fields and model_type.
+    """The configs of both sides, or mappings of their fields and model_type.
 
     vocab_size is the decoder's, hidden_size the encoder's.
 
@@ -43,7 +43,7 @@ class TwoConfigs(ModelConfig):
 
     @property
     def max_tokens(self) -> int:
-        """What both sides take."""
+        """The number of tokens that both sides support."""
         return min(self.encoder.max_tokens, self.decoder.max_tokens)
 
     @property
@@ -51,10 +51,10 @@ class TwoConfigs(ModelConfig):
         return self.decoder.max_tokens
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed; vocab_size of both sides.
+        """A copy with some fields changed; vocab_size changes in both sides.
 
         Raises:
-            ValueError: an unknown field; another vocab_size, where the sides have vocabularies of two sizes.
+            ValueError: a field is unknown, or vocab_size changes while the sides have different ones.
         """
         if (words := changes.pop("vocab_size", None)) is not None:
             sizes = self.encoder.vocab_size, self.decoder.vocab_size

@@ -1,4 +1,4 @@
-"""Change the size of a vocabulary: the table of words, the head's matrix and bias where it has its own, the config."""
+"""Resizing the vocabulary: the embedding table, the head's own matrix and bias if it has them, and the config."""
 
 import hashlib
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from modelcenter.layers.heads import VocabularyHead
 
-SPREAD = 1e-9  # of the variance of the old rows, that of new ones; transformers' default
+SPREAD = 1e-9  # variance of new rows / variance of old rows; transformers' default
 
 
 def resize(model: Any, size: int | None, multiple: int | None, seed: int) -> nn.Embedding:
@@ -22,7 +22,7 @@ def resize(model: Any, size: int | None, multiple: int | None, seed: int) -> nn.
         )
     if size == old:
         return model.embed
-    config = model.config.replace(vocab_size=size)  # which may refuse it, before anything has changed
+    config = model.config.replace(vocab_size=size)  # raises before anything has changed
     for name, table in model.word_tables().items():
         _resize_rows(table.weight, f"{name}.weight", old, size, seed)
         table.num_embeddings = table.weight.shape[0]
@@ -48,9 +48,9 @@ def _new_size(old: int, size: int | None, multiple: int | None) -> int:
 
 @torch.no_grad()
 def _resize_rows(rows: Tensor, name: str, old: int, size: int, seed: int) -> None:
-    """Change the number of words from `old` to `size`, in place; rows after the words (CPM-Ant's prompts) stay last.
+    """Change the number of token rows from `old` to `size`, in place; rows after them (CPM-Ant's prompts) stay last.
 
-    The parameter stays the same object, so an optimizer that has no state of it yet goes on with it.
+    The parameter stays the same object, so that an optimizer without a state for it yet remains valid.
     """
     words, after = rows[:old], rows[old:]
     if size > old:

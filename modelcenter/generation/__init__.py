@@ -1,9 +1,10 @@
-"""Text generation: greedy, sampling and beam search, one code for decoder-only and encoder-decoder models.
+"""Text generation: greedy search, sampling and beam search, for decoder-only and encoder-decoder models.
 
 generate.py    `model.generate`: from the arguments to the texts
-settings.py    the arguments, checked
+arguments.py   combining the arguments with the checkpoint's settings
+settings.py    checking the settings
 search.py      greedy search, sampling and beam search
-scores.py      penalties, and what sampling cuts off
-state.py       the model between two tokens: its cache and its next scores
-stopping.py    ends of a text beside its end token
+scores.py      penalties, and the truncation before sampling
+state.py       the model between two tokens: its cache and the scores of the next token
+stopping.py    stop strings
 """

@@ -1,5 +1,5 @@
-"""What a call of `generate` asks for, and what the checkpoint's files do: Settings, and warnings of what nobody
-follows."""
+"""Combining the arguments of `generate` with the checkpoint's files into Settings, with warnings about settings that
+have no effect."""
 
 import functools
 import logging
@@ -11,7 +11,7 @@ from modelcenter.generation.settings import FORCED, LEAST, MOST, Settings, Speci
 from modelcenter.generation.stopping import StopStrings
 
 _log = logging.getLogger(__name__)
-# Settings of a checkpoint's files that change a greedy text, with the values at which they do not.
+# Settings in checkpoint files that change the result of greedy search, with the values at which they do not.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
     "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
@@ -30,16 +30,16 @@ def resolve_settings(
     pad_token_id: int | None,
     stop: StopStrings,
 ) -> Settings:
-    """What is asked for as Settings.
+    """The Settings of a call of `generate`.
 
-    Warns of what the checkpoint's files ask for and nobody follows, and of texts that are to be longer than they may.
+    Warns of settings in the checkpoint's files that have no effect, and of a minimum length above the maximum.
 
     Args:
-        asked: arguments of `generate` by name, with the defaults of the model; those that are none of Settings are
-            taken out. prompt_length: columns of the prompts.
+        asked: the arguments of `generate` by name, with the defaults of the model; those that are not fields of
+            Settings are removed. prompt_length: columns of the prompts.
 
     Raises:
-        ValueError: as Settings and SpecialTokens; a length that is no number or leaves no room.
+        ValueError: as Settings and SpecialTokens; a length is not a number or leaves no room for new tokens.
     """
     encodes = bool(getattr(model, "is_encoder_decoder", False))
     checkpoint = {**model.config.special_tokens(), **model.generation_config}
@@ -65,9 +65,9 @@ def resolve_settings(
 
 
 def _new_tokens(max_new_tokens: int | None, max_length: int | None, length: int) -> int:
-    """The number of tokens to add at most to the first `length`.
+    """The maximum number of tokens to add after the first `length`.
 
-    Raises ValueError: max_length is no number, or leaves room for none.
+    Raises ValueError if max_length is not a number, or leaves no room.
     """
     if max_new_tokens is not None or max_length is None:
         return 20 if max_new_tokens is None else max_new_tokens
@@ -77,7 +77,7 @@ def _new_tokens(max_new_tokens: int | None, max_length: int | None, length: int)
 
 
 def _least_tokens(min_new_tokens: int | None, min_length: int | None, length: int) -> int:
-    """The number of tokens to add at least to the first `length`. Raises ValueError: min_length is no number."""
+    """The minimum number of tokens to add after the first `length`. Raises ValueError if min_length is not a number."""
     if min_new_tokens is not None or min_length is None:
         return min_new_tokens or 0
     check_whole("min_length", min_length, 0)
@@ -85,8 +85,8 @@ def _least_tokens(min_new_tokens: int | None, min_length: int | None, length: in
 
 
 def _settings_of_file(model: Any) -> tuple[str, Mapping[str, Any]]:
-    """(file of the checkpoint that says how texts are generated, its settings), as transformers finds them: files of
-    its version 4 may have them in config.json, and of an encoder-decoder in what that says of the decoder."""
+    """(name of the checkpoint file with generation settings, its settings), found as in transformers: files of its
+    version 4 may have them in config.json, those of encoder-decoders in its entry for the decoder."""
     if model.generation_config:
         return "generation_config.json", model.generation_config
     decoder = getattr(model.config, "decoder", None)
@@ -95,8 +95,8 @@ def _settings_of_file(model: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _unused_settings(model: Any, used: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """The file of a checkpoint and what it asks for and is not used, as NAME=VALUE; without what the model was loaded
-    with, which the caller knows of."""
+    """The checkpoint's file and its settings that have no effect, as NAME=VALUE; without those that the caller gave
+    when loading the model."""
     file, asked = _settings_of_file(model)
     names = [name for name in _NO_EFFECT if asked.get(name) is not None and name not in model.generation_defaults]
     left = [name for name in names if asked[name] not in _NO_EFFECT[name] and asked[name] != used.get(name)]
@@ -105,7 +105,7 @@ def _unused_settings(model: Any, used: Mapping[str, Any]) -> tuple[str, tuple[st
 
 @functools.cache
 def _warn_unused(file: str, settings: tuple[str, ...]) -> None:
-    """Warn of settings that a file of the checkpoint asks for and nobody follows; once for the same ones."""
+    """Warn of settings in a checkpoint file that have no effect; once for the same settings."""
     if settings:
         shown = ", ".join(settings)
         _log.warning(
@@ -118,7 +118,7 @@ def _warn_unused(file: str, settings: tuple[str, ...]) -> None:
 
 @functools.cache
 def _warn_cut(least_name: str, least: int, most_name: str, most: int) -> None:
-    """Warn of texts that are to have more tokens than they may; once for the same numbers."""
+    """Warn of a minimum length above the maximum; once for the same numbers."""
     _log.warning(
         "%s asks for %d new tokens and %s allows %d: texts are cut there, at no end token; raise this or lower that",
         least_name,

@@ -1,4 +1,4 @@
-"""`model.generate`: arguments are checked, prompts go in, texts come out."""
+"""`model.generate`: from prompts and arguments to texts."""
 
 import difflib
 import inspect
@@ -18,7 +18,7 @@ from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.layout import check_tensor
 from modelcenter.layers.modes import evaluating
 
-# Arguments of transformers' generate that have another name here.
+# Arguments of transformers' generate -> what to use instead.
 _INSTEAD = {
     "position_ids": "a prompt is counted from its first token, wherever its padding stands",
     "length": "attention_mask says which are tokens",
@@ -29,9 +29,9 @@ _INSTEAD = {
     "bad_words_ids": "`banned` are tokens that a row does not get",
     "suppress_tokens": "`banned` are tokens that a row does not get",
 }
-# What transformers' Seq2SeqTrainer gives beside the prompts, and generate does without, there and here.
+# Arguments of transformers' Seq2SeqTrainer that generate ignores, there and here.
 _PASSED_OVER = {"labels", "synced_gpus"}
-# Inputs of forward that `generate` works out itself, or that are not of a prompt's tokens.
+# Inputs of forward that `generate` sets itself, or that are not per token of a prompt.
 _NOT_OF_TOKENS = {
     "inputs_embeds", "position_ids", "cu_seqlens", "num_items_in_batch", "num_choices", "next_sentence_label",
     "start_positions", "end_positions", "length",
@@ -71,46 +71,49 @@ def generate(
     banned: Tensor | None = None,
     **more: Tensor,
 ) -> Tensor:
-    """Continue prompts, or write what an encoder-decoder makes of its input; as transformers' `generate`.
+    """Continue prompts, or generate the output texts of an encoder-decoder, as transformers' `generate`.
 
-    A setting that is None is what the model was loaded with (from_pretrained(name, num_beams=4)), else greedy search's.
+    A setting that is None has the value that the model was loaded with (from_pretrained(name, num_beams=4)), else that
+    of greedy search.
 
     Args:
-        input_ids: (batch, seq). attention_mask: (batch, seq), 0 at padding, which may stand on either side; None: at
-            the padding token, unless that ends sequences, too.
-        max_new_tokens: tokens to add at most; without either of the two 20.
-        max_length: of the result, with the columns of the prompts, or with the token that a decoder begins with.
-        min_new_tokens, min_length: no token ends a sequence before it has so many; counted alike.
-        num_beams: sequences that beam search keeps for each row; 1: none. early_stopping: end a row's search when
-            num_beams have ended, whatever might still come; "never": only when no longer one could be better.
-            length_penalty: exponent of the length that divides a sequence's score; above 0 favours long ones.
-        do_sample: draw tokens instead of taking the best; temperature divides the scores, top_k keeps so many (0: all),
-            top_p the fewest whose probabilities reach it.
-        repetition_penalty: divides the score of tokens that came already. no_repeat_ngram_size: n: no n tokens twice.
-        num_return_sequences: of each row, neighbours in the result.
-        eos_token_id: tokens that end a sequence, [] for none; pad_token_id: after an end. None: the checkpoint's.
-        forced_bos_token_id: what a text begins with, behind the token that the decoder begins with.
-            forced_eos_token_id: what it ends with where it gets no more tokens. [] for none; None: an encoder-decoder's
-            checkpoint says.
-        stop_strings: texts that end a sequence, found by decoding with `tokenizer`.
-        streamer: is given the prompt and then each new token by `put(tensor)`, and `end()`; one row, no beams.
-        seed: of the draws; None: torch's generator decides.
-        token_inputs: what else the model's forward takes of the prompts' tokens, (batch, seq) each; a new token has
-            that of the last. other_inputs: what it takes in each forward.
-        more: token_inputs by their names, as a tokenizer returns them:
+        input_ids: (batch, seq). attention_mask: (batch, seq), 0 at padding on either side; None: 0 at the padding
+            token, unless that is also an end token.
+        max_new_tokens: the maximum number of new tokens; default 20 if max_length is not given either.
+        max_length: the maximum length of the result, including the columns of the prompts or the decoder's start token.
+        min_new_tokens, min_length: sequences do not end before these lengths, counted in the same way.
+        num_beams: the number of sequences that beam search keeps per row; 1: no beam search. early_stopping: end the
+            search of a row as soon as num_beams sequences have ended; "never": only when no longer one could be better.
+            length_penalty: a sequence's score is divided by its length to this power; above 0 favours long ones.
+        do_sample: sample tokens instead of taking the best. temperature divides the scores; top_k keeps this many
+            tokens (0: all); top_p keeps the fewest tokens whose total probability reaches it.
+        repetition_penalty: divides the scores of tokens that have occurred. no_repeat_ngram_size: n-grams of this size
+            do not occur twice.
+        num_return_sequences: sequences per row, adjacent in the result.
+        eos_token_id: tokens that end a sequence; []: none. pad_token_id: fills the row after an end. None: the
+            checkpoint's.
+        forced_bos_token_id: the first token of a text, after the decoder's start token. forced_eos_token_id: the last
+            token of a text that reaches the maximum length. []: none; None: an encoder-decoder's checkpoint decides.
+        stop_strings: strings that end a sequence, found by decoding with `tokenizer`.
+        streamer: receives the prompt and then each new token through `put(tensor)`, and a final `end()`; only for one
+            row without beams.
+        seed: seeds sampling; None: torch's generator is used.
+        token_inputs: further inputs of forward for the prompts' tokens, (batch, seq) each; a new token has the value of
+            the last. other_inputs: further inputs of each forward.
+        more: token_inputs by name, as a tokenizer returns them:
             generate(**tokenizer(texts, padding=True, return_tensors="pt")). Labels have no effect.
-        banned: (batch, vocabulary) bool, True at tokens that a row does not get.
+        banned: (batch, vocabulary) bool, True at tokens that a row must not contain.
 
     Returns:
-        (batch * num_return_sequences, length): the prompts as they came and the new tokens, or for an encoder-decoder
-        the decoder's tokens; `pad_token_id` after each end.
+        (batch * num_return_sequences, length): the given prompts with the new tokens or, for an encoder-decoder, the
+        decoder's tokens; `pad_token_id` after each end.
 
-    On a sharded model every rank calls it, each with rows of its own, and takes steps until all have ended. The ranks
-    of a pipeline (pp_size) call it with the same rows and arguments, and return the same tokens.
+    On a sharded model every rank calls this, each with its own rows, and takes steps until all have ended. The ranks of
+    a pipeline (pp_size) call it with the same rows and arguments, and return the same tokens.
 
     Raises:
-        ValueError: an argument out of range or of the wrong kind, a model without a language-model head, a prompt that
-            leaves no room in the position table, or other rows on another rank of the pipeline.
+        ValueError: an argument is out of range or has the wrong type, the model has no language-modelling head, a
+            prompt leaves no room in the position table, or another rank of the pipeline has other rows.
     """
     _check_call(model, input_ids)
     more = {name: value for name, value in more.items() if name not in _PASSED_OVER}
@@ -159,7 +162,7 @@ def generate(
 
 
 def _check_call(model: Any, input_ids: Any) -> None:
-    """Raise ValueError for a model that writes no text, or prompts that are no tensor of tokens."""
+    """Raise ValueError if the model cannot generate text, or the prompts are not a tensor of tokens."""
     if not model.writes_text:
         raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
     check_tensor("input_ids", input_ids, "a tensor of shape (batch, seq)")
@@ -168,23 +171,23 @@ def _check_call(model: Any, input_ids: Any) -> None:
 
 
 def _generator(model: Any, settings: Settings, device: torch.device) -> torch.Generator:
-    """What samples are drawn from; the same on all stages of a pipeline."""
+    """The random generator of sampling, in the same state on all stages of a pipeline."""
     seed = int(torch.randint(2**62, ())) if settings.seed is None else settings.seed
-    if (pipeline := getattr(model, "pipeline", None)) is not None:  # whose stages draw different seeds
+    if (pipeline := getattr(model, "pipeline", None)) is not None:  # without this, stages would draw different seeds
         seed = int(pipeline.from_last(torch.tensor([seed], device=device)))
     return torch.Generator(device).manual_seed(seed)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """What torch.compile was given runs as it is written: it compiles anew as a cache grows, for minutes, to no gain in
-    steps of few tokens, and inductor takes attention over a cache of T5 for another."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled; to import it takes a second
+    """Run compiled models eagerly: torch.compile would recompile as the cache grows, for minutes and without a gain in
+    steps of few tokens, and inductor compiles T5's attention over a cache incorrectly."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 def _inputs_of_tokens(model: Any, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that have no parameter of their own: what the model's forward takes of each token of the prompts."""
+    """The arguments without a parameter of their own, which must be inputs of forward for each token of a prompt."""
     known = inspect.signature(model.forward).parameters
     for name, value in more.items():
         of_tokens = name not in _NOT_OF_TOKENS and not name.startswith(("decoder_", "encoder_"))

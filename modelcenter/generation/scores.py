@@ -1,4 +1,4 @@
-"""Changes to the scores of the next token, in the order of transformers: penalties, then what sampling cuts off."""
+"""Changes to the scores of the next token, in transformers' order: penalties, then the truncation before sampling."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from modelcenter.generation.settings import Settings
 def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
     """Scores (rows, vocab_size) after repetition_penalty, no_repeat_ngram_size and min_new_tokens.
 
-    prompts: (rows, longest), each at the right end of its row, -1 before it; new: (rows, n), the tokens behind them.
+    prompts: (rows, longest), right-aligned, -1 before each; new: (rows, n), the tokens after them.
     """
     if new.shape[1] < s.min_new_tokens:
         ends = torch.tensor(s.tokens.eos, dtype=torch.long, device=scores.device)
@@ -19,7 +19,7 @@ def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tens
         return scores
     tokens = torch.cat((prompts, new), 1)
     if s.repetition_penalty != 1.0:
-        # In the empty places stands a token that came in any case: the last one.
+        # Fill the empty positions with a token that has occurred anyway: the last one.
         came = torch.where(tokens < 0, tokens[:, -1:], tokens)
         seen = scores.gather(1, came)
         seen = torch.where(seen < 0, seen * s.repetition_penalty, seen / s.repetition_penalty)
@@ -33,7 +33,7 @@ def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tens
 
 
 def next_scores(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
-    """`penalised`, none of banned tokens, and no others where a text is forced to begin or to end with certain ones."""
+    """`penalised`, without banned tokens, and only forced tokens where a text must begin or end with one."""
     scores = penalised(scores, prompts, new, s)
     if s.tokens.banned:
         scores = scores.index_fill(1, torch.tensor(s.tokens.banned, device=scores.device), -torch.inf)
@@ -49,7 +49,7 @@ def next_scores(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Te
 
 
 def narrowed(scores: Tensor, s: Settings, keep: int = 1) -> Tensor:
-    """Scores after temperature, top_k and top_p, with at least `keep` tokens left."""
+    """Scores after temperature, top_k and top_p, which leave at least `keep` tokens."""
     if s.temperature != 1.0:
         scores = scores / s.temperature
     if s.top_k:

@@ -10,7 +10,7 @@ from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import State
 from modelcenter.generation.stopping import StopStrings
 
-_NEVER = -1e9  # a score that no sequence has
+_NEVER = -1e9  # below the score of any sequence
 
 
 def _drawn(scores: Tensor, count: int, rng: torch.Generator | None) -> Tensor:
@@ -52,14 +52,14 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
 
 
 def _num_candidates(s: Settings) -> int:
-    """So many that num_beams go on even if the others end."""
+    """The number of candidates with which num_beams continue even if the others end."""
     return max(2, 1 + len(s.tokens.eos)) * s.num_beams
 
 
 def _beam_candidates(
     state: State, running: Tensor, scores: Tensor, s: Settings, rng: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best continuations of each row's beams, or those drawn, each (rows, count): scores, beams, next tokens."""
+    """The best, or sampled, continuations of each row's beams: scores, beams, next tokens, each (rows, count)."""
     start = state.tokens.shape[1]
     log_probs = next_scores(state.logits.log_softmax(-1), state.written, running[:, :, start:].flatten(0, 1), s)
     if s.do_sample:
@@ -77,11 +77,11 @@ def _beam_candidates(
 
 
 class _EndedBeams:
-    """The best num_beams texts of each row that have ended; the prompt alone where fewer have.
+    """The best num_beams ended texts of each row; only the prompt in the slots of missing ones.
 
     Attributes:
-        tokens: (rows, num_beams, longest). lengths: (rows, num_beams) of them.
-        scores: (rows, num_beams). filled: (rows, num_beams), there is a text.
+        tokens: (rows, num_beams, longest). lengths: (rows, num_beams) of the texts.
+        scores: (rows, num_beams). filled: (rows, num_beams), whether the slot has a text.
     """
 
     def __init__(self, running: Tensor, longest: int, s: Settings):
@@ -93,12 +93,12 @@ class _EndedBeams:
         self.scores = torch.full(size, _NEVER, device=device)
         self.filled = torch.zeros(size, dtype=torch.bool, device=device)
         self.lengths = torch.full(size, start, device=device)
-        self.open = torch.ones(size[0], 1, dtype=torch.bool, device=device)  # a better text may come
+        self.open = torch.ones(size[0], 1, dtype=torch.bool, device=device)  # whether a better text is possible
 
     def add(self, texts: Tensor, scores: Tensor, new_length: int, ended: Tensor) -> None:
-        """Consider texts (rows, count, length) with sums of log-probabilities `scores`, those that `ended` now.
+        """Add those of the texts (rows, count, length), with sums of log-probabilities `scores`, that `ended` now.
 
-        new_length: tokens of them that are not the prompt's.
+        new_length: their tokens after the prompt.
         """
         s, longest, length = self.settings, self.tokens.shape[2], texts.shape[2]
         final = scores / new_length**s.length_penalty
@@ -112,32 +112,32 @@ class _EndedBeams:
         self.lengths = torch.cat((self.lengths, lengths), 1).gather(1, chosen)
 
     def close(self, running: Tensor, new_length: int) -> None:
-        """Close the rows whose worst text is no worse than what the best running one, of score `running` (rows, 1),
-        may reach at `new_length` tokens."""
+        """Close the rows whose worst text is at least as good as the best running one, of score `running` (rows, 1),
+        can become at `new_length` tokens."""
         worst = torch.where(self.filled, self.scores.min(1, keepdim=True).values, _NEVER)
         possible = running / new_length**self.settings.length_penalty
         self.open = self.open & (possible > worst).any(1, keepdim=True)
 
     def best(self) -> Tensor:
-        """(rows * num_return_sequences, length), cut behind the longest."""
+        """(rows * num_return_sequences, length), cut after the longest."""
         count = self.settings.num_return_sequences
         return self.tokens[:, :count].flatten(0, 1)[:, : int(self.lengths[:, :count].max())]
 
 
 def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | None) -> Tensor:
-    """Beam search: the num_return_sequences best of each row.
+    """Beam search: the num_return_sequences best sequences of each row.
 
-    As transformers: a row keeps num_beams running sequences and its num_beams best ended ones, scored by the sum of
-    log-probabilities over length ** length_penalty; it goes on while the best running one, at its present length, beats
-    the worst ended one. With early_stopping it ends when num_beams have ended; with "never" and a length_penalty above
-    0 the best running one counts as if it had the greatest length.
+    As in transformers, a row keeps num_beams running sequences and its num_beams best ended ones, scored by the sum of
+    log-probabilities over length ** length_penalty. It continues while the best running one, at its present length, has
+    a higher score than the worst ended one. With early_stopping it stops when num_beams have ended; with "never" and a
+    length_penalty above 0, the best running one is scored at the maximum length.
     """
     rows, beams, device, start = len(state.tokens), s.num_beams, state.tokens.device, state.tokens.shape[1]
     longest = start + s.max_new_tokens
     state.repeat(beams)
     running = state.tokens.view(rows, beams, start)
     scores = torch.zeros(rows, beams, device=device)
-    scores[:, 1:] = _NEVER  # all beams of a row are the same as yet
+    scores[:, 1:] = _NEVER  # at first all beams of a row are the same
     ended = _EndedBeams(running, longest, s)
     offsets = torch.arange(rows, device=device)[:, None] * beams
     among_best = torch.arange(_num_candidates(s), device=device) < beams

@@ -1,4 +1,4 @@
-"""What `generate` is asked for, checked."""
+"""The settings of `generate`, with checks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from modelcenter.generation.stopping import stop_texts
 
-# Tokens that a text is made to begin, and at its greatest length to end with.
+# Tokens with which a text is forced to begin and, at its maximum length, to end.
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
-# The same in new tokens and in all of the result.
+# The same limit, counting new tokens and counting the whole result.
 MOST, LEAST = ("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise ValueError, which names the argument, for another value than a whole number of at least `least`."""
+    """Raise ValueError, naming the argument, unless the value is an integer of at least `least`."""
     if not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name}: got {value!r}, expected a whole number of at least {least}")
 
 
 def _numbers(value: Any, name: str) -> list[int]:
-    """Token numbers from one, several or none. Raises ValueError: one that is no number."""
+    """Token ids from one, several or none. Raises ValueError if one is not a number."""
     value = value.tolist() if isinstance(value, Tensor) else value
     ids = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
     if not all(isinstance(token, Integral) for token in ids):
@@ -34,7 +34,7 @@ def _numbers(value: Any, name: str) -> list[int]:
 
 
 def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
-    """As _numbers. Raises ValueError: also for one that the vocabulary does not have."""
+    """As _numbers. Also raises ValueError for an id outside the vocabulary."""
     ids = _numbers(value, name)
     for token in ids:
         if not 0 <= token < vocab_size:
@@ -43,8 +43,8 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
 
 
 def _start(checkpoint: Mapping[str, Any], pads: Sequence[int], vocab_size: int) -> int | None:
-    """The token that a decoder begins with: what the checkpoint names first, else the padding token; None: it names
-    neither. Raises ValueError: it is not one token of the vocabulary."""
+    """The decoder's start token: the first one that the checkpoint gives, else the padding token; None: it gives
+    neither. Raises ValueError if it is not one token of the vocabulary."""
     names = ("decoder_start_token_id", "bos_token_id")
     name = next((name for name in names if checkpoint.get(name) is not None), None)
     if name is None:
@@ -59,15 +59,15 @@ def _start(checkpoint: Mapping[str, Any], pads: Sequence[int], vocab_size: int) 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens that begin, end and fill texts.
+    """Tokens that begin, end and pad texts.
 
     Attributes:
-        eos: they end a text. pad: follows an end.
-        marks_padding: `pad` is named and ends no text, so that the padding of a prompt can be told by it.
-        start: an encoder-decoder's text begins with it; None: it is not named, or the model has no decoder.
-        first: the only one that may follow a single token; None: any. last: the only ones that may come where no more
-            are written; (): any.
-        banned: they come nowhere. bans_all: nothing else of the checkpoint's bad_words_ids is to be kept out.
+        eos: these end a text. pad: follows an end.
+        marks_padding: `pad` is given and does not end texts, so that it marks the padding of a prompt.
+        start: an encoder-decoder's text begins with it; None: it is not given, or the model has no decoder.
+        first: the only token that may follow a single token; None: any. last: the only tokens allowed at the maximum
+            length; (): any.
+        banned: these never occur. bans_all: they are all of the checkpoint's bad_words_ids.
     """
 
     eos: tuple[int, ...] = ()
@@ -89,20 +89,20 @@ class SpecialTokens:
         starts: bool,
         forced: Mapping[str, Any] = MappingProxyType({}),
     ) -> "SpecialTokens":
-        """What the caller gave, or for None the checkpoint names.
+        """The tokens that the caller gave, or if None those of the checkpoint.
 
         Args:
-            starts: the model begins texts with a token, and is forced to what its checkpoint says, also to leave out.
-            forced: of FORCED, what the caller gave.
+            starts: whether texts begin with a start token, and the checkpoint's forced and banned tokens apply.
+            forced: the caller's arguments of FORCED.
 
         Raises:
-            ValueError: not numbers of tokens, naming the argument or the field.
+            ValueError: a value is not a token id; the message names the argument or the field.
         """
 
         def tokens(name: str, given: Any) -> list[int]:
             if given is not None:
                 return _ids(given, name, vocab_size)
-            # Some checkpoints name tokens that their vocabulary does not have.
+            # Some checkpoints give tokens that are not in their vocabulary.
             named = _numbers(checkpoint.get(name), f"{name} of the checkpoint's generation_config.json or config.json")
             return [token for token in named if 0 <= token < vocab_size]
 
@@ -112,7 +112,7 @@ class SpecialTokens:
         )
         if len(first) > 1:
             raise ValueError(f"{FORCED[0]}: got {first}, expected one token, with which every text begins")
-        # OPUS-MT's have the padding there, by itself. Several tokens in a row are not kept out.
+        # OPUS-MT's checkpoints ban the padding token so. Sequences of several tokens are not banned.
         bad_words: list[Sequence[int]] = checkpoint.get("bad_words_ids") or []
         single = [words[0] for words in bad_words if starts and len(words) == 1]
         return cls(
@@ -129,10 +129,10 @@ class SpecialTokens:
 
 @dataclass(kw_only=True)
 class Settings:
-    """Arguments of `generate` that say which texts are searched for and how; see there.
+    """The arguments of `generate` that control the search; see there.
 
     Raises:
-        ValueError: a value out of range, naming it, what came and what was expected.
+        ValueError: a value is out of range; the message gives its name, the value and what was expected.
     """
 
     tokens: SpecialTokens
@@ -148,7 +148,7 @@ class Settings:
     no_repeat_ngram_size: int = 0
     num_return_sequences: int = 1
     early_stopping: bool | str = False
-    seed: int | None = field(default=None, repr=False)  # the ranks of a pipeline may have different ones
+    seed: int | None = field(default=None, repr=False)  # may differ between the ranks of a pipeline
 
     def __post_init__(self) -> None:
         self._check_whole("num_beams", 1)
@@ -177,7 +177,7 @@ class Settings:
         limit = math.log(torch.finfo(torch.float32).max) / math.log(self.max_new_tokens + 1)
         self._check(
             "length_penalty",
-            abs(self.length_penalty) < limit,  # not NaN either
+            abs(self.length_penalty) < limit,  # also False for NaN
             f"a number between -{limit:.3g} and {limit:.3g}: scores are divided by a length ** length_penalty",
         )
         for name in numbers:
@@ -192,19 +192,18 @@ class Settings:
 
 
 def with_defaults(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """What the caller of `generate` gave, and for what is None the defaults. A length is the caller's however it is
-    given."""
+    """The arguments of a call of `generate`, with defaults for those that are None. A length that the caller gives in
+    either form overrides the default of both."""
     own = {name: value for name, value in given.items() if value is not None}
     lengths = [name for pair in (MOST, LEAST) if any(name in own for name in pair) for name in pair]
     return {**{name: value for name, value in defaults.items() if name not in lengths}, **own}
 
 
 def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
-    """Let `generate` of a model follow the settings where its caller does not say, and its generation_config.json name
-    them.
+    """Make the settings the defaults of a model's `generate`, and store them in its generation_config.json.
 
     Raises:
-        ValueError: the model writes no text; `generate` has no such argument; a value that it does not take.
+        ValueError: the model cannot generate text; `generate` has no such argument, or does not accept the value.
     """
     searched = {f.name for f in fields(Settings)} - {"tokens", "seed"}
     known = searched | {"max_length", "min_length", "stop_strings", *FORCED}
@@ -219,5 +218,5 @@ def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
     SpecialTokens.resolve(None, None, {}, model.config.vocab_size, starts=False, forced=settings)
     Settings(tokens=SpecialTokens(), **{name: settings[name] for name in searched & settings.keys()})
     model.generation_defaults = dict(settings)
-    if settings:  # what names any takes the place of the tokens in config.json
+    if settings:  # a generation_config replaces the tokens in config.json
         model.generation_config = {**(model.generation_config or model.config.special_tokens()), **settings}

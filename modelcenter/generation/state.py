@@ -1,4 +1,4 @@
-"""The model while it generates: prompts go in once, then one token of each sequence at a time."""
+"""The state of a model that generates: it reads the prompts once, then one token of each sequence per step."""
 
 import functools
 import zlib
@@ -12,11 +12,11 @@ from torch import Tensor
 from modelcenter.generation.settings import Settings
 from modelcenter.layers.cache import KVCache
 
-_RESERVE = 256  # new tokens that a cache has room for from the start: texts often end long before they have to
+_RESERVE = 256  # new tokens for which a cache is allocated at first: texts often end long before their limit
 
 
 def positions_left(model: Any, longest: int) -> int | None:
-    """How many tokens the model has positions for after a prompt of `longest` tokens; None: any number."""
+    """The number of positions left after a prompt of `longest` tokens; None: unlimited."""
     if not model.bounded:
         return None
     before = 1 if getattr(model, "is_encoder_decoder", False) else longest + model.prefix_tokens
@@ -24,13 +24,13 @@ def positions_left(model: Any, longest: int) -> int | None:
 
 
 def guessed_mask(tokens: Tensor, pad: int) -> Tensor:
-    """(rows, length) 0 at padding, as transformers guesses it; a row of nothing else is a prompt as it is."""
+    """(rows, length) 0 at padding, guessed as in transformers; a row of padding only is taken as a prompt."""
     mask = tokens != pad
     return (mask | ~mask.any(1, keepdim=True)).long()
 
 
 def right_aligned(tokens: Tensor, kept: Tensor) -> Tensor:
-    """(rows, longest) the tokens that are kept, (rows, length) bool, at the right end of their row; -1 before them."""
+    """(rows, longest) the tokens where `kept` (rows, length) is True, right-aligned, with -1 before them."""
     lengths = kept.sum(1)
     longest = int(lengths.max())
     result = tokens.new_full((len(tokens), longest), -1)
@@ -41,13 +41,14 @@ def right_aligned(tokens: Tensor, kept: Tensor) -> Tensor:
 def _is_sharded(model: Any) -> bool:
     if not dist.is_initialized():
         return False
-    from torch.distributed.tensor import DTensor  # takes a second to import, which one process is spared
+    from torch.distributed.tensor import DTensor  # takes a second to import, and one process does not need it
 
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
-    """(rows, length) 1 at the prompts' tokens, and how many each has. Raises ValueError: another shape, or none."""
+    """(rows, length) 1 at the prompts' tokens, and the number of tokens in each. Raises ValueError if the mask has
+    another shape, or a prompt has no tokens."""
     mask = torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected {tuple(input_ids.shape)}")
@@ -61,9 +62,9 @@ class State:
     """Sequences being generated, their cache, and the logits of their next tokens.
 
     Attributes:
-        tokens: (rows, length) what the output begins with: the prompts, or the decoder's start token.
-        written: (rows, longest) the tokens of `tokens` but for padding, at the right end of their row, -1 before them.
-        logits: (rows, vocab_size) fp32 of the next token.
+        tokens: (rows, length) the start of the output: the prompts, or the decoder's start token.
+        written: (rows, longest) `tokens` without padding, right-aligned, with -1 before them.
+        logits: (rows, vocab_size) fp32, of the next token.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class State:
         banned: Tensor | None = None,
     ):
         self.model, self.is_encoder_decoder = model, bool(getattr(model, "is_encoder_decoder", False))
-        self.pipeline: Any = getattr(model, "pipeline", None)  # where this rank has a part of the model only
+        self.pipeline: Any = getattr(model, "pipeline", None)  # set if this rank has only a part of the model
         mask, lengths = _checked_mask(input_ids, attention_mask)
         self.cache = self._make_cache(max(lengths), settings)
         if self.pipeline is not None:
@@ -87,7 +88,7 @@ class State:
         self.other_inputs, self.banned = dict(other_inputs or {}), banned
         self.last_inputs: dict[str, Tensor] = {}  # (rows, 1) token_inputs of the prompts' last tokens, for new ones
         batch = self._packed_prompts(input_ids, mask, max(lengths), token_inputs or {})
-        self.classes: int | None = None  # of the logits, where a pipeline's other stages have been told
+        self.classes: int | None = None  # of the logits, once the other stages of a pipeline know it
         self.tokens, self.written = input_ids, right_aligned(input_ids, mask.bool())
         if self.is_encoder_decoder:
             if (start := settings.tokens.start) is None:
@@ -98,7 +99,7 @@ class State:
         self.sharded = _is_sharded(model)
 
     def _make_cache(self, longest: int, settings: Settings) -> KVCache:
-        """A cache for prompts of up to `longest` tokens. Raises ValueError: the new ones exceed the positions."""
+        """A cache for prompts of up to `longest` tokens. Raises ValueError if new tokens would exceed the positions."""
         before = 1 if self.is_encoder_decoder else longest + self.model.prefix_tokens
         left = positions_left(self.model, longest)
         if left is not None and settings.max_new_tokens > left:
@@ -112,7 +113,7 @@ class State:
     def _packed_prompts(
         self, input_ids: Tensor, mask: Tensor, longest: int, token_inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """The prompts as a packed batch; `last_inputs` becomes what a new token is given of each of token_inputs."""
+        """The prompts as a packed batch. Sets `last_inputs` to the token_inputs of new tokens."""
         ends, kept = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int(), mask.bool()
         batch: dict[str, Any] = {"input_ids": input_ids[kept][None], "cu_seqlens": ends, "max_seqlen": longest}
         for name, value in token_inputs.items():
@@ -141,7 +142,7 @@ class State:
         call = functools.partial(self.model, **batch, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         if self.pipeline is None:
             return call().logits[:, -1].float()
-        # The stages have the same logits to choose from, so they choose the same tokens and sort their caches alike.
+        # All stages get the same logits, so they choose the same tokens and reorder their caches alike.
         out = self.pipeline.forward(call)
         self.pipeline.flush()
         if self.classes is None:  # not always vocab_size: other_inputs may extend the vocabulary
@@ -152,7 +153,7 @@ class State:
         return self.pipeline.from_last(logits)
 
     def repeat(self, times: int) -> None:
-        """Each sequence so many times over, neighbours."""
+        """Repeat each sequence `times` times, adjacent to each other."""
         if times > 1:
             index = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(times)
             self.tokens, self.written, self.logits = self.tokens[index], self.written[index], self.logits[index]
@@ -161,13 +162,13 @@ class State:
             self.cache.reorder(index)
 
     def step(self, tokens: Tensor, order: Tensor | None = None) -> None:
-        """Append a token (rows,) to each sequence; `order` (rows,): each goes on from the one of that number."""
+        """Append a token (rows,) to each sequence; `order` (rows,): the sequence that each one continues."""
         if order is not None:
             self.cache.reorder(order)
         self.logits = self._run(self._next(tokens[:, None]))
 
     def all_done(self, done: bool) -> bool:
-        """Whether all ranks that share the model are; where they do, each takes every step with the others."""
+        """Whether all ranks that share the model are done; such ranks must take every step together."""
         if not self.sharded:
             return done
         waiting = torch.tensor(not done, dtype=torch.int32)
@@ -177,7 +178,7 @@ class State:
         return not waiting.item()
 
     def idle_step(self) -> None:
-        """A step without a use, for a rank that is done while others go on; the cache stays as long as it is."""
+        """A step for a rank that is done while others continue; the cache does not grow."""
         self.cache.lengths = [n - 1 for n in self.cache.lengths]
         rows = len(self.cache.lengths)
         self._run(self._next(self.tokens.new_zeros(rows, 1)))

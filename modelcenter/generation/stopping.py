@@ -1,4 +1,4 @@
-"""Ends of a text beside its end token."""
+"""Stop strings, which end a text besides its end token."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def stop_texts(strings: Any) -> list[str]:
-    """The argument stop_strings as a list. Raises ValueError: other than texts, or an empty one."""
+    """The argument stop_strings as a list. Raises ValueError if one is not a string, or is empty."""
     if strings is None:
         return []
     several = isinstance(strings, Iterable) and not isinstance(strings, str)
@@ -19,22 +19,22 @@ def stop_texts(strings: Any) -> list[str]:
 
 
 class StopStrings:
-    """Whether the text of the newest tokens holds one of some strings."""
+    """Checks whether the text of the newest tokens contains one of the strings."""
 
     def __init__(self, strings: str | Sequence[str] | None, tokenizer: Any):
         self.strings = stop_texts(strings)
         if self.strings and tokenizer is None:
             raise ValueError("stop_strings: needs tokenizer=, which turns tokens into the text they are looked for in")
         self.tokenizer = tokenizer
-        # A token holds at least one byte, but for those that hold none: the margin is for these.
+        # A token holds at least one byte, except some that hold none, for which there is a margin.
         self.reach = max((len(text.encode()) for text in self.strings), default=0) + 8
 
     def found(self, tokens: Tensor) -> list[bool]:
-        """For each row of new tokens and the one before them (rows, 1 + n). There are strings to look for."""
+        """The result for each row of new tokens and the one before them (rows, 1 + n). Needs at least one string."""
         return [any(text in new for text in self.strings) for new in self._new_texts(tokens[:, -self.reach - 1 :])]
 
     def _new_texts(self, tokens: Tensor) -> list[str]:
-        """What all but the first token of each row add to its text: decoders leave out a space that begins one."""
+        """The text that all but the first token of each row add: decoding them alone would drop a leading space."""
         decode = functools.partial(self.tokenizer.batch_decode, skip_special_tokens=False)
         parts = zip(decode(tokens), decode(tokens[:, :1]), decode(tokens[:, 1:]), strict=True)
         return [whole[len(first) :] if whole.startswith(first) else rest for whole, first, rest in parts]

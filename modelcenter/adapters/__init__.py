@@ -1,10 +1,10 @@
-"""Adapters: train a few parameters of a large model, in peft's format with Hugging Face's names.
+"""Adapters: training few parameters of a large model, saved in peft's format under Hugging Face's names.
 
     model = modelcenter.from_pretrained("gpt2", "causal-lm", adapter=Lora(rank=8))      # sharded or not
     save_adapter(model, "my-adapter")                                    # peft.PeftModel.from_pretrained loads it
     merge_lora(model)
 
-`adapter=` also takes `load_lora(directory)`, `PromptTuning(...)`, `Freeze([...])`, or a list of these. Names are
+`adapter=` also accepts `load_lora(directory)`, `PromptTuning(...)`, `Freeze([...])`, or a list of these. Names are
 imported on first use; LoRA needs the package peft.
 """
 

@@ -1,4 +1,4 @@
-"""Which parameters are trained."""
+"""Freezing parameters, and reporting which are trained."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ class Freeze:
 
 
 def freeze(model: Model, patterns: str | Sequence[str]) -> list[str]:
-    """Stop training the parameters that match; before the model is sharded, and before `Lora`, which then gives layers
-    whose weights match no updates. Returns their names.
+    """Freeze the parameters that match, and return their names. Call it before the model is sharded, and before `Lora`,
+    which does not adapt layers with frozen weights.
 
     Args:
         patterns: names of parameters or of modules, ours or Hugging Face's, with * for any characters: "embed",
-            "layers.0", "layers.*.mlp.*", "bert.embeddings". A parameter that holds a part of a tensor of Hugging
-            Face's (q of c_attn) is frozen with it.
+            "layers.0", "layers.*.mlp.*", "bert.embeddings". A parameter that is a part of a Hugging Face tensor (q of
+            c_attn) is frozen with that tensor.
 
     Raises:
-        ValueError: a pattern that matches nothing (the nearest names are given), or nothing is left to train.
+        ValueError: a pattern matches nothing (the message suggests the nearest names), or nothing is left to train.
     """
     if is_sharded(model):
         raise ValueError("freeze: the model is sharded already; pass adapter=Freeze([...]) to from_pretrained")
@@ -65,7 +65,7 @@ def freeze(model: Model, patterns: str | Sequence[str]) -> list[str]:
 
 
 def _places(name: str) -> list[str]:
-    """The name of a parameter and of the modules around it."""
+    """The name of a parameter, and of the modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
 
@@ -75,7 +75,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def trainable_parameters(model: Model) -> str:
-    """A line that says how much of the model is trained, an adapter counted apart from the base."""
+    """A line that says how many parameters are trained, with those of an adapter counted separately."""
     trained = model.num_parameters(only_trainable=True)
     own = sum(t.numel() for name, t in all_tensors(model).items() if is_adapter(name))
     if model.adapter is None:

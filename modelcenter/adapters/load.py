@@ -41,7 +41,7 @@ from modelcenter.hub.resolve import is_hub_id
 from modelcenter.hub.sidecar import SidecarFiles
 from modelcenter.models.base import Model
 
-# Parts of peft's config whose effect we do not reproduce; a file that uses one is refused.
+# Fields of peft's config whose effect we do not reproduce; files that use one are refused.
 UNSUPPORTED = (
     "lora_bias",
     "trainable_token_indices",
@@ -54,23 +54,23 @@ UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-# Starts (init_lora_weights) that take something off the base's weights, which the adapter then stands for.
+# Initialisations (init_lora_weights) that subtract the adapter's initial update from the base's weights.
 CHANGE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
-# In names of tensors that peft saves, some of them beside the same under its plain name.
+# Parts of tensor names that peft saves, sometimes in addition to the plain name.
 _WRAPPED = (".original_module.", ".modules_to_save.", ".base_layer.")
 _MERGE = "merge it with peft (merge_and_unload) and load the merged model"
-# Of peft's kinds, those that add tokens or states instead of changing weights.
+# peft's types that add tokens or states instead of changing weights.
 _NO_WEIGHTS = ("PREFIX_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE")
 
 
 @dataclass(frozen=True)
 class AdapterValues:
-    """What an adapter on disk holds for one model, in our names.
+    """The values of an adapter on disk for one model, under our names.
 
     Attributes:
-        updates: linear layer -> its update, in the order of the model.
-        saved: parameter of a module that was trained whole -> its value.
-        prompt: (count, width); None of a LoRA.
+        updates: {linear layer: its update}, in the order of the model.
+        saved: {parameter of a fully trained module: its value}.
+        prompt: (count, width); None for LoRA.
     """
 
     updates: dict[str, LowRankUpdate] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class AdapterValues:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk, as it is there; `lora_values` and `prompt_values` say what it holds for a model."""
+    """The content of an adapter on disk; `lora_values` and `prompt_values` convert it for a model."""
 
     directory: Path
     config: dict[str, Any]
@@ -91,36 +91,36 @@ class AdapterFile:
         return self.number("lora_alpha")
 
     def number(self, name: str, usual: float | None = None) -> float:
-        """A number of the config. Raises ValueError: it is not there and has no usual value, or is not one."""
+        """A number in the config. Raises ValueError if it is missing and has no default, or is not a number."""
         value: Any = self.config.get(name, usual)
         if not _is_number(value):
             raise self.wrong(name, "a finite number")
         return value
 
     def flag(self, name: str) -> bool:
-        """A switch of the config, off where it is not there. Raises ValueError: it is neither true nor false."""
+        """A boolean in the config, False if missing. Raises ValueError if it is neither true nor false."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return bool(value)
 
     def wrong(self, name: str, expected: str) -> ValueError:
-        """The error for a field of the config that is not as expected."""
+        """The error for an invalid field of the config."""
         found = repr(self.config[name]) if name in self.config else "nothing"
         return ValueError(f"{self.directory / CONFIG_FILE}: {name} is {found}, expected {expected}")
 
     def lora_values(self, model: Model, layout: Layout) -> AdapterValues:
-        """The updates of a LoRA and the modules saved beside it.
+        """The updates of LoRA, and the modules saved with them.
 
         Raises:
-            ValueError: the adapter is of a kind that we do not have, or does not fit the model.
+            ValueError: the type of adapter is not supported, or it does not fit the model.
         """
         self._check_kind()
         self._check_alphas()
         self._check_wrapped()
         arch, _ = layout_of(model)
-        lora: dict[str, dict[str, torch.Tensor]] = {}  # key of a weight -> its A, B and magnitudes
-        names: dict[str, str] = {}  # of the modules in the model that was trained, perhaps of another task
+        lora: dict[str, dict[str, torch.Tensor]] = {}  # {key of a weight: its A, B and magnitudes}
+        names: dict[str, str] = {}  # of the modules in the trained model, which may have another task
         copies: dict[str, str] = {}
         saved: dict[str, torch.Tensor] = {}
         for name, tensor in self.tensors.items():
@@ -152,10 +152,10 @@ class AdapterFile:
         return AdapterValues({name: updates[name] for name in order if name in updates}, saved)
 
     def prompt_values(self, model: Model, layout: Layout) -> AdapterValues:
-        """A learnt prompt and the modules saved beside it.
+        """A tuned prompt, and the modules saved with it.
 
         Raises:
-            ValueError: the prompt or one of them does not fit the model.
+            ValueError: the prompt or a module does not fit the model.
         """
         arch, _ = layout_of(model)
         prompt = self.tensors[PROMPT_TENSOR]
@@ -170,7 +170,7 @@ class AdapterFile:
         return AdapterValues(saved=saved, prompt=prompt[: self.config["num_virtual_tokens"]])
 
     def _add_saved(self, saved: dict[str, torch.Tensor], layout: Layout, key: str, name: str, config: Any) -> None:
-        """Add the tensor `name`, which is `key` to the model, to the parameters that are saved whole."""
+        """Add the tensor `name`, `key` in the model, to the fully trained parameters."""
         tensor, key = self.tensors[name], layout.aliases.get(key, key)
         if key not in layout.shapes:
             raise ValueError(
@@ -192,7 +192,7 @@ class AdapterFile:
             view(saved[native], piece, NATIVE).copy_(view(tensor, piece, HUB))
 
     def _update(self, module: HubModule, name: str, parts: Mapping[str, torch.Tensor]) -> LowRankUpdate:
-        """The update of a module, which is called `name` in the file."""
+        """The update of a module, whose name in the file is `name`."""
         from peft.utils.other import get_pattern_key
 
         self._check_shapes(module, parts)
@@ -209,7 +209,7 @@ class AdapterFile:
         return LowRankUpdate(a, b, scale, None if magnitude is None else magnitude.float())
 
     def _check_shapes(self, module: HubModule, parts: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError unless A is (rank, inputs) and B (outputs, rank), the rank not 0."""
+        """Raise ValueError unless A is (rank, inputs) and B (outputs, rank), with a rank above 0."""
         expected = {"A": ("rank", module.inputs), "B": (module.outputs, "rank")}
         for part, sizes in expected.items():
             tensor = parts.get(part)
@@ -221,7 +221,7 @@ class AdapterFile:
                 raise ValueError(f"{self.directory}: {module.name}.lora_{part} has {found}, expected {want}")
 
     def _check_kind(self) -> None:
-        """Raise ValueError for parts of peft's config whose effect is not reproduced."""
+        """Raise ValueError for fields of peft's config whose effect is not reproduced."""
         used = [name for name in UNSUPPORTED if self.config.get(name)]
         if self.config.get("bias", "none") != "none":
             used.append("bias")
@@ -237,18 +237,18 @@ class AdapterFile:
             )
 
     def _check_alphas(self) -> None:
-        """Raise ValueError unless alpha_pattern, if it is there, gives modules numbers above 0."""
+        """Raise ValueError unless alpha_pattern, if given, maps modules to numbers above 0."""
         alphas = self.config.get("alpha_pattern") or {}
         if not isinstance(alphas, dict) or not all(_is_number(value) and value > 0 for value in alphas.values()):
             raise self.wrong("alpha_pattern", "names of modules with numbers above 0")
         for name in alphas:
             try:
-                re.compile(f"({name})")  # as peft takes it
+                re.compile(f"({name})")  # as in peft
             except re.error as error:
                 raise self.wrong("alpha_pattern", f"regular expressions, and {name!r} is none ({error})") from None
 
     def _check_wrapped(self) -> None:
-        """Raise ValueError for a module saved whole that is there only as peft's wrapper holds it."""
+        """Raise ValueError for a fully trained module that is saved only under the names of peft's wrapper."""
         for name in self.tensors:
             module, mark, _ = name.partition(".modules_to_save.")
             if mark and not any(n.startswith(f"{module}.") and not any(w in n for w in _WRAPPED) for n in self.tensors):
@@ -258,7 +258,7 @@ class AdapterFile:
                 )
 
     def _check_adapted(self, model: Model, layout: Layout, key: str, module: str) -> None:
-        """Raise ValueError for an update of what is not a linear layer of the body."""
+        """Raise ValueError for an update of anything but a linear layer of the body."""
         natives = layout.natives(key) if key in layout.shapes else []
         table = any(name == "embed.weight" or name.endswith(".embed.weight") for name in natives)
         if table or any(model.is_head(name) for name in natives):
@@ -269,10 +269,10 @@ class AdapterFile:
             )
 
     def _check_copies(self, arch: ArchMap, layout: Layout, copies: Mapping[str, str]) -> None:
-        """Raise ValueError unless tensors that are others in this model (of a tied head) are saved with their values.
+        """Raise ValueError unless tied tensors (of a tied head) are saved with the values of the tensors they share.
 
         Args:
-            copies: {name in the file: key of what it is}.
+            copies: {name in the file: key of the tensor that it must equal}.
         """
         held = {to_key(arch, name.removeprefix(PREFIX)): tensor for name, tensor in self.tensors.items()}
         for name, key in copies.items():
@@ -285,7 +285,7 @@ class AdapterFile:
 
 
 def write_values(model: Model, values: AdapterValues) -> None:
-    """Write the values of an adapter into a model that has its parameters; each rank keeps its slices."""
+    """Write the values of an adapter into the adapter's parameters in a model; each rank keeps its slices."""
     tensors = dict(values.saved)
     if values.prompt is not None:
         tensors["tuned_prompt.weight"] = values.prompt
@@ -294,17 +294,17 @@ def write_values(model: Model, values: AdapterValues) -> None:
         tensors[f"{name}.lora_B.{ADAPTER_NAME}.weight"] = update.b
         if update.magnitude is not None:
             tensors[f"{name}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = update.magnitude
-    named_tensors(model)  # shows the shards
+    named_tensors(model)  # puts the shards in place
     for raw, parameter in model.named_parameters():
         if (value := tensors.get(clean_name(raw))) is not None:
             write_(parameter, value)
 
 
 def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubOptions | None = None) -> AdapterFile:
-    """Read an adapter's directory, or one of the Hub.
+    """Read an adapter from a directory or from the Hub.
 
     Raises:
-        ValueError: it is not there, incomplete, malformed or of another kind; as hub.remote.download.
+        ValueError: the adapter is missing, incomplete, malformed or of another type; as hub.remote.download.
     """
     name = os.fspath(path)
     directory = Path(expanduser(name))
@@ -312,7 +312,7 @@ def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubO
         directory = from_hub_or_cache(name, partial(_download, name), options or HubOptions())
     config_path = directory / CONFIG_FILE
     if not config_path.is_file():
-        inner = directory / "adapter"  # of a run
+        inner = directory / "adapter"  # the adapter of a run
         hint = f". Did you mean {str(inner)!r}?" if (inner / CONFIG_FILE).is_file() else ""
         raise ValueError(
             f"adapter {directory}: expected a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, or a Hub repository"
@@ -339,10 +339,10 @@ def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubO
 
 
 def _read_dense(directory: Path, name: str, options: HubOptions) -> dict[str, torch.Tensor]:
-    """The dense layers of embeddings that lie beside an adapter, by their names in hub.files.dense_files; perhaps none.
+    """The dense layers of an embedding model saved with an adapter, if any, by their names in hub.files.dense_files.
 
     Args:
-        directory: where its files lie. name: what the user calls it. options: of the Hub.
+        directory: of the adapter's files. name: the user's name for the adapter. options: of the Hub.
     """
     repo = name if is_hub_id(name) else None
     find = SidecarFiles(directory, repo, replace(options, revision=directory.name)).file
@@ -356,7 +356,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _instead(kind: str) -> str:
-    """What to do with an adapter that is not of the kind expected, by peft's name of its kind."""
+    """Advice for an adapter of another type than expected, by peft's name of its type."""
     if kind in ("LORA", "PROMPT_TUNING"):
         return "load_lora reads it" if kind == "LORA" else "load_prompt reads it, and no weights can hold a prompt"
     if kind in _NO_WEIGHTS:
@@ -365,7 +365,7 @@ def _instead(kind: str) -> str:
 
 
 def _download(repo: str, options: HubOptions) -> Path:
-    """Where in the cache the two files of an adapter lie, both of one commit."""
+    """The cache directory of an adapter's two files, both from the same commit."""
     config = download_file(repo, CONFIG_FILE, options)
     where = "in the cache (offline)" if is_offline(options) else "in the repository"
     if config is None:

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) and its kin by peft's own layers, on models that may be sharded."""
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) and its variants, with peft's layers, on models that may be sharded."""
 
 import math
 import os
@@ -42,15 +42,15 @@ from modelcenter.models.base import Model
 
 @dataclass
 class Lora:
-    """A low-rank update of linear layers, for `from_pretrained(adapter=...)`.
+    """Low-rank updates of linear layers, for `from_pretrained(adapter=...)`.
 
     Args:
-        rank: of the updates. alpha: an update counts alpha / rank times; None: 2 * rank.
-        dropout: of what goes into an update.
+        rank: of the updates. alpha: updates are scaled by alpha / rank; None: 2 * rank.
+        dropout: on the input of an update.
         targets: layers, by our names ("q", "attn.out", "layers.*.mlp.up") or Hugging Face's ("q_proj"); None or
             "all-linear": every linear layer outside heads.
-        modules_to_save: modules that are trained whole and saved with the adapter, by our names or Hugging Face's;
-            None: the head of a classification task, dense layers of embeddings and whatever the checkpoint lacked.
+        modules_to_save: modules that are fully trained and saved with the adapter, by our names or Hugging Face's;
+            None: the head of a classification task, dense layers of embeddings, and modules that the checkpoint lacked.
         use_dora: DoRA (Liu et al. 2024, arXiv:2402.09353). use_rslora: alpha / sqrt(rank) (arXiv:2312.03732).
         quantize: keep the weights of the adapted layers in 4 bits, "nf4" or "fp4" (adapters.quantize); one process.
     """
@@ -74,14 +74,14 @@ class Lora:
             raise ValueError(f"lora_alpha: got {self.alpha!r}, expected a finite number above 0")
 
     def attach(self, model: Model, fresh: Collection[str] = ()) -> None:
-        """Put the updates into a model, on any device or meta, before it is sharded; all else but `modules_to_save`
-        is frozen.
+        """Add the updates to a model, on any device or meta, before it is sharded, and freeze everything else except
+        `modules_to_save`.
 
         Args:
             fresh: the parameters that the checkpoint lacked.
 
         Raises:
-            ValueError: a target or module that the model lacks or that cannot be adapted; peft is missing.
+            ValueError: the model lacks a target or module, or it cannot be adapted; peft is not installed.
         """
         import_peft()
         check_free(model, "adapter")
@@ -90,7 +90,7 @@ class Lora:
             raise ValueError("quantize: not with use_dora, which needs the norms of the weights; leave one out")
         state = self._make_state(model, fresh)
         split = engine.runtime.current().tp_size > 1
-        if split and self.use_dora:  # its rows' norms are on several ranks
+        if split and self.use_dora:  # the norms of the rows would span ranks
             raise ValueError("use_dora: not with tp_size above 1; leave it out, or use tp_size=1")
         init_spec = model.init_spec()
         self._inject(model, state)
@@ -105,7 +105,7 @@ class Lora:
         install(model, state, init_spec)
 
     def _make_state(self, model: Model, fresh: Collection[str]) -> AdapterState:
-        """Which layers are adapted how, and what is trained whole: as the file has it, or as this was asked for."""
+        """The record of the adapted layers and fully trained modules: those of the file, or those requested."""
         _, layout = layout_of(model)
         values = None
         if self.saved is None:
@@ -137,7 +137,7 @@ class Lora:
         return 2 * self.rank if self.alpha is None else self.alpha
 
     def _inject(self, model: Model, state: AdapterState) -> None:
-        """Put peft's layers around the linear layers, with the ranks and scales of each."""
+        """Wrap the linear layers in peft's layers, each with its rank and scale."""
         peft = import_peft()
         config = peft.LoraConfig(
             r=self.rank,
@@ -153,7 +153,7 @@ class Lora:
             layer.scaling[ADAPTER_NAME] = state.scales[name]
 
     def start(self, model: Model, seed: int = 0) -> None:
-        """Give the updates their first values: those of a file, or A by `seed` and B zero. The same on any mesh."""
+        """Initialise the updates from the file, or with A drawn by `seed` and B zero. The same on any mesh."""
         if self.quantize is not None:
             for layer in lora_layers(model).values():
                 layer.base_layer = quantized(layer.base_layer, self.quantize)
@@ -181,10 +181,10 @@ def add_lora(
     quantize: str | None = None,
     seed: int = 0,
 ) -> Model:
-    """Put LoRA into a plain model, in place, and return it; then call `engine.shard`, if at all. See Lora.
+    """Add LoRA to a plain model, in place, and return it; call `engine.shard` only afterwards. See Lora.
 
     Raises:
-        ValueError: the model is sharded, or has an adapter; as Lora.
+        ValueError: the model is sharded or already has an adapter; as Lora.
     """
     report = getattr(model, "load_report", None)
     lora = Lora(rank, alpha, dropout, targets, modules_to_save, use_dora, use_rslora, quantize)
@@ -194,16 +194,16 @@ def add_lora(
 def load_lora(
     path: str | os.PathLike[str], model: Model | None = None, *, quantize: str | None = None, **hub: Any
 ) -> Any:
-    """A saved LoRA in peft's format, trained on our model or on transformers'.
+    """Load LoRA in peft's format, trained on our model or on transformers'.
 
     Args:
-        path: its directory, or a Hub id.
-        model: the plain model to put it into, which is returned. None: a Lora to pass to from_pretrained(adapter=...).
-        quantize: as Lora's.
-        hub: revision, token, cache_dir, local_files_only: as from_pretrained's.
+        path: a directory, or a Hub id.
+        model: the plain model to add it to, which is returned. None: return a Lora for from_pretrained(adapter=...).
+        quantize: as in Lora.
+        hub: revision, token, cache_dir, local_files_only: as in from_pretrained.
 
     Raises:
-        ValueError: a file is missing or malformed, or the adapter does not fit the model; the Hub refuses.
+        ValueError: a file is missing or malformed, the adapter does not fit the model, or the Hub denies access.
     """
     saved = open_adapter(path, options=HubOptions(**hub))
     lora = Lora(
@@ -232,14 +232,14 @@ def _put_in(lora: Lora, model: Model, seed: int = 0, fresh: Collection[str] = ()
 def merge_lora(model: Model) -> Model:
     """Add the updates to the weights, in place. Collective on a sharded model.
 
-    Sums are made in fp32 and rounded once to the dtype of the weight: exact within fp32 rounding for fp32 weights; for
-    16-bit weights an update smaller than half a unit in the last place of a weight is lost there, so load the base with
-    dtype="float32" to keep it. A plain model is an ordinary model afterwards; a sharded one, or a stage of a pipeline,
-    keeps the adapter's layers, which then add nothing, and saves as an ordinary one. Another adapter names no base, as
-    no checkpoint has these weights: to have it name one, save the merged model and load that first.
+    Sums are computed in fp32 and rounded once to the dtype of the weight: exact within fp32 rounding for fp32 weights.
+    In 16-bit weights, an update below half a unit in the last place is lost; load the base with dtype="float32" to keep
+    it. A plain model has no adapter afterwards. A sharded one, or a stage of a pipeline, keeps the adapter's layers,
+    which then add nothing, and is saved without them. Another adapter on the merged model names no base, because no
+    checkpoint has these weights: save the merged model and load it first to have one named.
 
     Raises:
-        ValueError: the model has no LoRA, one that was merged, or one with values that are not finite.
+        ValueError: the model has no LoRA, it is already merged, or it has values that are not finite.
     """
     state = model.adapter
     if state is None or state.kind != "lora" or state.merged:
@@ -252,7 +252,7 @@ def merge_lora(model: Model) -> Model:
         )
     whole = not is_sharded(model) and model.pipeline is None
     with nullcontext() if whole else together("merging the adapter"):
-        for name, tensor in named_tensors(model).items():  # shows the shards, not what an evaluation gathered
+        for name, tensor in named_tensors(model).items():  # its call reshards what an evaluation left gathered
             if is_adapter(name) and not local_tensor(tensor).isfinite().all():
                 raise ValueError(f"merge: {name} has values that are not finite, which would spoil the weights")
     for layer in lora_layers(model).values():

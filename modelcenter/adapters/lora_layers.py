@@ -1,4 +1,4 @@
-"""peft's layers in a model of ours, whose parameters may be split over ranks."""
+"""peft's layers in our models, whose parameters may be split over ranks."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from modelcenter.adapters.peft_format import ADAPTER_NAME
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
-    """{name of a linear layer of ours: peft's layer around it}; of a pipeline, those of this rank's stage."""
+    """{name of one of our linear layers: peft's layer around it}; in a pipeline, those of this rank's stage."""
     modules: Any = model.named_modules()
     adapted = {clean_name(name): module for name, module in modules if hasattr(module, "lora_A")}
     return {name: layer for name, layer in adapted.items() if layer.base_layer.weight is not None}
 
 
 def merged_weight(layer: Any, dora: bool) -> torch.Tensor:
-    """This rank's part of the weight of a layer with its update in it, in fp32 or wider."""
+    """This rank's part of a layer's weight with its update added, in fp32 or wider."""
     merged = _updated_weight(layer)
     if dora:
         magnitude = _gathered(layer.lora_magnitude_vector[ADAPTER_NAME].weight).to(merged)
@@ -29,7 +29,7 @@ def merged_weight(layer: Any, dora: bool) -> torch.Tensor:
 
 @torch.no_grad()
 def reset_magnitude(layer: Any) -> None:
-    """Set DoRA's magnitudes to the norms of the updated rows, which are split over the ranks as the magnitudes are."""
+    """Set DoRA's magnitudes to the norms of the updated rows, which are split over ranks like the magnitudes."""
     weight = _updated_weight(layer)
     local = local_tensor(layer.lora_magnitude_vector[ADAPTER_NAME].weight)
     if local.shape[0] != weight.shape[0]:
@@ -38,7 +38,7 @@ def reset_magnitude(layer: Any) -> None:
 
 
 def _updated_weight(layer: Any) -> torch.Tensor:
-    """This rank's part of W + scale * B A of a layer, in fp32 or wider."""
+    """This rank's part of a layer's W + scale * B A, in fp32 or wider."""
     weight = layer.base_layer.weight
     local = local_tensor(weight).detach()
     wide = local.to(torch.promote_types(local.dtype, torch.float32), copy=True)

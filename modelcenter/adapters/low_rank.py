@@ -1,9 +1,9 @@
-"""Low-rank updates in Hugging Face's modules and in ours, by the pieces of the conversion rules.
+"""Converting low-rank updates between Hugging Face's modules and ours, by the pieces of the conversion rules.
 
-A linear layer of ours computes W x + s B A x. The hub's tensor that holds W may hold other layers' weights beside it
-(GPT-2's c_attn, GPT-NeoX's interleaved query_key_value). Its update is then one block-diagonal adapter: the A of all
-parts one below the other, and a B that has each part's columns at that part's rows. The other way round a part takes
-its rows of B and the columns that are not zero there. Both are exact: elements move, none is computed.
+Our linear layers compute W x + s B A x. The hub tensor that holds W may also hold the weights of other layers (GPT-2's
+c_attn, GPT-NeoX's interleaved query_key_value). Its update is then one block-diagonal adapter: the A of all parts are
+stacked, and B has the columns of each part in the rows of that part. In the other direction, a part takes its rows of B
+and the columns that are not zero there. Both directions are exact: elements are moved, not computed.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,7 +23,7 @@ WEIGHT = ".weight"
 class LowRankUpdate:
     """A low-rank update of one linear layer, W + scale * b @ a.
 
-    a: (rank, in). b: (out, rank). magnitude: (out,), the norms of DoRA's rows, None without.
+    a: (rank, in). b: (out, rank). magnitude: (out,), DoRA's norms of the rows; None: not DoRA.
     """
 
     a: Tensor
@@ -38,7 +38,7 @@ class LowRankUpdate:
 
 @dataclass(frozen=True)
 class Block:
-    """Where a linear layer of ours lies in a hub module: its row `rows[NATIVE][i]` is `rows[HUB][i]` there."""
+    """The rows of a hub module that are one of our linear layers: row `rows[NATIVE][i]` is `rows[HUB][i]` there."""
 
     native: str
     rows: tuple[Tensor, Tensor]
@@ -47,11 +47,11 @@ class Block:
 
 @dataclass(frozen=True)
 class HubModule:
-    """A linear module of transformers' model, with the layers of ours that make it up.
+    """A linear module of transformers' model, with our layers of which it consists.
 
     Attributes:
         name: in the model of the task. key: of its weight in the layout.
-        outputs, inputs: features. transposed: its weight is (in, out), as Conv1D's.
+        outputs, inputs: numbers of features. transposed: its weight is (in, out), as in Conv1D.
     """
 
     name: str
@@ -63,7 +63,7 @@ class HubModule:
 
 
 def _indices(piece: Piece, dim: int) -> tuple[Tensor, Tensor]:
-    """The indices along dimension `dim` of ours that a piece covers, and the hub's at the same elements."""
+    """The indices along our dimension `dim` that a piece covers, and the hub's indices of the same elements."""
     axes = [axis for axis in piece.axes if axis.dims[NATIVE] == dim]
     hub_dims = {axis.dims[HUB] for axis in axes}
     if len(hub_dims) != 1:
@@ -77,10 +77,10 @@ def _indices(piece: Piece, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def hub_modules(layout: Layout, linears: Collection[str]) -> list[HubModule]:
-    """The modules of transformers' model that hold the weights of these linear layers of ours.
+    """The modules of transformers' model that hold the weights of our linear layers `linears`.
 
     Raises:
-        ValueError: a weight is laid out in a way that no low-rank update of a linear module can follow.
+        ValueError: the layout of a weight does not allow a low-rank update of a linear module.
     """
     modules = []
     for key, pieces in layout.pieces.items():
@@ -106,14 +106,14 @@ def hub_modules(layout: Layout, linears: Collection[str]) -> list[HubModule]:
 
 
 def to_hub(module: HubModule, updates: Mapping[str, LowRankUpdate]) -> LowRankUpdate:
-    """The update of a hub module from those of our layers, in their order; of DoRA all of them (check_dora)."""
+    """The update of a hub module from those of our layers, in order; with DoRA, all must have one (check_dora)."""
     parts = [(block, updates[block.native]) for block in module.blocks if block.native in updates]
     assert parts[0][1].magnitude is None or _has_whole_rows(module, [block for block, _ in parts])
     return _join(parts, HUB, module.outputs, module.inputs)
 
 
 def check_dora(layout: Layout, linears: Collection[str]) -> None:
-    """Raise ValueError for linear layers of ours that are some of a hub module's rows, which DoRA normalises whole."""
+    """Raise ValueError if our layers are only some of the rows of a hub module, which DoRA normalises as a whole."""
     for module in hub_modules(layout, linears):
         if not _has_whole_rows(module, module.blocks):
             names = sorted(name.removesuffix(WEIGHT) for name in layout.natives(module.key))
@@ -124,14 +124,13 @@ def check_dora(layout: Layout, linears: Collection[str]) -> None:
 
 
 def _has_whole_rows(module: HubModule, blocks: Collection[Block]) -> bool:
-    """Whether the blocks are all of the module."""
+    """Whether the blocks cover the whole module."""
     covered = sum(len(block.rows[HUB]) for block in blocks)
     return covered == module.outputs and all(len(block.cols[HUB]) == module.inputs for block in blocks)
 
 
 def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], LowRankUpdate]) -> dict[str, LowRankUpdate]:
-    """The updates of our layers from those of hub modules: {our layer: update}; layers that nothing updates are left
-    out."""
+    """The updates of our layers from those of hub modules: {our layer: update}, without layers that have none."""
     parts_of: dict[str, list[tuple[Block, LowRankUpdate]]] = {}
     for module in modules:
         update = read(module)
@@ -152,8 +151,8 @@ def to_native(modules: Iterable[HubModule], read: Callable[[HubModule], LowRankU
 
 
 def _columns(module: HubModule, update: LowRankUpdate) -> list[Tensor]:
-    """Which columns of B each block takes: all of them, or its own where B is block-diagonal; of DoRA each takes some,
-    as a magnitude changes a block without an update, too."""
+    """The columns of B for each block: all of them, or only its own if B is block-diagonal. With DoRA every block gets
+    some, because a magnitude changes even a block without an update."""
     b = update.b
     all_columns = torch.arange(b.shape[1])
     shared = [all_columns] * len(module.blocks)
@@ -162,7 +161,7 @@ def _columns(module: HubModule, update: LowRankUpdate) -> list[Tensor]:
     there = [changes or update.magnitude is not None for changes in updated]
     if len(module.blocks) == 1 or not any(updated) or b.shape[1] % sum(there):
         return shared
-    # Blocks of one size each, in order; a column that is zero everywhere may belong to any.
+    # Blocks of equal size, in order; an all-zero column may belong to any of them.
     size, start, columns = b.shape[1] // sum(there), 0, []
     for own, is_there in zip(nonzero, there, strict=True):
         if not is_there:
@@ -176,8 +175,8 @@ def _columns(module: HubModule, update: LowRankUpdate) -> list[Tensor]:
 
 
 def _join(parts: list[tuple[Block, LowRankUpdate]], side: int, outputs: int, inputs: int) -> LowRankUpdate:
-    """One update (outputs, inputs) on `side` of several blocks' updates on the other: their A one below the other,
-    and their columns of B beside one another, each at its block's rows."""
+    """One update (outputs, inputs) on `side`, joined from those of several blocks on the other side: their A are
+    stacked, and their columns of B are placed next to each other in the rows of their blocks."""
     other = 1 - side
     scale, like = parts[0][1].scale, parts[0][1].a
     rank = sum(update.rank for _, update in parts)

@@ -1,4 +1,4 @@
-"""Merging an adapter on disk into its base, which makes an ordinary checkpoint: `modelcenter export --adapter`."""
+"""Merging an adapter on disk into its base to get an ordinary checkpoint: `modelcenter export --adapter`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from modelcenter.hub.tokenizer import load_tokenizer
 from modelcenter.hub.weights import blueprint_of
 from modelcenter.registry import own_preset
 
-# peft's name of a task -> ours. One that is none of its tasks, such as a masked language model, has no name.
+# peft's name of a task -> ours. Tasks that peft does not have, such as masked language modelling, have no name.
 _TASKS = {named: task for task, named in TASK_TYPES.items() if task not in ("text-encoding", "embedding")}
 
 
@@ -43,24 +43,24 @@ def merge_adapter(
     ignore: Sequence[str] = (),
     options: HubOptions | None = None,
 ) -> str:
-    """Write a base with a LoRA merged into it as a Hugging Face directory. One process.
+    """Merge LoRA into a base and write the result as a Hugging Face directory, in one process.
 
-    The head has as many classes as the adapter's, and the table of words as many rows. Sums are made in fp32 and
+    The head has as many classes as the adapter's, and the embedding table as many rows. Sums are computed in fp32 and
     rounded once.
 
     Args:
-        base: anything that from_pretrained takes. adapter: a directory in peft's format, or a Hub id.
-        task: head of the model; None: what the adapter was trained for, or, if it does not say, the base's own.
+        base: anything that from_pretrained accepts. adapter: a directory in peft's format, or a Hub id.
+        task: head of the model; None: the task that the adapter was trained for or, if it gives none, the base's own.
         labels: names of the classes of the adapter's head.
-        dtype: of the weights written; None: that of the base.
-        max_shard_size: as save_pretrained's. config, prefix, ignore: of the base, as from_pretrained's.
+        dtype: of the written weights; None: that of the base.
+        max_shard_size: as in save_pretrained. config, prefix, ignore: of the base, as in from_pretrained.
         options: of the Hub; the revision is the base's.
 
     Returns:
-        What was written, in words.
+        A sentence about what was written.
 
     Raises:
-        ValueError: the adapter is not there, cannot be merged or does not fit the base; the target cannot be written.
+        ValueError: the adapter is missing, cannot be merged or does not fit the base; the target cannot be written.
     """
     options, place = options or HubOptions(), checked_target(Path(str(target)))
     refuse_occupied(place)
@@ -71,11 +71,11 @@ def merge_adapter(
     if files.directory is not None and files.directory.resolve() == place:
         raise ValueError(f"{place} is the base itself; name another directory")
     _refuse_merged(files, adapter)
-    options = replace(options, revision=files.revision or options.revision)  # the branch may move meanwhile
+    options = replace(options, revision=files.revision or options.revision)  # the branch may move in the meantime
     beside = _sidecar(adapter, file, replace(options, revision=None))
     embedding = read_embedding_files(beside.file)
     task = task or ("embedding" if embedding else _TASKS.get(str(file.config.get("task_type"))))
-    # `files` does not keep what in_hf_form opens: a file that can only be read whole would be in memory twice.
+    # Not reading from `files` itself: a file that can only be read whole would be in memory twice.
     renamed = in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore)))
     blueprint = blueprint_of(renamed, task, find=SidecarFiles(files.directory, files.repo, options).file)
     del renamed
@@ -85,7 +85,7 @@ def merge_adapter(
         lora,
         sizes.get("vocab_size"),
         task=task,
-        dtype=None if dtype is None else "float32",  # rounded once, to the dtype that is written
+        dtype=None if dtype is None else "float32",  # rounded once, to the written dtype
         ignore_mismatched_sizes="num_labels" in sizes,  # the adapter has the head
         config=config,
         prefix=prefix,
@@ -95,14 +95,14 @@ def merge_adapter(
         **_hub(options),
     )
     _check_complete(model, base, adapter)
-    held = beside.tokenizer()  # perhaps with more words, or a chat template
+    held = beside.tokenizer()  # may have added tokens or a chat template
     tokenizer = load_tokenizer(held[TOKENIZER_CONFIG_FILE].parent) if TOKENIZER_CONFIG_FILE in held else None
     merge_lora(model).save_pretrained(place, tokenizer=tokenizer, dtype=dtype, max_shard_size=max_shard_size)
     return f"{target}: {base} with the adapter {adapter}{_other_base(base, file, files)} merged"
 
 
 def _refuse_merged(files: ModelFiles, adapter: Any) -> None:
-    """Raise a ValueError for the model/ of the run whose adapter/ this is: it has the updates already."""
+    """Raise ValueError if the base is the model/ of the run whose adapter/ this is: it already has the updates."""
     if files.directory is None or files.directory.name != "model":
         return
     run = files.directory.resolve().parent
@@ -114,7 +114,7 @@ def _refuse_merged(files: ModelFiles, adapter: Any) -> None:
 
 
 def _as_trained_on(base: Any, file: AdapterFile, options: HubOptions) -> HubOptions:
-    """The options with the commit of the base that the adapter was trained on, if it says so and none is asked for."""
+    """The options with the base's commit on which the adapter was trained, if recorded and none is requested."""
     trained_on = file.config.get("base_model_name_or_path")
     if options.revision is None and is_hub_id(str(base)) and _repo(trained_on) == _repo(str(base)):
         return replace(options, revision=file.config.get("revision"))
@@ -122,9 +122,9 @@ def _as_trained_on(base: Any, file: AdapterFile, options: HubOptions) -> HubOpti
 
 
 def _with_adapter(base: Any, lora: Lora, rows: int | None, **options: Any) -> Any:
-    """The base with the adapter on it; rows: of the adapter's table of words, where the base's has another number."""
+    """The base with the adapter attached; rows: of the adapter's embedding table, if the base's has another number."""
     model = load_model(base, policy=False, adapter=lora if rows is None else None, **options)
-    if rows is not None:  # the adapter fits the table only once it has them
+    if rows is not None:  # the adapter only fits a table of this size
         model.resize_token_embeddings(rows)
         lora.attach(model)
         materialize_adapter(model)
@@ -133,7 +133,7 @@ def _with_adapter(base: Any, lora: Lora, rows: int | None, **options: Any) -> An
 
 
 def _check_complete(model: Any, base: Any, adapter: Any) -> None:
-    """Raise a ValueError for parameters that neither the base nor the adapter holds."""
+    """Raise ValueError for parameters that neither the base nor the adapter holds."""
     lacking = [name for name in model.load_report.initialised if name not in model.adapter.trained]
     if lacking:
         raise ValueError(
@@ -143,7 +143,7 @@ def _check_complete(model: Any, base: Any, adapter: Any) -> None:
 
 
 def _other_base(base: Any, file: AdapterFile, files: ModelFiles) -> str:
-    """What the adapter was trained on, in words, where that is not known to be the base."""
+    """A sentence about what the adapter was trained on, if that is not known to be the base."""
     trained_on = file.config.get("base_model_name_or_path")
     here = files.directory.resolve() if files.directory is not None and files.repo is None else None
     known = trained_on in (None, str(base)) or _repo(trained_on) == files.repo or Path(trained_on).resolve() == here
@@ -151,7 +151,7 @@ def _other_base(base: Any, file: AdapterFile, files: ModelFiles) -> str:
 
 
 def _repo(name: Any) -> Any:
-    """The Hub id that a name of ours stands for; another name stands for itself."""
+    """The Hub id of one of our names; any other name unchanged."""
     entry = own_preset(name) if isinstance(name, str) else None
     return name if entry is None else entry.get("hub") or name
 
@@ -162,7 +162,7 @@ def _hub(options: HubOptions) -> dict[str, Any]:
 
 
 def _sizes(file: AdapterFile, blueprint: Blueprint) -> dict[str, int]:
-    """The numbers of classes and of words that the tensors of an adapter have, where they are not the base's."""
+    """The numbers of classes and of tokens in an adapter's tensors, if they differ from the base's."""
     layout, sizes = blueprint.layout, dict[str, int]()
     for name, tensor in file.tensors.items():
         key = to_key(blueprint.arch, name.removeprefix(PREFIX))
@@ -176,10 +176,10 @@ def _sizes(file: AdapterFile, blueprint: Blueprint) -> dict[str, int]:
 
 
 def _label_options(labels: Sequence[str] | None, blueprint: Blueprint, count: int | None) -> dict[str, Any]:
-    """Arguments of load_model for the classes of the head. Raises ValueError: it has none, or another number.
+    """Arguments of load_model for the classes of the head. Raises ValueError if it has none, or another number.
 
     Args:
-        count: of the adapter's head, where it is not the base's.
+        count: classes of the adapter's head, if not the base's number.
     """
     if labels is None:
         return {} if count is None else {"num_labels": count}
@@ -192,7 +192,7 @@ def _label_options(labels: Sequence[str] | None, blueprint: Blueprint, count: in
 
 
 def _sidecar(adapter: Any, file: AdapterFile, options: HubOptions) -> SidecarFiles:
-    """The files that were saved with the adapter."""
+    """The other files that were saved with the adapter."""
     repo = str(adapter) if is_hub_id(str(adapter)) else None
     if repo is not None:
         options = replace(options, revision=file.directory.name)

@@ -1,4 +1,4 @@
-"""Modules of the base model that are trained whole beside an adapter and saved with it (peft's modules_to_save)."""
+"""Modules of the base model that are fully trained and saved with an adapter (peft's modules_to_save)."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -16,15 +16,15 @@ from modelcenter.registry import nearest
 
 
 def choose_parameters(model: Model, names: str | Collection[str] | None, fresh: Collection[str]) -> list[str]:
-    """The parameters of the base model to train beside an adapter.
+    """The parameters of the base model to train together with an adapter.
 
     Args:
-        names: modules, ours or Hugging Face's, or parameters of ours; None: the head of a task that is not a
-            vocabulary's, and every module of which the checkpoint held nothing.
+        names: names of modules, ours or Hugging Face's, or of our parameters; None: the head, unless it is over the
+            vocabulary, and every module of which the checkpoint held nothing.
         fresh: the parameters that the checkpoint lacked.
 
     Raises:
-        ValueError: no such module, one without parameters, or one that no adapter file can hold.
+        ValueError: a module does not exist, has no parameters, or cannot be stored in an adapter file.
     """
     _, layout = layout_of(model)
     parameters = [name for name in layout.native_shapes if name not in model.constants]
@@ -41,7 +41,7 @@ def choose_parameters(model: Model, names: str | Collection[str] | None, fresh: 
 
 
 def _parameters_of(layout: Layout, parameters: Collection[str], module: str) -> list[str]:
-    """Those of the parameters that are in a module, named as here or as in transformers' model; or one of ours."""
+    """The parameters in a module, given by our name or transformers', or one parameter by our name."""
     chosen = [name for name in parameters if name == module or name.startswith(f"{module}.")]
     chosen = chosen or [name for name in _by_hub_name(layout, module) if name in parameters]
     if not chosen:
@@ -54,7 +54,7 @@ def _parameters_of(layout: Layout, parameters: Collection[str], module: str) -> 
 
 
 def _by_hub_name(layout: Layout, module: str) -> list[str]:
-    """Our parameters in a module of transformers' model, named wholly or by its end."""
+    """Our parameters in a module of transformers' model, given by its full name or a suffix."""
     chosen = []
     for key in layout.shapes:
         names = (layout.written[key], layout.in_model(key))
@@ -64,23 +64,23 @@ def _by_hub_name(layout: Layout, module: str) -> list[str]:
 
 
 def saved_modules(layout: Layout, trained: Collection[str]) -> dict[str, str]:
-    """{hub tensor that holds parameters of `trained`, by its key: the module of transformers' model that is saved}."""
+    """{key of a hub tensor with parameters of `trained`: the module of transformers' model to save}."""
     modules = {}
     for key in layout.shapes:
         natives = layout.natives(key)
         if set(natives).intersection(trained):
             name = layout.in_model(key)
-            # Outside the base model a head is one module, whatever it is made of.
+            # Outside the base model, a head is one module, whatever it contains.
             inside = layout.written[key] != key or layout.native_parts[natives[0]] in ("", CROSS_ATTENTION)
             modules[key] = name.rpartition(".")[0] if inside else name.split(".")[0]
     return modules
 
 
 def check_modules(layout: Layout, chosen: Collection[str], tied: Collection[str] = ()) -> None:
-    """Raise ValueError where peft, which copies whole modules, would save or train other tensors than `chosen`.
+    """Raise ValueError if peft, which copies whole modules, would save or train other tensors than `chosen`.
 
     Args:
-        tied: keys of tensors that are others here and that a file has with the values of these.
+        tied: keys of tensors that are tied to others here, and stored in a file with the values of these.
     """
     modules = saved_modules(layout, chosen)
     for key, module in modules.items():
@@ -101,9 +101,9 @@ def check_modules(layout: Layout, chosen: Collection[str], tied: Collection[str]
 def gather_modules(
     model: Model, layout: Layout, held: Mapping[str, torch.Tensor], prefix: str = PREFIX
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The modules trained whole: ({name in the file: tensor}, names of the modules of transformers' model).
+    """The fully trained modules: ({name in the file: tensor}, names of the modules of transformers' model).
 
-    Also dense layers of embeddings, trained or not, as no other file would hold them. Collective.
+    Includes the dense layers of embeddings, trained or not, because no other file would hold them. Collective.
 
     Args:
         held: engine.checkpoint.named_tensors of the model. prefix: of the names in the file.
@@ -111,7 +111,7 @@ def gather_modules(
     dense = [name for name, part in layout.native_parts.items() if part == DENSE]
     saved = [*model.adapter.trained, *dense]
     modules = saved_modules(layout, saved)
-    check_modules(layout, saved)  # a file that was loaded may hold what no file of ours can
+    check_modules(layout, saved)  # a loaded file may hold modules that our files cannot
     tensors = {}
     for key in modules:
         natives = {}

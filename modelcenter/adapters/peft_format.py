@@ -1,14 +1,14 @@
-"""What peft's files are called, and the names in them."""
+"""The names of peft's files, and the names in them."""
 
 from typing import Any
 
 from modelcenter.hub.files.names import ADAPTER_FILES
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = ADAPTER_FILES
-PREFIX = "base_model.model."  # before the name of a module of transformers' model
-PROMPT_PREFIX = "base_model."  # the same in files of a prompt
+PREFIX = "base_model.model."  # prefix of the names of modules of transformers' model
+PROMPT_PREFIX = "base_model."  # the same in files of prompt tuning
 PROMPT_TENSOR = "prompt_embeddings"
-ADAPTER_NAME = "default"  # peft's name of an adapter where there is one
+ADAPTER_NAME = "default"  # peft's name of a single adapter
 
 TASK_TYPES = {
     "base": "FEATURE_EXTRACTION",

@@ -1,7 +1,7 @@
-"""Prompt tuning (Lester et al. 2021, arXiv:2104.08691): learnt vectors before every sequence, the model frozen.
+"""Prompt tuning (Lester et al. 2021, arXiv:2104.08691): learned vectors before every sequence of a frozen model.
 
-The prompt stands before each sequence of a padded or packed batch (before the encoder's, of an encoder-decoder) and is
-part of no output. Saved in peft's format, whose models give logits for the prompt too, in front of these.
+The prompt precedes each sequence of a padded or packed batch (in an encoder-decoder, of the encoder), and the outputs
+do not include it. It is saved in peft's format; peft's models also return logits for the prompt, in front.
 """
 
 import os
@@ -32,7 +32,7 @@ from modelcenter.models.base import Model
 
 
 class Prompt(nn.Module):
-    """Vectors (count, hidden_size) that take the places of the model's own tokens."""
+    """Vectors (count, hidden_size) that replace the embeddings of the model's own tokens."""
 
     def __init__(self, count: int, width: int):
         super().__init__()
@@ -49,10 +49,10 @@ class Prompt(nn.Module):
 
 @dataclass
 class PromptTuning:
-    """A learnt prompt, for `from_pretrained(adapter=...)` or `attach` and `start` on a plain model.
+    """A learned prompt, for `from_pretrained(adapter=...)`, or `attach` and `start` on a plain model.
 
     Args:
-        count: tokens of the prompt. modules_to_save: as Lora's.
+        count: tokens of the prompt. modules_to_save: as in Lora.
     """
 
     count: int = 20
@@ -64,7 +64,7 @@ class PromptTuning:
             raise ValueError(f"prompt_tokens: got {self.count!r}, expected a whole number of at least 1")
 
     def add_to(self, model: Model, seed: int = 0) -> Model:
-        """Put the prompt into a plain model that has its weights, in place, and return it."""
+        """Add the prompt to a plain model that has its weights, in place, and return it."""
         report = getattr(model, "load_report", None)
         self.attach(model, () if report is None else report.initialised)
         materialize_adapter(model)
@@ -72,11 +72,11 @@ class PromptTuning:
         return model
 
     def attach(self, model: Model, fresh: Collection[str] = ()) -> None:
-        """Put the prompt into a model before it is sharded; all else but `modules_to_save` is frozen.
+        """Add the prompt to a model before it is sharded, and freeze everything else except `modules_to_save`.
 
         Raises:
-            ValueError: the model has a prompt of its own, or embeddings that it scales; peft or transformers puts no
-                prompt before the inputs of its task; it is to be split over tokens or stages.
+            ValueError: the model has its own prompt or scales its embeddings; peft or transformers does not support a
+                prompt for its task; its tokens or stages are to be split over ranks.
         """
         check_free(model, "adapter")
         settings = engine.runtime.current()
@@ -97,7 +97,7 @@ class PromptTuning:
         install(model, state, init_spec)
 
     def start(self, model: Model, seed: int = 0) -> None:
-        """Give the prompt its first values: those of a file, or drawn by `seed`."""
+        """Initialise the prompt from the file, or randomly from `seed`."""
         if self.saved is not None:
             write_values(model, model.adapter.initial)
             model.adapter.initial = None
@@ -106,7 +106,7 @@ class PromptTuning:
 
 
 def _refused(model: Model) -> str | None:
-    """Why a prompt cannot be put before this model's inputs so that peft's is the same."""
+    """Why a prompt before this model's inputs would differ from peft's; None: it would not."""
     if model.prefix_tokens:
         return "has a prompt of its own"
     if getattr(model, "embedding_scale", 1.0) != 1.0 or getattr(model, "structured", False):
@@ -126,21 +126,21 @@ def _refused(model: Model) -> str | None:
 
 
 def load_prompt(path: str | os.PathLike[str], model: Model | None = None, **hub: Any) -> Any:
-    """A saved prompt in peft's format.
+    """Load a prompt in peft's format.
 
     Args:
-        path: its directory, or a Hub id. model: the plain model to put it into, which is returned; None: a
+        path: a directory, or a Hub id. model: the plain model to add it to, which is returned; None: return a
             PromptTuning for from_pretrained(adapter=...).
-        hub: revision, token, cache_dir, local_files_only: as from_pretrained's.
+        hub: revision, token, cache_dir, local_files_only: as in from_pretrained.
 
     Raises:
-        ValueError: a file is missing or malformed, or does not fit the model; the Hub refuses.
+        ValueError: a file is missing or malformed, the prompt does not fit the model, or the Hub denies access.
     """
     saved = open_adapter(path, "PROMPT_TUNING", HubOptions(**hub))
     prompt = saved.tensors.get(PROMPT_TENSOR)
     if prompt is None or prompt.dim() != 2:
         raise ValueError(f"adapter {path}: it holds no prompt_embeddings")
-    # peft keeps a second prompt for the decoder of an encoder-decoder, which prompt tuning never reads.
+    # For an encoder-decoder, peft also stores a prompt for the decoder, which prompt tuning never reads.
     count = saved.number("num_virtual_tokens")
     if not isinstance(count, int) or not 1 <= count <= len(prompt):
         raise saved.wrong("num_virtual_tokens", f"a whole number from 1 to {len(prompt)}, the rows of {PROMPT_TENSOR}")

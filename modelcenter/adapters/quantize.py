@@ -1,7 +1,7 @@
-"""QLoRA (Dettmers et al. 2023, arXiv:2305.14314): the weights under an adapter in 4 bits, by bitsandbytes.
+"""QLoRA (Dettmers et al. 2023, arXiv:2305.14314): 4-bit weights under an adapter, by bitsandbytes.
 
-Runs on CUDA, and on CPUs with the versions of bitsandbytes that have CPU code (0.46 on). In one process only: a packed
-weight cannot be cut into rows for other ranks. engine.shard leaves it as it is, for the precision of the rest.
+It runs on CUDA, and on CPUs with versions of bitsandbytes that support them (0.46 and later). Only one process is
+supported, because a packed weight cannot be split into rows; engine.shard then only sets the precision of the rest.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ KINDS = ("nf4", "fp4")
 
 
 def check_quantize(kind: str | None) -> None:
-    """Raise ValueError unless weights can be quantised so here; None: they are not."""
+    """Raise ValueError unless weights can be quantised this way here; None: no quantisation."""
     if kind is None:
         return
     if kind not in KINDS:
@@ -45,7 +45,7 @@ def import_bitsandbytes() -> Any:
 
 @torch.no_grad()
 def quantized(linear: nn.Linear, kind: str) -> nn.Linear:
-    """The same layer with its weight in 4 bits, on the same device; computes in the dtype of its input."""
+    """The layer with a 4-bit weight, on the same device; it computes in the dtype of its input."""
     library = import_bitsandbytes()
     weight, device = linear.weight, linear.weight.device
     packed = library.nn.Linear4bit(
@@ -55,8 +55,8 @@ def quantized(linear: nn.Linear, kind: str) -> nn.Linear:
         quant_type=kind,
         device="meta",
     )
-    packed.compute_type_is_set = True  # else it would be that of the first input for good
-    # In eval mode on a CPU it would pack the weight anew for products that have no gradient, and keep it so.
+    packed.compute_type_is_set = True  # else the first input would set it permanently
+    # In eval mode on a CPU, it would permanently repack the weight for products without a gradient.
     packed.support_avx512bf16_for_cpu = False
     packed.bias = linear.bias
     packed.weight = library.nn.Params4bit(weight.data, requires_grad=False, quant_type=kind, module=packed)

@@ -1,4 +1,4 @@
-"""Saving adapters in peft's format with Hugging Face's names: what `peft.PeftModel.from_pretrained` loads."""
+"""Saving adapters in peft's format under Hugging Face's names, for `peft.PeftModel.from_pretrained`."""
 
 import json
 import math
@@ -36,17 +36,17 @@ from modelcenter.models.base import Model
 
 
 def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
-    """Save the adapter of a model, and the modules that were trained beside it; every rank calls it.
+    """Save the adapter of a model, and the modules that were trained with it. Collective.
 
-    Writes adapter_config.json and adapter_model.safetensors under Hugging Face's names, and of a model of embeddings
-    the files and dense layers of sentence-transformers. The base model is neither gathered nor written. Other files in
-    the directory stay.
+    Writes adapter_config.json and adapter_model.safetensors under Hugging Face's names, and for an embedding model the
+    files and dense layers of sentence-transformers. The base model is neither gathered nor written. Other files in the
+    directory are kept.
 
     Args:
-        tokenizer: a transformers tokenizer to save beside it; None: none.
+        tokenizer: a transformers tokenizer to save with the adapter; None: none.
 
     Raises:
-        ValueError: the model has no adapter, or a merged one; the place cannot be written. On every rank.
+        ValueError: the model has no adapter or a merged one, or the path cannot be written. On every rank.
     """
     state = model.adapter
     if state is None or state.merged:
@@ -77,8 +77,8 @@ def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = No
 
 
 def _by_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """{file: the tensors in it}: dense layers of embeddings lie in folders of their own, as in a whole model of
-    sentence-transformers, and peft, whose model has none of them, does not see them."""
+    """{file: its tensors}. Dense layers of embeddings have their own folders, as in a complete model of
+    sentence-transformers, so that peft, whose model has no such layers, ignores them."""
     files: dict[str, dict[str, torch.Tensor]] = {WEIGHTS_FILE: {}}
     for name, tensor in tensors.items():
         folder = name.removeprefix(PREFIX).removeprefix(PROMPT_PREFIX).rpartition("/")[0]
@@ -131,8 +131,8 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     _, layout = layout_of(model)
     held = named_tensors(model)
     prompt = whole_tensor(model, held, "tuned_prompt.weight")
-    assert prompt is not None  # a pipeline is refused when a prompt is put in
-    reader: Any = getattr(model.config, "encoder", model.config)  # of two models made apart, the one that reads it
+    assert prompt is not None  # a prompt cannot be added to a pipeline
+    reader: Any = getattr(model.config, "encoder", model.config)  # of two composed models, the encoder reads the prompt
     config = peft.PromptTuningConfig(
         task_type=_task_type(model),
         base_model_name_or_path=state.base,
@@ -149,18 +149,18 @@ def _prompt_file(model: Model) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def _task_type(model: Model) -> str | None:
-    """What peft calls the task. Of a classifier it wants the head in the file, so without one there is none."""
+    """peft's name of the task; None: none. For a classifier peft requires the head in the file."""
     state = model.adapter
     named = TASK_TYPES.get(model.task)
     whole = {name for name in state.layout.native_shapes if name.startswith("head.")} <= set(state.trained)
     if named in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") and not whole:
         named = None
-    # Of a prompt it takes no notice where there is no task.
+    # Without a task, peft ignores a prompt.
     return "FEATURE_EXTRACTION" if named is None and state.kind == "prompt" else named
 
 
 def _as_json(config: Any) -> dict[str, Any]:
-    """A config of peft as JSON; sets in order, so that equal adapters are equal files."""
+    """A config of peft as JSON, with sorted sets so that equal adapters give equal files."""
     values = config.to_dict()
     return json.loads(json.dumps(values, default=lambda v: sorted(v) if isinstance(v, set) else str(v), sort_keys=True))
 
@@ -171,7 +171,7 @@ def _most_common(values: Mapping[str, Any]) -> Any:
 
 
 def _update_of(model: Model, name: str, held: Mapping[str, torch.Tensor]) -> LowRankUpdate:
-    """The whole update of one layer, on the CPU. Collective; of another stage of a pipeline, on rank 0 alone."""
+    """The whole update of one layer, on the CPU. Collective; for a layer of another pipeline stage, on rank 0 only."""
     state = model.adapter
     outputs, inputs = state.layout.native_shapes[f"{name}.weight"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -188,12 +188,12 @@ def _update_of(model: Model, name: str, held: Mapping[str, torch.Tensor]) -> Low
 
 
 def module_names(layout: Layout) -> list[str]:
-    """All modules of transformers' model that hold a tensor of the layout."""
+    """The names of all modules of transformers' model that hold a tensor of the layout."""
     return list(dict.fromkeys(layout.in_model(key).rpartition(".")[0] for key in layout.written))
 
 
 def short_names(chosen: Collection[str], everything: Iterable[str]) -> list[str]:
-    """Suffixes of module names that stand for the chosen modules and for no other, as short as they can be."""
+    """The shortest suffixes of module names that match the chosen modules and no others."""
     ending: dict[str, set[str]] = {}
     for name in everything:
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""What an adapter leaves on a model: which parameters are its own, and what the model was before."""
+"""The record of an adapter on a model: which parameters belong to it, and the state of the model before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from modelcenter.convert.rules import ArchMap
 from modelcenter.models.base import Model
 from modelcenter.registry import get
 
-# In the names of an adapter's parameters; no architecture has a module of these names.
+# Parts of the names of an adapter's parameters; no architecture has a module with these names.
 UPDATE, PROMPT = (".lora_A.", ".lora_B.", ".lora_magnitude_vector."), "tuned_prompt."
 
 InitSpec = Mapping[str, tuple[Any, ...]]
@@ -34,15 +34,16 @@ class AdapterState:
     Attributes:
         kind: "lora" or "prompt".
         layout: of the base model's parameters.
-        base: the checkpoint that has them; None: there is none. revision: its commit on the Hub, None of a directory.
-        trained: parameters of the base model that are trained and saved whole.
-        required: requires_grad of every parameter before.
+        base: the checkpoint with these parameters; None: there is none. revision: its commit on the Hub; None: it is a
+            directory.
+        trained: parameters of the base model that are fully trained and saved.
+        required: requires_grad of every parameter before the adapter was added.
         ranks, scales: {linear layer: rank, factor of its update}.
-        dropout, dora, rslora: as peft's config has them.
-        quantized: how the weights under the updates are kept; None: as they are.
-        merged: the weights hold the update, and the adapter adds nothing.
-        hooks: what it put around the modules of the model, each with `remove()`.
-        initial: what the file of a saved adapter holds for the model (load.AdapterValues), until `start` writes it.
+        dropout, dora, rslora: as in peft's config.
+        quantized: the 4-bit format of the weights under the updates; None: they are not quantised.
+        merged: the weights include the update, and the adapter adds nothing.
+        hooks: the hooks that it registered on the modules of the model, each with `remove()`.
+        initial: the values of a saved adapter for the model (load.AdapterValues), until `start` writes them.
     """
 
     kind: str
@@ -73,12 +74,12 @@ def adapter_parameters(model: nn.Module) -> list[str]:
 
 
 def base_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the parameters without those of an adapter; whole ones, however the model is sharded."""
+    """{name: shape} of the parameters without an adapter's; full shapes, however the model is sharded."""
     return {name: tuple(t.shape) for name, t in all_tensors(model).items() if not is_adapter(name)}
 
 
 def layout_of(model: Model) -> tuple[ArchMap, Layout]:
-    """The conversion rules of a model and its parameters by them, in the names of transformers' model."""
+    """The conversion rules of a model, and the layout that they give its parameters in transformers' model."""
     arch: ArchMap = get(model.config.model_type).arch_map().of_model()
     if model.adapter is not None:
         return arch, model.adapter.layout
@@ -86,13 +87,13 @@ def layout_of(model: Model) -> tuple[ArchMap, Layout]:
 
 
 def embedding_width(model: Model) -> int:
-    """Of a token's embedding as the model looks it up; of an encoder-decoder, the encoder's."""
+    """The width of the token embeddings that the model looks up; in an encoder-decoder, the encoder's."""
     c: Any = model.config
     return getattr(c, "embedding_size", None) or c.hidden_size
 
 
 def check_free(model: Model, what: str) -> None:
-    """Raise ValueError if an adapter can no longer be put into the model."""
+    """Raise ValueError if an adapter can no longer be added to the model."""
     if model.adapter is not None:
         remedy = "merge it first" if model.adapter.kind == "lora" else "it takes no other; load the model without it"
         raise ValueError(f"{what}: the model has an adapter already ({model.adapter.kind}); {remedy}")
@@ -104,14 +105,14 @@ def check_free(model: Model, what: str) -> None:
 
 
 def make_state(model: Model, kind: str, layout: Layout, trained: list[str], **more: Any) -> AdapterState:
-    """The record of an adapter that is about to be put into a model; `more`: its other fields."""
+    """The record of an adapter that is about to be added to a model; `more`: its other fields."""
     required = {clean_name(name): p.requires_grad for name, p in model.named_parameters()}
     base, revision = (None, None) if model.holds_merged else (_base_name(model), model.base_revision)
     return AdapterState(kind, layout, base, revision, trained, required, **more)
 
 
 def _base_name(model: Model) -> str | None:
-    """What transformers is to load under the adapter: the Hub id, or the directory."""
+    """The base that transformers must load for the adapter: a Hub id or a directory."""
     report = getattr(model, "load_report", None)
     if report is None:
         return model.base_name
@@ -119,20 +120,20 @@ def _base_name(model: Model) -> str | None:
 
 
 def install(model: Model, state: AdapterState, init_spec: InitSpec) -> None:
-    """Record an adapter on the model; its start and its split become the model's.
+    """Record an adapter on the model, and extend the model's init_spec and tp_plan by the adapter's.
 
     Args:
         init_spec: of the model without the adapter.
     """
     model.adapter = state
-    instance: Any = model  # methods of this instance hide those of its class
+    instance: Any = model  # methods set on the instance override those of its class
     instance.init_spec = functools.partial(_init_spec, init_spec, model)
     if state.ranks:
         instance.tp_plan = functools.partial(_tp_plan, type(model).tp_plan.__get__(model), model, set(state.ranks))
 
 
 def uninstall(model: Model) -> None:
-    """Undo `install`, and make trainable what was trainable before."""
+    """Undo `install`, and restore which parameters are trainable."""
     required = model.adapter.required
     for hook in model.adapter.hooks:
         hook.remove()
@@ -144,9 +145,9 @@ def uninstall(model: Model) -> None:
 
 
 def _init_spec(base_spec: InitSpec, model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """How the parameters of a model with an adapter start.
+    """The initial values of a model with an adapter.
 
-    A as torch's linear layers, B at 0, a prompt as Lester et al. 2021 (arXiv:2104.08691).
+    A as in torch's linear layers, B at 0, a prompt as in Lester et al. 2021 (arXiv:2104.08691).
     """
     spec = dict(base_spec)
     for raw, parameter in model.named_parameters():
@@ -163,7 +164,7 @@ def _init_spec(base_spec: InitSpec, model: nn.Module) -> dict[str, tuple[Any, ..
 
 
 def _tp_plan(base_plan: Callable[[], dict[str, str]], model: nn.Module, adapted: Collection[str]) -> dict[str, str]:
-    """The plan of tensor parallelism of a model whose layers `adapted` have low-rank updates.
+    """The tensor-parallel plan of a model whose layers `adapted` have low-rank updates.
 
     A layer that splits its outputs splits those of B; one that splits its inputs splits those of A.
     """
@@ -185,7 +186,7 @@ def _tp_plan(base_plan: Callable[[], dict[str, str]], model: nn.Module, adapted:
 
 
 def materialize_adapter(model: nn.Module) -> None:
-    """Give an adapter that was made on meta its memory beside a plain model that has its own."""
+    """Allocate an adapter that was built on meta, in a plain model that is already allocated."""
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     for module in model.modules():
         for name, parameter in module._parameters.items():

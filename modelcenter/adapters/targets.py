@@ -1,4 +1,4 @@
-"""Which linear layers LoRA adapts."""
+"""Choosing the linear layers that LoRA adapts."""
 
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
@@ -16,11 +16,11 @@ ALL_LINEAR = "all-linear"
 def choose_layers(
     model: Model, layout: Layout, targets: str | Sequence[str] | None, trained: Collection[str] = ()
 ) -> list[str]:
-    """Names of the linear layers to adapt, in the model's order; not those of the parameters `trained` whole, nor those
-    frozen by name.
+    """The names of the linear layers to adapt, in the model's order, without those of the fully `trained` parameters
+    and those frozen by name.
 
     Raises:
-        ValueError: a target that no linear layer has, or one that is trained whole; nothing is left to adapt.
+        ValueError: a target matches no linear layer, or a fully trained one; or nothing is left to adapt.
     """
     chosen = [name for name in _layers_of(model, layout, targets, trained) if f"{name}.weight" not in model.frozen]
     if not chosen and model.frozen:

@@ -1,8 +1,8 @@
-"""Dropout of what goes into a low-rank update, with masks as the model's own: keyed by the token.
+"""Dropout on the input of low-rank updates, with masks that depend on the token, like the model's own.
 
-peft's layer takes its input alone, and says nothing of the tokens it belongs to. So the module around adapted layers,
-which is called with the batch, notes for each of them by which numbers it is to draw; for layers that are the model's
-own (a projection of embeddings), the model does when it has made the batch.
+peft's layer gets only its input, not the tokens it belongs to. A hook on the module around adapted layers, which is
+called with the batch, therefore sets the draws of each layer; for layers directly in the model (a projection of
+embeddings), a hook sets them when the batch is packed.
 """
 
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ class UpdateDropout(DrawingModule):
     """x: (..., in_features), or under tensor parallelism this rank's part of them -> the same.
 
     Attributes:
-        draws: of the batch that its layer is about to see. None: masks are drawn from torch's generator, as where no
-            training loop says which rows a batch holds, and in compiled graphs.
-        first_channel: the number of the first of its channels. split: other ranks have other channels, or the same
-            tokens, and must draw the same masks.
+        draws: of the batch that its layer reads next. None: masks come from torch's generator, as if no training loop
+            gives the rows of a batch, and in compiled graphs.
+        first_channel: the index of the first of its channels. split: other ranks have other channels, or the same
+            tokens, and must draw consistent masks.
     """
 
     draws: Draws | None = None
@@ -55,7 +55,7 @@ class UpdateDropout(DrawingModule):
 
 
 def key_update_dropout(model: Any, split: bool) -> list[Any]:
-    """Put UpdateDropout in place of the dropout in peft's layers; split: by tensor parallelism.
+    """Replace the dropout in peft's layers by UpdateDropout; split: by tensor parallelism.
 
     Returns the hooks, each with `remove()`.
     """
@@ -71,13 +71,13 @@ def key_update_dropout(model: Any, split: bool) -> list[Any]:
 
 
 def _before_forward(parent: Any, args: tuple[Any, ...]) -> None:
-    """Before attention or a feed-forward network: tell the dropouts in it which tokens they will see."""
+    """Before attention or a feed-forward network runs, set the draws of the dropouts in it."""
     if parent.training and not torch.compiler.is_compiling():
         _note_draws(parent, parent.named_children(), next((arg for arg in args if isinstance(arg, Packed)), None))
 
 
 def _after_packing(model: Any, ctx: Packed) -> None:
-    """The same for the model's own layers that see tokens; a pooler sees sequences."""
+    """The same for adapted layers directly in the model that read tokens; a pooler reads sequences."""
     _note_draws(model, ((name, layer) for name, layer in model.named_children() if not model.is_head(f"{name}.")), ctx)
 
 

@@ -1,4 +1,4 @@
-"""The classes of a model and of its teacher: the same by name, in any order."""
+"""Matching the classes of a model and its teacher, by name and in any order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from modelcenter.training.trained import class_names
 
 
 def classes_of_teacher(name: str) -> tuple[str, list[str]]:
-    """(problem_type, names of the classes in order) of a teacher of classification, from its configuration alone.
+    """(problem_type, names of the classes in order) of a classification teacher, from its config only.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the model does not exist.
     """
     with flag_in_errors("teacher"):
         config = read_config(name)
@@ -30,16 +30,16 @@ def names_of(config: Any) -> list[str]:
 
 
 def class_order(names: Sequence[str], theirs: Sequence[str], teacher: str) -> Tensor | None:
-    """(classes,) the teacher's class of each of the model's; None: they have the same order.
+    """(classes,) the teacher's class for each of the model's; None: both have the same order.
 
-    Classes are the same by name, whatever the case. Where one of the two only numbers them (0, 1; LABEL_0, LABEL_1),
-    they are the same by number.
+    Classes are matched by name, ignoring case. If one of the two only numbers them (0, 1; LABEL_0, LABEL_1), they are
+    matched by number.
 
     Args:
         names: of the model's classes. theirs: of the teacher's. teacher: its name, for messages.
 
     Raises:
-        ValueError: a class that only one of them has.
+        ValueError: only one of the two has some class.
     """
     places = {name.lower(): i for i, name in enumerate(theirs)} | {name: i for i, name in enumerate(theirs)}
     order = [places.get(name, places.get(name.lower())) for name in names]
@@ -57,7 +57,7 @@ def class_order(names: Sequence[str], theirs: Sequence[str], teacher: str) -> Te
 
 
 def _are_numbers(names: Sequence[str]) -> bool:
-    """Whether classes have no names but their numbers."""
+    """Whether the names of the classes are only their numbers."""
     return all(name in (str(i), f"LABEL_{i}") for i, name in enumerate(names))
 
 

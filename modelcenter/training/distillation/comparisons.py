@@ -1,7 +1,7 @@
-"""How far a model's logits are from its teacher's, for each kind of head that returns its logits.
+"""The distance between a model's logits and its teacher's, for each kind of head that returns its logits.
 
-A comparison is over the items that the loss of the labels is a mean over. Where a batch has labels, those without one
-(-100) do not count; where it has none, all rows do.
+A comparison covers the items over which the labels' loss is a mean. If a batch has labels, items without one (-100) do
+not count; if it has none, all rows count.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ Batch = Mapping[str, Any]
 
 
 class Comparison(Protocol):
-    """For one kind of head. out, teacher: what the two models return for a batch.
+    """The comparison for one kind of head. out, teacher: the outputs of the two models for a batch.
 
     Attributes:
-        decides: the models choose something, in which they can agree.
+        decides: whether the models make decisions, in which they can agree.
     """
 
     decides: bool
 
     def items(self, batch: Batch) -> int:
-        """What a batch has of what is compared."""
+        """The number of compared items in a batch."""
         ...
 
     def distance(self, out: Any, teacher: Any, batch: Batch, temperature: float) -> Tensor:
@@ -36,15 +36,15 @@ class Comparison(Protocol):
         ...
 
     def agreements(self, out: Any, teacher: Any, batch: Batch) -> tuple[Tensor, int] | None:
-        """In how many of how many decisions the two agree; None: they decide nothing."""
+        """(number of decisions in which the two agree, number of decisions); None: they make none."""
         ...
 
 
 class OneOfSeveral:
-    """The class of a row, or its choice. logits (rows, classes).
+    """The class or the choice of a row. logits (rows, classes).
 
     Args:
-        order: (classes,) the teacher's class of each of the model's, on its device; None: the same.
+        order: (classes,) the teacher's class for each of the model's, on its device; None: the same order.
     """
 
     decides = True
@@ -56,7 +56,7 @@ class OneOfSeveral:
         return _rows(batch) if batch.get("labels") is None else count_labels(batch["labels"])
 
     def logits(self, out: Any, teacher: Any) -> tuple[Tensor, Tensor]:
-        """Those of both models, the teacher's in the model's order."""
+        """The logits of both models, the teacher's in the model's order."""
         return out.logits, in_order(teacher.logits, self.order)
 
     def counted(self, batch: Batch, shape: torch.Size) -> Tensor | None:
@@ -78,12 +78,12 @@ class OneOfSeveral:
 
 
 class Tags(OneOfSeveral):
-    """The class of each labelled token. logits (batch, seq, classes), as labels."""
+    """The class of each labelled token. logits (batch, seq, classes), labels (batch, seq)."""
 
 
 class SeveralOfSeveral(OneOfSeveral):
-    """Several labels of a row, or none: each is a decision of its own, and their mean is the row's distance. logits
-    (rows, classes)."""
+    """Multi-label classification: each label is a decision, and their mean distance is the row's. logits (rows,
+    classes)."""
 
     def items(self, batch: Batch) -> int:
         return _rows(batch)
@@ -113,8 +113,8 @@ class Scores(SeveralOfSeveral):
 
 
 class Spans:
-    """Starts and ends of answers, each one of the tokens of its sequence. Logits (1, T) of packed sequences. Two
-    decisions of an item, whose distance is the mean of theirs."""
+    """Starts and ends of answers, each a token of its sequence. Logits (1, T) of packed sequences. An item has two
+    decisions, and its distance is their mean."""
 
     decides = True
 
@@ -135,7 +135,7 @@ class Spans:
 
     @staticmethod
     def _logits(out: Any, teacher: Any, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        """(sequences, tokens of the longest) of both models: starts, then ends."""
+        """The logits of both models, (sequences, tokens of the longest): those of starts, then those of ends."""
         names = ("start_logits", "end_logits")
         return [(by_sequence(out[name][0], batch), by_sequence(teacher[name][0], batch)) for name in names]
 
@@ -151,21 +151,21 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     log_q = F.log_softmax(logits.float() / temperature, -1)
     log_p = F.log_softmax(teacher.float() / temperature, -1)
     p = log_p.exp()
-    # Where there is no such choice or token both are the lowest number, whose difference may be none.
+    # At padding both logits are the lowest finite number, whose difference may not be finite.
     return temperature**2 * torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
 
 
 def by_sequence(values: Tensor, batch: Batch) -> Tensor:
-    """(sequences, tokens of the longest): values (T,) of packed sequences, and the lowest number behind them."""
+    """(sequences, tokens of the longest): values (T,) of packed sequences, padded with the lowest finite number."""
     lengths = batch["cu_seqlens"].diff().long()
     return in_rows(values.float(), lengths, batch["max_seqlen"], torch.finfo(torch.float32).min)
 
 
 def in_order(logits: Tensor, order: Tensor | None) -> Tensor:
-    """The teacher's logits (..., classes), each at the place of the model's class."""
+    """The teacher's logits (..., classes) in the order of the model's classes."""
     return logits if order is None else logits.index_select(-1, order)
 
 
 def _rows(batch: Batch) -> int:
-    """Rows of a packed batch."""
+    """The number of rows in a packed batch."""
     return len(batch["cu_seqlens"]) - 1

@@ -1,5 +1,5 @@
-"""The loss of a model that has a teacher: a share is how far its predictions are from the teacher's, the rest is the
-loss of the labels."""
+"""The loss of a model with a teacher: a weighted mean of the distance to the teacher's predictions and the labels'
+loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ from modelcenter.training.evaluation import Batches, MetricUpdate, evaluate
 from modelcenter.training.metrics import Score, is_counted, sum_over_ranks
 
 LABEL_LOSS, TEACHER_LOSS, TOTAL_LOSS, AGREEMENT = "label_loss", "teacher_loss", "total_loss", "teacher_agreement"
-_TERM = "teacher"  # of the loss: the items that are compared
+_TERM = "teacher"  # the term of the loss that counts the compared items
 
 
 class Parts:
-    """What losses are made of, added up over batches: those of the labels and of the teacher; and in how many of how
-    many decisions the two models agreed."""
+    """Sums over batches of the labels' loss and the teacher's loss, and counts of decisions and of agreements between
+    the two models."""
 
     def __init__(self) -> None:
         self.clear()
@@ -31,7 +31,7 @@ class Parts:
         self._same = self._decisions = 0
 
     def add(self, **losses: Tensor | None) -> None:
-        """losses: 0-d, the shares of a batch in the means over the global batch; None: it has none."""
+        """losses: 0-d, the contributions of a batch to the means over the global batch; None: it has none."""
         for name, loss in losses.items():
             if loss is not None:
                 value = loss.detach().double()
@@ -43,10 +43,10 @@ class Parts:
             self._decisions += found[1]
 
     def losses(self) -> dict[str, float]:
-        """{name: mean over the global batch}, of those that any rank has. Collective."""
+        """{name: mean over the global batch}, for the losses that any rank has. Collective."""
         names = (LABEL_LOSS, TEACHER_LOSS)
         found = torch.zeros(2, len(names), dtype=torch.float64)
-        if is_counted():  # of ranks that compute a batch together, one
+        if is_counted():  # one of the ranks that compute a batch together
             for i, name in enumerate(names):
                 if name in self._sums:
                     found[:, i] = torch.tensor([self._sums[name].item(), 1.0])
@@ -61,13 +61,13 @@ class Parts:
 
 @dataclass(eq=False)
 class Distillation:
-    """A TrainingLoss: (1 - share) of the labels' loss and a share of the teacher's, which is T^2 KL(teacher || model),
-    summed over the items of a batch and divided by those of the global batch.
+    """A TrainingLoss: (1 - share) times the labels' loss plus share times the teacher's, which is T^2 KL(teacher ||
+    model) summed over the items of a batch and divided by those of the global batch.
 
     Attributes:
         labels: the loss of the labels. share: above 0; at 1 rows need no labels. temperature: T.
-        comparison: of the two models' logits; None: the vocabulary's head compares them, chunk by chunk.
-        hidden_inputs: what batches hold for the teacher alone. parts: of the losses since they were cleared.
+        comparison: of the two models' logits; None: the head over the vocabulary compares them, in chunks.
+        hidden_inputs: inputs in a batch that only the teacher reads. parts: of the losses since they were cleared.
     """
 
     labels: TrainingLoss
@@ -81,13 +81,13 @@ class Distillation:
 
     @property
     def metric_names(self) -> list[str]:
-        """The metrics that `evaluate` adds."""
+        """The names of the metrics that `evaluate` adds."""
         decides = self.comparison is not None and self.comparison.decides
         return [TOTAL_LOSS, TEACHER_LOSS, *([AGREEMENT] if decides else [])]
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Runs the teacher, before the model's activations are in memory, and on all ranks: on some of them nothing
-        else is done with a batch. Collective."""
+        """Run the teacher, before the model's activations are in memory, and on all ranks, because for some ranks it is
+        the only step with a batch. Collective."""
         given = {name: x for name, x in self.labels.inputs(batch).items() if name not in self.hidden_inputs}
         if self.comparison is None:
             given["soft_targets"] = self.teacher.soft_targets(batch, self.share, self.temperature)
@@ -110,7 +110,7 @@ class Distillation:
         self.parts.add(**{LABEL_LOSS: of_labels, TEACHER_LOSS: distance})
         if not distance.requires_grad:  # in an evaluation
             self.parts.add_agreements(self.comparison.agreements(out, prediction, batch))
-        if of_labels is None or self.share == 1:  # without a graph of the labels' loss
+        if of_labels is None or self.share == 1:  # without an autograd graph of the labels' loss
             return distance
         return self._mixed(of_labels, distance)
 
@@ -120,17 +120,17 @@ class Distillation:
     def evaluate(
         self, model: Model, batches: Batches, metrics: Score | None = None, feed: MetricUpdate | None = None
     ) -> dict[str, float | None]:
-        """evaluation.evaluate, and how far the model is from its teacher. Collective.
+        """evaluation.evaluate, with the distance between the model and its teacher. Collective.
 
         Returns:
-            As there, where the loss is that of the labels, as without a teacher (None: there are none); total_loss,
-            what training makes less; teacher_loss; and teacher_agreement, where the models decide something.
+            As there, with the labels' loss as "loss" (None: there are no labels); total_loss, which training minimises;
+            teacher_loss; and teacher_agreement, if the models make decisions.
         """
         loss = replace(self, labels=ModelLoss(model), parts=Parts())
         result = evaluate(model, batches, metrics, feed, loss)
         parts = loss.parts.losses()
         of_labels, of_teacher = parts.get(LABEL_LOSS), parts.get(TEACHER_LOSS)
-        # Not what `evaluate` gives: metrics may have a loss of their own, of the labels.
+        # Not the loss that `evaluate` returns: metrics may compute a labels' loss of their own.
         total = of_teacher if of_labels is None or of_teacher is None else self._mixed(of_labels, of_teacher)
         result |= {"loss": of_labels, TOTAL_LOSS: total, TEACHER_LOSS: of_teacher}
         if (agreement := loss.parts.agreement()) is not None:

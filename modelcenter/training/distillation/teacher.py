@@ -1,4 +1,4 @@
-"""The teacher: a model that predicts for the batches that another is trained on."""
+"""The teacher: a model whose predictions for the training batches another model learns."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +13,17 @@ from modelcenter.models.base import Model
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.training.accumulation import Batch
 
-# In a batch, of the loss or of what the student is to return: the teacher is only asked what it predicts.
+# Inputs of the loss or for outputs of the student, which the teacher, used only for its predictions, does not get.
 _LABELS = ("labels", "start_positions", "end_positions")
 _OPTIONS = ("output_logits", "loss_counts")
 
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A model that is not trained. It computes without dropout and without gradients.
+    """A model that is not trained. It runs without dropout and without gradients.
 
     Attributes:
-        name: as the flags say. tells_types: it reads token_type_ids.
+        name: as in the flags. tells_types: whether it reads token_type_ids.
     """
 
     model: Model
@@ -37,25 +37,25 @@ class Teacher:
 
     @property
     def vocabulary_head(self) -> VocabularyHead | None:
-        """The head, of a language model."""
+        """The head of a language model; None: it is another model."""
         head = self.model.head
         return head if isinstance(head, VocabularyHead) else None
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> ModelOutput:
-        """Its output for a batch, without labels. Collective."""
+        """The teacher's output for a batch, without labels. Collective."""
         return self.model(**self._inputs(batch, *_LABELS))
 
     @torch.no_grad()
     def soft_targets(self, batch: Batch, share: float, temperature: float) -> SoftTargets:
-        """Its predictions at the labels of a batch. Collective: where its output matrix is sharded, that is gathered
-        once more, as parameters are whole in a forward only.
+        """The teacher's predictions at the labels of a batch. Collective: a sharded output matrix is gathered once
+        more, because parameters are whole only during a forward.
 
         Args:
             share, temperature: of the loss, see SoftTargets.
         """
         head: Any = self.vocabulary_head
-        # Nothing is divided by the count, but without one the labels would be counted, on the device.
+        # Nothing is divided by the count; it is passed because the labels would be counted on the device without one.
         states = self.model(**self._inputs(batch), output_logits=False, loss_counts={"loss": 1})["label_states"]
 
         def whole(parameter: Tensor | None) -> Tensor | None:

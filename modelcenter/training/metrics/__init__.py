@@ -1,7 +1,7 @@
-"""Metrics that stream: batches go in, exact numbers over all rows of all ranks come out.
+"""Streaming metrics: they are updated batch by batch, and their results are exact over all rows of all ranks.
 
 Each has `update` for the batches of this rank, `result` for all ranks together, and `main`, the metric by which runs
-are compared. Fractions are from 0 to 1; BLEU and chrF are on sacrebleu's scale, 0 to 100.
+are compared. Fractions are between 0 and 1; BLEU and chrF are on sacrebleu's scale, 0 to 100.
 """
 
 from modelcenter.training.metrics.base import SMALLER_IS_BETTER, LossOnly, Metrics, Score

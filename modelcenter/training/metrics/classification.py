@@ -1,7 +1,7 @@
 """Classification and regression of sequences.
 
-It keeps counts per class, never the logits. Definitions are scikit-learn's and scipy's, where a quotient of
-zeros is 0 for F1 and MCC and undefined (None) for correlations.
+Counts per class are kept, not logits. Definitions are scikit-learn's and scipy's; 0 / 0 is 0 for F1 and MCC and
+undefined (None) for correlations.
 """
 
 import math
@@ -15,13 +15,13 @@ from modelcenter.training.metrics.reduce import gather_rows, sum_over_ranks, sum
 
 
 class SingleLabel:
-    """accuracy, f1 (two classes: of class 1; more: the mean over the classes) and mcc (Matthews, any number of
-    classes)."""
+    """accuracy, f1 (with two classes that of class 1, with more the mean over classes) and mcc (Matthews correlation,
+    any number of classes)."""
 
     main = "accuracy"
 
     def __init__(self, classes: int, device: torch.device | str = "cpu"):
-        # Per class: rows predicted, rows labelled, rows both. int64, as floats stop counting at 2**24 or 2**53.
+        # Per class: rows predicted, rows labelled, rows both. int64, because floats stop counting at 2**24 or 2**53.
         self.counts = torch.zeros(3, classes, dtype=torch.int64, device=device)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
@@ -34,7 +34,7 @@ class SingleLabel:
     def result(self) -> dict[str, float | None]:
         predicted, actual, hit = sum_over_ranks(self.counts).tolist()
         rows, right = sum(actual), sum(hit)
-        # Gorodkin 2004, as sklearn.metrics.matthews_corrcoef.
+        # Gorodkin 2004, as in sklearn.metrics.matthews_corrcoef.
         cov = right * rows - sum(p * a for p, a in zip(predicted, actual, strict=True))
         spread = (rows**2 - sum(p * p for p in predicted)) * (rows**2 - sum(a * a for a in actual))
         return {
@@ -45,7 +45,7 @@ class SingleLabel:
 
 
 class Accuracy:
-    """accuracy alone: of choices, whose numbers are no classes."""
+    """accuracy only: for multiple choice, where indices are not classes."""
 
     main = "accuracy"
 
@@ -72,8 +72,7 @@ class MultiLabel:
         self.rows = torch.zeros(2, dtype=torch.int64, device=device)  # rows, rows with every label right
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """logits (n, classes), targets (n, classes) of 0 and 1; a label is predicted where its probability is above
-        0.5."""
+        """logits (n, classes), targets (n, classes) of 0 and 1. A label is predicted if its probability exceeds 0.5."""
         predicted, actual = logits > 0, targets > 0.5
         self.counts += torch.stack([predicted.sum(0), actual.sum(0), (predicted & actual).sum(0)])
         self.rows[0] += len(targets)
@@ -91,11 +90,10 @@ class MultiLabel:
 
 
 class Regression:
-    """pearson, spearman (mean over the values of a row if it has several) and mse. Keeps two floats per row and
-    value.
+    """pearson, spearman (their means over the values of a row) and mse. Keeps two floats per row and value.
 
     Args:
-        width: values of a row.
+        width: number of values in a row.
     """
 
     main = "pearson"
@@ -133,8 +131,7 @@ def _pearson(x: Tensor, y: Tensor) -> float | None:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """1-based ranks; equal values share the mean of theirs. As scipy: all NaN if a value is, which has no place among
-    others."""
+    """1-based ranks; equal values share their mean rank. As in scipy, all ranks are NaN if a value is NaN."""
     if values.isnan().any():
         return torch.full_like(values, math.nan)
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)

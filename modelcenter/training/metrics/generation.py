@@ -1,6 +1,6 @@
-"""Generated texts against references: ROUGE, BLEU, chrF, and accuracy where they are words for labels.
+"""Metrics of generated texts: ROUGE, BLEU and chrF against references, and accuracy if the texts are label words.
 
-ROUGE (Lin 2004) is counted here, as the package rouge-score does without stemming. BLEU and chrF are sacrebleu's.
+ROUGE (Lin 2004) is computed here as by the package rouge-score without stemming. BLEU and chrF are sacrebleu's.
 """
 
 import re
@@ -19,7 +19,7 @@ _WORDS = re.compile(r"[a-z0-9]+")
 
 
 def rouge_tokens(text: str, language: str = "other") -> list[str]:
-    """Words of letters a to z and digits, in lower case. "zh": Chinese characters too, each by itself."""
+    """Words of letters a to z and digits, in lower case. "zh": also Chinese characters, each as a word."""
     text = text.lower()
     if language == "zh":
         text = "".join(f" {c} " if is_han(c) else c for c in text)
@@ -42,7 +42,7 @@ def _longest_common_subsequence(one: Sequence[str], other: Sequence[str]) -> int
 
 
 def rouge(prediction: str, references: Sequence[str], language: str = "other") -> tuple[float, float, float]:
-    """F1 of words, pairs of words and the longest common subsequence; each of the reference that gives most."""
+    """F1 of words, word pairs and the longest common subsequence, each with the best reference."""
     tokens = rouge_tokens(prediction, language)
     best = [0.0, 0.0, 0.0]
     for reference in references:
@@ -71,18 +71,18 @@ def import_sacrebleu() -> Any:
 
 class Generation:
     """rouge1, rouge2 and rougeL (means over the texts), bleu and chrf (of all texts together, 0 to 100); accuracy, f1
-    and exact_match of texts that are words for labels.
+    and exact_match for texts that are label words.
 
-    BLEU and ROUGE keep sums; chrF and accuracy keep the texts, which the ranks exchange in the end. f1 is that of
-    classification: of two words that of the last in order, of more the mean; a text that is no reference's is wrong.
-    exact_match, where rows have groups: those with all texts right.
+    BLEU and ROUGE keep sums; chrF and accuracy keep the texts, which the ranks exchange at the end. f1 is as in
+    classification: with two words that of the last in sorted order, with more the mean; a text that is no reference is
+    wrong. exact_match, if rows have groups: the share of groups with all texts right.
 
     Args:
-        metrics: which of "rouge", "bleu", "chrf", "accuracy" or "squad"; the first decides which run is best.
+        metrics: some of "rouge", "bleu", "chrf", "accuracy" and "squad"; runs are compared by the first.
         language: "zh": Chinese characters are words.
 
     Raises:
-        ValueError: an unknown metric or language; accuracy beside squad; sacrebleu is needed and missing.
+        ValueError: a metric or the language is unknown; accuracy is combined with squad; sacrebleu is not installed.
     """
 
     def __init__(self, metrics: Sequence[str] = GENERATION_METRICS[:3], language: str = "other"):
@@ -91,7 +91,7 @@ class Generation:
             raise ValueError(f"language: got {language!r}, expected {' or '.join(LANGUAGES)}")
         self.metrics, self.language = tuple(metrics), language
         self.main = {"rouge": "rougeL", "squad": "f1"}.get(metrics[0], metrics[0])
-        self.rouge = torch.zeros(4, dtype=torch.float64)  # texts, and sums of three scores
+        self.rouge = torch.zeros(4, dtype=torch.float64)  # number of texts, and sums of three scores
         self.counts = [0] * 10  # lengths of texts and references, matches and n-grams of 1 to 4 words
         self.texts: list[tuple[str, list[str]]] = []
         self.words: list[tuple[str, str, Any]] = []  # text, reference, group
@@ -108,11 +108,11 @@ class Generation:
     ) -> None:
         """
         Args:
-            predictions: a text for each row. references: a text, or several, for each row (of which accuracy takes
-                the first). groups: which rows are judged as one.
+            predictions: a text per row. references: one or several texts per row; accuracy uses the first.
+            groups: the group of each row, whose rows are judged together.
 
         Raises:
-            ValueError: lists of different lengths, or a row without a reference.
+            ValueError: the lists differ in length, or a row has no reference.
         """
         if len(predictions) != len(references):
             raise ValueError(f"predictions, references: got {len(predictions)} and {len(references)}, expected as many")
@@ -143,7 +143,7 @@ class Generation:
             scores |= {f"rouge{n}": ratio(total, rows) for n, total in zip("12L", totals, strict=True)}
         if self._bleu is not None:
             text_length, reference_length, *n_grams = sums(self.counts)
-            # Smoothed as corpus_score does it: texts without four right words in a row are not all alike.
+            # Smoothed as in corpus_score, so that texts without a matching 4-gram still differ.
             how = {name: getattr(self._bleu, name) for name in ("smooth_method", "smooth_value", "effective_order")}
             bleu = self._bleu.compute_bleu(
                 correct=n_grams[:4], total=n_grams[4:], sys_len=text_length, ref_len=reference_length, **how
@@ -177,6 +177,6 @@ def _label_scores(rows: Sequence[tuple[str, str, Any]]) -> dict[str, float | Non
 
 
 def _reference_streams(truths: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    """References as sacrebleu takes them: the first of all rows, the second of all rows, ..."""
+    """References in sacrebleu's form: the first of all rows, the second of all rows, ..."""
     most = max(len(truth) for truth in truths)
     return [[truth[i] if i < len(truth) else None for truth in truths] for i in range(most)]

@@ -1,4 +1,4 @@
-"""Language models: how probable the labelled tokens were, and how often the most probable one was right."""
+"""Metrics of language models: loss and perplexity of the labelled tokens, and accuracy of the most probable ones."""
 
 import logging
 import math
@@ -14,11 +14,11 @@ from modelcenter.training.metrics.reduce import sums
 
 log = logging.getLogger("modelcenter")
 
-_ROWS = 2048  # of logits that are worked on at once
+_ROWS = 2048  # rows of logits processed at once
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a mean loss per token; None without one, and, with a warning, where no float holds it."""
+    """exp of a mean loss per token; None if there is no loss and, with a warning, if the result overflows."""
     if loss is None:
         return None
     try:
@@ -32,10 +32,10 @@ def perplexity(loss: float | None) -> float | None:
 
 
 class LanguageModel:
-    """loss (mean over labelled tokens), perplexity (its exp) and accuracy (tokens whose label was the most probable).
+    """loss (mean over labelled tokens), perplexity (its exp) and accuracy (share whose label was the most probable).
 
     Args:
-        causal: labels are the input's tokens, and token t predicts label t + 1 of its sequence. False: labels stand at
+        causal: labels are the input's tokens, and token t predicts label t + 1 of its sequence. False: labels are at
             the tokens that predict them (masked and encoder-decoder models).
     """
 
@@ -49,8 +49,8 @@ class LanguageModel:
     def update(
         self, logits: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> None:
-        """logits (batch, seq, vocabulary), targets (batch, seq) with -100 where there is none; packed: (1, T, ...),
-        (1, T) and the boundaries. attention_mask: as the model was given."""
+        """logits (batch, seq, vocabulary), targets (batch, seq) with -100 for none; packed: (1, T, ...), (1, T) and the
+        boundaries. attention_mask: as given to the model."""
         if self.causal:
             targets = next_labels({"labels": targets, "cu_seqlens": cu_seqlens, "attention_mask": attention_mask})
         labels = targets.reshape(-1)

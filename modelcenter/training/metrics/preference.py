@@ -1,4 +1,4 @@
-"""Preference training (DPO, Rafailov et al. 2023): how often and how far the chosen answer is ahead."""
+"""Metrics of preference training (DPO, Rafailov et al. 2023): how often and by how much the chosen answer is ahead."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Preference:
         self.totals = torch.zeros(2, dtype=torch.float64)
 
     def update(self, chosen: Tensor, rejected: Tensor) -> None:
-        """Rewards of the pairs, (n,) each: beta times the log-probability beyond the reference model's."""
+        """The rewards of n pairs, (n,) each: beta times the log-probability minus the reference model's."""
         chosen, rejected = chosen.detach().reshape(-1).double().cpu(), rejected.detach().reshape(-1).double().cpu()
         if chosen.shape != rejected.shape:
             raise ValueError(f"chosen, rejected: got {len(chosen)} and {len(rejected)} rewards, expected pairs")

@@ -1,8 +1,8 @@
-"""Extractive question answering: exact match and F1 of answers, as the scripts of SQuAD and CMRC 2018 have them.
+"""Metrics of extractive question answering: exact match and F1, as in the scripts of SQuAD and CMRC 2018.
 
-SQuAD (Rajpurkar et al. 2016, 2018): texts in lower case without punctuation and articles; F1 of the words that both
-have. CMRC 2018 (Cui et al. 2019): characters of Chinese and words of other scripts without punctuation; F1 of the
-longest run that both have. Of several true answers the best counts. An empty text is no answer.
+SQuAD (Rajpurkar et al. 2016, 2018): texts in lower case without punctuation and articles; F1 of the common words. CMRC
+2018 (Cui et al. 2019): Chinese characters and words of other scripts, without punctuation; F1 of the longest common
+run. With several true answers, the best match counts. An empty text means "no answer".
 """
 
 import re
@@ -35,7 +35,7 @@ def cmrc_units(text: str) -> list[str]:
 
 
 def is_han(character: str) -> bool:
-    """Whether a character stands for itself, as Chinese ones do."""
+    """Whether a character counts as a unit, as Chinese ones do."""
     code = ord(character)
     return (
         0x4E00 <= code <= 0x9FFF or 0x3400 <= code <= 0x4DBF or 0x20000 <= code <= 0x323AF or 0xF900 <= code <= 0xFAFF
@@ -70,7 +70,7 @@ def _longest_common_run(one: list[str], other: list[str]) -> int:
 
 
 class ExtractiveAnswers:
-    """exact_match and f1; with questions that have no answer also of the two kinds apart (has_answer_*, no_answer_*)
+    """exact_match and f1. If some questions have no answer, also for both kinds separately (has_answer_*, no_answer_*)
     and, given scores for "no answer", best_exact_match, best_f1 and the thresholds at which they are reached.
 
     Keeps five numbers per question.
@@ -96,13 +96,13 @@ class ExtractiveAnswers:
     ) -> None:
         """
         Args:
-            predictions: a text for each question; "": there is no answer.
-            answers: the true ones of each question; none: there is no answer.
-            no_answer_scores: the higher, the less likely an answer. With them predictions are the best texts, and
-                "" only where there is none.
+            predictions: a text per question; "": no answer.
+            answers: the true answers of each question; an empty list: there is none.
+            no_answer_scores: the higher, the less likely an answer. If given, predictions are the best texts, and ""
+                only if there is none.
 
         Raises:
-            ValueError: lists of different lengths; scores in some updates only.
+            ValueError: the lists differ in length; only some updates have scores.
         """
         scores = [0.0] * len(predictions) if no_answer_scores is None else list(no_answer_scores)
         if not len(predictions) == len(answers) == len(scores):
@@ -120,12 +120,12 @@ class ExtractiveAnswers:
             choices = real or [[]]
             exact = float(any(units == choice for choice in choices))
             f1 = max(self.score(units, choice) for choice in choices)
-            has_answer = any(answer.strip() for answer in true)  # "A" has no word to compare, but is an answer
+            has_answer = any(answer.strip() for answer in true)  # "A" is an answer, though it has no word to compare
             self.rows.append((exact, f1, score, float(has_answer), float(bool(prediction))))
 
     def result(self) -> dict[str, float | None]:
         own = torch.tensor(self.rows, dtype=torch.float64).view(-1, 5)
-        rows, scored = gather_rows(own), any(sums([self.scored is True]))  # a rank without rows does not know
+        rows, scored = gather_rows(own), any(sums([self.scored is True]))  # unknown on ranks without rows
         exact, f1, score, answered, text = rows.unbind(1)
         has = answered.bool()
         scores: dict[str, float | None] = {"exact_match": _mean(exact), "f1": _mean(f1)}
@@ -143,12 +143,12 @@ def _mean(values: torch.Tensor) -> float:
 
 
 def _best(value: torch.Tensor, score: torch.Tensor, has: torch.Tensor, text: torch.Tensor) -> tuple[float, float]:
-    """(best mean, threshold): questions whose score is above the threshold are taken to have no answer."""
+    """(best mean, threshold): "no answer" is predicted for questions whose score is above the threshold."""
     order = torch.argsort(score, stable=True)
-    # Answering one more question gains its value, or loses that "no answer" was right.
+    # Answering one more question adds its value, or loses a correct "no answer".
     change = torch.where(has, value, -text.to(value.dtype))[order]
     total = (~has).sum() + change.cumsum(0)
-    # A threshold takes in all questions of equal score.
+    # A threshold includes all questions with an equal score.
     sorted_score = score[order]
     last = torch.ones(len(order), dtype=torch.bool)
     last[:-1] = sorted_score[1:] != sorted_score[:-1]

@@ -1,4 +1,4 @@
-"""Rerankers: how well texts are ordered for their queries, and how well scores tell right pairs from wrong ones."""
+"""Metrics of rerankers: the order of texts for their queries, and how well scores separate right and wrong pairs."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,12 @@ from modelcenter.training.metrics.reduce import gather_rows, sums
 
 
 class Ranking:
-    """ndcg@10, mrr@10 and map of the texts of each query in the order of their scores, after the definitions of
-    trec_eval.
+    """ndcg@10, mrr@10 and map of the texts of each query, ordered by score, as defined by trec_eval.
 
-    ndcg@10: the sum of relevance / log2(1 + rank) over the first ten texts, over the greatest such sum. mrr@10: 1 /
-    rank of the first relevant text among them. map: the mean over the relevant texts of their share among all down to
-    each. Each is the mean over the queries; of queries whose texts are all as relevant, nothing is known. Of texts with
-    the same score the less relevant come first, so that a model that tells nothing apart gains nothing.
+    ndcg@10: the sum of relevance / log2(1 + rank) over the first ten texts, divided by the largest possible sum.
+    mrr@10: 1 / rank of the first relevant text among them. map: the mean over the relevant texts of the precision down
+    to each. All are means over the queries, without those whose texts are all equally relevant. Among texts with equal
+    scores the less relevant come first, so that constant scores gain nothing.
     """
 
     main = "ndcg@10"
@@ -28,8 +27,8 @@ class Ranking:
         """Add queries.
 
         Args:
-            scores, relevance: (queries, most) of the texts of each, at places where `there` says that there is one. A
-                text is relevant where its relevance is above 0; it is never below.
+            scores, relevance: (queries, most), of the texts of each query, valid where `there` is True. A text is
+                relevant if its relevance is above 0; it is never below.
         """
         if not len(there):
             return
@@ -61,8 +60,8 @@ class Ranking:
 
 
 class PairLabels:
-    """average_precision of the pairs in the order of their scores, and accuracy: the share of pairs whose
-    probability is on the right side of 0.5. Definitions are scikit-learn's. Keeps two floats per pair."""
+    """average_precision of the pairs, ordered by score, and accuracy: the share of pairs whose probability is on the
+    right side of 0.5. Definitions are scikit-learn's. Keeps two floats per pair."""
 
     main = "average_precision"
 
@@ -81,8 +80,8 @@ class PairLabels:
 
 
 def _average_precision(scores: Tensor, labels: Tensor) -> float | None:
-    """The sum over the distinct scores, from the highest down, of the precision of all pairs down to one, by the share
-    of the right pairs that it adds; None: there are none, or a score is NaN, which has no place among others."""
+    """The sum over the distinct scores, from the highest down, of the precision down to that score times the share of
+    right pairs that it adds; None: there are no right pairs, or a score is NaN."""
     if not labels.any() or scores.isnan().any():
         return None
     values, place = torch.unique(-scores, return_inverse=True)

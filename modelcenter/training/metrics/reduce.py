@@ -1,7 +1,7 @@
-"""Counts of all ranks, on every rank.
+"""Combining the counts of all ranks, on every rank.
 
-The rule for all metrics: the shares of all ranks are put together, so of ranks that compute the same batch only one
-adds it to its metrics. Nothing is reduced in place: a metric can go on counting after its `result`.
+The rule for all metrics: the shares of all ranks are combined, so only one of the ranks that compute the same batch
+adds it to its metrics. Nothing is reduced in place, so that a metric can be updated further after its `result`.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from engine.collectives import gather_objects
 
 
 def is_counted() -> bool:
-    """Whether this rank's results are those of a batch: of ranks that compute it together, the first one's of the last
-    stage."""
+    """Whether this rank adds a batch to its metrics: of the ranks that compute a batch together, only the first of the
+    last stage does."""
     return runtime.stage() == runtime.stages() - 1 and engine.rank() % runtime.model_ranks() == 0
 
 
 def greatest(number: int) -> int:
-    """The greatest of the ranks' numbers. Collective."""
+    """The largest of the ranks' numbers. Collective."""
     if engine.world_size() == 1:
         return number
     most = torch.tensor(number, device=runtime.message_device())
@@ -32,7 +32,7 @@ def greatest(number: int) -> int:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, a new one."""
+    """The sum of a tensor over all ranks, as a new tensor."""
     total = tensor.to(engine.device(), copy=True)
     if engine.world_size() > 1:
         dist.all_reduce(total)
@@ -45,10 +45,10 @@ def sums(values: Sequence[float], dtype: torch.dtype = torch.int64) -> list[Any]
 
 
 def gather_lists(own: list[Any]) -> list[Any]:
-    """The lists of all ranks, one after another, on every rank. For texts; numbers are summed instead."""
+    """The concatenated lists of all ranks, on every rank. For texts; numbers are summed instead."""
     return [item for of_rank in gather_objects(own) for item in of_rank]
 
 
 def gather_rows(own: Tensor) -> Tensor:
-    """The rows (n, ...) of all ranks, one after another, on every rank; ranks may have different numbers of them."""
+    """The concatenated rows (n, ...) of all ranks, on every rank; n may differ."""
     return torch.cat(gather_lists([own]))

@@ -1,4 +1,4 @@
-"""Replaced token detection: how well a discriminator tells replaced tokens, and how well its generator guesses."""
+"""Metrics of replaced token detection: those of the discriminator, and those of its generator."""
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +12,19 @@ from modelcenter.training.metrics.reduce import sums
 
 class ReplacedTokens:
     """Of the discriminator, over all tokens: discriminator_loss, accuracy, precision and recall (replaced tokens are
-    those to be found), and replaced, the share of tokens that were. Of the generator, over the masked tokens:
-    generator_loss, generator_perplexity and generator_accuracy (of the likeliest token, not of the drawn one)."""
+    the positives), and replaced, the share of replaced tokens. Of the generator, over the masked tokens:
+    generator_loss, generator_perplexity and generator_accuracy (of the likeliest token, not of the sampled one)."""
 
     main = "loss"
 
     def __init__(self) -> None:
         self.generator = LanguageModel(causal=False)
-        self.tokens = [0, 0, 0, 0, 0]  # all, right, said to be replaced, replaced, found
+        self.tokens = [0, 0, 0, 0, 0]  # all, right, predicted as replaced, replaced, both
         self.total = torch.zeros((), dtype=torch.float64)
 
     def update(self, logits: Tensor, replaced: Tensor, guesses: Tensor, targets: Tensor) -> None:
-        """logits (batch, seq) of a token's having been replaced; replaced: 1 or 0 of each, -100 where there is none.
-        guesses (n, vocabulary) of the generator for n masked tokens, targets (n,)."""
+        """logits (batch, seq): that a token was replaced; replaced: 1 or 0 for each, -100 for none. guesses (n,
+        vocabulary): the generator's logits for n masked tokens, targets (n,)."""
         judged = replaced != IGNORE_INDEX
         scores, truth = logits[judged].float(), replaced[judged]
         said, is_replaced = scores > 0, truth == 1

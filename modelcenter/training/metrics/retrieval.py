@@ -1,4 +1,4 @@
-"""Embeddings: how well texts are found by the texts that they belong to, and how well likeness follows scores."""
+"""Metrics of embeddings: retrieval of related texts, and the correlation of similarities with scores."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from modelcenter.training.metrics.reduce import sums
 
 
 class Retrieval:
-    """ndcg@10, mrr@10, recall@10 and accuracy@1 of queries, after the definitions of trec_eval and MTEB.
+    """ndcg@10, mrr@10, recall@10 and accuracy@1 of queries, as defined by trec_eval and MTEB.
 
-    ndcg@10: the sum of 1 / log2(1 + rank) over the texts found among the first ten that belong to the query, over the
-    greatest such sum. mrr@10: 1 / rank of the first. recall@10: their share of all that belong to it. accuracy@1:
-    whether the first does. Each is the mean over the queries.
+    ndcg@10: the sum of 1 / log2(1 + rank) over the relevant texts among the first ten, divided by the largest possible
+    sum. mrr@10: 1 / rank of the first relevant text. recall@10: the share of the relevant texts among the first ten.
+    accuracy@1: whether the first text is relevant. All are means over the queries.
     """
 
     main = "ndcg@10"
@@ -29,8 +29,8 @@ class Retrieval:
         """Add queries.
 
         Args:
-            found: (n, depth) bool, whether the text at each rank belongs to the query; fewer columns where there are
-                fewer texts. relevant: of each query, how many do.
+            found: (n, depth) bool, whether the text at each rank is relevant; depth may be smaller if there are fewer
+                texts. relevant: the number of relevant texts of each query.
         """
         found, count = found.double().cpu(), torch.tensor(relevant, dtype=torch.float64)
         ranks = torch.arange(1, found.shape[1] + 1, dtype=torch.float64)
@@ -54,7 +54,7 @@ class Retrieval:
 
 
 class Likeness(Regression):
-    """spearman and pearson of the likeness of two texts with their score."""
+    """spearman and pearson of the similarity of two texts with their score."""
 
     main = "spearman"
 

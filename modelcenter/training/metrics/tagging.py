@@ -1,7 +1,7 @@
-"""Token classification: tokens that are right, and entities that are right as a whole.
+"""Metrics of token classification: correct tokens, and entities that are correct as a whole.
 
-Entities are those of CoNLL's conlleval, whatever the scheme: BIO (IOB1 and IOB2), BIOES and its other spellings (BILOU,
-BMES), and IO, in which labels may also be bare names. A tag that cannot follow the one before it begins a new entity.
+Entities are those of CoNLL's conlleval, in any scheme: BIO (IOB1 and IOB2), BIOES and its other spellings (BILOU,
+BMES), and IO, in which labels may also be bare names. A tag that cannot follow the previous one begins a new entity.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -21,9 +21,9 @@ Entity = tuple[str, int, int]  # type, first token, token after the last
 
 
 def tag_separator(names: Collection[str]) -> str:
-    """What all labels but O have between letter and type: an underscore (B_PER), else a hyphen.
+    """The separator between letter and type: an underscore if all labels but O have one (B_PER), else a hyphen.
 
-    Only all of them together tell: among bare names, S_1 is one.
+    All labels are needed to decide: among bare names, S_1 is a name.
     """
     marked = [name for name in names if name != OUTSIDE]
     underscored = all(name[0] in _LETTERS and name[1:2] == "_" for name in marked if name)
@@ -31,7 +31,7 @@ def tag_separator(names: Collection[str]) -> str:
 
 
 def split_tag(tag: str, separator: str = "-") -> tuple[str, str]:
-    """(B, I, E, S or O; type) of a label: "B-PER", or "B" without a type. "PER-B" is none: a bare name is inside."""
+    """(B, I, E, S or O; type) of a label: "B-PER", or "B" without a type. A bare name, as "PER-B", counts as inside."""
     if tag == OUTSIDE:
         return OUTSIDE, ""
     letter, _, kind = tag.partition(separator)
@@ -39,20 +39,20 @@ def split_tag(tag: str, separator: str = "-") -> tuple[str, str]:
 
 
 def split_tags(tags: Iterable[str], names: Collection[str]) -> list[tuple[str, str]]:
-    """`split_tag` of each label; names: all labels that there are, which tell how they are written.
+    """`split_tag` of each label; names: all existing labels, which show how they are written.
 
-    Among bare names a letter is one, too: of the structures of proteins, H, E and C, E is no end.
+    Among bare names, a letter is a name as well: in protein structures, H, E and C, E does not mean end.
     """
     separator = tag_separator(names)
     lettered = all(name == OUTSIDE or name.partition(separator)[0] in _LETTERS for name in names)
     return [
-        split_tag(tag, separator) if lettered or tag not in _LETTERS else ("I", tag)  # with a type it is no bare name
+        split_tag(tag, separator) if lettered or tag not in _LETTERS else ("I", tag)  # a bare name has no type
         for tag in tags
     ]
 
 
 def entities(tags: Iterable[str], names: Collection[str] | None = None) -> list[Entity]:
-    """The entities of one sequence of labels. names: as of split_tags; None: those of the sequence."""
+    """The entities of one sequence of labels. names: as in split_tags; None: the labels of the sequence."""
     tags = list(tags)
     return _entities(split_tags(tags, tags if names is None else names))
 
@@ -70,12 +70,12 @@ def _entities(tags: Sequence[tuple[str, str]]) -> list[Entity]:
 
 
 class TokenLabels:
-    """precision, recall and f1 of entities over all types (micro), f1_<type> of each, and accuracy of tokens.
+    """precision, recall and f1 of entities over all types (micro), f1_<type> per type, and accuracy of tokens.
 
-    Tokens without a label (-100) are left out on both sides, as the pieces of a word after its first are.
+    Tokens without a label (-100), such as the pieces of a word after its first, are excluded from both sides.
 
     Args:
-        names: of the labels, by number.
+        names: of the labels, by index.
     """
 
     main = "f1"
@@ -101,7 +101,7 @@ class TokenLabels:
             self.add(guess[labelled].tolist(), truth[labelled].tolist())
 
     def add(self, predicted: Sequence[int], actual: Sequence[int]) -> None:
-        """One sequence, as label numbers."""
+        """Add one sequence, given as label indices."""
         self.tokens[0] += len(actual)
         self.tokens[1] += sum(p == a for p, a in zip(predicted, actual, strict=True))
         guessed = set(_entities([self.tags[i] for i in predicted]))

@@ -1,10 +1,10 @@
 """The tasks that a model can be trained for, by name. Imports no torch: a task's module is imported when it is used.
 
-base.py defines what a task is, examples.py what it trains on. Each task has a module of its own (classification.py,
-qa.py, lm.py, ...; pretraining/). The others are shared: splits.py and column_roles.py, which rows and columns are read;
-questions.py, answer_examples.py, word_tags.py, related_examples.py, ranked_examples.py and structured_examples.py, what
-rows mean; windows.py and answer_spans.py, rows that are too long for the model; class_weights.py; text_search.py, how
-embeddings find texts; pair_scores.py, how rerankers score them; preview.py, rows for people to read.
+base.py defines the interface of a task, examples.py what it trains on. Each task has its own module (classification.py,
+qa.py, lm.py, ...; pretraining/). The others are shared: splits.py and column_roles.py choose the rows and columns;
+questions.py, answer_examples.py, word_tags.py, related_examples.py, ranked_examples.py and structured_examples.py
+interpret the rows; windows.py and answer_spans.py handle rows that are too long for the model; class_weights.py;
+text_search.py searches by embeddings; pair_scores.py scores with rerankers; preview.py formats rows for display.
 """
 
 import importlib

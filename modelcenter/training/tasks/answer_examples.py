@@ -1,4 +1,4 @@
-"""Examples in which some tokens, the answers, are trained on."""
+"""Examples in which only some tokens, the answers, are trained on."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +14,8 @@ from modelcenter.training.tasks.preview import highlighted, on_one_line, without
 
 @dataclass(frozen=True)
 class AnswerExamples(TokenExamples):
-    """Sequences of tokens with labels for those that are trained on. context: batches say which tokens come before the
-    first of them."""
+    """Sequences of tokens with labels for those that are trained on. context: batches mark the tokens before the first
+    labelled one as context."""
 
     labels: np.ndarray  # int32 (T,)
     context: bool = False
@@ -24,7 +24,7 @@ class AnswerExamples(TokenExamples):
         return self.labels[self.tokens.offsets[row] : self.tokens.offsets[row + 1]]
 
     def prompt_length(self, row: int) -> int:
-        """Tokens before the first that is trained on."""
+        """The number of tokens before the first that is trained on."""
         return int(np.argmax(self.labels_of(row) != IGNORED))
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class AnswerExamples(TokenExamples):
 
 
 def highlight_trained(ids: np.ndarray, trained: np.ndarray, tokenizer: Any) -> str:
-    """The text of some tokens, with those that are trained on highlighted, and long parts without their middle."""
+    """The text of some tokens, with those that are trained on highlighted and long parts shortened in the middle."""
     bounds = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]
     parts = []
     for a, b in zip(bounds, bounds[1:], strict=False):

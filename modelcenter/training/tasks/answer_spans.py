@@ -1,4 +1,4 @@
-"""Answers from the logits of their starts and ends: the best spans of a window, and the best answer of all windows."""
+"""Answers from start and end logits: the best spans of a window, and the best answer over all windows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ Span = tuple[float, int, int]  # score, first character, character after the las
 
 @dataclass(frozen=True)
 class WindowSpans:
-    """The best spans of a window of a context, best first, and the score of `no answer here`."""
+    """The best spans of a window of a context, best first, and the score of "no answer here"."""
 
     spans: list[Span]
     null: float
 
 
 def best_spans(start: Tensor, end: Tensor, chars: np.ndarray, first: int, n_best: int, longest: int) -> WindowSpans:
-    """The spans of a window with the highest sums of start and end score, of all spans.
+    """The spans of a window with the highest sums of start and end scores.
 
     Args:
-        start, end: (tokens,) scores of a window's tokens, special ones included. chars: int (n, 2), the characters of
-            the context's tokens. first: where these begin in the window. longest: tokens of a span, at most.
+        start, end: (tokens,) scores of a window's tokens, including special ones. chars: int (n, 2), the characters of
+            the context's tokens. first: index of the first of these in the window. longest: maximum tokens of a span.
     """
     null = float(start[0] + end[0])
     a, b = (scores[first : first + len(chars)].float().cpu() for scores in (start, end))
     longest = min(longest, len(chars))
     lowest = float("-inf")
-    # sums[i, j]: of the span from token i to token i + j.
+    # sums[i, j]: the score of the span from token i to token i + j.
     end_scores = torch.nn.functional.pad(b, (0, longest - 1), value=lowest).unfold(0, longest, 1)
     sums = (a[:, None] + end_scores).flatten()
     values, places = sums.topk(min(n_best, len(sums)))
@@ -44,22 +44,22 @@ def best_spans(start: Tensor, end: Tensor, chars: np.ndarray, first: int, n_best
 @dataclass(frozen=True)
 class Answer:
     """text: "" for no answer. score: its probability among the n best. start, end: characters of the context, -1 for
-    no answer. null: how much better `no answer` scores than the best text."""
+    no answer. null: the score of "no answer" minus that of the best text."""
 
     text: str
     score: float
     start: int
     end: int
     null: float
-    best_text: str  # the best text, whatever `no answer` scores
+    best_text: str  # the best text, whatever the score of "no answer"
 
 
 def best_answer(context: str, windows: Sequence[WindowSpans], n_best: int, null_threshold: float | None) -> Answer:
-    """The answer to a question from all windows of its context, chosen as by SQuAD's scripts.
+    """The answer to a question from all windows of its context, chosen as in SQuAD's scripts.
 
     Args:
-        null_threshold: how much better than any text `no answer` must score to be given; None: it never is. Its score
-            is the lowest of all windows, as it is high in each window that does not hold the answer.
+        null_threshold: "no answer" is returned if its score exceeds that of the best text by more than this; None:
+            never. Its score is the lowest of all windows, because it is high in each window without the answer.
     """
     best: dict[tuple[int, int], float] = {}
     for window in windows:
@@ -82,6 +82,6 @@ def best_answer(context: str, windows: Sequence[WindowSpans], n_best: int, null_
 
 
 def _trimmed(context: str, start: int, end: int) -> tuple[int, int]:
-    """The span without the spaces at its ends, which some tokenizers make part of their tokens."""
+    """The span without spaces at its ends, which some tokenizers include in tokens."""
     text = context[start:end]
     return start + len(text) - len(text.lstrip()), start + len(text.rstrip())

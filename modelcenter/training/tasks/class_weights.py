@@ -1,4 +1,4 @@
-"""A loss in which classes count more or less: for data that have few rows of some of them."""
+"""A loss with class weights, for imbalanced data."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from engine.loss import IGNORE_INDEX
 from modelcenter.registry import nearest
 
 BALANCED = "balanced"
-_ONE = 1 << 20  # weights are whole multiples of 1 / _ONE, so that their sum over a global batch is one of integers
+_ONE = 1 << 20  # weights are multiples of 1 / _ONE, so that their sum over a global batch is computed in integers
 
 
 class ClassWeightedLoss:
-    """A TrainingLoss that is torch's cross_entropy with `weight` over the global batch: the losses of the items, each
-    times the weight of its class, divided by the sum of these weights."""
+    """A TrainingLoss like torch's cross_entropy with `weight`, over the global batch: the sum of the items' losses,
+    each times the weight of its class, divided by the sum of these weights."""
 
     def __init__(self, weights: Sequence[float], label_smoothing: float = 0.0):
         self.units = torch.tensor([max(1, round(weight * _ONE)) for weight in weights])
@@ -25,7 +25,7 @@ class ClassWeightedLoss:
 
     @property
     def weights(self) -> Tensor:
-        """fp32 (classes,)."""
+        """The weights, fp32 (classes,)."""
         return self.units.double().div(_ONE).float()
 
     def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,13 +48,13 @@ def parse_class_weights(
     """The weight of each class.
 
     Args:
-        given: ["balanced"]: the number of rows divided by that of classes and by that of rows of the class, and 1 for a
-            class without rows. Or NAME=WEIGHT of some classes; the others have 1.
+        given: ["balanced"]: rows / (classes * rows of the class), and 1 for a class without rows. Or NAME=WEIGHT for
+            some classes; the others have 1.
         names: of the classes. targets: int64, the classes of all rows.
         times: how often an epoch of a mixture draws each row; None: once.
 
     Raises:
-        ValueError: a weight of an unknown class, two weights of one class, or a weight that is no number above 0.
+        ValueError: a class is unknown or has two weights, or a weight is not a number above 0.
     """
     if list(given) == [BALANCED]:
         counts = np.bincount(targets, times, minlength=len(names))

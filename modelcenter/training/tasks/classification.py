@@ -1,4 +1,4 @@
-"""Text classification: one label, several or scores; one text or a pair."""
+"""Text classification of single texts or pairs: single-label, multi-label or regression."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -68,7 +68,7 @@ class Classification(Task):
             check_columns(eval_table, {"group": group})
         names = table.classes.get(columns.label)
         options: dict[str, Any] = {"problem_type": cfg.problem_type, "num_labels": cfg.num_labels, "names": names}
-        # A class whose rows are all held out is a class of the data, too.
+        # A class whose rows are all held out still counts as a class.
         known, where = column_of_parts(columns.label, table, eval_table if cfg.eval_fraction is not None else None)
         labels = find_labels(known, where, **options, column=f"column {columns.label!r}")
         cfg.unsaid = unsaid(known, where, labels, **options)
@@ -94,8 +94,8 @@ class Classification(Task):
 
     @classmethod
     def _without_labels(cls, cfg: ClassificationConfig, teacher: str, table: Table, eval_table: Table | None) -> Self:
-        """The task of a run that learns from its teacher alone: it has the teacher's classes, and reads no labels of
-        the rows to train on, but those of the rows to evaluate on, if there are some."""
+        """The task of a run that learns from its teacher only: it has the teacher's classes, and reads labels for
+        evaluation, if there are some, but not for training."""
         join_labels(table, cfg.label_column)
         label = cfg.label_column if cfg.label_column in table.columns else None
         columns = find_columns(table, cfg.text_column, cfg.text_pair_column, label, labelled=False)
@@ -165,7 +165,7 @@ class Classification(Task):
         name_padding_token(model, tokenizer)
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
-        """The metrics that suit the kind of label."""
+        """The metrics for the kind of labels."""
         if self.eval_table is not None and self.eval_targets is None:
             return LossOnly(TEACHER_LOSS)
         if self.labels.problem_type == "regression":
@@ -177,7 +177,7 @@ class Classification(Task):
         return super().metric_names(examples) + ([] if examples.groups is None else ["exact_match"])
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """Also exact_match, where rows have groups: the share of groups whose rows are all right."""
+        """Adds exact_match if rows have groups: the share of groups whose rows are all right."""
         batches = Batches(examples, rank_batches(examples, batch_size))
         if examples.targets is None:
             return self.run_evaluation(model, batches)
@@ -227,7 +227,7 @@ class Classification(Task):
         return self._examples(self.table, targets, tokenizer, max_length, groups)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """label, score and probabilities of each row (several labels: labels; regression: score)."""
+        """label, score and probabilities of each row (multi-label: labels; regression: score)."""
         rows = rank_batches(examples, cfg.batch_size)
         places = [torch.from_numpy(part) for part in rows]
         logits = logits_of(model, Batches(examples, rows), places, len(examples), model.config.num_labels)
@@ -237,19 +237,18 @@ class Classification(Task):
 def _read_labels(
     table: Table, column: str, kind: str | None, names: Sequence[str], known_from: str
 ) -> tuple[Labels, np.ndarray]:
-    """The labels of rows by the classes that a model has, and their targets. known_from: the model, in words."""
+    """The labels of rows under a model's classes, and their targets. known_from: describes the model."""
     values, where, classes = table.columns[column], table.where, table.classes.get(column)
     labels = find_labels(values, where, problem_type=kind, num_labels=len(names), names=names)
     try:
         return labels, labels.encode(values, where, known_from, classes)
-    except ValueError as error:  # perhaps of a column that was found, where the rows lack that of the run
+    except ValueError as error:  # perhaps in a column that was guessed because the rows lack the run's
         raise ValueError(f"{error}; read from column {column!r} (--label_column)") from None
 
 
 def name_padding_token(model: Model, tokenizer: Any) -> None:
-    """Name a padding token where none is named: transformers finds the end of each row of a batch by it, for decoders,
-    which read the last token that is no padding. The token that ends texts will do, unless texts already end with
-    it."""
+    """Set a padding token if there is none: transformers finds by it the last token of each row in a batch, which a
+    decoder's classifier reads. The end-of-text token is used, unless texts already end with it."""
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
             return
@@ -260,8 +259,8 @@ def name_padding_token(model: Model, tokenizer: Any) -> None:
 
 
 def _refuse_part_of_labels(table: Table, label: str) -> None:
-    """Raise ValueError for rows with some of the columns of zeros and ones that a run had for its labels: a column of
-    these by itself would be taken for numbers of classes."""
+    """Raise ValueError for rows that have only some of a run's 0/1 columns, one per label: a single one would be read
+    as class indices."""
     parts = [part.strip() for part in label.split(",")]
     lacking = [part for part in parts if part not in table.columns]
     if label not in table.columns and 0 < len(lacking) < len(parts):

@@ -1,4 +1,4 @@
-"""Which columns of a table have which role for a task: given by the flags, used by an earlier run, or known by name."""
+"""The columns of a table for the roles of a task: given by the flags, used by an earlier run, or found by name."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from modelcenter.training.config import TrainConfig
 
 
 def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]]]) -> dict[str, str]:
-    """Columns that are given, or known by their usual names, as {role: column}.
+    """{role: column}, with columns that are given or found by their usual names.
 
     Args:
-        roles: {role: (the column that was given or None, usual names in lower case, the likeliest first)}.
+        roles: {role: (the given column or None, usual names in lower case, the likeliest first)}.
 
     Raises:
-        ValueError: a given column that is not there, a role for which no usual name is there, a column of two roles.
+        ValueError: a given column does not exist, no column has a usual name of a role, or a column has two roles.
     """
     shown = ", ".join(map(repr, table.columns))
     lower = {name.lower(): name for name in reversed(table.columns)}
@@ -46,10 +46,10 @@ def inference_columns(
     needed: str,
     known: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """{role: column} for new rows: what the flags say, else the run's columns where the rows have them.
+    """{role: column} for new rows: those of the flags, else the run's columns if the rows have them.
 
     Args:
-        needed: the role without which the run's columns mean nothing here. known: what names a column; None: the
+        needed: the role without which the run's columns do not apply here. known: the existing columns; None: the
             table's.
     """
     known = table.columns if known is None else known
@@ -62,22 +62,21 @@ def inference_columns(
 
 
 def inference_form(cfg: Any, run: TrainConfig | None) -> str | None:
-    """The form of the rows that a trained model is used on: the one given ("raw": columns as they are), else the
-    run's."""
+    """The form of the rows at inference: the given one ("raw": columns as they are), else the run's."""
     form = cfg.form or (None if run is None else run.form)
     return None if form == "raw" else form
 
 
 def has_several_answers(table: Table, form: str | None) -> bool:
-    """Whether rows of a form name all their right choices."""
+    """Whether rows of a form list all their right choices."""
     return form is not None and "answers" in table.columns
 
 
 def group_column(table: Table, given: str | None, form: str | None) -> str | None:
-    """The column of the groups of rows that are judged as one: the one given, else that of a form with groups.
+    """The column of groups of rows that are judged together: the given one, else that of a form with groups.
 
     Raises:
-        ValueError: the given one is not there.
+        ValueError: the given column does not exist.
     """
     check_columns(table, {"group": given})
     return given or ("group" if form is not None and "group" in table.columns else None)
@@ -87,7 +86,7 @@ def groups_of(table: Table, column: str | None) -> np.ndarray | None:
     """The number of each row's group, int64, from 0; None: there is no such column.
 
     Raises:
-        ValueError: a row without a group.
+        ValueError: a row has no group.
     """
     if column is None:
         return None
@@ -102,7 +101,7 @@ def strings(table: Table, name: str) -> list[str]:
     """The texts of a column.
 
     Raises:
-        ValueError: a row without text.
+        ValueError: a row has no text.
     """
     values = table.columns[name]
     missing = next((i for i, v in enumerate(values) if v is None or isinstance(v, (list, dict, bytes))), None)

@@ -1,8 +1,8 @@
 """Preference training: DPO (Rafailov et al. 2023), with label smoothing (Mitchell 2023), and IPO (Azar et al. 2023).
 
-A pair is two sequences of a batch, the chosen answer before the rejected one, each after its prompt. The reference
-model's log-probabilities of the pairs that a run uses are computed once, before the first step, and are part of the
-batches and of checkpoints.
+A pair is two sequences of a batch, first the chosen and then the rejected answer, each after its prompt. The reference
+model's log-probabilities of the pairs that a run uses are computed once, before the first step, and are stored in
+batches and checkpoints.
 """
 
 import inspect
@@ -49,9 +49,9 @@ from modelcenter.training.tasks.splits import read_splits
 
 @dataclass(frozen=True)
 class PreferenceExamples(TokenExamples):
-    """Pairs of a chosen and a rejected answer, which are sequences of `answers`. pairs: int64 (n, 2), the numbers of
-    these; reference: fp32 (n, 2), their log-probabilities by the reference model, NaN where these are not known. cut:
-    pairs of which an answer was."""
+    """Pairs of a chosen and a rejected answer, which are sequences of `answers`. pairs: int64 (n, 2), their numbers;
+    reference: fp32 (n, 2), their log-probabilities by the reference model, NaN if unknown. cut: the number of pairs
+    with a truncated answer."""
 
     answers: AnswerExamples
     pairs: np.ndarray
@@ -79,12 +79,12 @@ class PreferenceExamples(TokenExamples):
 
     @cached_property
     def digest(self) -> str:
-        """A name for what the log-probabilities are of: all pairs, as the model is given them."""
+        """A digest of all pairs, as passed to the model, which identifies their log-probabilities."""
         tokens = self.answers.tokens
         return digest(tokens.ids, tokens.offsets, self.answers.labels, self.pairs, np.array(self.answers.context))
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        """Numbers of the answers, by which dropout gives each masks of its own."""
+        """The numbers of the answers, so that dropout draws different masks for each."""
         return self.pairs[rows].reshape(-1)
 
     def show(self, row: int, tokenizer: Any) -> str:
@@ -94,13 +94,13 @@ class PreferenceExamples(TokenExamples):
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A TrainingLoss whose items are pairs, from the log-probabilities of their answers."""
+    """A TrainingLoss over pairs, computed from the log-probabilities of their answers."""
 
     beta: float
     smoothing: float = 0.0
     kind: str = "sigmoid"
 
-    NOT_INPUTS: ClassVar[tuple[str, ...]] = ("reference", "answer_tokens")  # of the model, in a batch
+    NOT_INPUTS: ClassVar[tuple[str, ...]] = ("reference", "answer_tokens")  # of a batch; not for the model
 
     @classmethod
     def from_flags(cls, cfg: DPOConfig) -> Self:
@@ -114,8 +114,8 @@ class PreferenceLoss:
         return {"loss": (len(batch["cu_seqlens"]) - 1) // 2}
 
     def rewards(self, out: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(n,) each: the rewards of chosen and rejected answers, which are beta times their log-probability beyond the
-        reference model's; for IPO the mean over their tokens."""
+        """(n,) each: the rewards of chosen and rejected answers: beta times their log-probability minus the reference
+        model's; for IPO the mean over their tokens."""
         if not out.log_probs.numel():
             return out.log_probs, out.log_probs
         log_ratios = out.log_probs - batch["reference"]
@@ -139,9 +139,9 @@ class DPO(LanguageModelling):
     """Preferences. Flags: DPOConfig.
 
     Attributes:
-        rows: two conversations of each row, the chosen and the rejected one; without labels prompts. pair_columns:
-            {role: column} of the pairs. sets: those of which `precompute` found reference log-probabilities. start: the
-            model whose these are where no --reference is given.
+        rows: the chosen and the rejected conversation of each row; without labels, prompts. pair_columns: {role:
+            column} of the pairs. sets: the sets for which `precompute` found reference log-probabilities. start: the
+            model that computed them if no --reference is given.
     """
 
     name: ClassVar[str] = "dpo"
@@ -221,13 +221,13 @@ class DPO(LanguageModelling):
         self.set_reference(model, *unknown)
 
     def _take_kept(self, checkpoint: Path, needed: Sequence[np.ndarray]) -> None:
-        """Take the log-probabilities that are in a checkpoint. Collective.
+        """Use the log-probabilities in a checkpoint. Collective.
 
         Args:
             needed: numbers of the pairs of each set that the run uses.
 
         Raises:
-            ValueError: there are some of a set but not all that are needed, and the model whose they are is another.
+            ValueError: some but not all of the needed ones of a set are there, and another model computed them.
         """
         found: list[np.ndarray | None] = []
         start: str | None = None
@@ -236,7 +236,7 @@ class DPO(LanguageModelling):
                 kept, start = read_reference(checkpoint, self._reference_name())
                 found = [kept.get(examples.digest) for examples in self.sets]
         found, start = from_rank_0((found, start))
-        missing = 0  # of sets that are kept in part
+        missing = 0  # in partly stored sets
         for examples, rows, log_probs in zip(self.sets, needed, found, strict=True):
             if log_probs is not None:
                 examples.reference[:] = log_probs
@@ -259,18 +259,18 @@ class DPO(LanguageModelling):
         write_reference(folder, self._reference_name(), self.start, kept)
 
     def load_reference(self, name: str, like: Model, **options: Any) -> Model:
-        """A reference model for the tokens of this run, placed on the ranks as another model is.
+        """Load a reference model for the tokens of this run, sharded like any other model.
 
         Args:
             options: of modelcenter.from_pretrained.
 
         Raises:
-            ValueError: it has another vocabulary.
+            ValueError: its vocabulary differs.
         """
         tokenizer, policy = self.tokenizer, policy_of(like) or False
-        if name == self.cfg.reference and self.cfg.tokenizer is None:  # else the model's own is another one, too
+        if name == self.cfg.reference and self.cfg.tokenizer is None:  # else the model's own may differ, too
             check_same_vocabulary(name, tokenizer)
-        if self.cfg.add_tokens:  # new rows are made before anything is sharded
+        if self.cfg.add_tokens:  # rows are added before sharding
             model = modelcenter.from_pretrained(name, self.head, **{**options, "dtype": "float32", "policy": False})
             fit_vocabulary(model, tokenizer)
             model = engine.shard(model, policy=policy) if policy else model
@@ -287,10 +287,10 @@ class DPO(LanguageModelling):
         """Compute the log-probabilities of both answers by the reference model. Collective.
 
         Args:
-            sets: each with the numbers of the pairs that it is done for.
+            sets: each with the numbers of the pairs to process.
 
         Raises:
-            ValueError: an answer with its prompt, of any pair, is longer than the model's table of positions.
+            ValueError: an answer of any pair, with its prompt, is longer than the model's position table.
         """
         longest = max(int(examples.answers.lengths[examples.pairs].max()) for examples, _ in sets)
         positions = model.config.max_tokens
@@ -302,7 +302,7 @@ class DPO(LanguageModelling):
         for examples, numbers in sets:
             if not len(numbers):
                 continue
-            assert self.cfg.batch_size != "auto"  # it is settled, as in the flags that a run leaves
+            assert self.cfg.batch_size != "auto"  # resolved, as in the flags that a run saves
             size = self.cfg.eval_batch_size or max(self.cfg.batch_size, 8)
             parts = evaluation_batches(examples.lengths[numbers], size, engine.data_size())[engine.data_rank()]
             batches = Batches(examples, [numbers[part] for part in parts])
@@ -327,9 +327,9 @@ class DPO(LanguageModelling):
 
     @classmethod
     def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
-        assert isinstance(run, DPOConfig)  # a checkpoint by itself is a language model: see tasks.task_of_head
+        assert isinstance(run, DPOConfig)  # a checkpoint without a run is a language model: see tasks.task_of_head
         choose_template(run, cfg.template)
-        # Without a prompt column the answers begin with the prompt.
+        # Without a prompt column, the answers include the prompt.
         needed = "chosen" if run.prompt_column is None else "prompt"
         given = inference_columns(cfg, run, table, DPOConfig.roles, needed=needed)
         has_answers = given["chosen"] is not None or "chosen" in map(str.lower, table.columns)
@@ -357,14 +357,14 @@ class DPO(LanguageModelling):
                 raise ValueError(
                     "reference: the run started from random weights, which are not kept; nothing to compare"
                 )
-            # What the run started from, as it read it.
+            # The initial model of the run, with the run's options.
             name, options = self.cfg.model, {"revision": self.cfg.revision, **self.cfg.model_config}
         self.set_reference(self.load_reference(name, model, **options), (examples, np.arange(len(examples))))
         return examples
 
 
 def check_same_vocabulary(name: str, tokenizer: Any) -> None:
-    """Raise ValueError for a model whose own tokenizer, if it has one, gives most words other numbers."""
+    """Raise ValueError for a model whose own tokenizer, if it has one, maps most tokens to other ids."""
     try:
         own = modelcenter.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
@@ -379,11 +379,11 @@ def check_same_vocabulary(name: str, tokenizer: Any) -> None:
 
 
 def _unknown(examples: PreferenceExamples, rows: np.ndarray) -> np.ndarray:
-    """Those of some pairs whose log-probabilities are not known."""
+    """The pairs among `rows` whose log-probabilities are not known."""
     return rows[np.isnan(examples.reference[rows]).any(1)]
 
 
 def _of_pairs(found: LabelledTokens) -> LabelledTokens:
-    """The same with the rows of the data, not of their answers, as those left out."""
+    """The same, with the left-out rows numbered as rows of the data instead of answers."""
     names = ("unanswered", "unfitting")
     return LabelledTokens(**{**vars(found), **{name: np.unique(getattr(found, name) // 2) for name in names}})

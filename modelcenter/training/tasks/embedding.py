@@ -1,4 +1,4 @@
-"""Embeddings: texts that belong together are to be found by each other, or to be as alike as scores say."""
+"""Embeddings: trained so that related texts are similar, or that similarities follow scores."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Embedding(Task):
     """Embeddings. Flags: EmbeddingConfig.
 
     Attributes:
-        cfg: the flags; None: of a trained model that they are not known of. table: rows to train on, or that a trained
-            model is used on. loss_fn: see contrastive; with the similarity of the model once that is built.
+        cfg: the flags; None: unknown, for a trained model. table: rows for training or inference. loss_fn: see
+            contrastive; it uses the similarity of the model once that is built.
     """
 
     name: ClassVar[str] = "embedding"
@@ -86,7 +86,7 @@ class Embedding(Task):
                 raise ValueError(f"matryoshka_dims: got {dim}, but the embeddings have {width} elements")
 
     def _use(self, model: Model) -> None:
-        """Take prompts and the similarity from a model."""
+        """Use the prompts and the similarity of a model."""
         self.settings, cfg = model.config.embedding, self.cfg
         options: dict[str, Any] = {"similarity": self.settings.similarity}
         if cfg is not None:
@@ -99,7 +99,7 @@ class Embedding(Task):
             self.loss_fn = InBatchNegatives(symmetric=cfg is not None and cfg.symmetric, **options)
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:
-        """The length at which texts were cut is that at which the saved tokenizer cuts them."""
+        """Set the length at which texts are truncated in the saved tokenizer, too."""
         assert self.cfg is not None and self.cfg.max_length is not None
         tokenizer.model_max_length = min(tokenizer.model_max_length, self.cfg.max_length)
 
@@ -130,7 +130,7 @@ class Embedding(Task):
         return Retrieval() if self.columns.score is None else Likeness()
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """The loss of all rows together, whatever the size of batches, and the metrics."""
+        """The loss over all rows together, independent of the batch size, and the metrics."""
         embeddings = all_embeddings(model, examples, batch_size).to(model.device)
         numbers, batch = examples.facts(np.arange(len(examples)))
         first, last = own_part(len(examples))
@@ -157,7 +157,7 @@ class Embedding(Task):
     @classmethod
     def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
         given = {role: cfg.column(role) for role in EmbeddingConfig.roles}
-        if labelled or (given["anchor"] is None) == (given["positive"] is None):  # else one is asked for
+        if labelled or (given["anchor"] is None) == (given["positive"] is None):  # else one is requested
             usual = {role: getattr(run, f"{role}_column", None) for role in given}
             given |= {role: name for role, name in usual.items() if given[role] is None and name in table.columns}
         if labelled:
@@ -179,12 +179,12 @@ class Embedding(Task):
         return TextExamples(self.table, *tokenize_with_prompts(tokenizer, self.table, self.settings, kinds, max_length))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """similarity of the two texts of each row; embedding of the text of a row with one."""
+        """similarity of the two texts of each row; for rows with one text, its embedding."""
         embeddings = all_embeddings(model, examples, cfg.batch_size)
         if engine.rank() != 0:
             return iter(())
         if not isinstance(examples, RelatedExamples):
-            # Digits that fp32 has: as a Python number it would be written with twice as many.
+            # Only the digits of fp32: a Python float would be written with twice as many.
             return ({"embedding": row.double().round(decimals=8).tolist()} for row in embeddings)
         if self.settings.similarity == "cosine":
             embeddings = F.normalize(embeddings, dim=-1)
@@ -198,14 +198,13 @@ def tokenize_with_prompts(
     kinds: Sequence[tuple[str, list[str]]],
     max_length: int,
 ) -> tuple[Tokens, np.ndarray | None]:
-    """Texts behind their prompts: their tokens, and TextExamples.prompt_lengths.
+    """The tokens of texts with their prompts, and TextExamples.prompt_lengths.
 
     Args:
-        table: where the texts come from. kinds: (which of the prompts of `settings` the texts have, the texts), one
-            after another.
+        table: the source of the texts. kinds: (the prompt in `settings` for these texts, the texts), in order.
 
     Raises:
-        ValueError: a text has no token that is pooled.
+        ValueError: a text has no pooled token.
     """
     parts, lengths = [], []
     for name, texts in kinds:
@@ -229,8 +228,8 @@ def tokenize_with_prompts(
 
 
 def prompt_length(tokenizer: Any, prompt: str, max_length: int) -> int:
-    """Tokens of a text that begins with a prompt which are the prompt's, as sentence-transformers counts them: those of
-    the prompt alone, special ones before it included, without one behind it."""
+    """The number of a text's tokens that belong to its prompt, counted as in sentence-transformers: the tokens of the
+    prompt alone, including special ones before it, without a final special one."""
     if not prompt:
         return 0
     ids = tokenize(tokenizer, [prompt], max_length=max_length, cache=False).row(0).tolist()

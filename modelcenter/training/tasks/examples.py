@@ -17,7 +17,7 @@ from modelcenter.training.tasks.preview import shortened
 
 @dataclass(frozen=True)
 class TokenExamples:
-    """Examples of one sequence of tokens each. A subclass adds their labels to `batch` and `show`."""
+    """Examples of one sequence of tokens each. A subclass adds the labels to `batch` and `show`."""
 
     table: Table
     tokens: Tokens
@@ -54,10 +54,10 @@ class TokenExamples:
 
 
 class Batches:
-    """Batches of an evaluation, each made when it is read, which may be more than once.
+    """The batches of an evaluation, built whenever they are read, possibly several times.
 
     Args:
-        rows: of each batch. output_logits: argument of the model's forward, in each batch; None: it is left out.
+        rows: of each batch. output_logits: argument of the model's forward in each batch; None: omitted.
     """
 
     def __init__(self, examples: Examples, rows: list[np.ndarray], output_logits: bool | str | None = None):

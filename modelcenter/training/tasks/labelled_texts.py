@@ -1,4 +1,4 @@
-"""Texts, or pairs of texts, with labels: their tokens, their batches, and how people are shown them."""
+"""Texts, or pairs of texts, with labels: their tokens, their batches and their display."""
 
 import logging
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ log = logging.getLogger("modelcenter")
 
 @dataclass(frozen=True)
 class LabelledExamples(TokenExamples):
-    """Texts with their labels. targets None: they have none. groups: int64 (rows,), the group of each row, of which all
-    rows are judged as one; None: each row by itself."""
+    """Texts with their labels. targets None: no labels. groups: int64 (rows,), the group of each row, whose rows are
+    judged together; None: each row is judged by itself."""
 
     labels: Labels
     targets: np.ndarray | None = None
@@ -35,10 +35,10 @@ class LabelledExamples(TokenExamples):
 
 
 def check_texts(table: Table, columns: Columns) -> None:
-    """Warn, once, of rows with empty texts: they are trained on, as they have labels.
+    """Warn, once, of rows with empty texts, which are still trained on because they have labels.
 
     Raises:
-        ValueError: all rows have.
+        ValueError: all texts are empty.
     """
     texts = [table.columns[name] for name in (columns.text, columns.text_pair) if name is not None]
     blank = [i for i, row in enumerate(zip(*texts, strict=True)) if all(v == "" or str(v).isspace() for v in row)]
@@ -49,7 +49,7 @@ def check_texts(table: Table, columns: Columns) -> None:
 
 
 def tokenize_texts(tokenizer: Any, table: Table, columns: Columns, max_length: int) -> Tokens:
-    """Tokens of the text (and second text) of every row. Raises ValueError: a row without text, or of no token."""
+    """Tokens of the text (and second text) of every row. Raises ValueError if a row has no text or no tokens."""
     pairs = None if columns.text_pair is None else strings(table, columns.text_pair)
     tokens = tokenize(tokenizer, strings(table, columns.text), pairs, max_length=max_length)
     if not tokens.lengths.all():
@@ -62,7 +62,7 @@ def tokenize_texts(tokenizer: Any, table: Table, columns: Columns, max_length: i
 
 
 def label_text(labels: Labels, targets: np.ndarray | None, row: int) -> str:
-    """The target of a row, in words: "positive", "a, b" or "3.5"."""
+    """The target of a row as text: "positive", "a, b" or "3.5"."""
     if targets is None:
         return "no label"
     if labels.problem_type == "single_label_classification":

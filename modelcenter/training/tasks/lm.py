@@ -1,5 +1,4 @@
-"""Fine-tuning of language models: instructions, chats and CPM-Bee's objects, of which the answers are trained on, and
-plain text."""
+"""Fine-tuning of language models: on the answers of instructions, chats and CPM-Bee's objects, and on plain text."""
 
 import logging
 import sys
@@ -46,10 +45,10 @@ class LanguageModelling(Task):
     """Instructions, chats, objects and plain text. Flags: LMConfig.
 
     Attributes:
-        cfg: for inference the flags of the run, or the default ones. table: rows to train on, or that a trained model
-            is used on. rows: conversations, objects or texts of its rows. labelled: they have answers. run: the flags
-            of the run that trained the model, for inference; None: not known. model: once it is built or loaded.
-            template: once the tokenizer is known; None: rows are objects.
+        cfg: the flags; for inference those of the run, or the defaults. table: rows for training or inference. rows:
+            the conversations, objects or texts in it. labelled: whether they have answers. run: for inference, the
+            flags of the run that trained the model; None: unknown. model: set once it is built or loaded. template: set
+            once the tokenizer is known; None: rows are objects.
     """
 
     name: ClassVar[str] = "lm"
@@ -97,14 +96,14 @@ class LanguageModelling(Task):
             warn_unused_tools(self.template, self.columns.tools)
 
     def _trained_examples(self, table: Table, rows: Any, max_length: int) -> Any:
-        """Examples to train on; the model learns to end its texts as their answers do."""
+        """Examples to train on; also makes generation end with the tokens that end their answers."""
         examples, labelled = self._labelled_examples(table, rows, max_length)
         if self.model is not None:
             add_stops(self.model, labelled.stops, replace=self.cfg.from_scratch)
         return examples
 
     def _labelled_examples(self, table: Table, rows: Any, max_length: int) -> tuple[Any, LabelledTokens]:
-        """(examples, the labelled tokens that they were made of)."""
+        """(examples, the labelled tokens from which they were built)."""
         examples: AnswerExamples
         if self.columns.answers is not None:
             options = (max_length, self.cfg.too_long)
@@ -138,7 +137,7 @@ class LanguageModelling(Task):
         return {**result, "perplexity": perplexity(result["loss"])}
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:
-        """Answers to the first rows of the evaluation data; of a plain text, a continuation of its first half."""
+        """Answers to the first rows of the evaluation data; for plain text, continuations of the first half."""
         count, longest = min(self.cfg.eval_samples, len(examples)), self.cfg.eval_max_new_tokens
         if isinstance(examples, StructuredExamples):
             return examples.samples(model, count, self.cfg.eval_batch_size or count, longest)
@@ -167,9 +166,9 @@ class LanguageModelling(Task):
         ]
 
     def _prompt_and_reference(self, examples: Any, row: int, tokenizer: Any) -> tuple[np.ndarray, str]:
-        """The tokens up to the first answer, and its text; of a plain text its first half, and the second."""
+        """The tokens before the first answer, and the answer; for plain text, its two halves."""
         ids, labels = examples.tokens.row(row), examples.labels_of(row)
-        # A chat may begin with an answer, whose first token is given then.
+        # If a chat begins with an answer, its first token is the prompt.
         start = max(1, examples.prompt_length(row) if self.columns.text is None else len(ids) // 2)
         end = next((i for i in range(start, len(ids)) if labels[i] == IGNORED), len(ids))
         return ids[:start], tokenizer.decode(ids[start:end], skip_special_tokens=True)
@@ -206,7 +205,7 @@ class LanguageModelling(Task):
         return TokenExamples(self.table, prompt_tokens(self.template, self.rows, self.table, max_length))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """prompt and completion of each row; with num_return_sequences above 1 completions."""
+        """prompt and completion of each row; if num_return_sequences is above 1, completions."""
         objects = isinstance(examples, StructuredExamples)
 
         def complete_rows(rows: list[int], number: int) -> list[list[str]]:
@@ -223,8 +222,8 @@ class LanguageModelling(Task):
         return (_prediction(prompt_of(row), texts) for row, texts in enumerate(completions))
 
     def _context_lengths(self, model: Model, tokenizer: Any, rows: Sequence[int]) -> list[int] | None:
-        """How many tokens of the prompts of some rows are context, as they were in training; None: as the model has it,
-        or nobody knows how it was trained."""
+        """The number of context tokens in the prompts of some rows, as in training; None: the model's default, also if
+        its training is unknown."""
         if (plain := plain_text_context(model, self.run, tokenizer)) is not None:
             return [plain] * len(rows)
         if self.run is None or self.columns.text is not None or not takes_tokens_for_context(model):
@@ -238,15 +237,15 @@ def _prediction(prompt: str, texts: list[str]) -> dict[str, Any]:
 
 
 def choose_template(flags: Any, given: str) -> None:
-    """Set the template of a run's flags to that for inference: the given one, else the run's."""
+    """Set the template in a run's flags for inference: to the given one, else the run's."""
     if given != "auto":
         flags.template = given
     elif flags.template not in ("auto", "chat", *LAYOUTS):
-        flags.template = "chat"  # a file, which is the tokenizer's own template by now
+        flags.template = "chat"  # a file, which has become the tokenizer's template
 
 
 def read_rows(table: Table, columns: ChatColumns) -> Sequence[Any]:
-    """The conversations of a table, its objects or its texts. Raises ValueError: a row that holds none."""
+    """The conversations, objects or texts of a table. Raises ValueError if a row has none."""
     if columns.answers is not None:
         return objects_of(table, columns.answers)
     return conversations(table, columns) if columns.text is None else strings(table, columns.text)
@@ -257,7 +256,7 @@ def refuse_chat_flags(cfg: LMConfig, columns: ChatColumns) -> None:
     refuse_chat_columns(cfg, columns)
     objects, plain = columns.answers is not None, columns.text is not None
     cfg.refuse_idle("train_on", objects or plain, _no_chat(columns))
-    # A file becomes the template of the tokenizer that is saved, whatever the rows are.
+    # A file becomes the template of the saved tokenizer, whatever the rows are.
     cfg.refuse_idle("template", objects or (plain and cfg.template in ("auto", "chat", *LAYOUTS)), _no_chat(columns))
 
 
@@ -272,10 +271,10 @@ def _no_chat(columns: ChatColumns) -> str:
 
 
 def prompt_tokens(template: ChatTemplate, rows: Sequence[Any], table: Table, max_length: int) -> Tokens:
-    """Tokens of the prompt of each row.
+    """The tokens of the prompt of each row.
 
     Raises:
-        ValueError: an empty prompt, or one that leaves no room for an answer.
+        ValueError: a prompt is empty, or leaves no room for an answer.
     """
     prompts = []
     for number, row in enumerate(rows):
@@ -294,7 +293,7 @@ def prompt_tokens(template: ChatTemplate, rows: Sequence[Any], table: Table, max
 
 
 def warn_left_out(table: Table, labelled: LabelledTokens, max_length: int, whole: bool) -> None:
-    """Warn, once, of rows that cannot be trained on. whole: rows are not cut, but left out if they are too long."""
+    """Warn, once, of rows that are not trained on. whole: rows that are too long are left out instead of truncated."""
     too_long = f"are longer than {max_length} tokens" if whole else f"have no answer within {max_length} tokens"
     reasons = ((labelled.unanswered, "have no answer"), (labelled.unfitting, too_long))
     for rows, why in reasons:
@@ -303,7 +302,7 @@ def warn_left_out(table: Table, labelled: LabelledTokens, max_length: int, whole
 
 
 def warn_unused_tools(template: ChatTemplate, column: str | None) -> None:
-    """Warn, once, of tools that the template leaves out."""
+    """Warn, once, of tools that the template does not render."""
     if column is not None and not template.uses_tools and engine.rank() == 0:
         log.warning(
             "template %s: it does not write tools, so the tools of column %r are not read", template.name, column
@@ -311,9 +310,9 @@ def warn_unused_tools(template: ChatTemplate, column: str | None) -> None:
 
 
 def add_stops(model: Model, stops: Sequence[int], replace: bool) -> None:
-    """Let generation end at the tokens that end the answers, besides those that the checkpoint names (replace: in place
-    of those)."""
-    # generation_config.json takes the place of all that transformers reads from config.json: padding tokens, too.
+    """Make generation end at the tokens that end the answers, in addition to the checkpoint's end tokens (replace:
+    instead of them)."""
+    # generation_config.json replaces everything that transformers reads from config.json, including padding tokens.
     tokens = model.config.special_tokens()
     settings = model.generation_config or tokens
     named = settings.get("eos_token_id", tokens.get("eos_token_id"))

@@ -1,4 +1,4 @@
-"""Multiple choice: which of a few texts goes with another one."""
+"""Multiple choice: choosing the text that fits a prompt."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ from modelcenter.training.tasks.splits import read_splits
 
 @dataclass(frozen=True)
 class ChoiceExamples(TokenExamples):
-    """Rows of several sequences, one for each choice: `tokens` has those of all rows, end to end.
+    """Rows of several sequences, one per choice: `tokens` concatenates those of all rows.
 
     first: int64 (rows + 1,), the first sequence of each row. targets: int64 (rows,), the right choice; None: unknown.
-    answers: the texts of all right choices of each row, where rows have several; training takes them in turn.
+    answers: the texts of all right choices of each row, if rows may have several; epochs use them in turn.
     """
 
     choices: Choices
@@ -46,7 +46,7 @@ class ChoiceExamples(TokenExamples):
 
     @property
     def counts(self) -> np.ndarray:
-        """Choices of each row."""
+        """The number of choices of each row."""
         return np.diff(self.first)
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class ChoiceExamples(TokenExamples):
         return batch
 
     def right(self, row: int, epoch: int) -> int:
-        """The right choice of a row that has several in an epoch."""
+        """The right choice that an epoch uses for a row with several."""
         assert self.answers is not None
         answers = self.answers[row]
         return self.choices.offered[row].index(answers[epoch % len(answers)])
@@ -81,8 +81,7 @@ class MultipleChoice(Task):
     """Multiple choice. Flags: MultipleChoiceConfig.
 
     Attributes:
-        table: rows to train on, or that a trained model is used on. several_answers: rows may have several right
-            choices.
+        table: rows for training or inference. several_answers: rows may have several right choices.
     """
 
     name: ClassVar[str] = "multiple-choice"
@@ -146,7 +145,7 @@ class MultipleChoice(Task):
         return ExtractiveAnswers() if self.several_answers else Accuracy()
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """Where rows have several right choices: exact_match and f1 of the text of the choice."""
+        """If rows may have several right choices, adds exact_match and f1 of the chosen text."""
         if examples.answers is None:
             return super().evaluate(model, examples, batch_size)
         batches = Batches(examples, rank_batches(examples, batch_size))
@@ -188,9 +187,9 @@ class MultipleChoice(Task):
         return self._examples(self.table, self.choices, self.targets, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """choice (its text), label (its name in the row, else its number from 0), score and probabilities."""
+        """choice (its text), label (its name in the row, else its index), score and probabilities."""
         rows = rank_batches(examples, cfg.batch_size)
-        probabilities: list[tuple[int, list[float]]] = []  # (row, of its choices)
+        probabilities: list[tuple[int, list[float]]] = []  # (row, probabilities of its choices)
         for number, out in outputs(model, Batches(examples, rows)):
             values = out.logits.float().softmax(-1).tolist()
             probabilities += [

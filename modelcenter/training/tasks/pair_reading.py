@@ -1,4 +1,4 @@
-"""How a reranker reads a query and a text: as a pair of the tokenizer's, or by a template for pairs."""
+"""How a reranker reads a query and a text: as the tokenizer's text pair, or through a template for pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from modelcenter.training.config.reranking import NO_WORDS, PAIR_FLAGS, check_sc
 
 @dataclass(frozen=True)
 class PairReading:
-    """What flags say of it.
+    """The flags for reading pairs.
 
     Attributes:
-        pair_template: a name of PUBLISHED, or a Jinja file; None: that of the tokenizer, if it has one for pairs.
-        instruction: that the template writes; None: its own.
-        score_tokens: the words whose logits make the score of a language model; None: those of pair_template; NO_WORDS:
-            none, whatever pair_template has.
+        pair_template: a name in PUBLISHED, or a Jinja file; None: the tokenizer's, if it has one for pairs.
+        instruction: for the template; None: its default.
+        score_tokens: the words whose logits give the score of a language model; None: those of
+            pair_template; NO_WORDS: none, whatever pair_template has.
     """
 
     pair_template: str | None = None
@@ -27,24 +27,24 @@ class PairReading:
 
     @classmethod
     def of(cls, cfg: Any) -> Self:
-        """cfg: flags of a run, or of predict or evaluate. Raises ValueError: words that make no score."""
+        """cfg: flags of a run, or of predict or evaluate. Raises ValueError if the words cannot give a score."""
         given = {name: getattr(cfg, name) for name in PAIR_FLAGS}
         check_score_tokens(given["score_tokens"])
         return cls(**given)
 
     def head_options(self) -> dict[str, Any]:
-        """Arguments of modelcenter.from_pretrained, of which a language model gets its head."""
+        """Arguments of modelcenter.from_pretrained from which a language model gets its head."""
         words = self.score_tokens
         if words is None and self.pair_template in PUBLISHED:
             words = [*PUBLISHED[self.pair_template].words]
         return {} if words in (None, NO_WORDS) else {"score_tokens": words}
 
     def prepare(self, tokenizer: Any) -> None:
-        """Give the tokenizer the template, with which it is saved, and take away one for chats: sentence-transformers
-        would read pairs by it.
+        """Set the template in the tokenizer, which is saved with it, and remove one for chats, which
+        sentence-transformers would use for pairs.
 
         Raises:
-            ValueError: no such template, or an instruction for a tokenizer that has none.
+            ValueError: the template does not exist, or an instruction is given but the tokenizer has no template.
         """
         if self.pair_template is not None:
             tokenizer.chat_template = template_text(self.pair_template)
@@ -63,7 +63,7 @@ class PairReading:
 
 
 def tokenize_pairs(tokenizer: Any, queries: Sequence[str], texts: Sequence[str], max_length: int) -> Tokens:
-    """The tokens of each query with its text, by the tokenizer's template where that is for pairs.
+    """The tokens of each query with its text, through the tokenizer's template if that is for pairs.
 
     Raises:
         ValueError: see PairTemplate; there are no pairs.

@@ -1,4 +1,4 @@
-"""The scores that a reranker gives to pairs of texts."""
+"""The scores of a reranker for pairs of texts."""
 
 import torch
 from torch import Tensor
@@ -10,25 +10,24 @@ from modelcenter.training.tasks.examples import Batches, TokenExamples, rank_bat
 
 
 def outputs_of(model: Model, examples: TokenExamples, batch_size: int) -> Tensor:
-    """(texts,) fp32 on the host: the outputs of the model, before the activation, for all sequences of the examples, on
-    every rank. Collective."""
+    """(texts,) fp32 on the host: the model's outputs before the activation for all sequences of the examples, on every
+    rank. Collective."""
     texts = TokenExamples(examples.table, examples.tokens)
     parts = rank_batches(texts, batch_size)
     return logits_of(model, Batches(texts, parts), [torch.from_numpy(part) for part in parts], len(texts), 1).flatten()
 
 
 def activated(model: Model, outputs: Tensor) -> Tensor:
-    """The scores that the model's activation makes of its outputs; the sigmoid's where none is named, as in
-    sentence-transformers.
+    """Apply the model's activation to its outputs; the default is the sigmoid, as in sentence-transformers.
 
     Raises:
-        ValueError: the model names a function that is not supported.
+        ValueError: the model's activation is not supported.
     """
     return outputs if activation_of(model.config.extra) == "identity" else outputs.sigmoid()
 
 
 def check_one_label(model: Model) -> None:
-    """Raise ValueError for a classifier of several classes."""
+    """Raise ValueError for a classifier with several classes."""
     if model.config.num_labels != 1:
         raise ValueError(
             f"{model.base_name}: a classifier with {model.config.num_labels} labels, expected a reranker, which has "
@@ -37,5 +36,5 @@ def check_one_label(model: Model) -> None:
 
 
 def shown(score: float) -> float:
-    """A score with the digits that fp32 has."""
+    """A score rounded to the digits of fp32."""
     return float(f"{score:.7g}")

@@ -1,4 +1,4 @@
-"""Extractive question answering: the part of a text that answers a question, if there is one."""
+"""Extractive question answering: finding the part of a text that answers a question, if there is one."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -24,7 +24,7 @@ from modelcenter.training.tasks.windows import WindowExamples, WindowTask
 
 @dataclass(frozen=True)
 class QuestionWindows(WindowExamples):
-    """Windows of the contexts of questions. first, last: int64 (windows,), the tokens of the answer."""
+    """Windows of the contexts of questions. first, last: int64 (windows,), the first and last token of the answer."""
 
     questions: Questions
     passages: TokenizedPassages
@@ -48,7 +48,7 @@ class QuestionWindows(WindowExamples):
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How contexts are cut into windows, and answers chosen and judged.
+    """How contexts are split into windows, and answers chosen and judged.
 
     null_threshold: see answer_spans.best_answer. scoring: style of ExtractiveAnswers.
     """
@@ -62,8 +62,8 @@ class AnswerSettings:
 
     @classmethod
     def from_flags(cls, flags: Any, run: Any, contexts: list[str]) -> Self:
-        """The settings by the flags, else by those of the run that trained the model, else the defaults. contexts: the
-        scoring "auto" is chosen by them."""
+        """The settings in the flags, else those of the run that trained the model, else the defaults. contexts: used to
+        resolve the scoring "auto"."""
         usual = QAConfig() if run is None else run
 
         def value(name: str) -> Any:
@@ -82,8 +82,7 @@ class AnswerSettings:
 
 
 class AnswerScores:
-    """The scores of the answers that are given; where questions may have none, also the best scores that another
-    threshold would reach."""
+    """The metrics of the predicted answers and, if questions may have none, the best ones at any other threshold."""
 
     main = ExtractiveAnswers.main
 
@@ -108,8 +107,8 @@ class QuestionAnswering(WindowTask):
     """Extractive question answering. Flags: QAConfig.
 
     Attributes:
-        table: rows to train on, or that a trained model is used on. columns: of question, context and answers.
-        left_out: which training rows were, in words.
+        table: rows for training or inference. columns: of question, context and answers. left_out: a description of the
+            training rows that were left out.
     """
 
     name: ClassVar[str] = "qa"
@@ -124,10 +123,10 @@ class QuestionAnswering(WindowTask):
 
     @classmethod
     def from_flags(cls, cfg: QAConfig) -> Self:
-        """See Task; each answer is looked for in its context.
+        """See Task; each answer is searched for in its context.
 
         Raises:
-            ValueError: also for answers that the context does not hold, if wrong_answers is "error" or all are wrong.
+            ValueError: also if answers are not in their contexts and wrong_answers is "error", or all of them are not.
         """
         table, eval_table = read_splits(cfg)
         columns = find_question_columns(table, cfg.question_column, cfg.context_column, cfg.answers_column)
@@ -183,14 +182,14 @@ class QuestionAnswering(WindowTask):
         return ExtractiveAnswers(self.settings.scoring)
 
     def metric_names(self, examples: Any) -> list[str]:
-        """Some metrics are of questions without an answer, and there only if `examples` have such. A threshold tells
-        nothing of a model."""
+        """Metrics of questions without an answer are included only if `examples` have such questions; thresholds never,
+        because they say nothing about a model's quality."""
         rank_rows = range(engine.rank(), self.count_rows(examples), engine.world_size())
         result = self.score(examples, {row: [] for row in rank_rows}).result()
         return ["loss", *(name for name in result if not name.endswith("_threshold"))]
 
     def length_limit(self, max_length: int) -> str:
-        """That of questions: a long context makes several windows."""
+        """The limit of questions; a long context is split into windows."""
         return f"max_question_length {self.settings.max_question_length}"
 
     def describe_columns(self) -> str:
@@ -241,9 +240,9 @@ class QuestionAnswering(WindowTask):
         return scores
 
     def prediction(self, examples: QuestionWindows, row: int, results: list[Any]) -> dict[str, Any]:
-        """id (if the data have it), answer, score, and its place in the context; no answer: "", and -1.
+        """id (if the data have it), answer, score, and its position in the context; no answer: "" and -1.
 
-        Where questions may have none, null_score too: how much better that scores than the best text.
+        If questions may have no answer, also null_score: the score of "no answer" minus that of the best text.
         """
         answer = self._answer(examples, row, results)
         names = examples.table.columns
@@ -256,7 +255,7 @@ class QuestionAnswering(WindowTask):
 
 
 def _describe_wrong(table: Table, questions: Questions, wrong_answers: str) -> str:
-    """For people: the rows that are left out, as their context does not hold the answer.
+    """A description of the rows that are left out because their context does not contain the answer.
 
     Raises:
         ValueError: wrong_answers is "error", or no other row is left.

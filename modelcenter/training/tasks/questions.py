@@ -1,4 +1,4 @@
-"""Rows of questions, contexts and answers, in the forms of SQuAD's data and their like."""
+"""Rows of questions, contexts and answers, in the format of SQuAD and similar ones."""
 
 import re
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ QUESTIONS = ("question", "query", "question_text")
 CONTEXTS = ("context", "passage", "document", "paragraph", "context_text")
 ANSWERS = ("answers", "answer")
 _START = "answer_start"
-NO_ANSWER, UNKNOWN = -1, -2  # starts of answers: of none, and of one that the context does not hold
+NO_ANSWER, UNKNOWN = -1, -2  # values of a start: there is no answer; the answer is not in the context
 
 
 @dataclass(frozen=True)
 class Questions:
     """Questions with their true answers.
 
-    answers: texts of each question; an empty list: it has no answer. None: the answers are not known. starts, ends: the
-    characters of the first answer that the context holds; start NO_ANSWER or UNKNOWN: there is none, or none was found.
-    wrong: questions whose answers were not found. moved: how many answers were found elsewhere than the data say.
+    answers: texts for each question; an empty list: it has no answer. None: the answers are not known. starts, ends:
+    the characters of the first answer found in the context; a start may be NO_ANSWER or UNKNOWN. wrong: questions whose
+    answers were not found. moved: how many answers were found at other positions than given.
     """
 
     questions: list[str]
@@ -45,13 +45,13 @@ def find_question_columns(
 
 
 def read_questions(table: Table, question: str, context: str, answers: str | None) -> Questions:
-    """The questions and contexts of the rows and, where there is a column of them, the answers, found in the contexts.
+    """The questions and contexts of the rows and, if there is a column of answers, their positions in the contexts.
 
     Raises:
-        ValueError: a row without question or context; answers that are not texts with their starts.
+        ValueError: a row has no question or no context; answers are not texts with their starts.
     """
     questions, contexts = strings(table, question), strings(table, context)
-    # SQuAD has some after many spaces, which some tokenizers make tokens of.
+    # Some of SQuAD's questions begin with many spaces, which some tokenizers turn into tokens.
     questions = [text.lstrip() for text in questions]
     for column, texts in ((question, questions), (context, contexts)):
         empty = next((i for i, text in enumerate(texts) if not text.strip()), None)
@@ -78,8 +78,8 @@ def read_questions(table: Table, question: str, context: str, answers: str | Non
 
 
 def find_answer(context: str, text: str, start: int) -> int:
-    """Where an answer, without the spaces around it, begins: at `start` if it is there, else at the nearest place;
-    UNKNOWN: the context does not hold it."""
+    """The start of an answer, without surrounding spaces: `start` if it is there, else the nearest position; UNKNOWN:
+    it is not in the context."""
     bare = text.strip()
     given = start + len(text) - len(text.lstrip())
     if context[given : given + len(bare)] == bare and given >= 0:
@@ -90,8 +90,8 @@ def find_answer(context: str, text: str, start: int) -> int:
 
 
 def _parse_answers(table: Table, row: int, column: str, value: Any) -> tuple[list[str], list[int]]:
-    """The texts and starts of {"text": [...], "answer_start": [...]} or a list of {"text", "answer_start"}, each as it
-    is or as a text spells it; or of a text with its start in a column of that name."""
+    """The texts and starts of {"text": [...], "answer_start": [...]} or a list of {"text", "answer_start"}, as a value
+    or written as a string; or of a text with its start in a column of that name."""
     if isinstance(value, str):
         spelt = parse_object(value) or parse_list(value)
         if spelt is None and _START in table.columns:
@@ -106,7 +106,7 @@ def _parse_answers(table: Table, row: int, column: str, value: Any) -> tuple[lis
     if isinstance(value, dict):
         texts, starts = value.get("text", []), value.get(_START, [])
         texts, starts = (part if isinstance(part, list) else [part] for part in (texts, starts))
-        starts = [int(s) if isinstance(s, float) and s.is_integer() else s for s in starts]  # of pandas
+        starts = [int(s) if isinstance(s, float) and s.is_integer() else s for s in starts]  # pandas writes integers so
         known = all(isinstance(t, str) for t in texts) and all(type(s) is int for s in starts)
         if known and len(texts) == len(starts):
             pairs = [(text, start) for text, start in zip(texts, starts, strict=True) if text.strip()]

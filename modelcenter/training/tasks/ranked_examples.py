@@ -1,4 +1,4 @@
-"""Rows of texts to be ranked, as examples: each text is a sequence of its own, read together with its query."""
+"""Examples of texts to be ranked: each text is a sequence, together with its query."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,10 @@ from modelcenter.training.tasks.preview import shortened
 
 @dataclass(frozen=True)
 class RankedExamples(TokenExamples):
-    """Rows of texts. `tokens` has a sequence for each text of all rows, end to end.
+    """Rows of texts. `tokens` has a sequence for each text, row by row.
 
-    texts: what they are made of. in_turn: of its positives a row takes part with one, and of its negatives with
-    max_negatives, in turn, epoch by epoch; False: with all, as in evaluations. max_negatives: None: all.
+    texts: their source. in_turn: an epoch uses one of a row's positives and max_negatives of its negatives, different
+    ones in each epoch; False: all, as in evaluations. max_negatives: None: all.
     """
 
     texts: RankedTexts
@@ -31,13 +31,13 @@ class RankedExamples(TokenExamples):
 
     @cached_property
     def _positives(self) -> np.ndarray:
-        """How many of the first texts of each row take turns, int64 (rows,); 0: all its texts take part."""
+        """How many texts at the start of each row are positives used in turn, int64 (rows,); 0: all texts are used."""
         positives = self.texts.positives
         return np.zeros(len(self), np.int64) if positives is None or not self.in_turn else positives
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, of epochs that take the longest of its texts."""
+        """The tokens of each row in an epoch that uses its longest texts."""
         lengths, row_of, positives = self.tokens.lengths, self.texts.row_of, self._positives
         is_positive = _places(self.texts.texts.counts)[1] < positives[row_of]
         longest = np.zeros(len(self), np.int64)
@@ -50,12 +50,12 @@ class RankedExamples(TokenExamples):
         return longest + np.bincount(of_others, taken, len(self)).astype(np.int64)
 
     def _taken(self, rows: np.ndarray) -> np.ndarray:
-        """How many of the texts of these rows that take no turns as positives a batch takes."""
+        """How many of the other texts of these rows a batch uses."""
         others = self.texts.texts.counts[rows] - self._positives[rows]
         return others if self.max_negatives is None or not self.in_turn else np.minimum(others, self.max_negatives)
 
     def numbers(self, rows: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of the texts of these rows in an epoch, row by row; how many each row has), int64."""
+        """(numbers of the texts that an epoch uses of these rows, row by row; how many of each row), int64."""
         rows = np.asarray(rows, np.int64)
         first, positives, taken = self.texts.texts.first[rows], self._positives[rows], self._taken(rows)
         counts = taken + (positives > 0)
@@ -69,7 +69,7 @@ class RankedExamples(TokenExamples):
         return numbers, counts
 
     def facts(self, rows: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, dict[str, Tensor]]:
-        """(numbers of the texts of these rows in an epoch, what a batch says of them: ranking_losses.TEXT_FACTS)."""
+        """(numbers of the texts of these rows in an epoch, their entries in a batch: ranking_losses.TEXT_FACTS)."""
         numbers, counts = self.numbers(rows, epoch)
         return numbers, {
             "labels": torch.from_numpy(self.texts.labels[numbers]),
@@ -93,6 +93,6 @@ class RankedExamples(TokenExamples):
 
 
 def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of lists that lie end to end: (the list of each item, its place in that)."""
+    """For concatenated lists with these lengths: (the list of each item, its index there)."""
     list_of = np.repeat(np.arange(len(counts)), counts)
     return list_of, np.arange(len(list_of)) - starts(counts)[:-1][list_of]

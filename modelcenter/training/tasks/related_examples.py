@@ -1,4 +1,4 @@
-"""Rows of texts that belong together, as examples."""
+"""Examples of related texts."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from modelcenter.training.tasks.preview import shortened
 
 @dataclass(frozen=True)
 class TextExamples(TokenExamples):
-    """Texts, of which each may begin with a prompt.
+    """Texts that may begin with prompts.
 
-    prompt_lengths: int64, the tokens of each text that its prompt takes and that are not pooled; None: all are pooled.
+    prompt_lengths: int64, the number of tokens in each text's prompt, which are not pooled; None: all are pooled.
     """
 
     prompt_lengths: np.ndarray | None
@@ -29,7 +29,7 @@ class TextExamples(TokenExamples):
         return self.packed(rows)
 
     def packed(self, numbers: np.ndarray) -> dict[str, Any]:
-        """The inputs of a model for the texts of these numbers."""
+        """The inputs of a model for the texts with these numbers."""
         batch: dict[str, Any] = pack(self.tokens, numbers)
         if self.prompt_lengths is not None:
             batch["prompt_lengths"] = torch.from_numpy(self.prompt_lengths[numbers])
@@ -41,8 +41,8 @@ class RelatedExamples(TextExamples):
     """Rows of an anchor, its positives and its negatives. `tokens` has all anchors, then all positives, then all
     negatives.
 
-    first_positive, first_negative: int64 (rows + 1,), the number of the first of each row. text_ids: int64, of each
-    text; equal texts have equal ones. scores: fp64 (rows,), or None. max_negatives: of a row in a batch.
+    first_positive, first_negative: int64 (rows + 1,), the number of the first of each row. text_ids: int64, equal for
+    equal texts. scores: fp64 (rows,), or None. max_negatives: of a row in a batch.
     """
 
     first_positive: np.ndarray
@@ -56,7 +56,7 @@ class RelatedExamples(TextExamples):
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, of epochs that take the longest of its texts."""
+        """The tokens of each row in an epoch that uses its longest texts."""
         lengths, rows = self.tokens.lengths, np.arange(len(self))
         longest = np.maximum.reduceat(lengths[: self.first_positive[-1]], self.first_positive[:-1])
         first, counts, taken = self._negatives(rows)
@@ -68,18 +68,18 @@ class RelatedExamples(TextExamples):
         return lengths[rows] + longest + np.bincount(row_of, negatives, len(rows)).astype(np.int64)
 
     def _negatives(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(number of the first negative, how many there are, how many a batch takes), each of these rows."""
+        """(number of the first negative, how many there are, how many a batch uses), for each of these rows."""
         first = self.first_negative[rows]
         counts = self.first_negative[rows + 1] - first
         return first, counts, counts if self.max_negatives is None else np.minimum(counts, self.max_negatives)
 
     def numbers(self, rows: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of the texts of these rows in an epoch, row by row; their roles)."""
+        """(numbers of the texts that an epoch uses of these rows, row by row; their roles)."""
         rows = np.asarray(rows, np.int64)
         positives = self.first_positive[rows]
         positives = positives + epoch % (self.first_positive[rows + 1] - positives)
         first, counts, taken = self._negatives(rows)
-        starts = np.concatenate(([0], np.cumsum(taken + 2)))  # of each row, among what is returned
+        starts = np.concatenate(([0], np.cumsum(taken + 2)))  # of each row in the result
         numbers, roles = np.empty(starts[-1], np.int64), np.full(starts[-1], NEGATIVE)
         for place, (role, texts) in enumerate(((ANCHOR, rows), (POSITIVE, positives))):
             numbers[starts[:-1] + place], roles[starts[:-1] + place] = texts, role
@@ -89,7 +89,7 @@ class RelatedExamples(TextExamples):
         return numbers, roles
 
     def facts(self, rows: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, dict[str, Tensor]]:
-        """(numbers of the texts of these rows in an epoch, what a batch says of them: contrastive.TEXT_FACTS)."""
+        """(numbers of the texts of these rows in an epoch, their entries in a batch: contrastive.TEXT_FACTS)."""
         numbers, roles = self.numbers(rows, epoch)
         facts = {"roles": torch.from_numpy(roles), "text_ids": torch.from_numpy(self.text_ids[numbers])}
         if self.scores is not None:
@@ -111,7 +111,7 @@ class RelatedExamples(TextExamples):
 
 
 def text_ids(texts: Sequence[str]) -> np.ndarray:
-    """int64, a number below 2^48 for each text; equal texts have equal ones."""
+    """int64, a number below 2^48 for each text, equal for equal texts."""
     digests = b"".join(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=6).digest() for text in texts)
     numbers = np.zeros((len(texts), 8), np.uint8)
     numbers[:, :6] = np.frombuffer(digests, np.uint8).reshape(-1, 6)

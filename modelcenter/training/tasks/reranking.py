@@ -1,4 +1,4 @@
-"""Rerankers, or cross-encoders: a query and a text are read together, and get a score of how well the text answers."""
+"""Rerankers (cross-encoders): a query and a text are read together, and scored by how well the text answers."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ from modelcenter.training.tasks.text_search import own_part
 
 log = logging.getLogger("modelcenter")
 
-_ROWS = 256  # whose texts are compared at a time
+_ROWS = 256  # rows whose texts are compared at a time
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -43,10 +43,10 @@ class Reranking(Task):
     """Rerankers. Flags: RerankingConfig.
 
     Attributes:
-        cfg: the flags; None: of a trained model that they are not known of. table, texts: rows to train on, or that a
-            trained model is used on; for a loss that compares texts, rows to train on with the same query are one.
-        labelled: rows that a trained model is used on have labels, by which it is judged. label: the head's one.
-        reading: how pairs are read, by the flags.
+        cfg: the flags; None: unknown, for a trained model. table, texts: rows for training or inference; for a loss
+            that compares texts, training rows with the same query are merged.
+        labelled: whether rows for inference have labels, for an evaluation. label: the only label of the head.
+        reading: how pairs are read.
     """
 
     name: ClassVar[str] = "reranking"
@@ -65,7 +65,7 @@ class Reranking(Task):
     @classmethod
     def from_flags(cls, cfg: RerankingConfig) -> Self:
         """See Task; also data.schemas.ranked_texts for what is raised."""
-        # Texts of a query that are held out are not trained on with it in other rows.
+        # A held-out query is not trained on in other rows.
         table, eval_table = read_splits(cfg, lambda rows: find_ranked_columns(rows, **cfg.role_columns()).anchor)
         columns = find_ranked_columns(table, **cfg.role_columns())
         cfg.set_role_columns(columns.roles())
@@ -118,7 +118,7 @@ class Reranking(Task):
         model.config.extra = with_activation(extra, self.cfg.activation or activation_of(extra) or "sigmoid")
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:
-        """The length at which texts were cut is that at which the saved tokenizer cuts them."""
+        """Set the length at which texts are truncated in the saved tokenizer, too."""
         assert self.cfg is not None and self.cfg.max_length is not None
         name_padding_token(model, tokenizer)
         tokenizer.model_max_length = min(tokenizer.model_max_length, self.cfg.max_length)
@@ -133,19 +133,19 @@ class Reranking(Task):
 
     @staticmethod
     def _judged_examples(table: Table, texts: RankedTexts, tokenizer: Any, max_length: int) -> RankedExamples:
-        """Rows of an evaluation: of pairs that stand in rows of their own, those with the same query are one."""
+        """The rows of an evaluation; rows of single pairs are merged if they have the same query."""
         texts, first = texts.by_query()
         return _examples(table.subset(first), texts, tokenizer, max_length)
 
     def metrics(self, device: torch.device | str = "cpu") -> Score:
-        """Of the rankings; where no query has several texts, of the pairs."""
+        """Metrics of rankings; if no query has several texts, metrics of pairs."""
         texts, _ = (self.texts if self.eval_texts is None else self.eval_texts).by_query()
         if (texts.texts.counts > 1).any() and (texts.relevance >= 0).all():
             return Ranking()
         return PairLabels() if np.isin(texts.relevance, (0, 1)).all() else Likeness()
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """The loss of all rows together, whatever the size of batches, and the metrics."""
+        """The loss over all rows together, independent of the batch size, and the metrics."""
         scores = outputs_of(model, examples, batch_size)
         relevance, metrics = torch.from_numpy(examples.texts.relevance), self.metrics()
         total, items = torch.zeros((), dtype=torch.float64), 0
@@ -209,13 +209,14 @@ class Reranking(Task):
         return make(self.table, self.texts, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """score of the text of each row; of rows with several, scores of all and their order, the best first."""
+        """score of the text of each row; for rows with several texts, the scores of all and their order, best first."""
         outputs = outputs_of(model, examples, cfg.batch_size)
         scores = activated(model, outputs)
         return self._predictions(outputs, scores) if engine.rank() == 0 else iter(())
 
     def _predictions(self, outputs: Tensor, scores: Tensor) -> Iterator[dict[str, Any]]:
-        """outputs, by which texts are ordered, as the activation may make equal ones of them; scores: (texts,)."""
+        """outputs: (texts,), which give the order, because the activation may round them to equal scores. scores:
+        (texts,)."""
         several, first = bool((self.texts.texts.counts > 1).any()), self.texts.texts.first.tolist()
         for start, end in itertools.pairwise(first):
             values = [shown(score) for score in scores[start:end].tolist()]
@@ -224,7 +225,7 @@ class Reranking(Task):
 
 
 def _examples(table: Table, texts: RankedTexts, tokenizer: Any, max_length: int, **options: Any) -> RankedExamples:
-    """options: of RankedExamples. Raises ValueError: a query and its text have no token."""
+    """options: of RankedExamples. Raises ValueError if a query and its text have no tokens."""
     tokens = tokenize_pairs(tokenizer, *texts.pairs(), max_length=max_length)
     if not tokens.lengths.all():
         row = int(texts.row_of[np.argmin(tokens.lengths)])
@@ -236,7 +237,7 @@ def _examples(table: Table, texts: RankedTexts, tokenizer: Any, max_length: int,
 
 
 def _update(metrics: Any, scores: Tensor, relevance: Tensor, row_texts: Tensor) -> None:
-    """Add the texts of some rows, which lie end to end, to the metrics."""
+    """Add the concatenated texts of some rows to the metrics."""
     if isinstance(metrics, Ranking):
         padded, there = by_row(scores, row_texts)
         metrics.update(padded, by_row(relevance, row_texts)[0], there)
@@ -247,7 +248,7 @@ def _update(metrics: Any, scores: Tensor, relevance: Tensor, row_texts: Tensor) 
 
 
 def _suited_loss(columns: RelatedColumns, texts: RankedTexts, wanted: str | None = None) -> str:
-    """The loss that is wanted, if it has a meaning for these labels; else the usual one that has."""
+    """The wanted loss if it is defined for these labels, else the usual loss that is."""
     usual = "binary" if (texts.texts.counts == 1).all() else "listwise"
     for name in (usual,) if wanted is None else (wanted, usual):
         has_scores = columns.score is not None or name != "margin_mse"
@@ -257,7 +258,7 @@ def _suited_loss(columns: RelatedColumns, texts: RankedTexts, wanted: str | None
 
 
 def _check_labels(table: Table, columns: RelatedColumns, texts: RankedTexts, loss: str, loss_fn: RankingLoss) -> None:
-    """Raise ValueError for a label that has no meaning for the loss."""
+    """Raise ValueError for a label for which the loss is not defined."""
     wrong = np.flatnonzero(_wrong_labels(texts, type(loss_fn)))
     if len(wrong):
         expected = "0 or more" if loss_fn.highest is None else "a number from 0 to 1"
@@ -269,14 +270,14 @@ def _check_labels(table: Table, columns: RelatedColumns, texts: RankedTexts, los
 
 
 def _wrong_labels(texts: RankedTexts, kind: type[RankingLoss]) -> np.ndarray:
-    """Whether each label has no meaning for a loss, bool (texts,)."""
+    """bool (texts,): the labels for which a loss is not defined."""
     low = -np.inf if kind.lowest is None else kind.lowest
     high = np.inf if kind.highest is None else kind.highest
     return (texts.labels < low) | (texts.labels > high)
 
 
 def _tell_rows_without_loss(table: Table, texts: RankedTexts, loss: str, loss_fn: RankingLoss) -> None:
-    """Warn of rows, perhaps put together by their queries, that teach nothing. Raises ValueError: all are such."""
+    """Warn of rows, possibly merged by query, that do not contribute to the loss. Raises ValueError if none does."""
     idle: list[int] = []
     for start in range(0, len(texts), _ROWS):
         first = texts.texts.first[start : start + _ROWS + 1]

@@ -1,4 +1,4 @@
-"""Texts from texts by an encoder-decoder: summaries, translations, sentences from data."""
+"""Sequence-to-sequence tasks for encoder-decoders: summarisation, translation, data to text."""
 
 import dataclasses
 import logging
@@ -40,10 +40,10 @@ _INFERENCE_FLAGS = ("source_lang", "target_lang", "prefix", "metrics", "language
 
 @dataclass(frozen=True)
 class SourceTargetExamples(TokenExamples):
-    """Source texts, `tokens`, and target texts; target None: these are not known.
+    """Source texts (`tokens`) and target texts; target None: unknown.
 
-    first: int64 (rows + 1,), the first target of each row, where rows have several right ones: training takes them in
-    turn, epoch by epoch; None: each row has one.
+    first: int64 (rows + 1,), the first target of each row, if rows may have several right ones, which epochs use in
+    turn; None: each row has one.
     """
 
     columns: PairColumns
@@ -52,7 +52,7 @@ class SourceTargetExamples(TokenExamples):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of both sides; of several targets the longest counts, as a batch of any epoch has to fit."""
+        """The tokens of both sides; the longest of several targets counts, because batches must fit in any epoch."""
         if self.target is None:
             return self.tokens.lengths
         longest = self.target.lengths
@@ -64,7 +64,7 @@ class SourceTargetExamples(TokenExamples):
         return pack_pairs(self.tokens, self.target, rows, self.target_rows(rows, epoch))
 
     def target_rows(self, rows: np.ndarray, epoch: int) -> np.ndarray:
-        """The targets that rows have in an epoch."""
+        """The numbers of the targets that an epoch uses for rows."""
         return rows if self.first is None else self.first[rows] + epoch % np.diff(self.first)[rows]
 
     def show(self, row: int, tokenizer: Any) -> str:
@@ -75,13 +75,13 @@ class SourceTargetExamples(TokenExamples):
         return f"{text} -> {on_one_line(highlighted(shortened(tokenizer.decode(self.target.row(target)))))}"
 
     def references(self) -> list[list[str]]:
-        """All texts that are right for each row."""
+        """All right texts of each row."""
         if self.first is None:
             return [[text.strip()] for text in self.texts("target")]
         return self.table.columns["answers"]
 
     def texts(self, role: str) -> list[str]:
-        """The sources or the targets, as they are in the data."""
+        """The sources or the targets, as in the data."""
         column, lang = getattr(self.columns, role), getattr(self.columns, f"{role}_lang")
         return [text or "" for text in column_texts(self.table, column, lang)]
 
@@ -91,9 +91,9 @@ class SequenceToSequence(Task):
     """Texts from texts. Flags: Seq2SeqConfig.
 
     Attributes:
-        table: rows to train on, or that a trained model is used on. group: column of the groups of rows that are judged
-            as one. search: arguments of model.generate. given: the flags of the verb that uses a trained model.
-            generated: the texts of the last evaluation.
+        table: rows for training or inference. group: column of the groups of rows that are judged together. search:
+            arguments of model.generate. given: at inference, the flags of the verb. generated: the texts of the last
+            evaluation.
     """
 
     name: ClassVar[str] = "seq2seq"
@@ -114,7 +114,7 @@ class SequenceToSequence(Task):
         """See Task; rows that lack a text are left out.
 
         Raises:
-            ValueError: also where no row has both texts, or the package of a metric is missing.
+            ValueError: also if no row has both texts, or the package of a metric is missing.
         """
         cfg.max_new_tokens = cfg.max_new_tokens or cfg.max_target_length
         _metrics(cfg)
@@ -127,7 +127,7 @@ class SequenceToSequence(Task):
             find_pair_columns(eval_table, *dataclasses.astuple(columns))
             check_columns(eval_table, {"group": group})
             eval_table = rows_with_both_texts(eval_table, columns)
-            groups_of(eval_table, group)  # which an evaluation reads: better refused before the first epoch
+            groups_of(eval_table, group)  # only evaluations need it, but errors should come before the first epoch
         search = {name: getattr(cfg, name) for name in _SEARCH_FLAGS}
         return cls(cfg=cfg, table=table, columns=columns, search=search, group=group, eval_table=eval_table)
 
@@ -139,7 +139,7 @@ class SequenceToSequence(Task):
         self._choose_languages(self.cfg, tokenizer)
 
     def _choose_languages(self, given: Any, tokenizer: Any) -> None:
-        """given: the flags of the command line, a run's or a verb's."""
+        """Set the languages of the tokenizer. given: the flags of a run or of a verb."""
         self.tokenizer, columns, cfg = tokenizer, self.columns, self.cfg
         alone = cfg.source_lang not in (columns.source, columns.source_lang)
         why_idle = f"as column {columns.source!r} holds texts alone" if alone else None
@@ -192,7 +192,7 @@ class SequenceToSequence(Task):
         return super().metric_names(examples) + (["exact_match"] if grouped else [])
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
-        """The loss; with eval_generate also the metrics of the texts that the model writes."""
+        """The loss; with eval_generate also the metrics of generated texts."""
         loss = self.run_evaluation(model, Batches(examples, rank_batches(examples, batch_size), output_logits=False))
         if not self.cfg.eval_generate:
             return loss
@@ -208,7 +208,7 @@ class SequenceToSequence(Task):
     def generate_texts(
         self, model: Model, examples: SourceTargetExamples, batch_size: int, search: dict[str, Any]
     ) -> list[list[str]]:
-        """The num_return_sequences texts that the model writes for each row, in order, on every rank. Collective."""
+        """The num_return_sequences texts generated for each row, in order, on every rank. Collective."""
 
         def complete_sources(rows: list[int], number: int) -> list[list[str]]:
             sources = [examples.tokens.row(row) for row in rows]
@@ -256,7 +256,7 @@ class SequenceToSequence(Task):
         return self._examples(self.table, tokenizer, max_length)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """source and prediction of each row; with num_return_sequences above 1 predictions."""
+        """source and prediction of each row; if num_return_sequences is above 1, predictions."""
         search = {**self.search, "num_return_sequences": cfg.num_return_sequences}
         predictions = self.generate_texts(model, examples, cfg.batch_size, search)
         if engine.rank() != 0:
@@ -268,12 +268,12 @@ class SequenceToSequence(Task):
 
 
 def _metrics(cfg: Seq2SeqConfig) -> Score:
-    """Raises ValueError: the package of a metric is missing."""
+    """The metrics of the flags. Raises ValueError if the package of one is missing."""
     return Generation(cfg.metrics or (), cfg.language) if cfg.eval_generate else LossOnly()
 
 
 def rows_with_both_texts(table: Table, columns: PairColumns) -> Table:
-    """The rows that have a source and a target; how many have not is logged.
+    """The rows that have a source and a target; the number of others is logged.
 
     Raises:
         ValueError: no row has both.

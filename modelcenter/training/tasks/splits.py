@@ -1,4 +1,4 @@
-"""Which rows a run trains and evaluates on, and which a trained model is used on: data sets, their splits, mixtures."""
+"""The rows for training, evaluation and inference: data sets, their splits, mixtures."""
 
 import dataclasses
 import itertools
@@ -18,10 +18,10 @@ from modelcenter.training.tasks.column_roles import group_column, groups_of
 def read_splits(
     cfg: TrainConfig, grouped_by: Callable[[Table], str | None] | None = None
 ) -> tuple[Table, Table | None]:
-    """The rows to train on and, if the flags or the data set name some, the rows to evaluate on.
+    """The rows to train on and, if the flags or the data set give some, the rows to evaluate on.
 
     Args:
-        grouped_by: finds the column of the groups of rows that are held out together; None: that of the flags.
+        grouped_by: finds the column of groups of rows that are held out together; None: that of the flags.
     """
     cfg.require("train_data")
 
@@ -50,13 +50,14 @@ def read_splits(
 
 
 def tells_of_rows() -> bool:
-    """Whether this process tells people what is the matter with the rows: that of rank 0, also before the ranks are
-    started, as rows are read first."""
+    """Whether this process reports problems of the rows: rank 0 does, also before the process group is initialised,
+    because rows are read earlier."""
     return launched_rank() == 0
 
 
 def column_of_parts(name: str, *tables: Table | None) -> tuple[list[Any], Callable[[int], str]]:
-    """The values of a column in all of the tables that there are, and the place of each of them, for messages."""
+    """The values of a column in all tables that are not None, and a function that gives the location of each for
+    messages."""
     parts = [table for table in tables if table is not None]
     ends = list(itertools.accumulate(map(len, parts)))
 
@@ -68,10 +69,10 @@ def column_of_parts(name: str, *tables: Table | None) -> tuple[list[Any], Callab
 
 
 def train_sources(cfg: TrainConfig) -> tuple[list[sources.Source], list[float] | None]:
-    """What train_data names: one source; or the parts of a mixture, and their weights.
+    """The sources in train_data: one, or the parts of a mixture and their weights.
 
     Raises:
-        ValueError: nothing is there; weights of some parts only, or for a task that mixes nothing.
+        ValueError: there is no data; only some parts have weights, or the task does not support mixtures.
     """
     data = cfg.train_data or []
     weighted = parse_weights(data)
@@ -83,7 +84,7 @@ def train_sources(cfg: TrainConfig) -> tuple[list[sources.Source], list[float] |
 
 
 def evaluation_split(source: sources.Source) -> str:
-    """The split meant when a data set is named for evaluation: validation, else test, else its only one."""
+    """The default split of a data set for evaluation: validation, else test, else its only one."""
     check_one_split(source, "eval_split")
     for split in ("validation", "test"):
         if split in source.splits:
@@ -96,7 +97,7 @@ def evaluation_split(source: sources.Source) -> str:
 
 
 def check_one_split(source: sources.Source, flag: str) -> None:
-    """Raise ValueError where one split would be chosen, and a file that was named beside a folder be left out."""
+    """Raise ValueError if choosing one split would leave out a file that was given together with a folder."""
     if source.unsplit is not None:
         raise ValueError(
             f"{flag}: {source.unsplit} is of no split, and beside it there are the splits {', '.join(source.splits)}: "
@@ -105,7 +106,7 @@ def check_one_split(source: sources.Source, flag: str) -> None:
 
 
 def inference_split(source: sources.Source, given: str | None, labelled: bool) -> str:
-    """The split that a trained model is used on: the one given, else the usual one."""
+    """The split for inference: the given one, else the default."""
     if given is None:
         check_one_split(source, "split")
     order = ("validation", "test") if labelled else ("test", "validation")

@@ -1,4 +1,4 @@
-"""Rows that are objects, as CPM-Bee reads them: the texts below "<ans>" are trained on, or written."""
+"""Rows that are objects, as CPM-Bee reads them: the texts under "<ans>" are trained on, or generated."""
 
 import json
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class StructuredExamples(AnswerExamples):
-    """Objects as tokens. rows: the objects, encoded. extra_tokens: those of all rows that the vocabulary lacks. Every
-    batch has all of them, so that the loss of a row does not depend on the others."""
+    """Objects as tokens. rows: the encoded objects. extra_tokens: tokens of all rows that are not in the vocabulary.
+    Every batch has all of them, so that the loss of a row does not depend on other rows."""
 
     objects: Sequence[Object] = ()
     rows: Sequence[StructuredRow] = ()
@@ -46,7 +46,7 @@ class StructuredExamples(AnswerExamples):
         return json.dumps(_emptied(self.objects[row]), ensure_ascii=False)
 
     def fill(self, model: Model, rows: Sequence[int], **search: Any) -> list[list[str]]:
-        """The num_return_sequences texts that the model writes below "<ans>" in each of the rows. Collective."""
+        """The num_return_sequences texts generated under "<ans>" in each of the rows. Collective."""
         assert self.encoder is not None
         copies = fill(model, self.encoder, [self.objects[i] for i in rows], **search)
         return [[as_text(filled[ANSWER]) for filled in of_row] for of_row in copies]
@@ -70,10 +70,10 @@ class StructuredExamples(AnswerExamples):
 
 
 def objects_of(table: Table, column: str) -> list[Object]:
-    """The rows as objects, without the keys of values that are None. column: of the values of "<ans>".
+    """The rows as objects, without keys whose values are None. column: of the values of "<ans>".
 
-    Parquet and the Hub give every row the keys of all rows, with None where a row lacks them, at any depth.
-    Keys are in the order of the columns, "<ans>" last: marks are numbered in the order in which they come, so an answer
+    Parquet and the Hub give every row the keys of all rows, at any depth, with None where a row lacks them.
+    Keys have the order of the columns, with "<ans>" last: marks are numbered in order of occurrence, so an answer
     before its options would change their numbers.
     """
     names = {name: name for name in table.columns if name != column} | {column: ANSWER}
@@ -82,7 +82,7 @@ def objects_of(table: Table, column: str) -> list[Object]:
 
 
 def _without_none(value: Any) -> Any:
-    """`value` without the keys of None below it; an object of nothing else stays, as one of texts to be written."""
+    """`value` without nested keys whose values are None; an object with only such keys stays, as texts to generate."""
     if not isinstance(value, dict):
         return value
     return {key: _without_none(below) for key, below in value.items() if below is not None} or value
@@ -91,12 +91,12 @@ def _without_none(value: Any) -> Any:
 def label_objects(
     model: Any, tokenizer: Any, table: Table, objects: Sequence[Object], max_length: int, too_long: str
 ) -> tuple[StructuredExamples, LabelledTokens]:
-    """The objects to train on, and which were left out: those without answers, and those that are too long, as an
-    object cannot be cut.
+    """The objects to train on, and those left out: objects without answers, and objects that are too long, because they
+    cannot be truncated.
 
     Raises:
-        ValueError: a model or tokenizer of another kind, a row that is no such object, no row that can be used, and
-            with too_long "error" one that is longer than max_length.
+        ValueError: the model or tokenizer is of another kind, a row is not such an object, no row can be used or, with
+            too_long "error", one is longer than max_length.
     """
     encoder = _encoder(model, tokenizer)
     rows: list[StructuredRow] = []
@@ -138,10 +138,10 @@ def label_objects(
 def objects_to_fill(
     model: Any, tokenizer: Any, table: Table, objects: Sequence[Object], max_length: int
 ) -> StructuredExamples:
-    """The objects whose answers the model is to write. Of answers that are there only the keys are used.
+    """The objects whose answers are to be generated. Of given answers, only the keys are used.
 
     Raises:
-        ValueError: as `label_objects`, or an object longer than max_length.
+        ValueError: as `label_objects`, or an object is longer than max_length.
     """
     encoder = _encoder(model, tokenizer)
     emptied = [one | {ANSWER: _emptied(one)[ANSWER]} if ANSWER in one else one for one in objects]

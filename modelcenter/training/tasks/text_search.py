@@ -1,4 +1,4 @@
-"""The embeddings of all texts of an evaluation, and the search for those that belong together."""
+"""The embeddings of all texts of an evaluation, and the search for related texts."""
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from modelcenter.training.metrics import Retrieval
 from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.related_examples import RelatedExamples, TextExamples
 
-_QUERIES = 256  # that are looked for at a time
-_ELEMENTS = 1 << 24  # similarities that are held at a time
+_QUERIES = 256  # queries processed at a time
+_ELEMENTS = 1 << 24  # similarities held at a time
 
 
 def all_embeddings(model: Model, examples: TextExamples, batch_size: int) -> Tensor:
@@ -24,19 +24,19 @@ def all_embeddings(model: Model, examples: TextExamples, batch_size: int) -> Ten
 
 
 def similarities(embeddings: Tensor, examples: RelatedExamples) -> Tensor:
-    """(rows,) of the anchor and the first positive of each row."""
+    """(rows,) the similarity of the anchor and the first positive of each row."""
     positives = torch.from_numpy(examples.first_positive[:-1]).to(embeddings.device)
     return (embeddings[: len(examples)] * embeddings[positives]).sum(-1)
 
 
 def nearest(queries: Tensor, documents: Tensor, count: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
-    """The documents most alike to each query, by all of them, some at a time: (n, count) similarities, highest first,
-    and (n, count) int64 numbers of the documents, of equal ones in order. There are fewer columns where there are
-    fewer documents.
+    """The documents most similar to each query, by exhaustive search in chunks: (n, count) similarities, highest first,
+    and (n, count) int64 numbers of the documents, ascending for equal similarities. There are fewer columns if there
+    are fewer documents.
 
     Args:
-        queries: (n, width), a few. documents: (m, width), also on another device. excluded: int64 (k, 2), pairs of a
-            query and a document that is none for it: its similarity is -inf.
+        queries: (n, width), with a small n. documents: (m, width), possibly on another device. excluded: int64 (k, 2),
+            pairs of a query and a document that get similarity -inf.
     """
     step = max(1, _ELEMENTS // max(len(queries), 1))
     found = queries.new_zeros(len(queries), 0)
@@ -57,11 +57,11 @@ def nearest(queries: Tensor, documents: Tensor, count: int, excluded: Tensor) ->
 
 
 def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retrieval) -> None:
-    """Look for the positives of each anchor among all positives and negatives, and add this rank's share of the anchors
-    to the metrics. Equal texts count once; the anchor itself is no other text.
+    """Search for the positives of each anchor among all positives and negatives, and add this rank's share of the
+    anchors to the metrics. Equal texts count once, and texts equal to the anchor are not searched.
 
     Args:
-        embeddings: (texts, width), of which the product says how alike two are.
+        embeddings: (texts, width), whose dot products are the similarities.
     """
     rows, ids = len(examples), examples.text_ids
     queries, query_places, query_of_row = np.unique(ids[:rows], return_index=True, return_inverse=True)
@@ -86,6 +86,6 @@ def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retri
 
 
 def own_part(count: int) -> tuple[int, int]:
-    """(first, end) of this rank's share of so many things, that each rank has."""
+    """(first, end) of this rank's share of `count` items that every rank holds."""
     rank, ranks = engine.rank(), engine.world_size()
     return count * rank // ranks, count * (rank + 1) // ranks

@@ -1,4 +1,4 @@
-"""Token classification: a tag for each word, and the entities that the tags spell."""
+"""Token classification: a tag for each word, and the entities that the tags form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ from modelcenter.training.tasks.word_tags import (
 class TaggedWords(WindowExamples):
     """Rows of words as windows of tokens, with their tags.
 
-    rows: the words of each row. targets: int64, the tag of each word over all rows; None: there are none. inner: the
-    tag of the tokens of a word after its first, by the tag of the word.
+    rows: the words of each row. targets: int64, the tag of each word, over all rows; None: unknown. inner: maps the tag
+    of a word to that of its tokens after the first.
     """
 
     rows: list[list[str]]
@@ -57,7 +57,7 @@ class TaggedWords(WindowExamples):
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """int64 (T,): the tag of each token, -100 where none is trained."""
+        """int64 (T,): the tag of each token, -100 where the token is not trained."""
         assert self.targets is not None
         word, first = self.words.word, self.words.first
         tags = self.targets[np.maximum(word, 0)]
@@ -85,8 +85,8 @@ class TokenClassification(WindowTask):
     """Tags for words. Flags: TokenClassificationConfig.
 
     Attributes:
-        table: rows to train on, or that a trained model is used on. columns: of words and tags. words: of each row.
-        tag_names: for inference those of the model, once it is loaded. targets: as in TaggedWords.
+        table: rows for training or inference. columns: of words and tags. words: of each row.
+        tag_names: at inference those of the model, set when it is loaded. targets: as in TaggedWords.
     """
 
     name: ClassVar[str] = "token-classification"
@@ -117,7 +117,7 @@ class TokenClassification(WindowTask):
         words = words_of(table, columns[0], tagged=True)
         tags = tags_of(table, columns[1], words)
         known = tags
-        if eval_table is not None and cfg.eval_fraction is not None:  # tags that only held-out rows have are tags, too
+        if eval_table is not None and cfg.eval_fraction is not None:  # tags of held-out rows count as well
             find_word_columns(eval_table, *columns)
             known = tags + tags_of(eval_table, columns[1], words_of(eval_table, columns[0], tagged=True))
         tag_names = names_of_tags(table, columns[1], known, cfg.tag_names)
@@ -134,7 +134,7 @@ class TokenClassification(WindowTask):
             find_word_columns(eval_table, *columns)
             eval_words = words_of(eval_table, columns[0], tagged=True)
             eval_tags = tags_of(eval_table, columns[1], eval_words, tag_names)
-            # Numbers are no places in a list that was made of the names in the training rows.
+            # Numbers are not indices into a list that was built from the names in the training rows.
             numbered = cfg.tag_names or columns[1] in table.classes
             if not numbered and match_order(tag_names, eval_table.classes.get(columns[1] or "")) is None:
                 eval_tags = named_tags(eval_table, columns[1], eval_tags)
@@ -208,7 +208,7 @@ class TokenClassification(WindowTask):
         words = words_of(table, columns[0], tagged=labelled)
         if not any(words):
             raise ValueError(f"{table.name}: no row has a word in column {columns[0]!r}")
-        # So that the loss is that of the run's own evaluations.
+        # The same as in the run's own evaluations, so that the loss is comparable.
         label_all_tokens = getattr(run, "label_all_tokens", False)
         return cls(table=table, columns=columns, words=words, label_all_tokens=label_all_tokens)
 
@@ -242,7 +242,8 @@ class TokenClassification(WindowTask):
         return metrics
 
     def prediction(self, examples: TaggedWords, row: int, results: list[Any]) -> dict[str, Any]:
-        """words, tags and entities: text, type, first word, word after the last, mean probability of their tags."""
+        """words, tags and entities, each with text, type, first word, word after the last and the mean probability of
+        its tags."""
         words = examples.rows[row]
         tags = [examples.names[tag] for window, _ in results for tag in window]
         scores = [score for _, window in results for score in window]
@@ -263,12 +264,12 @@ class TokenClassification(WindowTask):
 
 
 def windows_of(table: Table, rows: list[list[str]], words: TokenizedWords, *named: Any) -> TaggedWords:
-    """The windows of tokenised words; named: names, targets and inner of TaggedWords."""
+    """The windows of tokenised words. named: the names, targets and inner of TaggedWords."""
     return TaggedWords(table, words.tokens, words.owner, rows, words, *named)
 
 
 def _probabilities(logits: Tensor, first: Tensor) -> Tensor:
-    """(words, tags): of the first tokens of words."""
+    """(words, tags): the probabilities at the first tokens of words."""
     chosen = first.nonzero().flatten().to(logits.device)
     return logits.index_select(0, chosen).float().softmax(-1)
 

@@ -1,5 +1,4 @@
-"""What tasks share whose rows may be too long for the model: it reads a row in several windows, which are judged as
-one."""
+"""Tasks whose rows may be too long for the model, which then reads a row in several windows, judged together."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from modelcenter.training.tasks.examples import Batches, TokenExamples
 
 @dataclass(frozen=True)
 class WindowExamples(TokenExamples):
-    """Windows of rows. owner: int64 (windows,), the row of each, in ascending order."""
+    """Windows of rows. owner: int64 (windows,), the row of each window, ascending."""
 
     owner: np.ndarray
 
@@ -32,7 +31,7 @@ class WindowTask(Task):
     """A task whose examples are WindowExamples.
 
     The model's output for a window is reduced to a few numbers on the host, its result, so that the windows of a row
-    can be put together without holding the logits of many rows at once.
+    can be combined without holding the logits of many rows.
     """
 
     @abstractmethod
@@ -41,15 +40,15 @@ class WindowTask(Task):
 
     @abstractmethod
     def score(self, examples: Any, results: dict[int, list[Any]]) -> Score:
-        """The metrics of these rows. results: {row: the results of its windows, in order}."""
+        """The metrics of the rows in results: {row: the results of its windows, in order}."""
 
     @abstractmethod
     def prediction(self, examples: Any, row: int, results: list[Any]) -> dict[str, Any]:
-        """The prediction for a row. results: of its windows; empty for a row that has none."""
+        """The prediction for a row. results: of its windows; empty if it has none."""
 
     @abstractmethod
     def count_rows(self, examples: Any) -> int:
-        """Rows, those without windows too."""
+        """The number of rows, including those without windows."""
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         batches = Batches(examples, rank_window_batches(examples.owner, examples.lengths, batch_size))
@@ -67,7 +66,7 @@ class WindowTask(Task):
         results: dict[int, list[Any]] = {}
         for number, out in outputs(model, batches):
             self._add_results(results, examples, batches.rows[number], out)
-        # Before anything is read from the iterator, which only rank 0 does: the other ranks take part in this.
+        # Collective, so it must come before the iterator, which only rank 0 reads.
         predictions = dict(gather_lists([(row, self.prediction(examples, row, r)) for row, r in results.items()]))
         rows = range(self.count_rows(examples) if engine.rank() == 0 else 0)
         return (predictions[row] if row in predictions else self.prediction(examples, row, []) for row in rows)
@@ -78,7 +77,7 @@ class WindowTask(Task):
 
 
 def rank_window_batches(owner: np.ndarray, lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """This rank's batches of windows: all windows of a row are on one rank, one after another."""
+    """This rank's batches of windows; all windows of a row are on one rank, in order."""
     rows, starts = np.unique(owner, return_index=True)
     ends = np.append(starts[1:], len(owner))
     totals = np.add.reduceat(lengths, starts) if len(starts) else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Rows of words with a tag for each: their columns, what may stand in them, and the numbers of the tags."""
+"""Rows of words with a tag for each: finding their columns, reading words and tags, and numbering the tags."""
 
 import re
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from modelcenter.training.tasks.column_roles import find_named
 
 WORDS = ("words", "tokens", "token", "word", "sentence", "text")
 TAGS = ("tags", "ner_tags", "ner", "ner_tag", "tag", "labels", "label", "pos_tags", "bio", "entities", "spans", "ents")
-_FEW_WORDS = 10  # that may all be in rows of their own
+_FEW_WORDS = 10  # up to so many rows may have one word each
 
 
 def find_word_columns(table: Table, words: str | None, tags: str | None, tagged: bool = True) -> tuple[str, str | None]:
-    """The columns of the words and the tags; see column_roles.find_named. In the table, lists that texts spell become
-    lists, and entities given by the characters of a text become words and tags."""
+    """The columns of the words and the tags; see column_roles.find_named. In the table, lists written as strings become
+    lists, and entities given by character offsets become words and tags."""
     roles = {"words": (words, WORDS), "tags": (tags, TAGS)}
     found = find_named(table, roles if tagged or tags is not None else {"words": roles["words"]})
     tags_column = found.get("tags")
@@ -38,11 +38,12 @@ def find_word_columns(table: Table, words: str | None, tags: str | None, tagged:
 
 
 def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
-    """The words of each row: a list as it is, or as a text spells it; another text at its spaces, or, where no tags
-    count its words, into words, signs and Chinese characters.
+    """The words of each row: of a list, also if written as a string; other texts are split at spaces or, without tags
+    that must match the words, into words, signs and Chinese characters.
 
     Raises:
-        ValueError: a row with neither; of more than a few rows with tags, each with one word, which are no sentences.
+        ValueError: a row is neither; or each of more than a few tagged rows has one word, so that rows are not
+            sentences.
     """
     rows = []
     for i, value in enumerate(parse_lists(table.columns[column], table.where)):
@@ -64,8 +65,8 @@ def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
 
 
 def split_text(text: str) -> list[str]:
-    """The words of a plain text, with what is written inside them, and Chinese characters and other signs each by
-    itself. Marks, such as the vowel signs of Hindi, belong to the character before them."""
+    """The words of a plain text, including signs inside words; Chinese characters and other signs are words by
+    themselves. Marks, such as the vowel signs of Hindi, belong to the character before them."""
     spaced = "".join(f" {character} " if is_han(character) else character for character in text)
     marks = "" if text.isascii() else "".join(sorted(filter(is_mark, set(text))))
     return _word_pattern(marks).findall(spaced)
@@ -73,12 +74,12 @@ def split_text(text: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _word_pattern(marks: str) -> re.Pattern[str]:
-    """Finds words. marks: those of the text, as regular expressions have no name for them."""
+    """A pattern that matches words. marks: those in the text, because `re` has no class for them."""
     return re.compile(rf"[\w{marks}]+(?:[-'\u2019.][\w{marks}]+)*|[^\w\s{marks}]" + (f"[{marks}]*" if marks else ""))
 
 
 def joined(words: list[str]) -> str:
-    """Words as a text: with spaces, but between Chinese characters."""
+    """Words joined to a text, with spaces except between Chinese characters."""
     text = ""
     for word in words:
         close = text and is_han(text[-1]) and is_han(word[0])
@@ -87,10 +88,10 @@ def joined(words: list[str]) -> str:
 
 
 def tags_of(table: Table, column: str | None, rows: list[list[str]], names: Sequence[str] = ()) -> list[list[Any]]:
-    """The tags of each row, names or numbers: names where the data number the same tags otherwise than `names`.
+    """The tags of each row, as names or numbers; always names if the data number the tags differently from `names`.
 
     Raises:
-        ValueError: more or fewer than words.
+        ValueError: a row has more or fewer tags than words.
     """
     assert column is not None
     all_tags = []
@@ -104,20 +105,20 @@ def tags_of(table: Table, column: str | None, rows: list[list[str]], names: Sequ
 
 
 def names_of_tags(table: Table, column: str | None, tags: list[list[Any]], given: list[str] | None) -> tuple[str, ...]:
-    """The names of the tags by number: those given, those the data bring, else those that occur, sorted.
+    """The names of the tags by number: the given ones, those that come with the data, else those that occur, sorted.
 
     Raises:
-        ValueError: tags that are numbers without names.
+        ValueError: the tags are numbers without names.
     """
     names = given or table.classes.get(column or "")
     return tuple(names or sorted({tag for row in named_tags(table, column, tags) for tag in row} - {None}))
 
 
 def named_tags(table: Table, column: str | None, tags: list[list[Any]]) -> list[list[Any]]:
-    """Tags by name: numbers are those of the names that the data bring.
+    """The tags by name; numbers index the names that come with the data.
 
     Raises:
-        ValueError: they are numbers without names.
+        ValueError: the tags are numbers without names.
     """
     tags = ids_to_names(tags, table.classes.get(column or "", ()))
     odd = [tag for row in tags for tag in row if tag is not None and not isinstance(tag, str)]
@@ -132,10 +133,10 @@ def named_tags(table: Table, column: str | None, tags: list[list[Any]]) -> list[
 def encode_tags(
     table: Table, rows: list[list[str]], tags: list[list[Any]], names: tuple[str, ...], known_from: str = "the tags"
 ) -> np.ndarray:
-    """Tags as numbers, int64, of all rows end to end.
+    """The tags of all rows as numbers, concatenated, int64.
 
     Raises:
-        ValueError: a tag that is none of the names, with file, line and word.
+        ValueError: a tag is not in names; the message gives file, line and word.
     """
     number: dict[Any, int] = {name: i for i, name in enumerate(names)}
     flat = np.empty(sum(map(len, tags)), np.int64)
@@ -156,7 +157,7 @@ def encode_tags(
 
 
 def inside_tags(names: tuple[str, ...]) -> np.ndarray:
-    """For each tag the one that goes on inside its word: I-PER after B-PER, where there is such a tag."""
+    """For each tag, the tag of the following tokens of its word: I-PER after B-PER, if that tag exists."""
     number, separator = {name: i for i, name in enumerate(names)}, tag_separator(names)
     begin, inside = f"B{separator}", f"I{separator}"
     return np.array([number.get(inside + n[2:], i) if n[:2] == begin else i for i, n in enumerate(names)])

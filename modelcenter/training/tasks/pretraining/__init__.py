@@ -1,1 +1,1 @@
-"""Pretraining on text: what its tasks share (base, documents, prompts), and a module for each objective."""
+"""Pretraining on text: modules that its tasks share (base, documents, prompts), and one module per objective."""

@@ -1,4 +1,4 @@
-"""What all pretraining tasks share: text and token files, mixtures of them, streams, held-out rows, perplexity."""
+"""The base of all pretraining tasks: text and token files, mixtures of them, streams, held-out rows, perplexity."""
 
 import copy
 import logging
@@ -39,20 +39,20 @@ from modelcenter.training.tasks.pretraining.documents import (
 from modelcenter.training.tasks.splits import evaluation_split, inference_split
 
 log = logging.getLogger("modelcenter")
-_EVALUATION_SEED = 0  # of what is random in examples: the same in all evaluations, and in all runs
+_EVALUATION_SEED = 0  # seeds the randomness in examples equally in all evaluations and all runs
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Pretraining(Task):
-    """Pretraining on text. A subclass gives its objective. Flags: PretrainConfig.
+    """Pretraining on text. A subclass defines the objective. Flags: PretrainConfig.
 
     Attributes:
-        cfg: for inference the flags of the run, or the default ones. parts: documents to train on, or to predict from.
-            eval_parts: to evaluate on. stream: in place of parts, for documents that are read while training. column:
-            of the text, in all tables.
+        cfg: the flags; for inference those of the run, or the defaults. parts: documents to train on, or to predict
+            from. eval_parts: documents to evaluate on. stream: instead of parts, for documents that are read while
+            training. column: of the text, in all tables.
     """
 
-    evaluated_logits: ClassVar[bool | str] = False  # output_logits of evaluations: those that the metrics need
+    evaluated_logits: ClassVar[bool | str] = False  # output_logits that the metrics need in evaluations
     cfg: PretrainConfig
     parts: Sequence[Part] = ()
     eval_parts: Sequence[Part] = ()
@@ -64,11 +64,11 @@ class Pretraining(Task):
         """See Task.
 
         Raises:
-            ValueError: also for weights of some parts only.
+            ValueError: also if only some parts have weights.
         """
         cfg.require("train_data")
         read_eval_parts = _eval_parts_reader(cfg)
-        # Before rows are read, or downloaded.
+        # Checked before rows are read or downloaded.
         cfg.refuse_evaluation_flags(read_eval_parts is not None or cfg.eval_fraction is not None)
         parts: list[Part] = []
         stream = _open_stream(cfg) if cfg.streaming else None
@@ -85,7 +85,7 @@ class Pretraining(Task):
 
     @abstractmethod
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
-        """How pieces of text become examples. seed: of what is random in them."""
+        """The objective, which turns pieces of text into examples. seed: of the randomness in them."""
 
     # -- examples ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Pretraining(Task):
         return Mixture(list(zip(rows, shares, strict=True)), self.cfg.seed), eval_set
 
     def _rows(self, part: Part, tokenizer: Any, objective: Objective) -> TextRows:
-        """The documents of a part, as rows under an objective."""
+        """The documents of a part as rows for an objective."""
         end = None if objective.bare else document_end(tokenizer)
         table = part.data if isinstance(part.data, Table) else None
         if isinstance(part.data, TokenFile):
@@ -196,14 +196,14 @@ def _open_stream(cfg: PretrainConfig) -> RowSource:
 
 
 def _eval_parts_reader(cfg: PretrainConfig) -> Callable[[], list[Part]] | None:
-    """What reads the documents to evaluate on: those of eval_data, else of the validation split of train_data; None:
-    there is none."""
+    """A function that reads the documents to evaluate on, of eval_data or else of the validation split of train_data;
+    None: there are none."""
     if cfg.eval_fraction is not None:
         return None
     if cfg.eval_data is not None:
         config = cfg.data_config if cfg.eval_data == cfg.train_data else None
         return partial(read_parts, cfg.eval_data, config, cfg.document, lambda s: cfg.eval_split or evaluation_split(s))
-    # What has a weight is a data set by itself: one of the Hub or of save_to_disk is not found together with others.
+    # An entry with a weight is a data set by itself: one of the Hub or save_to_disk is not found together with others.
     parsed = [parse_weight(spec) for spec in cfg.train_data or [] if not is_tokens(parse_weight(spec)[0])]
     bare = [path for path, weight in parsed if weight is None]
     groups = [[path] for path, weight in parsed if weight is not None] + ([bare] if bare else [])
@@ -229,7 +229,7 @@ def _tables(parts: Sequence[Part]) -> list[Table]:
 
 
 def _text_column(tables: Sequence[Table], given: str | None) -> str | None:
-    """The column of the text in all tables; None: there is no table, and none was given."""
+    """The column of the text in all tables; None: there is no table, and no column was given."""
     column = given
     for table in tables:
         column = text_column(table if table is tables[0] else replace(table, like=tables[0].name), column)
@@ -237,7 +237,7 @@ def _text_column(tables: Sequence[Table], given: str | None) -> str | None:
 
 
 def joined(rows: list[TextRows]) -> Any:
-    """All rows of several parts."""
+    """The rows of several parts, joined."""
     return rows[0] if len(rows) == 1 else Mixture([(part, len(part)) for part in rows], seed=_EVALUATION_SEED)
 
 

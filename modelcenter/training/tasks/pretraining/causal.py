@@ -1,4 +1,4 @@
-"""Causal pretraining: the next token, over all tokens of all documents."""
+"""Causal pretraining: next-token prediction over all tokens of all documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class CausalPretraining(Pretraining):
     """Causal pretraining. Flags: PretrainLMConfig.
 
     Attributes:
-        context: batches must say that no token is context; known with the model.
+        context: whether batches must mark all tokens as no context; set when the model is known.
     """
 
     name: ClassVar[str] = "pretrain-lm"
@@ -37,7 +37,7 @@ class CausalPretraining(Pretraining):
         return super().inference_examples(model, tokenizer, max_length)
 
     def prompt_examples(self, tokenizer: Any, max_length: int, table: Any, column: str) -> Any:
-        before = SpecialTokens.of(tokenizer).before  # as in training; what comes after a text would end it
+        before = SpecialTokens.of(tokenizer).before  # as in training; special tokens after a text would end it
         rows = encode_prompts(tokenizer, table, column, max_length - len(before), special=False)
         return [[*before, *row] for row in rows]
 

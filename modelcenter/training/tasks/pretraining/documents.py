@@ -17,12 +17,12 @@ from modelcenter.data.table import Origin, Table
 from modelcenter.data.token_files import TokenFile, is_tokens, open_tokens
 
 log = logging.getLogger("modelcenter")
-Split = Callable[[sources.Source], str]  # which split of a source is meant
+Split = Callable[[sources.Source], str]  # gives the split of a source to read
 
 
 @dataclass
 class Part:
-    """Documents: of a token file, or of a table of texts."""
+    """Documents in a token file or in a table of texts."""
 
     data: TokenFile | Table
     weight: float | None = None
@@ -33,14 +33,14 @@ class Part:
 
 
 def read_parts(data: Sequence[str], config: str | None, document: Unit, split: Split) -> list[Part]:
-    """The parts that a data argument names: each token file, and all texts together; or each entry by itself, with its
-    weight, where they have weights.
+    """The parts in a data argument: each token file, and all texts together; if entries have weights, each entry with
+    its weight.
 
     Args:
         split: source -> the split to read.
 
     Raises:
-        ValueError: nothing is there; weights of some entries only; a document unit that the files do not have.
+        ValueError: there is no data; only some entries have weights; the files do not have this document unit.
     """
     weighted = parse_weights(data)
     groups: list[tuple[list[str], float | None]]
@@ -62,7 +62,7 @@ def read_parts(data: Sequence[str], config: str | None, document: Unit, split: S
 
 
 def read_texts(specs: list[str], config: str | None, source: sources.Source, split: str, document: Unit) -> Table:
-    """A table with a document in each row."""
+    """A table with one document per row."""
     if document == "line":
         return source.read(split)
     paths = sources.find_paths(specs, config, split)
@@ -85,17 +85,17 @@ def read_texts(specs: list[str], config: str | None, source: sources.Source, spl
 
 
 def text_column(table: Table, given: str | None) -> str:
-    """The column of the text: the one given, the only one, or as for fine-tuning."""
+    """The column of the text: the given one, the only one, or the one found as for fine-tuning."""
     if given is None and len(table.columns) == 1:
         return next(iter(table.columns))
     return find_columns(table, text=given, labelled=False).text
 
 
 def document_texts(table: Table, column: str) -> list[str]:
-    """The texts of a column, "" for a row without one; how many these are is logged.
+    """The texts of a column, "" for a row without one; the number of such rows is logged.
 
     Raises:
-        ValueError: a row that holds something else, or no text at all.
+        ValueError: a row holds something else, or there is no text at all.
     """
     values = table.columns[column]
     for i, value in enumerate(values):
@@ -111,7 +111,7 @@ def document_texts(table: Table, column: str) -> list[str]:
 
 
 def stream_head(source: RowSource, count: int = 1000) -> Table:
-    """The first rows of a stream, to find its columns by."""
+    """The first rows of a stream, for finding its columns."""
     rows = []
     for row, _ in source.read():
         if row is not None:

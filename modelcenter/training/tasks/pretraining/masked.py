@@ -1,4 +1,4 @@
-"""Masked-language-model pretraining: hidden tokens, BERT's next sentence and ALBERT's order of sentences."""
+"""Masked-language-model pretraining, with BERT's next-sentence or ALBERT's sentence-order prediction."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.pretraining.base import Pretraining
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 
-# {flag of a second task: how its examples are made}. Of each the accuracy is <flag>_accuracy, the label <flag>_label.
+# {flag of a second task: how its examples are built}. Its metric is <flag>_accuracy, its label <flag>_label.
 PAIRS: dict[str, type[Pairs]] = {"next_sentence": NextSentence, "sentence_order": SentenceOrder}
 _LOGITS = {"next_sentence": "seq_relationship_logits", "sentence_order": "sop_logits"}
-_TOP_K = 5  # predictions for each mask, unless top_k is given
+_TOP_K = 5  # default number of predictions per mask
 
 
 class MaskedMetrics:
-    """perplexity and accuracy of the hidden tokens; next_sentence_accuracy or sentence_order_accuracy of pairs.
+    """perplexity and accuracy of the masked tokens; next_sentence_accuracy or sentence_order_accuracy of pairs.
 
-    second: one of PAIRS, None without pairs.
+    second: one of PAIRS; None: no pairs.
     """
 
     main = "perplexity"
@@ -51,13 +51,13 @@ class MaskedMetrics:
         self.tokens.update(logits, targets)
 
     def add_pairs(self, right: Tensor) -> None:
-        """right: bool (n,), whether the prediction of each pair is."""
+        """right: bool (n,), whether the prediction for each pair is right."""
         self.pairs[0] += len(right)
         self.pairs[1] += int(right.sum())
 
     def result(self) -> dict[str, float | None]:
         result = self.tokens.result()
-        del result["loss"]  # of several terms, it is not the perplexity's
+        del result["loss"]  # the model's loss is not this one if it has several terms
         if self.second is not None:
             total, right = sums(self.pairs)
             result[f"{self.second}_accuracy"] = right / total if total else None
@@ -82,7 +82,7 @@ class MaskedPretraining(Pretraining):
         return "masked-lm" if self.second is None else "pretraining"
 
     def on_model_built(self, model: Model) -> None:
-        """Raises ValueError for a model whose pretraining is of another kind."""
+        """Raise ValueError for a model with another kind of pretraining."""
         if model.task != "pretraining":
             return
         kind, own = model.config.model_type, _second_task(model)
@@ -132,7 +132,7 @@ class MaskedPretraining(Pretraining):
         return MaskedTexts([np.array(ids, np.int64) for ids in rows], mask, label)
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """For each mask of a row the most probable tokens with their probabilities, and the row with the first ones."""
+        """The most probable tokens for each mask of a row, with probabilities, and the row with the best filled in."""
         count = min(cfg.top_k or _TOP_K, model.config.vocab_size)
         rows = rank_batches(examples, cfg.batch_size)
         best = BestTokens(examples, rows, count)
@@ -142,13 +142,13 @@ class MaskedPretraining(Pretraining):
 
 
 def _second_task(model: Model) -> str | None:
-    """The one of PAIRS that a model of pretraining does."""
+    """The second task of a pretraining model, one of PAIRS."""
     inputs = model.head_inputs["pretraining"]
     return next((flag for flag, objective in PAIRS.items() if objective.label in inputs), None)
 
 
 class MaskedTexts:
-    """Texts with masks, which are the tokens that have a label. pair_label: what none of them has, but a head wants."""
+    """Texts with masks; only masks have labels. pair_label: an input that the head requires, filled with "no label"."""
 
     def __init__(self, ids: list[np.ndarray], mask: int, pair_label: str | None):
         self.ids, self.mask, self.pair_label = ids, mask, pair_label
@@ -161,7 +161,7 @@ class MaskedTexts:
         return np.array([len(ids) for ids in self.ids], np.int64)
 
     def masks(self, row: int) -> np.ndarray:
-        """The places of the masks of a row."""
+        """The positions of the masks in a row."""
         return np.flatnonzero(self.ids[row] == self.mask)
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
@@ -191,12 +191,12 @@ class BestTokens:
         self.batches_seen += 1
 
     def result(self) -> dict[str, float | None]:
-        """A mask is zero on all ranks but one, so the sums are exact."""
+        """Combine the ranks: each mask is zero on all ranks but one, so the sums are exact."""
         self.tokens, self.probabilities = sum_over_ranks(self.tokens), sum_over_ranks(self.probabilities)
         return {}
 
     def predictions(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """A line for each row, after `result`."""
+        """One line per row; call it after `result`."""
         for row in range(len(self.examples)):
             part = slice(self.starts[row], self.starts[row + 1])
             tokens, probabilities = self.tokens[part].tolist(), self.probabilities[part].tolist()

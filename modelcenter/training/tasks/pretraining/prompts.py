@@ -1,4 +1,4 @@
-"""Texts that a pretrained model is to continue or to fill in."""
+"""Texts for a pretrained model to continue or fill in."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from modelcenter.training.tasks.column_roles import strings
 
 
 def encode_prompts(tokenizer: Any, table: Any, column: str, max_length: int, special: bool) -> list[list[int]]:
-    """The tokens of each text. special: with the tokenizer's special tokens.
+    """The tokens of each text. special: add the tokenizer's special tokens.
 
     Raises:
-        ValueError: a row without text, or longer than the model takes.
+        ValueError: a row has no text, or is too long for the model.
     """
     rows = []
     for i, text in enumerate(strings(table, column)):

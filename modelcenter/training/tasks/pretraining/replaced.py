@@ -24,7 +24,7 @@ from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.pretraining.base import Pretraining
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
 
-# Shares of the chosen tokens that become the mask token, by family: as in ELECTRA's and DeBERTa's published code.
+# {family: share of the selected tokens that become the mask token}, as in ELECTRA's and DeBERTa's published code.
 MASKED_SHARE = {"electra": 0.85, "deberta-v2": 1.0}
 
 
@@ -32,14 +32,14 @@ MASKED_SHARE = {"electra": 0.85, "deberta-v2": 1.0}
 class ReplacedTokenPretraining(Pretraining):
     """Replaced token detection. Flags: ReplacedTokensConfig.
 
-    While it trains, and where it is evaluated, the model is a ReplacedTokenPair; predictions are the discriminator's.
+    In training and evaluation the model is a ReplacedTokenPair; predictions are the discriminator's.
     """
 
     name: ClassVar[str] = "replaced-tokens"
     wraps_model: ClassVar[bool] = True
     evaluated_logits: ClassVar[bool | str] = "labelled"
     cfg: ReplacedTokensConfig
-    pair: ReplacedTokenPair | None = None  # what trains
+    pair: ReplacedTokenPair | None = None  # the trained model
 
     @property
     def head(self) -> str:
@@ -96,7 +96,7 @@ class ReplacedTokenPretraining(Pretraining):
         return Texts([np.array(ids, np.int64) for ids in rows], len(special.before), len(special.after))
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """For each row its tokens, each with the probability that it replaced another."""
+        """The tokens of each row, each with the probability that it replaced another."""
         rows = rank_batches(examples, cfg.batch_size)
         scores = TokenScores(examples, rows)
         evaluate(model, Batches(examples, rows), scores, lambda metrics, out, batch: metrics.update(out.logits))
@@ -104,7 +104,7 @@ class ReplacedTokenPretraining(Pretraining):
 
 
 class Texts:
-    """Texts whose tokens are judged. before, after: how many special tokens stand around each."""
+    """Texts whose tokens are judged. before, after: the numbers of special tokens around each text."""
 
     def __init__(self, ids: list[np.ndarray], before: int, after: int):
         self.ids, self.before, self.after = ids, before, after
@@ -118,7 +118,7 @@ class Texts:
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
         ids = [self.ids[row] for row in rows]
-        return labelled_batch(ids, [np.zeros(len(row), np.int64) for row in ids])  # labels that nobody reads
+        return labelled_batch(ids, [np.zeros(len(row), np.int64) for row in ids])  # the labels are not read
 
 
 class TokenScores:
@@ -140,12 +140,12 @@ class TokenScores:
         self.batches_seen += 1
 
     def result(self) -> dict[str, float | None]:
-        """A token is zero on all ranks but one, so the sums are exact."""
+        """Combine the ranks: each token is zero on all ranks but one, so the sums are exact."""
         self.probabilities = sum_over_ranks(self.probabilities)
         return {}
 
     def predictions(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """A line for each row, after `result`."""
+        """One line per row; call it after `result`."""
         for row, ids in enumerate(self.examples.ids):
             part = slice(self.examples.before, len(ids) - self.examples.after)
             scores = self.probabilities[self.starts[row] : self.starts[row + 1]].tolist()

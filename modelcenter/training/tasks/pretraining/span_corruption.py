@@ -1,4 +1,4 @@
-"""T5's pretraining: spans are hidden from the encoder, and the decoder writes them."""
+"""T5's pretraining: spans are removed from the encoder's input, and the decoder generates them."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -26,7 +26,7 @@ class SpanCorruptionPretraining(Pretraining):
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
         sentinels_of(tokenizer)
-        pad, first = decoder_token(tokenizer, "pad", "starts"), tokenizer.bos_token_id  # CPM-2 has the latter
+        pad, first = decoder_token(tokenizer, "pad", "starts"), tokenizer.bos_token_id  # CPM-2 has a bos token
         return super().special_tokens(tokenizer) | {"decoder_start_token_id": pad if first is None else first}
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
@@ -43,8 +43,8 @@ class SpanCorruptionPretraining(Pretraining):
         return rows
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
-        """The text of each sentinel, by its name, and the row with it filled in; with num_return_sequences above 1
-        predictions, each of these."""
+        """{sentinel: its text}, and the row with the texts filled in; if num_return_sequences is above 1, predictions,
+        a list of these."""
         sentinels = set(sentinels_of(tokenizer).tolist())
 
         def fill_rows(rows: list[int]) -> list[list[dict[str, Any]]]:
@@ -61,8 +61,8 @@ class SpanCorruptionPretraining(Pretraining):
 
 
 def fill_spans(tokenizer: Any, sentinels: Collection[int], prompt: list[int], answer: list[int]) -> dict[str, Any]:
-    """The spans of an answer by the sentinels of its prompt, and the text that they complete. sentinels: all tokens of
-    the tokenizer that are."""
+    """The spans of an answer by the sentinels of its prompt, and the completed text. sentinels: all sentinel tokens of
+    the tokenizer."""
     spans: dict[int, list[int]] = {}
     span: list[int] | None = None
     special = set(tokenizer.all_special_ids) - set(sentinels)

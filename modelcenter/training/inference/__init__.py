@@ -1,1 +1,1 @@
-"""A trained model at work: the verbs predict, evaluate and generate, and the texts that models write."""
+"""Using a trained model: the verbs predict, evaluate, generate and mine, and text generation."""

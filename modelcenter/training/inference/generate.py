@@ -23,7 +23,7 @@ def run_generate(cfg: GenerateConfig) -> None:
     """Print the text of each prompt, or write a row for each.
 
     Raises:
-        ValueError: flags that do not fit together, a model that writes no text, or no prompt.
+        ValueError: flags do not fit together, the model cannot generate text, or there is no prompt.
     """
     cfg.require("run")
     check_output(cfg.output)
@@ -48,7 +48,7 @@ def run_generate(cfg: GenerateConfig) -> None:
 
 
 def _write(cfg: GenerateConfig, prompts: list[str], texts: list[list[str]]) -> None:
-    """The texts of all prompts, from rank 0."""
+    """Write the texts of all prompts, from rank 0."""
     if engine.rank() != 0:
         return
     if cfg.output is not None:
@@ -59,7 +59,7 @@ def _write(cfg: GenerateConfig, prompts: list[str], texts: list[list[str]]) -> N
 
 
 class _Generator:
-    """A model that writes texts, its tokenizer, and how prompts are made for it."""
+    """A model that generates text, its tokenizer, and the encoding of prompts."""
 
     def __init__(self, cfg: GenerateConfig):
         self.cfg = cfg
@@ -70,7 +70,7 @@ class _Generator:
                 f"{cfg.run}: a model for {self.model.task} writes no text; expected causal-lm or seq2seq-lm"
             )
         self.tokenizer = load_tokenizer(cfg, trained)
-        size = self.tokenizer.vocab_size  # words added later may have no row; a prompt with one is an error of its own
+        size = self.tokenizer.vocab_size  # added tokens may have no row; a prompt with one raises its own error
         if size > self.model.config.vocab_size:
             raise ValueError(
                 f"tokenizer: has {size} tokens, the model's vocabulary {self.model.config.vocab_size}; give the one "
@@ -80,8 +80,8 @@ class _Generator:
         self.prefix = trained.run.prefix if isinstance(trained.run, Seq2SeqConfig) and not cfg.chat else ""
 
     def _choose_languages(self) -> None:
-        """Let the tokenizer read one language and the model write another, as the flags say, the run that trained it,
-        or the tokenizer's files."""
+        """Set the source and target languages: those of the flags, else of the run that trained the model, else of the
+        tokenizer's files."""
         cfg, run = self.cfg, self.run if isinstance(self.run, Seq2SeqConfig) else Seq2SeqConfig()
         source, target = cfg.source_lang or run.source_lang, cfg.target_lang or run.target_lang
         choose_languages(cfg, self.tokenizer, source, target, "here")
@@ -110,7 +110,7 @@ class _Generator:
             raise ValueError(f"chat: the tokenizer's chat template cannot be applied: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
-        """The tokens of a text; for a decoder without the end that some tokenizers (BERT's) put after it."""
+        """The tokens of a text; for a decoder, without the end token that some tokenizers (BERT's) add."""
         ids = list(self.tokenizer(text, add_special_tokens=not self.cfg.chat)["input_ids"])
         bare = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         ends = {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id}
@@ -119,12 +119,12 @@ class _Generator:
         return ids
 
     def reads_objects(self, prompts: list[str]) -> bool:
-        """Whether some prompt is a JSON object and the model reads those."""
+        """Whether some prompt is a JSON object, and the model reads objects."""
         objects = any(prompt.lstrip().startswith("{") for prompt in prompts)
         return objects and getattr(self.model, "structured", False) and not self.cfg.chat
 
     def generate(self, prompts: list[str], number: int, streamer: Any = None) -> list[list[str]]:
-        """The texts for each prompt of a batch. number: that of its first prompt, among all."""
+        """The texts for each prompt of a batch. number: the index of its first prompt among all."""
         search = with_batch_seed(self.cfg.search(), number)
         if self.reads_objects(prompts):
             return write_answers(self.model, self.tokenizer, prompts, **search)
@@ -135,7 +135,7 @@ class _Generator:
     def generate_all(self, prompts: list[str]) -> list[list[str]]:
         """The texts for all prompts, on every rank. Collective.
 
-        Raises ValueError where only some are objects: ranks that read one kind each would not meet.
+        Raises ValueError if only some are objects: ranks with different kinds would run different collectives.
         """
         if self.reads_objects(prompts):
             parse_objects(prompts)
@@ -146,7 +146,7 @@ class _Generator:
         )
 
     def show(self, prompt: str, number: int = 0) -> None:
-        """Print the texts for a prompt, as they are written where the search allows."""
+        """Print the texts for a prompt, streamed if the search allows it."""
         one_text = self.cfg.num_beams == 1 and self.cfg.num_return_sequences == 1
         if one_text and not self.reads_objects([prompt]):
             skip = 1 if self.model.is_encoder_decoder else len(self.encode([prompt])[0])
@@ -155,7 +155,7 @@ class _Generator:
             print("\n".join(self.generate([prompt], number)[0]))
 
     def answer(self, lines: Iterator[str]) -> None:
-        """Answer a person: Ctrl-C ends an answer, and an error in a prompt does not end the session."""
+        """Run an interactive session: Ctrl-C ends an answer, and an error in a prompt does not end the session."""
         for number, line in enumerate(lines):
             try:
                 self.show(_as_utf8(line), number)
@@ -184,12 +184,12 @@ def _read_prompts(cfg: GenerateConfig) -> list[str]:
     else:
         text = _as_utf8(sys.stdin.read())
     place = cfg.prompts_file or "standard input"
-    lines = text.split("\n")  # not splitlines(), which also splits at U+2028 and its like
+    lines = text.split("\n")  # not splitlines(), which also splits at U+2028 and similar
     while lines and not lines[-1].strip():  # after the last prompt
         lines.pop()
     if not lines:
         raise ValueError(f"prompt: none was given ({place} has no line with text)")
-    # Whoever lays prompts and texts side by side would find them shifted, were one left out.
+    # Skipping one would shift prompts against texts.
     if empty := [number for number, line in enumerate(lines, 1) if not line.strip()]:
         more = f", as {len(empty) - 1} more" if len(empty) > 1 else ""
         raise ValueError(f"prompt: line {empty[0]} of {place} is empty{more}; each line is a prompt: remove it")
@@ -197,14 +197,14 @@ def _read_prompts(cfg: GenerateConfig) -> list[str]:
 
 
 def _as_utf8(text: str) -> str:
-    """A text from outside; where its bytes are none of the locale, which may be C's, they are UTF-8.
+    """Decode an external text whose bytes are not valid in the locale, which may be C, as UTF-8.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the bytes are not UTF-8.
     """
     try:
         text.encode()
-    except UnicodeEncodeError:  # it has what Python puts in the place of bytes that it could not decode
+    except UnicodeEncodeError:  # it contains surrogates for bytes that Python could not decode
         try:
             return os.fsencode(text).decode()
         except UnicodeError:
@@ -213,7 +213,7 @@ def _as_utf8(text: str) -> str:
 
 
 def _typed_lines() -> Iterator[str]:
-    """What a person types, until the end of input or Ctrl-C."""
+    """Lines typed by the user, until the end of input or Ctrl-C."""
     while True:
         try:
             line = input("> ")

@@ -1,6 +1,6 @@
-"""Hard negatives: of the texts that are most alike to an anchor, those that are not known to belong to it.
+"""Hard negatives: texts that are most similar to an anchor but not among its known positives.
 
-After mine_hard_negatives of sentence-transformers; on the margin by which negatives stay below the positive: Moreira et
+After mine_hard_negatives of sentence-transformers; for the margin between negatives and the positive, see Moreira et
 al. 2024, arXiv:2407.15831.
 """
 
@@ -15,7 +15,7 @@ import engine
 from modelcenter.training.metrics import sum_over_ranks
 from modelcenter.training.tasks.text_search import nearest
 
-_QUERIES = 256  # that are looked for at a time: always so many, as products of other sizes are rounded in another way
+_QUERIES = 256  # queries searched at a time; constant, because products of other sizes are rounded differently
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Pool:
     """The texts that are compared, each once.
 
     Attributes:
-        queries: the anchors. documents: the texts to find negatives among, all positives with them.
-        query_of_row: int64 (rows,), the anchor of each row.
-        positives: int64 (pairs, 2), each query with each document that belongs to it, sorted.
+        queries: the anchors. documents: the texts to search for negatives, including all positives.
+        query_of_row: int64 (rows,), the query of each row.
+        positives: int64 (pairs, 2), each query with each of its positive documents, sorted.
     """
 
     queries: list[str]
@@ -45,7 +45,7 @@ class Pool:
         return cls([*queries], [*documents], query_of_row, np.array(sorted(pairs), np.int64).reshape(-1, 2))
 
     def excluded(self) -> np.ndarray:
-        """int64 (k, 2), sorted: each query with each document that is no negative of it, its positives and itself."""
+        """int64 (k, 2), sorted: each query with the documents that are no negatives of it: its positives and itself."""
         documents = {text: number for number, text in enumerate(self.documents)}
         itself = [(number, documents[text]) for number, text in enumerate(self.queries) if text in documents]
         return np.unique(np.concatenate([self.positives, np.array(itself, np.int64).reshape(-1, 2)]), axis=0)
@@ -53,14 +53,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Rules:
-    """Which of the documents that are most alike to a query become its negatives.
+    """Which of the documents most similar to a query become its negatives.
 
     Attributes:
-        num_negatives: how many. depth: how many documents are looked at. skip: the first so many of those that the
-            other rules leave are passed over.
-        margin, relative_margin: by how much a negative's score must be below that of the positive, of several the
-            lowest; the latter as a share of the size of this score. max_score, min_score: of a negative.
-        seed: negatives are drawn at random among all that are left, by this seed; None: the best are taken.
+        num_negatives: how many. depth: how many documents are considered. skip: how many of the best documents that
+            satisfy the other rules are skipped.
+        margin, relative_margin: by how much a negative's score must be below the lowest score of a positive; the latter
+            as a share of the magnitude of that score. max_score, min_score: of a negative.
+        seed: draw negatives at random among the remaining ones, with this seed; None: take the best.
     """
 
     num_negatives: int
@@ -75,8 +75,8 @@ class Rules:
 
 @dataclass
 class Choice:
-    """The negatives of each query: numbers of documents and their scores, highest first. dropped: {rule: documents that
-    it left out}."""
+    """The negatives of each query: numbers of documents and their scores, highest first. dropped: {rule: number of
+    documents that it excluded}."""
 
     documents: list[np.ndarray]
     scores: list[np.ndarray]
@@ -84,17 +84,17 @@ class Choice:
 
 
 def search(queries: Tensor, documents: Tensor, pool: Pool, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The documents that are most alike to each query and may be its negatives, on every rank. Exact. Collective.
+    """The documents that are most similar to each query and may be its negatives, on every rank. Exact. Collective.
 
-    Holds depth numbers for each query, and beside the embeddings the similarities of a few queries to some documents.
+    Besides the embeddings, it holds depth numbers per query, and similarities of a few queries to some documents.
 
     Args:
-        queries, documents: (n, width) embeddings of those of the pool, of which the product says how alike they are.
+        queries, documents: (n, width) embeddings of the pool's texts, whose dot products are the similarities.
         device: where they are compared.
 
     Returns:
-        (n, count) fp32 scores, highest first, -inf where there is no document left; (n, count) int64 numbers of the
-        documents. count: depth, or fewer where there are fewer documents.
+        (n, count) fp32 scores, highest first, -inf where no document is left; (n, count) int64 numbers of the
+        documents. count: depth, or fewer if there are fewer documents.
     """
     count, excluded = min(depth, len(documents)), pool.excluded()
     scores = torch.zeros(len(queries), count)
@@ -110,7 +110,7 @@ def search(queries: Tensor, documents: Tensor, pool: Pool, depth: int, device: t
 
 
 def lowest_positives(scores: Tensor, pool: Pool) -> Tensor:
-    """(queries,) of the positives of each query the lowest score. scores: (pairs,) of the pool's positives."""
+    """(queries,) the lowest score among the positives of each query. scores: (pairs,) of the pool's positives."""
     query_of = torch.from_numpy(pool.positives[:, 0])
     return torch.full((len(pool.queries),), torch.inf).scatter_reduce_(0, query_of, scores, "amin")
 
@@ -119,8 +119,8 @@ def choose(scores: Tensor, documents: Tensor, positives: Tensor, rules: Rules) -
     """The negatives of each query.
 
     Args:
-        scores, documents: (n, count), as `search` finds them; scores may be others, in any order. positives: (n,) the
-            lowest score of a positive of each query.
+        scores, documents: (n, count), as returned by `search`; scores may also come from another model, in any order.
+            positives: (n,) the lowest score of a positive of each query.
     """
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     documents, limit = documents.gather(1, order), positives[:, None]
@@ -146,10 +146,10 @@ def choose(scores: Tensor, documents: Tensor, positives: Tensor, rules: Rules) -
 
 
 def _turns(left: Tensor, seed: int | None) -> Tensor:
-    """int64 (n, count): the turn, from 0, in which each document that is left would be taken. left: bool (n, count),
-    the best first. seed: of Rules.
+    """int64 (n, count): the order, from 0, in which the remaining documents are taken. left: bool (n, count), best
+    first. seed: of Rules.
 
-    Each document has a number of its own, whatever others are left: a rule that leaves out more changes nothing else.
+    The random number of a document does not depend on which others remain, so a stricter rule changes nothing else.
     """
     if seed is None:
         return left.cumsum(1) - 1

@@ -42,12 +42,12 @@ from modelcenter.training.trained import TrainedModel
 
 log = logging.getLogger("modelcenter")
 
-NEGATIVES, SCORES = "negatives", "scores"  # columns that are written
+NEGATIVES, SCORES = "negatives", "scores"  # the columns written
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows that negatives are found for, and the further texts to find them among."""
+    """The rows for which negatives are mined, and the additional texts to search."""
 
     table: Table
     columns: RelatedColumns
@@ -57,7 +57,7 @@ class _Rows:
 
     @classmethod
     def read(cls, cfg: MineConfig) -> "_Rows":
-        """Raises ValueError: no such data or columns, or rows with a score, which need no negatives."""
+        """Read the rows. Raises ValueError: no such data or columns, or rows with a score, which need no negatives."""
         table = _table(cfg.data or [], cfg.data_config, cfg.split)
         columns = find_related_columns(table, cfg.anchor_column, cfg.positive_column)
         if columns.score is not None:
@@ -84,11 +84,11 @@ class _Rows:
 def run_mine(cfg: MineConfig) -> None:
     """Write the rows with their negatives, in order.
 
-    The embeddings of all texts are held in fp32 on each rank, and the most alike texts of each anchor; texts are
-    embedded, and looked for, by all ranks together. The result does not depend on their number.
+    Each rank holds the fp32 embeddings of all texts, and the most similar texts of each anchor; all ranks share the
+    work of embedding and searching. The result does not depend on their number.
 
     Raises:
-        ValueError: the models are none of embeddings and no reranker, the data do not fit, or no row has a negative.
+        ValueError: a model is not an embedding model or a reranker, the data do not fit, or no row has a negative.
     """
     cfg.require("model", "data", "output")
     check_output(cfg.output)
@@ -133,8 +133,8 @@ def run_mine(cfg: MineConfig) -> None:
 
 
 def _search(cfg: MineConfig, trained: TrainedModel, table: Table, pool: Pool) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores and numbers of the most alike documents of each query, as hard_negatives.search; (pairs,) scores of the
-    pool's positives) by the embeddings. Collective."""
+    """(scores and numbers of the most similar documents of each query, as in hard_negatives.search; (pairs,) scores of
+    the pool's positives), by the embeddings. Collective."""
     with flag_in_errors("model"):
         model = load_model(cfg, trained, dtype="float32")
         tokenizer = load_tokenizer(cfg, trained)
@@ -157,7 +157,7 @@ def _search(cfg: MineConfig, trained: TrainedModel, table: Table, pool: Pool) ->
 def _score_anew(
     cfg: MineConfig, trained: TrainedModel, table: Table, pool: Pool, scores: Tensor, documents: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(scores of the documents that were found, scores of the pool's positives) by the reranker. Collective."""
+    """(scores of the found documents, scores of the pool's positives), by the reranker. Collective."""
     named = SimpleNamespace(**{**vars(cfg), "revision": None, "tokenizer": None})  # those of the other model
     with flag_in_errors("reranker"):
         model = load_model(named, trained, dtype="float32")
@@ -186,7 +186,7 @@ def _tell_cut(count: int, max_length: int) -> None:
 def _written(
     cfg: MineConfig, rows: _Rows, pool: Pool, choice: Choice, of_positives: Tensor
 ) -> Iterator[dict[str, Any]]:
-    """The rows as they were, with the negatives in place of those that they had."""
+    """The rows of the data, with the mined negatives instead of their own."""
     left_out = {*rows.columns.negatives, *([SCORES] if cfg.output_scores else [])}
     names = [name for name in rows.table.columns if name not in left_out]
     numbers = {text: number for number, text in enumerate(pool.documents)}
@@ -201,7 +201,7 @@ def _written(
 
 
 def _check_some(choice: Choice, pool: Pool, cfg: MineConfig) -> None:
-    """Raise ValueError where no row has a negative."""
+    """Raise ValueError if no row has a negative."""
     if any(len(found) for found in choice.documents):
         return
     dropped = "".join(f", {name} leaves out {count:,}" for name, count in choice.dropped.items() if count)
@@ -213,7 +213,7 @@ def _check_some(choice: Choice, pool: Pool, cfg: MineConfig) -> None:
 
 
 def _report(cfg: MineConfig, count: int, rows: _Rows, pool: Pool, choice: Choice) -> list[str]:
-    """What was written and what was left out, for people."""
+    """Lines that say what was written and what was left out."""
     found = np.array([len(numbers) for numbers in choice.documents])[pool.query_of_row]
     lines = [f"{cfg.output}: {count:,} rows, {found.sum():,} negatives among {len(pool.documents):,} texts"]
     if (found < cfg.num_negatives).any():
@@ -227,7 +227,7 @@ def _report(cfg: MineConfig, count: int, rows: _Rows, pool: Pool, choice: Choice
 
 
 def _corpus(cfg: MineConfig) -> list[str]:
-    """The further texts. Raises ValueError: which column has them, or a row has none."""
+    """The additional texts. Raises ValueError if their column is ambiguous, or a row has no text."""
     table = _table(cfg.corpus or [], None, None)
     check_columns(table, {"corpus": cfg.corpus_column})
     only = next(iter(table.columns)) if len(table.columns) == 1 else None
@@ -241,7 +241,7 @@ def _corpus(cfg: MineConfig) -> list[str]:
 
 
 def _table(data: Sequence[str], config: str | None, split: str | None) -> Table:
-    """The rows of a split: the one given, else those to train on, else the first."""
+    """The rows of a split: the given one, else the training split, else the first."""
     source = sources.find(data, config)
     usual = sources.SPLITS["train"]
     return source.read(split or (usual if source.has(usual) else source.splits[0]))

@@ -1,4 +1,4 @@
-"""The file that a verb writes its result to, or standard output."""
+"""Writing the result of a verb to a file or to standard output."""
 
 import errno
 import os
@@ -16,8 +16,8 @@ from modelcenter.training.inference.row_formats import ENDINGS, LINES, Row, form
 
 
 def check_output(path: str | None, endings: Sequence[str] = ENDINGS) -> None:
-    """Raise OSError before the work is done if its result could not be written, and ValueError if its format is not
-    known. endings: of files that the result can be written to."""
+    """Raise OSError early if the result cannot be written to the path, and ValueError if the format is unknown.
+    endings: the file endings that are supported."""
     if path is not None and launched_rank() == 0:
         target = _target(path)
         if target.is_dir():
@@ -35,8 +35,8 @@ def check_output(path: str | None, endings: Sequence[str] = ENDINGS) -> None:
 
 
 def write_rows(path: str | None, rows: Iterable[Row]) -> int:
-    """Write rows to a file, in the format that its ending names, or to standard output as JSON lines; returns how many
-    they were. See write_lines."""
+    """Write rows to a file, in the format of its ending, or to standard output as JSON lines, and return their number.
+    See write_lines."""
     ending = LINES if path is None else format_of(path)
     if ending == LINES:
         return write_lines(path, text_lines(rows, ending))
@@ -50,9 +50,9 @@ def write_rows(path: str | None, rows: Iterable[Row]) -> int:
 
 
 def write_lines(path: str | None, lines: Iterable[str]) -> int:
-    """Write lines to a file, which is there when it is whole, or to standard output; returns how many they were.
+    """Write lines to a file, which appears only when it is complete, or to standard output, and return their number.
 
-    A device or a pipe (/dev/null, /dev/stderr, the shell's >(gzip > x)) is written to as it is.
+    A device or a pipe (/dev/null, /dev/stderr, the shell's >(gzip > x)) is written to directly.
     """
     if path is None:
         return _write(sys.stdout, lines)
@@ -62,7 +62,7 @@ def write_lines(path: str | None, lines: Iterable[str]) -> int:
 
 @contextmanager
 def _whole_file(path: str, **how: Any) -> Iterator[Any]:
-    """A file to write to, which is at its place when it is whole. how: of open."""
+    """A file to write to, which appears at `path` when it is complete. how: arguments of open."""
     target = _target(path)
     if _is_stream(target):
         with naming_full_disk(target), target.open(**how) as file:
@@ -78,13 +78,13 @@ def _whole_file(path: str, **how: Any) -> Iterator[Any]:
 
 
 def _target(path: str) -> Path:
-    """The file that a path means: where it is a link, what that leads to, so that the link stays."""
+    """The target of a path: links are followed, so that they are not replaced."""
     given = Path(expanduser(path)).absolute()
     return given if _is_stream(given) else Path(os.path.realpath(given))
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether it is there and is no file that another could take the place of."""
+    """Whether the path exists and is not a regular file, and so cannot be replaced."""
     return path.exists() and not path.is_file()
 
 

@@ -1,4 +1,4 @@
-"""predict and evaluate: a trained model on new rows, for every task and on any number of ranks."""
+"""predict and evaluate: using a trained model on new rows, for every task and on any number of ranks."""
 
 import dataclasses
 import functools
@@ -73,7 +73,7 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
 
 
 def search_flags(info: TaskInfo, labelled: bool) -> Collection[str]:
-    """The search flags that a task uses. A task that is evaluated by its loss only writes no texts then."""
+    """The search flags that a task uses. A task that is evaluated only by its loss generates no texts then."""
     if info.heads[0] == "masked-lm":
         return () if labelled else ("top_k",)
     writes = info is TASKS["seq2seq"] if labelled else info.heads[0] in ("causal-lm", "seq2seq-lm")
@@ -96,7 +96,7 @@ def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Mod
     max_length = max_length_of(trained, model, tokenizer, cfg.max_length)
     with together("preparing the rows", patient=True):
         examples = task.inference_examples(model, tokenizer, max_length)
-    cut = getattr(examples, "truncated", 0)  # prompts of some tasks, which are never cut, are lists
+    cut = getattr(examples, "truncated", 0)  # some tasks have lists of prompts, which are never truncated
     if cut and engine.rank() == 0:
         log.warning("%s: %d texts cut at %s", examples.name, cut, task.length_limit(max_length))
     return model, tokenizer, examples

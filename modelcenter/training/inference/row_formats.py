@@ -1,4 +1,4 @@
-"""The formats of files of rows that verbs write, by their endings."""
+"""The formats in which verbs write rows, by file ending."""
 
 import csv
 import functools
@@ -10,7 +10,7 @@ from modelcenter.training.output.json_text import finite, json_text
 
 LINES = ".jsonl"
 ENDINGS = (LINES, ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-# Of known formats that are not written; after any other ending there are JSON lines.
+# Endings of known formats that cannot be written; any other unknown ending means JSON lines.
 _OTHERS = frozenset(
     ".gz .tgz .bz2 .xz .zst .lz4 .zip .7z .tar .xlsx .xlsm .xls .ods .tab .pq .parq .arrow .feather .avro .orc .pkl "
     ".xml .html .yaml .yml".split()
@@ -18,15 +18,15 @@ _OTHERS = frozenset(
 
 Row = Mapping[str, Any]
 
-# Of dates, times, UUIDs and bytes, which rows of parquet files and of the Hub have, their texts.
+# Dates, times, UUIDs and bytes, which rows of parquet files and of the Hub may have, become strings.
 _row_text = functools.partial(json_text, default=str)
 
 
 def format_of(path: str, endings: Sequence[str] = ENDINGS) -> str:
-    """The ending that names the format of a file: JSON lines where it names none (none, .txt, .out, a date).
+    """The ending that determines the format of a file: JSON lines if there is no known one (none, .txt, .out, a date).
 
     Raises:
-        ValueError: it names a format, but none of `endings`; parquet without pyarrow.
+        ValueError: the ending is of a format that is not in `endings`; parquet without pyarrow.
     """
     ending = Path(path).suffix.lower()
     if ending not in _OTHERS.union(ENDINGS):
@@ -68,7 +68,7 @@ class _Echo:
 
 
 def _delimited_lines(rows: Sequence[Row], delimiter: str) -> Iterator[str]:
-    """A header and a line for each row (several where a field holds the ends of lines); nothing for no rows."""
+    """A header and a line per row (several lines if a field contains line ends); nothing if there are no rows."""
     if not rows:
         return
     wide = _fields_of_columns(rows)
@@ -80,7 +80,7 @@ def _delimited_lines(rows: Sequence[Row], delimiter: str) -> Iterator[str]:
 
 
 def _fields_of_columns(rows: Sequence[Row]) -> set[str]:
-    """The fields that have a column for each of their values: objects of single values in all rows that have one."""
+    """The fields that get a column for each of their values: objects of scalars in all rows that have the field."""
     filled: set[str] = set()
     whole: set[str] = set()
     for row in rows:
@@ -93,8 +93,8 @@ def _fields_of_columns(rows: Sequence[Row]) -> set[str]:
 
 
 def _flattened(row: Row, wide: Collection[str]) -> dict[str, str]:
-    """The fields of a row: those of `wide` have a column for each value, "probabilities.good"; other objects and lists
-    are JSON."""
+    """The fields of a row: those in `wide` get a column per value, "probabilities.good"; other objects and lists become
+    JSON."""
     fields: dict[str, str] = {}
     for name, value in row.items():
         if name in wide:
@@ -112,7 +112,7 @@ def _field(value: Any) -> str:
 
 
 def write_parquet(rows: Sequence[Row], file: IO[bytes]) -> None:
-    """Write rows with nested columns. A column of values of several types is one of JSON texts."""
+    """Write rows with nested columns. A column with values of several types is written as JSON strings."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Text on a terminal, as it is generated."""
+"""Printing text on a terminal while it is generated."""
 
 import re
 import sys
@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-# What decoding may join to the word before it, by what comes next: "it '" and "s" make "it's".
+# Endings that decoding may join to the word before, depending on the next token: "it '" and "s" become "it's".
 _UNCERTAIN = re.compile(r"( n)?( '?)? ?\Z")
-_CONTEXT = 64  # tokens that newer ones are decoded with: decoding all of them each time would take quadratic time
+_CONTEXT = 64  # tokens decoded together with new ones: decoding all of them each time would take quadratic time
 
 
 class TerminalStreamer:
-    """A streamer of model.generate that prints text as soon as it is certain: what the newest tokens decode to may
-    still change.
+    """A streamer for model.generate that prints text as soon as it is final: later tokens may change how the newest
+    ones are decoded.
 
     Args:
-        skip: tokens to leave out, which are the prompt.
+        skip: how many tokens to skip at the start, those of the prompt.
     """
 
     def __init__(self, tokenizer: Any, skip: int):
@@ -30,13 +30,13 @@ class TerminalStreamer:
         self.skip -= skipped
         self.tokens += new[skipped:]
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # half a character
+        if not text.endswith("\ufffd"):  # an incomplete character
             self._show(_UNCERTAIN.sub("", text))
         if len(self.tokens) >= 2 * _CONTEXT:
             self._forget()
 
     def _forget(self) -> None:
-        """Keep the newest tokens only, if what they decode to by themselves is what was shown of them."""
+        """Keep only the newest tokens, if decoding them alone gives the text that was printed for them."""
         newest = self.tokens[-_CONTEXT:]
         text = self.tokenizer.decode(newest, skip_special_tokens=True)
         if text and self.shown.endswith(text):

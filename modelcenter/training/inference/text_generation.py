@@ -1,4 +1,4 @@
-"""Texts that a model writes for many prompts, in batches on any number of ranks."""
+"""Generating texts for many prompts, in batches on any number of ranks."""
 
 import functools
 import sys
@@ -19,12 +19,12 @@ from modelcenter.training.metrics import gather_lists
 Prompt = Sequence[int] | np.ndarray  # its tokens
 
 _DEFAULT_NEW_TOKENS = 128
-# Between the seeds of batches, and between those of the turns of a batch: multiples of the two do not meet.
+# Distances between the seeds of batches, and between those of the turns of a batch; their multiples do not coincide.
 _BATCH_STRIDE, _TURN_STRIDE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def new_tokens(model: Model, given: int | None, prompt_length: int) -> int:
-    """The number of tokens to write at most after a prompt: the given one, else 128, or as many as the model has
+    """The maximum number of tokens to generate after a prompt: the given one, else 128 or as many as the model has
     positions for, which is printed once."""
     if given is not None:
         return given
@@ -34,26 +34,26 @@ def new_tokens(model: Model, given: int | None, prompt_length: int) -> int:
     if left > 0:
         most = model.config.max_written_tokens
         _print_once(f"max_new_tokens: not given; a text ends where the {most} positions of the model do")
-    return max(left, 1)  # no room for one: generate says what is too long
+    return max(left, 1)  # if there is no room, generate raises the error
 
 
 @functools.cache
 def _print_once(text: str) -> None:
-    """On the terminal of rank 0."""
+    """Print a text once, on rank 0."""
     if engine.rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def with_batch_seed(search: Mapping[str, Any], number: int, stride: int = _BATCH_STRIDE) -> dict[str, Any]:
-    """Arguments of model.generate for the batch that begins with row `number`. It gets a seed of its own: with one seed
-    for all batches, rows at the same place in two of them would be drawn alike."""
+    """Arguments of model.generate for the batch that begins with row `number`, with its own seed: with one seed for all
+    batches, rows at the same position in two of them would be sampled alike."""
     if search.get("seed") is None:
         return dict(search)
     return {**search, "seed": (search["seed"] + number * stride) % 2**63}
 
 
 def with_turn_seed(search: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Arguments of model.generate for one of the turns in which a batch is written. number: 0 or more, each once."""
+    """Arguments of model.generate for one of the turns of a batch. number: from 0 on, each used once."""
     return with_batch_seed(search, number, _TURN_STRIDE)
 
 
@@ -79,14 +79,14 @@ def complete_ids(
 
     Args:
         prompts: tokens of each. max_new_tokens: of all texts, or of those of each prompt; None: see `new_tokens`.
-        context: how many tokens at the beginning of each prompt see each other, whichever comes first (CPM-Ant's
-            `context`); None: all or none, as the model has it.
+        context: how many tokens at the start of each prompt attend to each other in both directions (CPM-Ant's
+            `context`); None: the model's default, all or none.
         search: other arguments of model.generate.
     """
     if isinstance(max_new_tokens, int):
         search |= {"max_new_tokens": max_new_tokens, "context": context}
         return _generate(model, tokenizer, prompts, streamer=streamer, **search)
-    # Prompts that may get as many tokens go together: what is written for one does not depend on how long others are.
+    # Group prompts by their maximum of new tokens, so that the text for one does not depend on the length of others.
     groups: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
         limit = new_tokens(model, None, len(prompt)) if max_new_tokens is None else max_new_tokens[i]
@@ -94,7 +94,7 @@ def complete_ids(
     turns = list(groups.items())
     completions: list[list[list[int]]] = [[] for _ in prompts]
     for turn in range(max_over_ranks(len(turns))):
-        limit, rows = turns[min(turn, len(turns) - 1)]  # a rank without groups left repeats one: others still write
+        limit, rows = turns[min(turn, len(turns) - 1)]  # a rank without groups left repeats one: others still generate
         group_search = with_turn_seed(search, rows[0]) | {"max_new_tokens": limit}
         group_search["context"] = None if context is None else [context[i] for i in rows]
         texts = _generate(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **group_search)
@@ -119,8 +119,8 @@ def _generate(
 
 
 def _tokenizers_end(model: Model, tokenizer: Any) -> dict[str, int]:
-    """The tokens that end and fill texts, as arguments of model.generate, where the tokenizer alone names an end:
-    ModelCenter's checkpoints of decoders do not, and their texts would go on into another one."""
+    """The end and padding tokens, as arguments of model.generate, if only the tokenizer has an end token: ModelCenter's
+    decoder checkpoints have none, so that their texts would continue into another one."""
     size = model.config.vocab_size
     checkpoint = {**model.config.special_tokens(), **model.generation_config}
     if SpecialTokens.resolve(None, None, checkpoint, size, starts=False).eos:
@@ -138,8 +138,8 @@ def map_over_ranks(count: int, batch_size: int, work: Callable[[list[int]], list
     """The results of `work` for the numbers 0 to count - 1, in order, on every rank. Collective.
 
     Args:
-        work: numbers of a batch -> a result for each. Every rank calls it equally often, as ranks of a sharded model
-            must: one without numbers left does the number 0 again.
+        work: numbers of a batch -> a result for each. Every rank calls it equally often, because ranks of a sharded
+            model must; a rank without numbers left repeats number 0.
     """
     ranks = engine.data_size()
     results: list[tuple[int, Any]] = []

@@ -1,4 +1,4 @@
-"""From a config.json to a model without memory: its architecture, its task, its config and its modules on meta."""
+"""From a config.json to a model on meta: its architecture, task, config and modules."""
 
 import functools
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model of one task before it has memory or weights.
+    """A model with the head of one task, before it is allocated.
 
     Attributes:
-        arch: the rules that convert it. config: in our names. model: on meta.
-        shapes: of the model's own parameters and persistent buffers, without what adapters add.
-        score_tokens: whose logits a head with one label stands for, of a checkpoint that has no such head: the token
-            for yes, and perhaps the one for no.
+        arch: the rules that convert it. config: under our names. model: on meta.
+        shapes: of the model's own parameters and persistent buffers, without those of adapters.
+        score_tokens: if the checkpoint lacks a head with one label, the tokens from whose logits it is built: the one
+            for yes, and optionally the one for no.
     """
 
     arch: ArchMap
@@ -48,11 +48,11 @@ def make_blueprint(
     """The model that a config.json describes, with the head of a task.
 
     Args:
-        values: the contents of config.json. overrides: of its fields, in our names or Hugging Face's.
-        origin: where they come from, for messages.
+        values: the content of config.json. overrides: of its fields, under our names or Hugging Face's.
+        origin: where the values come from, for messages.
 
     Raises:
-        ValueError: a field is not understood, or the sizes make no model.
+        ValueError: a field is not understood, or the sizes are not possible.
     """
     config = parse_config(spec, task, values, overrides, origin)
     model = on_meta(spec, config, task)
@@ -61,7 +61,7 @@ def make_blueprint(
 
 
 def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) -> ArchSpec:
-    """The architecture that a config.json names. Raises ValueError: none, an unknown one, or not `architecture`."""
+    """The architecture that a config.json names. Raises ValueError if it is missing, unknown or not `architecture`."""
     kind = model_type_of(config) or architecture
     if kind is None:
         raise ValueError(
@@ -81,15 +81,14 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 def choose_task(
     arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, find: FindFile | None = None
 ) -> str:
-    """The task asked for; else "embedding", where files beside the config say how embeddings are made, or that of
-    classifiers, where they say that logits of two words make a score; else the one that the `architectures` of a
-    config.json name.
+    """The requested task; else "embedding" if other files describe embeddings, or "sequence-classification" if they
+    define a score by the logits of two words; else the task of the `architectures` in config.json.
 
     Args:
-        find: name of a file -> where it lies, None where there is none; None: there are none.
+        find: name of a file -> its path, or None if it does not exist; None: there are no other files.
 
     Raises:
-        ValueError: there is none of that name, or they name none.
+        ValueError: the task does not exist, or none is declared.
     """
     if task is not None:
         if task not in arch.tasks:
@@ -110,11 +109,11 @@ def choose_task(
 
 
 def stored_task(arch: ArchMap, config: Mapping[str, Any], find: FindFile) -> str | None:
-    """The task by whose names the parameters of a distributed checkpoint go: that of the class in its config, or where
-    there are dense layers of embeddings, which no class has, that of embeddings. None: neither.
+    """The task whose parameter names a distributed checkpoint uses: that of the class in its config, or "embedding" if
+    it has dense layers of embeddings, which no class has. None: neither.
 
     Args:
-        find: as of choose_task.
+        find: as in choose_task.
     """
     if "embedding" in arch.tasks and dense_steps(find):
         return "embedding"
@@ -124,7 +123,7 @@ def stored_task(arch: ArchMap, config: Mapping[str, Any], find: FindFile) -> str
 def parse_config(
     spec: ArchSpec, task: str, values: Mapping[str, Any], overrides: Mapping[str, Any], origin: str
 ) -> ModelConfig:
-    """Our config of a config.json for a task. Raises ValueError: a field is not understood."""
+    """Convert a config.json to our config for a task. Raises ValueError if a field is not understood."""
     arch: ArchMap = spec.arch_map()
     fixed = arch.tasks[task].labels
     if fixed is not None:
@@ -136,7 +135,7 @@ def parse_config(
 
 
 class _NoInit(TorchFunctionMode):
-    """Skips torch.nn.init: on meta it does nothing, but imports torch's compiler, which takes a second."""
+    """Skips torch.nn.init, which does nothing on meta but imports torch's compiler, which takes a second."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -145,7 +144,7 @@ class _NoInit(TorchFunctionMode):
 
 
 def on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
-    """A model without memory: names and shapes. Raises ValueError: sizes beyond what a tensor can have."""
+    """A model on meta, with names and shapes only. Raises ValueError if a size exceeds what a tensor can have."""
     try:
         with torch.device("meta"), _NoInit():
             return spec.model_class()(config, task)

@@ -33,7 +33,7 @@ _SUBTASKS = {"seq2seq-lm": ["text2text-generation"]}
 _PLAIN = ("language", "license", "license_name", "license_link", "datasets", "tags", "metrics")
 _DATASET = ("dataset", "dataset_name", "dataset_config", "dataset_split", "dataset_revision")
 _RUN = "## How it was made"
-# The folders of an absolute path, which say where things lie on the machine of who wrote it.
+# The folders of an absolute path, which reveal the file system of the author's machine.
 _FOLDERS = re.compile(r"(?<![^\s=,:'\"])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])")
 
 
@@ -41,15 +41,15 @@ def make_card(model: Any, hf_class: str, details: Mapping[str, Any] | None = Non
     """The text of README.md.
 
     Args:
-        model: a loaded model; what it was loaded from becomes `base_model`.
+        model: a loaded model; its source becomes `base_model`.
         hf_class: the transformers class that loads it.
         details: `title`, `base_model`, `language`, `license`, `datasets`, `tags`; `metrics`: names, or {name: value} of
             an evaluation on `dataset` (its id; `dataset_name`, `dataset_config`, `dataset_split`, `dataset_revision`),
-            of which values that are not finite are left out; `run`: what summary.json says of the run that made it
-            (describe_run); `text`: Markdown to append.
+            without values that are not finite; `run`: the content of summary.json of the training run (describe_run);
+            `text`: Markdown to append.
 
     Raises:
-        ValueError: a key of `details` is unknown, or a value is none that the Hub's front matter may have.
+        ValueError: a key of `details` is unknown, or the Hub's front matter does not allow a value.
     """
     given = dict(details or {})
     known = (*_PLAIN, *_DATASET, "title", "base_model", "run", "text")
@@ -82,7 +82,7 @@ def _metric_values(metrics: Any) -> dict[str, Any]:
 
 
 def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any], title: str, base: str | None) -> str:
-    """The YAML of a card. Raises ValueError for a value that the Hub's front matter may not have."""
+    """The YAML of a card. Raises ValueError for a value that the Hub's front matter does not allow."""
     from huggingface_hub import ModelCardData
 
     front: dict[str, Any] = {key: given[key] for key in _PLAIN if given.get(key)}
@@ -96,7 +96,7 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
     if base:
         front["base_model_relation"] = "finetune"
     of_sentence_transformers = model.task == "embedding" or is_reranker(model)
-    # A discriminator's; the Hub has no word for what it does.
+    # For a discriminator: the Hub has no name for its task.
     fills_no_mask = model.task == "pretraining" and getattr(model.config, "detects_replaced", False)
     data = ModelCardData(
         base_model=base,
@@ -109,7 +109,7 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
 
 
 def _pipeline(model: Any) -> str | None:
-    """What the Hub calls the task of a model."""
+    """The Hub's name of a model's task."""
     return "text-ranking" if is_reranker(model) else PIPELINES.get(model.task)
 
 
@@ -120,7 +120,7 @@ def _finite(name: str, value: Any) -> bool:
 
 
 def _results(given: Mapping[str, Any], metrics: Mapping[str, Any], task_type: str) -> list[Any]:
-    """The metrics as the Hub's model-index wants them."""
+    """The metrics in the form of the Hub's model-index."""
     from huggingface_hub import EvalResult
 
     dataset = given.get("dataset") or next(iter(_as_list(given.get("datasets"))), "local")
@@ -147,7 +147,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def read_card(path: Path) -> str:
-    """The text of a README.md. Raises ValueError: it is not in UTF-8."""
+    """The text of a README.md. Raises ValueError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -158,7 +158,7 @@ def check_card(text: str, where: Any) -> None:
     """Have the Hub validate the front matter of a README.md.
 
     Raises:
-        ValueError: the YAML does not parse, or the Hub finds it wrong.
+        ValueError: the YAML is malformed, or the Hub rejects it.
     """
     from huggingface_hub import ModelCard, constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -166,14 +166,14 @@ def check_card(text: str, where: Any) -> None:
 
     try:
         asked = {"repoType": "model", "content": str(ModelCard(text, ignore_metadata_errors=False))}
-        # Not by ModelCard.validate(), which in huggingface_hub 1 asks huggingface.co whatever HF_ENDPOINT says.
+        # Not ModelCard.validate(), which in huggingface_hub 1 asks huggingface.co whatever HF_ENDPOINT is.
         address, headers = f"{constants.ENDPOINT}/api/validate-yaml", {"Accept": "text/plain"}
-        # Without a limit it would wait for ever where a network drops what is sent.
+        # Without a timeout it would wait forever if the network drops packets.
         answer = get_session().post(address, json=asked, headers=headers, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         if answer.status_code == 400:
             raise ValueError(answer.text)
     except (HfHubHTTPError, HTTPError, OSError):
-        return  # not reached or not answered: the upload that follows says why
+        return  # no connection or no answer: the following upload will report it
     except Exception as error:  # yaml.YAMLError and ValueError
         raise ValueError(f"{where}: its front matter is not valid: {' '.join(str(error).split())[:500]}") from None
 
@@ -182,12 +182,12 @@ def check_card(text: str, where: Any) -> None:
 
 
 def describe_run(summary: Mapping[str, Any], curve: str | None = None) -> str:
-    """Markdown: the command (of absolute paths the names alone), data, steps, tokens, padding, hardware, versions, and
-    the curve.
+    """Markdown: the command (with absolute paths reduced to names), data, steps, tokens, padding, hardware, versions,
+    and the curve.
 
     Args:
-        summary: what summary.json says; a field that is not there gets no line. `padding` may be added to it.
-        curve: the name of a picture beside the card.
+        summary: the content of summary.json; a missing field gets no line. `padding` may be added to it.
+        curve: the name of a picture in the card's folder.
     """
     rows = [(label, text) for label, text in _run_facts(summary) if text]
     lines = [_RUN, ""]
@@ -250,10 +250,11 @@ def _data(fingerprint: Any) -> str:
 
 
 def complete_card(run: str | Path, summary: Mapping[str, Any]) -> None:
-    """Add to the card of a finished run's model how it was trained, with the curve; a second call replaces the first.
+    """Add a description of the training, with the curve, to the card of a finished run's model; a second call replaces
+    the first.
 
     Args:
-        run: the folder, with metrics.jsonl and model/; curves.png if it was drawn. summary: what is to be in
+        run: the folder, with metrics.jsonl and model/; curves.png if it was drawn. summary: the future content of
             summary.json.
 
     Raises:
@@ -277,7 +278,7 @@ def complete_card(run: str | Path, summary: Mapping[str, Any]) -> None:
 
 
 def _padding(metrics: Path) -> float | None:
-    """The mean padding of the logged rows of training, if there are any."""
+    """The mean padding in the logged training rows, if there are any."""
     try:
         rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):

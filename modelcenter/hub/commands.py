@@ -1,4 +1,4 @@
-"""The verbs `convert`, `verify` and `export`: flags, and what is printed."""
+"""The verbs `convert`, `verify` and `export`: their flags and their output."""
 
 import argparse
 import functools
@@ -45,8 +45,8 @@ def _source_flags(parser: Parser) -> None:
 
 @functools.cache
 def _conversion() -> Any:
-    """The package that converts. Garbage collection leaves its objects alone, which in each worker and at the end would
-    take half as long as the import."""
+    """Import the package that converts, with its objects excluded from garbage collection, which in each worker and at
+    exit would take half as long as the import."""
     with left_uncollected():
         from modelcenter.hub import conversion
     return conversion
@@ -139,10 +139,10 @@ def export_main(
 
     Args:
         export_adapter: `export_adapter(path, target, keep, unused, **options)` exports a run or checkpoint that trained
-            an adapter and returns what to print, None for anything else. unused: flags given that only a conversion
-            takes.
+            an adapter and returns the text to print, or None for anything else. unused: given flags that only a
+            conversion uses.
         merge_adapter: `merge_adapter(base, adapter, target, **options)` writes a base with a saved adapter merged into
-            it and returns what to print.
+            it and returns the text to print.
     """
     parser = _export_parser(named="--output" in {spelling(word).partition("=")[0] for word in argv})
     args = parser.read(list(argv))
@@ -174,7 +174,7 @@ def export_main(
 
 
 def _export_parser(named: bool) -> Parser:
-    """named: DST is given as --output, not by its place."""
+    """named: DST is given as --output, not as a positional argument."""
     about = (
         "Write a model as a Hugging Face directory.\n\n"
         "MODEL is a run folder or a checkpoint. For a run, this is its final model, its last checkpoint if it has no\n"

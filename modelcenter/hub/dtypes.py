@@ -1,4 +1,4 @@
-"""Floating dtypes of parameters: their names, which of several a model gets, and which are refused."""
+"""Floating-point dtypes of parameters: their names, the choice between several, and unsupported ones."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -20,10 +20,10 @@ _DTYPES = {
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A floating dtype from torch's or its short name; None and "auto" are None.
+    """A floating-point dtype from a torch.dtype or its short name; None for None and "auto".
 
     Raises:
-        ValueError: no floating dtype of that name.
+        ValueError: it is not a floating-point dtype.
     """
     if dtype is None or dtype == "auto":
         return None
@@ -34,10 +34,10 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def common_dtype(dtypes: set[torch.dtype], config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype for "as the files hold them": their one dtype; of several, the one in config.json, else the widest.
+    """The dtype of the files: their only one, or if there are several the one in config.json, else the widest.
 
     Raises:
-        ValueError: several, and config.json names no dtype that a model can have.
+        ValueError: there are several, and config.json names a dtype that a model cannot have.
     """
     if len(dtypes) == 1:
         return next(iter(dtypes))
@@ -55,7 +55,7 @@ def common_dtype(dtypes: set[torch.dtype], config: Mapping[str, Any]) -> torch.d
 
 
 def refuse_quantised(dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Raise ValueError for (name, dtype) of a tensor whose numbers mean nothing without a scale."""
+    """Raise ValueError if the dtype of a (name, dtype) is quantised: its values are meaningless without a scale."""
     for name, dtype in dtypes:
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A checkpoint of which some layers are taken: what its config.json says then, and which tensors it holds."""
+"""Keeping only some layers of a checkpoint: the resulting config.json and tensors."""
 
 from dataclasses import replace
 
@@ -15,14 +15,14 @@ from modelcenter.registry import model_type_of
 
 
 def with_kept_layers(files: ModelFiles, kept: KeptLayers, architecture: str | None = None) -> ModelFiles:
-    """The files of a checkpoint with these of its layers, as hub.legacy.open_hf_source opens them.
+    """The files of a checkpoint with only the kept layers, to be opened by hub.legacy.open_hf_source.
 
     Args:
         architecture: the model_type that the checkpoint must have.
 
     Raises:
-        ValueError: no such layers, or layers of which none can be left out; the weights are in no files of
-            transformers' form.
+        ValueError: a layer does not exist, the architecture does not allow leaving layers out, or the weights are not
+            in files of transformers' form.
     """
     if files.distributed or files.legacy is not None:
         what = "a distributed checkpoint" if files.distributed else "a checkpoint of ModelCenter"
@@ -40,13 +40,13 @@ def with_kept_layers(files: ModelFiles, kept: KeptLayers, architecture: str | No
 
 
 def keep_layers(source: FileSource, files: ModelFiles, kept: KeptLayers, prefix: str = "") -> None:
-    """Leave in a source of hub tensors those of the layers that are kept, under the names that they have then.
+    """Remove the tensors of other layers from a source of hub tensors, and rename those of the kept layers.
 
     Args:
-        files: as of with_kept_layers. prefix: of the names in the source, which is no part of them.
+        files: as in with_kept_layers. prefix: of the names in the source, not part of hub names.
 
     Raises:
-        ValueError: layers that are not alike.
+        ValueError: the layers differ in their tensors.
     """
     arch: ArchMap = registry.get(model_type_of(files.config), files.config.get("architectures")).arch_map()
     whole = source.tensors
@@ -56,7 +56,7 @@ def keep_layers(source: FileSource, files: ModelFiles, kept: KeptLayers, prefix:
 
 
 def _keep_columns(source: FileSource, name: str, files: ModelFiles, kept: KeptLayers) -> None:
-    """Of a tensor (1, layers * n), those columns that belong to layers which are kept."""
+    """Keep the columns of a tensor (1, layers * n) that belong to kept layers."""
     info, numbers = source.tensors[name], kept.layers
     if numbers is None:
         return

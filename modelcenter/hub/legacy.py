@@ -1,7 +1,7 @@
-"""Checkpoints of ModelCenter as files of Hugging Face's form: names, shapes, dtypes and boxes that are read lazily.
+"""Reading checkpoints of ModelCenter as files in Hugging Face's form: names, shapes, dtypes, and boxes read lazily.
 
-`open_hf_source` is the one way to the weight files of a checkpoint. Tensors get their Hugging Face names, whatever the
-files hold. Only the boxes that are requested are read, and nothing in a pickle is executed.
+All access to the weight files of a checkpoint goes through `open_hf_source`. Tensors get their Hugging Face names,
+whatever the names in the files. Only requested boxes are read, and nothing in a pickle is executed.
 """
 
 import fnmatch
@@ -41,7 +41,7 @@ class LegacySource(FileSource):
         return self._base.bytes_read
 
     def cost(self, name: str, box: Box) -> int:
-        """Bytes of the file that reading the box takes."""
+        """The number of bytes of the file that reading the box requires."""
         parts = [part for piece in self._translated[name].pieces for part in restrict(piece, NATIVE, box)]
         return sum(self._base.cost(part.names[HUB], bounds(part, HUB)) for part in parts)
 
@@ -74,7 +74,7 @@ def open_hf_source(files: ModelFiles) -> FileSource:
     entry = files.legacy
     if entry is None:
         if files.kept is not None:
-            base = base if files.opened is None else base.copy()  # it is opened once more for each who reads it
+            base = base if files.opened is None else base.copy()  # copied, because several readers may open it
             keep_layers(base, files, files.kept)
         return base
     try:
@@ -96,13 +96,13 @@ def open_hf_source(files: ModelFiles) -> FileSource:
 
 
 def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
-    """The same files with their config.json in Hugging Face's form, `legacy` set if they are ModelCenter's.
+    """The files with their config.json in Hugging Face's form, and `legacy` set if they are ModelCenter's.
 
     Args:
         model_type: the architecture that the caller expects.
 
     Raises:
-        ValueError: a ModelCenter checkpoint whose network or config is not understood.
+        ValueError: the network or config of a ModelCenter checkpoint is not understood.
     """
     kind = files.config.get("model_type")
     if not isinstance(kind, str | None):
@@ -137,7 +137,7 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
 
 
 def _open(files: ModelFiles) -> FileSource:
-    """The files with the names they hold, less those the caller ignores and the prefix that the caller names."""
+    """Open the files with their own names, without the tensors and the prefix that the caller excludes."""
     assert files.weights is not None
     if files.opened is not None:
         return files.opened
@@ -148,7 +148,7 @@ def _open(files: ModelFiles) -> FileSource:
 
 
 def _names(names: Iterable[str], prefix: str, ignore: Iterable[str]) -> dict[str, str]:
-    """{name in the file: name without the prefix}, without those that a pattern ignores under either name."""
+    """{name in the file: name without the prefix}, without names that match a pattern to ignore in either form."""
     kept: dict[str, str] = {}
     for name in names:
         short = name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Load a model: build it on meta, give each rank memory for its own slices, and fill those from the files."""
+"""Loading a model: build it on meta, allocate each rank's slices, and fill them from the files."""
 
 import logging
 import os
@@ -36,12 +36,12 @@ class LoadReport:
     """What happened to every tensor of a checkpoint; `str()` is one line.
 
     Attributes:
-        source: repository and commit, or directory. directory: where its files lie. repo: the Hub id, if it has one.
+        source: repository and commit, or directory. directory: of its files. repo: the Hub id, if it has one.
         sidecar: the other files of the checkpoint, such as its tokenizer's.
-        loaded: parameters filled from the files. initialised: parameters that the files lack, drawn by `seed`.
+        loaded: parameters filled from the files. initialised: parameters that the files lack, drawn with `seed`.
         skipped: tensors of other heads. ignored: tensors without content. unknown: tensors tolerated by strict=False.
-        dtype: of the parameters. file_dtypes: those found.
-        bytes_read: by this rank. seconds: wall time, downloads apart.
+        dtype: of the parameters. file_dtypes: those in the files.
+        bytes_read: by this rank. seconds: wall time without downloads.
     """
 
     source: str
@@ -129,7 +129,7 @@ def load_model(
         _place(model, parameter_dtype, policy, adapters, drawn)
         weights.fill(model)
         fresh = [name for name in _without_saved(drawn, model) if name not in model.constants]
-    if drawn:  # what no file holds
+    if drawn:  # values that are in no file
         engine.init.init_parameters_(model, seed, drawn)
     _start(model, policy, adapters, seed)
     report = _report(files, sidecar, blueprint, weights, fresh, time.perf_counter() - began)
@@ -175,14 +175,14 @@ def build_model(
 
 
 def _requested_dtype(dtype: str | torch.dtype | None, old: str | torch.dtype | None) -> str | torch.dtype | None:
-    """The dtype of the parameters. Raises ValueError: another is given under transformers 4's name, torch_dtype."""
+    """The dtype of the parameters. Raises ValueError if torch_dtype, its name in transformers 4, differs."""
     if old is not None and dtype is not None and parse_dtype(old) != parse_dtype(dtype):
         raise ValueError(f"dtype is {dtype!r} and torch_dtype, its old name, {old!r}; give either")
     return old if dtype is None else dtype
 
 
 def _taken_generation(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings of generation out of the overrides."""
+    """Remove the generation settings from the overrides and return them."""
     return {name: overrides.pop(name) for name in [*overrides] if name in GENERATION and overrides[name] is not None}
 
 
@@ -192,7 +192,7 @@ def _with_labels(overrides: Mapping[str, Any], num_labels: int | None, id2label:
 
 
 def _adapter_list(adapter: Any) -> list[Any]:
-    """The adapters as a list. Raises ValueError for anything else, such as the path of one."""
+    """The adapters as a list. Raises ValueError for anything else, such as the path of an adapter."""
     given = list(adapter) if isinstance(adapter, list | tuple) else [] if adapter is None else [adapter]
     for each in given:
         if not hasattr(each, "attach"):
@@ -204,7 +204,7 @@ def _adapter_list(adapter: Any) -> list[Any]:
 
 
 def _config_values(config: Any) -> tuple[Mapping[str, Any], str]:
-    """The fields of the config that build_model was given, and where they come from, for messages."""
+    """The fields of the config given to build_model, and their origin for messages."""
     if (fields := given_fields(config)) is not None:
         return fields, "the config"
     name = name_of(config)
@@ -237,10 +237,10 @@ def _find_checkpoint(
 
 
 def check_same_commit(name: str, commit: str | None) -> None:
-    """Raise ValueError, on all ranks, if they found other commits of a repository than rank 0. Collective.
+    """Raise ValueError on all ranks if one found another commit of a repository than rank 0. Collective.
 
-    A branch may move, and a node without network takes what its own cache has. Each rank fills its slices from what it
-    found, so the model would be a mixture.
+    A branch may move, and a node without a network uses its own cache. Each rank fills its slices from the commit that
+    it found, so the model would mix several.
     """
     every = gather_objects(commit)
     other = next((rank for rank, found in enumerate(every) if found != every[0]), None)
@@ -252,7 +252,7 @@ def check_same_commit(name: str, commit: str | None) -> None:
 
 
 def _place(model: Any, dtype: torch.dtype, policy: Any, adapters: Sequence[Any], fresh: Collection[str] = ()) -> None:
-    """Attach adapters, shard as the policy says, and give this rank's parameters their memory."""
+    """Attach adapters, shard by the policy, and allocate this rank's parameters."""
     model.to(dtype)
     for each in adapters:
         each.attach(model, fresh)
@@ -262,7 +262,7 @@ def _place(model: Any, dtype: torch.dtype, policy: Any, adapters: Sequence[Any],
 
 
 def _start(model: Any, policy: Any, adapters: Sequence[Any], seed: int) -> None:
-    """Give adapters their first values, and weights their 4 bits: these are made of whole ones, before `_shard`."""
+    """Initialise adapters and quantise weights to 4 bits, which needs whole weights and so comes before `_shard`."""
     for each in adapters:
         each.start(model, seed)
     if _quantizes(adapters):
@@ -279,7 +279,7 @@ def _shard(model: Any, policy: Any) -> None:
 
 
 def _without_saved(fresh: Sequence[str], model: Any) -> list[str]:
-    """Those of the parameters that the checkpoint lacked which no saved adapter brings either."""
+    """The parameters that neither the checkpoint nor a saved adapter has."""
     values = None if model.adapter is None else model.adapter.initial
     return [name for name in fresh if values is None or name not in values.saved]
 

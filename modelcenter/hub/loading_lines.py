@@ -1,4 +1,4 @@
-"""How a model that is saved is loaded again, as its card shows it."""
+"""The code for loading a saved model that its card shows."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from modelcenter.hub.files.cross_encoder_files import ENTRY
 
 
 def is_reranker(model: Any) -> bool:
-    """Whether it is a classifier with one label that sentence-transformers loads as a CrossEncoder."""
+    """Whether the model is a classifier with one label, which sentence-transformers loads as a CrossEncoder."""
     config = model.config
     return model.task == "sequence-classification" and config.num_labels == 1 and ENTRY in config.extra
 
 
 def loading_lines(model: Any, hf_class: str) -> list[str]:
-    """Lines of Python that load it: with transformers' own class, or the code that `auto_map` of config.json names; a
-    model of embeddings and a reranker with sentence-transformers."""
+    """Lines of Python that load the model: with transformers' own class, or the code in `auto_map` of config.json; an
+    embedding model or a reranker with sentence-transformers."""
     if model.task == "embedding":
         return [
             "from sentence_transformers import SentenceTransformer",

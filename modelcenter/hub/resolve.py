@@ -1,4 +1,4 @@
-"""The files of a model, from what a user writes: a directory, a name of ours, or a Hub id."""
+"""Finding the files of a model from a directory, one of our names, or a Hub id."""
 
 import functools
 import glob
@@ -40,15 +40,15 @@ class ModelFiles:
     """A model's files.
 
     Attributes:
-        name: what the user wrote. repo, revision: the Hub repository and commit; None for a directory.
-        directory: where its files lie; None for a preset whose files were not asked for.
-        config: contents of config.json.
-        weights: the weight file or index; None for a distributed checkpoint, or when not asked for.
-        distributed: `directory` is a distributed checkpoint.
-        prefix: what to take off the names of the weight file. ignore: patterns (of fnmatch) of tensors to pass over.
-        legacy: the network of ModelCenter that the weights are of (hub.legacy.in_hf_form).
-        kept: the layers of it that are taken, which `config` describes; None: all.
-        opened: the weight file, where it could only be read whole and was (hub.files.reader.FileSource).
+        name: as given by the user. repo, revision: the Hub repository and commit; None for a directory.
+        directory: of its files; None for a preset whose files were not requested.
+        config: content of config.json.
+        weights: the weight file or index; None for a distributed checkpoint, or if not requested.
+        distributed: whether `directory` is a distributed checkpoint.
+        prefix: a prefix to remove from the names in the weight file. ignore: fnmatch patterns of tensors to skip.
+        legacy: the ModelCenter network to which the weights belong (hub.legacy.in_hf_form).
+        kept: the layers to keep, which `config` describes; None: all.
+        opened: the weight file, if it could only be read whole and has been (hub.files.reader.FileSource).
     """
 
     name: str
@@ -71,17 +71,17 @@ class ModelFiles:
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """A config.json. Where it names no model_type, as MiniCPM's do not, that of its `architectures` is added."""
+    """Read a config.json. If it has no model_type, as MiniCPM's, that of its `architectures` is added."""
     values = read_json(path)
     kind = model_type_of(values)
     return values if kind is None else values | {"model_type": kind}
 
 
 def repo_of(name: str) -> tuple[str, str | None]:
-    """The Hub id, and the pinned revision if any, that a name stands for; a name we do not know stands for itself.
+    """The Hub id of a name, and its pinned revision, if any; an unknown name is returned unchanged.
 
     Raises:
-        ValueError: a preset that has no weights anywhere.
+        ValueError: the preset has no published weights.
     """
     try:
         entry = preset(name)
@@ -101,15 +101,15 @@ def repo_of(name: str) -> tuple[str, str | None]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name may be a Hub id: there is no such file here, and it is not written as a path."""
+    """Whether a name may be a Hub id: there is no such local file, and it does not look like a path."""
     return not Path(name).exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1
 
 
 def local_directory(name: str) -> Path | None:
-    """The checkpoint directory that `name` is, if it is one.
+    """The path of `name`, if it is a checkpoint directory.
 
     Raises:
-        ValueError: it is a path, but not of a checkpoint directory of one model, or a link to a file that is gone.
+        ValueError: it is a path, but not of a checkpoint directory of one model, or a link to a missing file.
     """
     path = Path(expanduser(name))
     refuse_broken_link(path)
@@ -129,7 +129,7 @@ def local_directory(name: str) -> Path | None:
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
     if not path.exists():
-        # Where put_in_place cannot exchange names, there is a moment in which nothing has this one.
+        # If put_in_place cannot exchange names, there is a moment in which nothing has this name.
         for old in path.parent.glob(f".{glob.escape(path.name)}.replaced-*"):
             raise ValueError(
                 f"no such directory: {path}. A save that was killed was replacing it; {old} is it: rename it, or save "
@@ -151,7 +151,7 @@ def refuse_two_models(directory: Path) -> None:
 
 
 def _why_no_checkpoint(directory: Path) -> str:
-    """What a directory that is no checkpoint is instead, or holds."""
+    """For a message: what a directory is or contains instead of a checkpoint."""
     adapter = directory / ADAPTER_CONFIG_FILE
     if adapter.is_file():
         return f"{directory} is {describe_adapter(adapter)}"
@@ -171,7 +171,7 @@ def given_fields(config: Any) -> dict[str, Any] | None:
 
 
 def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any]:
-    """The config that a caller gives for a bare file: as given_fields, a JSON file, a directory, a name or a Hub id."""
+    """The caller's config for a bare weight file: as in given_fields, or a JSON file, directory, name or Hub id."""
     if (fields := given_fields(config)) is not None:
         return fields
     path = Path(expanduser(name_of(config)))
@@ -179,10 +179,10 @@ def read_config(config: Any, options: HubOptions | None = None) -> dict[str, Any
 
 
 def resolve_file(path: Path, config: Any = None, options: HubOptions | None = None) -> ModelFiles:
-    """A weight file by itself, or an index of shards, with the config the caller gives or the config.json beside it.
+    """A single weight file, or an index of shards, with the caller's config or the config.json in its folder.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: there is neither.
     """
     beside = path.parent / CONFIG_FILE
     if config is None and not beside.is_file():
@@ -194,7 +194,7 @@ def resolve_file(path: Path, config: Any = None, options: HubOptions | None = No
 
 
 def name_of(name_or_path: Any) -> str:
-    """What names a model, as a text. Raises ValueError: neither a text nor a path."""
+    """The name or path of a model as a string. Raises ValueError for another type."""
     name = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
     if not isinstance(name, str):
         raise ValueError(f"got {name_or_path!r:.80}, expected a name or the path of a model, as a text or a Path")
@@ -209,10 +209,10 @@ def resolve(
     Args:
         name_or_path: a directory, a weight file, a name of `list_models`, or a Hub id.
         weights: False: its config only.
-        config: instead of the config.json beside the weights (read_config); of a local file or directory.
+        config: used instead of the config.json in a local directory or beside a local file (read_config).
 
     Raises:
-        ValueError: nothing of that name (the nearest names are offered), or files are missing.
+        ValueError: there is no such model (the message suggests the nearest names), or files are missing.
     """
     name, options = name_of(name_or_path), options or HubOptions()
     path = Path(expanduser(name))

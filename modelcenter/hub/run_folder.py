@@ -1,4 +1,4 @@
-"""The folder of a training run, where a checkpoint is expected."""
+"""Using the folder of a training run as a checkpoint."""
 
 import os
 from os.path import expanduser
@@ -11,11 +11,11 @@ from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, MANIFE
 
 
 def find_step(path: Any, step: str | None) -> Any:
-    """What to read of a training run's folder: its final model, or the final adapter where the weights are in 4 bits,
-    else its last checkpoint; or the step that is named.
+    """The checkpoint to read from a training run's folder: the named step; by default the final model, or the final
+    adapter if the weights are in 4 bits, else the last checkpoint.
 
     Args:
-        step: a number, "best" or "last"; None: as above. A path that is no run is returned as it is.
+        path: if it is not a run, it is returned unchanged. step: a number, "best" or "last"; None: the default.
 
     Raises:
         ValueError: there is no such step.
@@ -40,7 +40,7 @@ def find_step(path: Any, step: str | None) -> Any:
 
 
 def _checkpoint_of_step(steps: Path, step: str) -> Path:
-    """The checkpoint in a folder of steps: a number, "best" or "last". Raises ValueError: there is none."""
+    """The checkpoint of a step (a number, "best" or "last") in a folder. Raises ValueError if there is none."""
     name = f"step-{int(step):08d}" if step.isdigit() else step
     found = checkpoint.named_checkpoint(steps / name)
     if not (found / MANIFEST_FILE).is_file():
@@ -58,7 +58,7 @@ def _is_steps(folder: Path) -> bool:
 
 
 def _in_4_bits(steps: Path) -> bool:
-    """Whether the run of these checkpoints leaves an adapter and no model (--quantize)."""
+    """Whether the run of these checkpoints ends with an adapter and no model (--quantize)."""
     latest = checkpoint.latest_checkpoint(steps)
     if latest is None or not (latest / RUN_FILE).is_file():
         return False

@@ -1,4 +1,4 @@
-"""Save a model as a Hugging Face directory or a distributed checkpoint, and push it to the Hub."""
+"""Saving a model as a Hugging Face directory or a distributed checkpoint, and pushing it to the Hub."""
 
 import functools
 import logging
@@ -50,21 +50,21 @@ def save_pretrained(
     tokenizer: Any = None,
     card: Mapping[str, Any] | str | None = None,
 ) -> None:
-    """Save a model; every rank calls it. The directory appears when it is complete, or not at all.
+    """Save a model. Collective. The directory appears when it is complete, or not at all.
 
-    An earlier checkpoint at `path` is replaced; other files there stay, so a tokenizer may be saved before or after.
+    An earlier checkpoint at `path` is replaced; other files are kept, so a tokenizer may be saved before or after.
 
     Args:
-        path: a directory; its parents are made.
-        format: "hf": what transformers loads. "distributed": shards that load on any number of ranks.
-        max_shard_size: bytes of one file of format "hf", as a number or "5GB".
+        path: a directory; its parents are created.
+        format: "hf": for transformers. "distributed": shards that load on any number of ranks.
+        max_shard_size: maximum bytes of a file in format "hf", as a number or "5GB".
         dtype: of the weights in format "hf"; None: that of the model.
-        tokenizer: a transformers tokenizer; None: the one that is at `path`, else that of the checkpoint that the
-            model was loaded from, which is downloaded where it is not in the cache.
-        card: the README.md, or details for it (hub.card.make_card); None: a short one, unless one is there.
+        tokenizer: a transformers tokenizer; None: the one at `path`, else that of the checkpoint from which the model
+            was loaded, which is downloaded if it is not cached.
+        card: the README.md, or details for it (hub.card.make_card); None: a short one, unless there is one.
 
     Raises:
-        ValueError: an unknown format, dtype or size; the place cannot be written, or is an adapter's or a run's. On
+        ValueError: the format, dtype or size is unknown; the path cannot be written, or is an adapter's or a run's. On
             every rank.
     """
     if format not in FORMATS:
@@ -75,7 +75,7 @@ def save_pretrained(
     _check_adapter(model, format)
     place, activity = Path(expanduser(path)), f"saving to {path}"
     export = _Export(model, weight_dtype, shard_bytes)
-    # Outermost, for what can fail on rank 0 alone at the very end: giving the directory its name.
+    # Outermost, because the last step, renaming the directory, can fail on rank 0 alone.
     with together(activity), _as_value_errors(), ExitStack() as stack:
         directory, has_tokenizer = Path(), False
         with together(activity):
@@ -98,7 +98,7 @@ def save_pretrained(
 
 @contextmanager
 def _as_value_errors() -> Iterator[None]:
-    """Make ValueErrors of what the disk of another rank refused: of its own, new_directory has made one."""
+    """Turn another rank's OSErrors into ValueErrors, as new_directory does with this rank's."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def _as_value_errors() -> Iterator[None]:
 
 
 def _write_distributed(model: Any, directory: Path, write_files: Callable[[Path], None]) -> None:
-    """Fill a directory with a distributed checkpoint, which is made in a folder of its own; collective."""
+    """Fill a directory with a distributed checkpoint, which is first written to a separate folder. Collective."""
     inner = directory / "checkpoint"
     save_model(inner, model, write_files)
     if engine.rank() == 0:
@@ -129,20 +129,20 @@ def push_to_hub(
     tokenizer: Any = None,
     card: Mapping[str, Any] | str | None = None,
 ) -> str:
-    """Save a model and upload it; every rank calls it. Makes the repository if there is none.
+    """Save a model and upload it. Collective. Creates the repository if it does not exist.
 
     Args:
         repo_id: "owner/name". token: with write access; None: HF_TOKEN or that of `hf auth login`.
-        private: for a new repository; True is refused where it is public.
-        revision: branch to commit to, made if there is none, or a pull request (refs/pr/1).
-        create_pr: open a pull request with the commit; the repository stays as it is.
-        The rest: as save_pretrained, where a card and a tokenizer that the repository has stay unless others are given.
+        private: for a new repository; True is refused if an existing one is public.
+        revision: branch to commit to, created if it does not exist, or a pull request (refs/pr/1).
+        create_pr: open a pull request with the commit instead of changing the branch.
+        The rest: as in save_pretrained; the repository's card and tokenizer are kept unless others are given.
 
     Returns:
-        The address of the commit, or of the pull request that was opened.
+        The URL of the commit, or of the new pull request.
 
     Raises:
-        ValueError: the Hub refuses, or cannot be reached; as save_pretrained.
+        ValueError: the Hub denies the upload or cannot be reached; as save_pretrained.
     """
     with tempfile.TemporaryDirectory(prefix="modelcenter-push-") as scratch:
         target = Path(from_rank_0(scratch)) / "model"
@@ -158,7 +158,7 @@ def push_to_hub(
 
 
 def _check_adapter(model: Any, format: str) -> None:
-    """Raise ValueError for a model with an adapter that is not merged, or that was merged and cannot be saved so."""
+    """Raise ValueError for a model whose adapter is not merged, or is merged but cannot be saved in this format."""
     adapter = getattr(model, "adapter", None)
     if adapter is not None and not adapter.merged:
         merge = ", or merge it with merge_lora first" if adapter.kind == "lora" else "; it cannot be merged"
@@ -170,13 +170,13 @@ def _check_adapter(model: Any, format: str) -> None:
 
 
 class _Export:
-    """A model as the hub tensors it consists of, in the order of the files to write. Every rank makes the same."""
+    """A model as its hub tensors, in the order of the files to write. The same on every rank."""
 
     def __init__(self, model: Any, dtype: torch.dtype | None, max_bytes: int):
         arch: ArchMap = registry.get(model.config.model_type).arch_map()
         self.model, self.held, self.parameters = model, named_tensors(model), all_tensors(model)
         if (adapter := getattr(model, "adapter", None)) is not None:
-            names = adapter.layout.native_shapes  # what is beside them adds nothing once merged
+            names = adapter.layout.native_shapes  # once merged, the adapter's own parameters add nothing
             self.parameters = {name: t for name, t in self.parameters.items() if name in names}
         self.dtype = dtype or next(iter(self.parameters.values())).dtype
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
@@ -191,7 +191,7 @@ class _Export:
         self.files = plan_files(entries, max_bytes)
 
     def write(self, directory: Path, activity: str) -> None:
-        """Write the files; collective. Each rank writes its slices, unless some do not see the directory of rank 0."""
+        """Write the files. Collective. Each rank writes its slices, unless some cannot see the directory of rank 0."""
         first = engine.rank() == 0
         writer = ShardedWriter(directory, self.files, self.layout, self.key_of)
         with together(activity):
@@ -215,7 +215,7 @@ class _Export:
 
     @torch.no_grad()
     def _gathered(self) -> Iterator[dict[str, torch.Tensor]]:
-        """For each tensor to write, the whole parameters it consists of, on the CPU; collective."""
+        """For each tensor to write, its whole parameters, on the CPU. Collective."""
         held: dict[str, torch.Tensor] = {}
         for file in self.files:
             for name, _, _ in file.entries:
@@ -225,7 +225,7 @@ class _Export:
 
     @torch.no_grad()
     def _write_gathered(self, directory: Path) -> None:
-        """Write the files on rank 0, while the other ranks take part in the gathering."""
+        """Write the files on rank 0, while the other ranks participate in the gathering."""
         gathered = self._gathered()
         try:
             for file in self.files:
@@ -234,19 +234,20 @@ class _Export:
                         natives = {native: values.to(dtype) for native, values in next(gathered).items()}
                         writer.write(export_tensor(self.layout, self.key_of[name], natives))
         finally:
-            deque(gathered, maxlen=0)  # after a failure too: the other ranks wait for this one
+            deque(gathered, maxlen=0)  # also after a failure, because the other ranks wait for this one
 
     def _whole(self, name: str) -> torch.Tensor:
         full = whole_tensor(self.model, self.held, name)
-        return self.parameters[name] if full is None else full.detach().cpu()  # on other stages nobody reads it
+        return self.parameters[name] if full is None else full.detach().cpu()  # other stages do not read it
 
 
 def write_texts(
     model: Any, directory: Path, dtype: torch.dtype, tokenizer: Any, card: Any, has_tokenizer: bool = False
 ) -> None:
-    """Everything but the weights: config.json, README.md, the tokenizer (if None, the model's own unless one is there).
+    """Write everything except the weights: config.json, README.md, and the tokenizer (None: the model's own, unless
+    there is one).
 
-    has_tokenizer: what `directory` replaces has one, perhaps with words that the model's own lacks.
+    has_tokenizer: the directory to be replaced has one, perhaps with tokens that the model's own lacks.
     """
     arch: ArchMap = registry.get(model.config.model_type).arch_map()
     hf_class = arch.tasks[model.task].hf_class
@@ -266,9 +267,10 @@ def write_texts(
 
 
 def write_own_texts(model: Any, directory: Path) -> None:
-    """Write what a checkpoint needs to be exported by itself: the texts of a model with its own tokenizer.
+    """Write the files with which a checkpoint can be exported by itself: those of write_texts, with the model's own
+    tokenizer.
 
-    There are none for an architecture or a task that is not registered, which has no export.
+    Does nothing for an architecture or a task that is not registered and so cannot be exported.
     """
     spec = ARCHITECTURES.get(model.config.model_type)
     if spec is not None and model.task in spec.arch_map().tasks:

@@ -1,8 +1,9 @@
-"""A reranker that is a language model, as a classifier: of the pair's last hidden state h, the logit of "yes" less that
-of "no" is h (w_yes - w_no), so a head with one label whose weight is that difference of two rows gives the same score.
+"""Rerankers that are language models, as classifiers: for the last hidden state h of a pair, the logit of "yes" minus
+that of "no" is h (w_yes - w_no), so a head with one label, whose weight is the difference of these rows, gives the same
+score.
 
-The model needs no logits of a whole vocabulary then, and is what transformers loads as a sequence classifier. Qwen's
-rerankers are published in this form too, converted in the same way.
+The model then computes no logits over the vocabulary, and transformers loads it as a sequence classifier. Qwen's
+rerankers are also published in this form, converted in the same way.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,13 @@ LM = "causal-lm"
 
 
 def token_numbers(words: Sequence[str | int], name: Any, **options: Any) -> tuple[int, ...]:
-    """The numbers of words that are tokens of a model's tokenizer; numbers as they are.
+    """The ids of words that are tokens of a model's tokenizer; ids are returned unchanged.
 
     Args:
-        words: for yes, and perhaps for no. name, options: of the tokenizer, see load_tokenizer.
+        words: for yes, and optionally for no. name, options: of the tokenizer, see load_tokenizer.
 
     Raises:
-        ValueError: not one or two words, the same ones, or a word that is no single token.
+        ValueError: there are not one or two words, they are equal, or a word is not a single token.
     """
     if isinstance(words, str) or len(words) not in (1, 2) or len({*words}) < len(words):
         raise ValueError(f"score_tokens: got {words!r}, expected the word for yes, and perhaps another one for no")
@@ -39,7 +40,7 @@ def token_numbers(words: Sequence[str | int], name: Any, **options: Any) -> tupl
 
 
 def _number_of(word: str, tokenizer: Any) -> int:
-    """The number of a word: of the token that is written so, as in sentence-transformers, else of its one token."""
+    """The id of a word: of the token with this spelling, as in sentence-transformers, else of its only token."""
     number = tokenizer.get_vocab().get(word)
     if number is not None:
         return int(number)
@@ -52,18 +53,18 @@ def _number_of(word: str, tokenizer: Any) -> int:
 
 
 def add_score_head(source: FileSource, blueprint: Blueprint, architectures: Sequence[str] | None, origin: str) -> str:
-    """Add the weight of a head with one label to the tensors of a language model, made of rows of its vocabulary's
-    matrix, in fp32. Does nothing where the files hold that head.
+    """Add the weight of a head with one label to the tensors of a language model, computed in fp32 from rows of its
+    vocabulary projection. Does nothing if the files have that head.
 
     Args:
-        blueprint: of the classifier; its score_tokens say which rows. architectures: what the config declares.
+        blueprint: of the classifier; its score_tokens select the rows. architectures: declared by the config.
         origin: for messages.
 
     Returns:
-        The name of the tensor; "" where none was added.
+        The name of the tensor; "" if none was added.
 
     Raises:
-        ValueError: the files hold no such matrix, or the score would not be a product with it alone.
+        ValueError: the files have no such matrix, or the score would not be a product with it alone.
     """
     arch, tokens = blueprint.arch, blueprint.score_tokens
     keys = [key for key, part in blueprint.layout.key_parts.items() if part]

@@ -1,4 +1,4 @@
-"""Sidecar files: what lies beside the weights of a model, such as its tokenizer, generation config and card."""
+"""Sidecar files: the files of a model other than the weights, such as its tokenizer, generation config and card."""
 
 import logging
 import re
@@ -16,22 +16,22 @@ log = logging.getLogger("modelcenter")
 
 
 class SidecarFiles:
-    """The files beside the weights, in a directory or in a repository of the Hub.
+    """The sidecar files of a model in a directory or in a Hub repository.
 
-    What the Hub does not give, for want of a network or of a right, is left out, and a warning says so: what they are
-    copied to is of use without them.
+    Files that cannot be downloaded, without a network or access, are left out with a warning, because the checkpoint to
+    which they are copied is useful without them.
 
     Args:
-        directory: where they lie, or are cached; None: nowhere.
-        repo: what they are downloaded from where `directory` lacks them. options: how; its revision is a commit.
+        directory: where the files are, or are cached; None: nowhere.
+        repo: the repository from which missing files are downloaded. options: for downloads; its revision is a commit.
     """
 
     def __init__(self, directory: Path | None, repo: str | None = None, options: HubOptions | None = None):
         self._directory, self._repo, self._options = directory, repo, options or HubOptions()
-        self._listed: set[str] | None = None  # names of the files of the repository, once it has been asked
+        self._listed: set[str] | None = None  # names of the repository's files, once they are listed
 
     def file(self, name: str) -> Path | None:
-        """A file, downloaded if need be; None if there is none."""
+        """The path of a file, downloaded if necessary; None: it does not exist."""
         if self._directory is not None and (self._directory / name).is_file():
             return self._directory / name
         if self._repo is None:
@@ -43,22 +43,22 @@ class SidecarFiles:
             return None
 
     def tokenizer(self) -> dict[str, Path]:
-        """The files of the tokenizer: name in a model's directory -> where it lies."""
+        """The files of the tokenizer: {name in a model's directory: path}."""
         held = self._names()
-        # No subfolders and nothing with "..": what a mirror lists becomes paths here.
+        # No subfolders and no "..": the names that a mirror lists become local paths.
         templates = sorted(name for name in held if re.fullmatch(rf"{TEMPLATES_FOLDER}/[^/]+\.jinja", name))
         found = {name: self.file(name) for name in (*TOKENIZER_FILES, *templates) if name in held}
         return {name: path for name, path in found.items() if path is not None}
 
     def copy_tokenizer(self, target: Path) -> None:
-        """Copy the files of the tokenizer, if there is one, to a model's directory."""
+        """Copy the tokenizer's files, if there are some, to a model's directory."""
         _copy(self.tokenizer(), target)
         write_prompt(self.file, target)
 
     def copy_embedding_files(self, target: Path, dense: bool = False) -> None:
-        """Copy the files that say how embeddings are made, if there are some, to a model's directory; not weights.
+        """Copy the files that describe embeddings, if there are some, to a model's directory, without weights.
 
-        dense: dense layers are among them, and get the folders into which their weights are written.
+        dense: include dense layers, creating the folders for their weights.
         """
         names = {name for name in self._names() if is_embedding_file(name)}
         if dense:
@@ -69,13 +69,13 @@ class SidecarFiles:
             use_own_folders(target)
 
     def _names(self) -> set[str]:
-        """Names of the files that may be there."""
+        """The names of the files that may exist."""
         if self._repo is not None and self._listed is None and not is_offline(self._options):
             try:
                 self._listed = set(list_files(self._repo, self._options))
             except UnreachableError as error:
                 self._do_without(error)
-            except ValueError:  # a mirror that lists nothing is asked for each
+            except ValueError:  # a mirror without listings is asked for each file
                 self._listed = {*TOKENIZER_FILES, *USUAL_FILES}
         if self._listed is not None:
             return self._listed
@@ -85,14 +85,14 @@ class SidecarFiles:
         return {path.relative_to(self._directory).as_posix() for path in paths if path.is_file()}
 
     def _do_without(self, error: ValueError) -> None:
-        """Say why the Hub gives nothing more, and use the cache alone from here on."""
+        """Warn why nothing can be downloaded, and use only the cache from here on."""
         why = "the Hub cannot be reached" if isinstance(error, UnreachableError) else error
         log.warning("%s: of its tokenizer, card and other texts only what is cached is taken: %s", self._repo, why)
         self._options = replace(self._options, local_files_only=True)
 
 
 def _copy(files: Mapping[str, Path], target: Path) -> None:
-    """Copy files into a directory. files: name there -> where it lies."""
+    """Copy files into a directory. files: {name there: path}."""
     for name, path in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)

@@ -1,4 +1,4 @@
-"""Compare two checkpoints of any form: both are read as Hugging Face's tensors, through the conversion rules."""
+"""Comparing two checkpoints of any format: both are read as Hugging Face's tensors, through the conversion rules."""
 
 from dataclasses import dataclass, field
 from math import prod
@@ -20,9 +20,9 @@ class Verification:
 
     Attributes:
         equal: tensors that both have, with the same shape, dtype and bits.
-        different: name -> what differs. only_first, only_second: tensors that one of the two lacks.
-        renamed: (name in the first, name in the second) where files spell a tensor differently, or hold it in parts.
-        dropped: checkpoint -> its tensors that are left out: without content, ignored, or repeating another.
+        different: {name: the difference}. only_first, only_second: tensors that only one of the two has.
+        renamed: (name in the first, name in the second) of tensors that the files name differently or store in parts.
+        dropped: {checkpoint: tensors that are left out, because they have no content, are ignored or repeat another}.
     """
 
     first: str
@@ -63,14 +63,14 @@ def verify(
     second_request: Request | None = None,
     progress: bool = False,
 ) -> Verification:
-    """Compare two checkpoints of any kind, exactly, tensor by tensor.
+    """Compare two checkpoints of any format, exactly, tensor by tensor.
 
     Args:
-        request: what to know of both. second_request: of the second, in place of that.
-        progress: print it to stderr.
+        request: how to read both. second_request: how to read the second, instead of request.
+        progress: print progress to stderr.
 
     Raises:
-        ValueError: one of them cannot be read or contradicts itself, or they are of different architectures.
+        ValueError: one of them cannot be read or contradicts itself, or their architectures differ.
     """
     with open_checkpoint(first, request) as a, open_checkpoint(second, second_request or request) as b:
         if a.arch.model_type != b.arch.model_type:
@@ -79,7 +79,7 @@ def verify(
                 "is nothing to compare"
             )
         for checkpoint in (a, b):
-            checkpoint.check_repeats()  # of two different values, which is the tensor's?
+            checkpoint.check_repeats()  # with two different values, the tensor's would be ambiguous
         result = Verification(a.origin, b.origin, dropped={o.origin: _dropped(o) for o in (a, b)})
         ours, theirs = a.hub_keys(), set(b.hub_keys())
         result.only_first = [a.layout.written[key] for key in ours if key not in theirs]
@@ -118,7 +118,7 @@ def _bytes(checkpoint: Checkpoint, key: str) -> int:
 def _difference(
     a: Checkpoint, b: Checkpoint, key: str, bar: Progress, readers: tuple[BlockReader, BlockReader]
 ) -> str | None:
-    """What differs in one tensor, or None."""
+    """The difference in one tensor; None: there is none."""
     shapes = a.layout.shapes[key], b.layout.shapes[key]
     if shapes[0] != shapes[1]:
         return f"shape {shapes[0]} and {shapes[1]}"
@@ -144,7 +144,7 @@ def _difference(
             at = tuple(int(i) + low for i, (low, _) in zip(where, box, strict=True))
         count += int(unequal.sum())
         if dtype.is_floating_point:
-            # Of these alone: between infinities that both have, there is none.
+            # Only of unequal elements: the difference of equal infinities is NaN.
             gap = (ours[unequal].double() - theirs[unequal].double()).abs().nan_to_num(float("inf"))
             most = max(most, float(gap.max()))
     if not count:

@@ -1,4 +1,4 @@
-"""Where the weights of a model come from: files in Hugging Face's form, or a distributed checkpoint of any task."""
+"""The sources of a model's weights: files in Hugging Face's form, or a distributed checkpoint of any task."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +34,9 @@ from modelcenter.hub.score_tokens import add_score_head
 
 
 class Weights(Protocol):
-    """The tensors of an open checkpoint against the model that they are to fill.
+    """The tensors of an open checkpoint, compared with the model to fill.
 
-    `fresh` is final once `check` has returned: it may set aside misshapen heads.
+    `fresh` is final once `check` has returned, because that may set aside heads with other shapes.
     """
 
     @property
@@ -57,21 +57,21 @@ class Weights(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """By this rank."""
+        """The number of bytes read by this rank."""
 
     def check(self, strict: bool, ignore_mismatched_sizes: bool, head_requested: bool) -> None:
-        """Raise ValueError for tensors that are missing, unknown, misshapen or quantised.
+        """Raise ValueError for tensors that are missing, unknown or quantised, or have the wrong shape.
 
         Args:
-            strict: refuse unknown tensors. ignore_mismatched_sizes: initialise heads whose shape differs.
-            head_requested: the caller named the task, so a head that is not there may be initialised.
+            strict: refuse unknown tensors. ignore_mismatched_sizes: initialise heads whose shapes differ.
+            head_requested: the caller gave the task, so a missing head may be initialised.
         """
 
     def dtypes(self) -> set[torch.dtype]:
-        """Of the tensors that fill the model's parameters."""
+        """The dtypes of the tensors that fill the model's parameters."""
 
     def fill(self, model: Any) -> None:
-        """Fill a model that has its memory, plain or sharded, with the slices of this rank."""
+        """Fill an allocated model, plain or sharded, with the slices of this rank."""
 
 
 def blueprint_of(
@@ -86,13 +86,12 @@ def blueprint_of(
 
     Args:
         architecture: the model_type that the checkpoint must have. overrides: fields of the config.
-        find: name of a file -> where it lies beside the weights, None where there is none; None: those of the
-            directory.
-        score_tokens: of Blueprint; none: those that the files name.
+        find: name of a file -> its path in the checkpoint, or None if it does not exist; None: look in the directory.
+        score_tokens: of Blueprint; empty: those that the files name.
 
     Raises:
-        ValueError: the config names no architecture or head that is known here, or a field is not understood; tokens
-            for a head of another kind.
+        ValueError: the config names no known architecture or head, or a field is not understood; score_tokens are given
+            for another kind of head.
     """
     spec = find_spec(files.config, architecture, files.origin)
     arch: ArchMap = spec.arch_map()
@@ -128,11 +127,11 @@ def open_weights(files: ModelFiles, blueprint: Blueprint, find: FindFile) -> Ite
     """Open the weights of a checkpoint for the model of a blueprint; they are closed when the block ends.
 
     Args:
-        find: as of blueprint_of.
+        find: as in blueprint_of.
 
     Raises:
-        ValueError: a file is missing, damaged or incomplete; two tensors of a file mean the same one; a distributed
-            checkpoint is one of a model with an adapter, or its config declares no task of the architecture.
+        ValueError: a file is missing, damaged or incomplete; two tensors of a file stand for the same one; a
+            distributed checkpoint is of a model with an adapter, or its config declares no task of the architecture.
     """
     if files.distributed:
         assert files.directory is not None
@@ -152,8 +151,8 @@ class FileWeights:
     """Weights in files of Hugging Face's form, read through the conversion rules."""
 
     def __init__(self, source: FileSource, blueprint: Blueprint, files: ModelFiles, made: str = ""):
-        """made: name of the tensor that no file holds, see add_score_head. Raises ValueError: two tensors of the file
-        mean the same one."""
+        """made: name of a tensor that is in no file, see add_score_head. Raises ValueError if two tensors of the file
+        stand for the same one."""
         self._made = made
         self._source, self._blueprint, self._files = source, blueprint, files
         self._arch, self._layout = blueprint.arch, blueprint.layout
@@ -163,10 +162,10 @@ class FileWeights:
     def with_further_tensors(
         cls, source: FileSource, blueprint: Blueprint, files: ModelFiles, find: FindFile
     ) -> "FileWeights":
-        """Of a model's weight files, with what lies in other files or is made of their tensors.
+        """From a model's weight files, with tensors that are in other files or computed from those in them.
 
         Args:
-            find: as of blueprint_of.
+            find: as in blueprint_of.
 
         Raises:
             ValueError: as open_weights, add_dense_weights and add_score_head.
@@ -213,7 +212,7 @@ class FileWeights:
         self._check_missing(head_requested)
 
     def _check_shapes(self, ignore_heads: bool) -> None:
-        """Raise for misshapen tensors; those of heads are set aside instead with `ignore_heads`."""
+        """Raise for tensors of the wrong shape; with `ignore_heads`, those of heads are set aside instead."""
         match, layout, tensors = self._match, self._layout, self._source.tensors
         wrong = shape_errors(layout, match, {name: info.shape for name, info in tensors.items()})
         heads = [key for key in wrong if layout.key_parts[key]]
@@ -247,8 +246,8 @@ class FileWeights:
                 )
 
     def _check_missing(self, head_requested: bool) -> None:
-        """Raise for parameters that may not be initialised: of the body, of a head that the caller did not name, or of
-        a head of which the files hold a part."""
+        """Raise for missing parameters that may not be initialised: those of the body, of a head that was not
+        requested, or of a head that is partly in the files."""
         layout, match, files = self._layout, self._match, self._files
         absent = [key for key in match.missing if key not in layout.optional]
         held = {layout.key_parts[key] for key in match.found}
@@ -277,7 +276,7 @@ class FileWeights:
 
 
 def _absent_head_advice(arch: ArchMap, task: str, parts: set[str]) -> str:
-    """What a caller who named no task can do where these parts of it are not there."""
+    """Advice for a caller who gave no task, if these parts of a head are missing."""
     advice = f"\nThey belong to the head: pass task={task!r} to initialise it at random"
     if "base" in arch.tasks and not parts & set(arch.tasks["base"].parts):
         advice += ", or task='base' for the model without it"
@@ -285,17 +284,17 @@ def _absent_head_advice(arch: ArchMap, task: str, parts: set[str]) -> str:
 
 
 def represented_key(arch: ArchMap, layout: Layout, name: str) -> str:
-    """The key of the tensor that a name in a file stands for; a repetition stands for the tensor that it repeats."""
+    """The key of the tensor with this name in a file; for a repeated tensor, the key of the one it repeats."""
     key = to_key(arch, name)
     key = layout.aliases.get(key, key)
     return layout.ties[key].to if key in layout.ties else key
 
 
 class DistributedWeights:
-    """The parameters of a distributed checkpoint, for a model that may have another head than it was saved with."""
+    """The parameters of a distributed checkpoint, for a model that may have another head than the saved one."""
 
     def __init__(self, source: DCPSource, blueprint: Blueprint, files: ModelFiles):
-        """Raises ValueError: the config of the checkpoint declares no task of the architecture."""
+        """Raises ValueError if the config of the checkpoint declares no task of the architecture."""
         arch = blueprint.arch
         self._source, self._blueprint, self._layout = source, blueprint, blueprint.layout
         self._origin = files.directory
@@ -329,7 +328,7 @@ class DistributedWeights:
             raise ValueError(f"{self._origin}: {error}") from None
 
     def _check_missing(self, head_requested: bool) -> None:
-        """Raise for parameters that may not be initialised, as FileWeights does."""
+        """Raise for missing parameters that may not be initialised, as FileWeights does."""
         parts = self._layout.native_parts
         optional = {name for key in self._layout.optional for name in self._layout.natives(key)}
         held = {parts[name] for name in parts if name not in self.fresh}
@@ -342,7 +341,7 @@ class DistributedWeights:
             raise ValueError(f"{self._origin}: {len(missing)} missing: {', '.join(missing[:20])}{fix}")
 
     def _check_shapes(self, ignore_heads: bool) -> None:
-        """Raise for misshapen tensors; those of heads become fresh instead with `ignore_heads`."""
+        """Raise for tensors of the wrong shape; with `ignore_heads`, those of heads become fresh instead."""
         parts, expected = self._layout.native_parts, self._layout.native_shapes
         shapes = {name: self._source.tensors[self._stored_name[name]].shape for name in self._filled()}
         wrong = [name for name, shape in shapes.items() if shape != expected[name]]
@@ -367,7 +366,7 @@ class DistributedWeights:
     def fill(self, model: Any) -> None:
         """Read this rank's slices of the parameters from the checkpoint."""
         source, stored_name, filled = self._source, self._stored_name, set(self._filled())
-        # In the order of the files. What is not here is on another stage of a pipeline.
+        # In the order of the files. Missing parameters are on another stage of a pipeline.
         targets = [target for target in engine.local_slices(model) if target[0] in filled]
         targets.sort(key=lambda target: source.position(stored_name[target[0]]))
 
@@ -379,7 +378,7 @@ class DistributedWeights:
 
 
 def _stored_names(arch: ArchMap, layout: Layout, task: str, saved_as: str) -> dict[str, str]:
-    """{parameter of a model of `task`: its name in a checkpoint that names the task `saved_as`}."""
+    """{parameter of a model of `task`: its name in a checkpoint of task `saved_as`}."""
     places = arch.tasks[task].parts
     return {
         name: native_prefix(arch, saved_as, part) + name.removeprefix(places[part]) if part else name
@@ -388,9 +387,9 @@ def _stored_names(arch: ArchMap, layout: Layout, task: str, saved_as: str) -> di
 
 
 def _head_patterns(arch: ArchMap, task: str) -> list[re.Pattern[str]]:
-    """What the parameters of the heads of a task are called.
+    """Patterns for the names of the parameters of a task's heads.
 
-    By whole names: what a body may have beside its own (CROSS_ATTENTION) lies at no prefix.
+    They match full names, because optional parts of a body (CROSS_ATTENTION) have no common prefix.
     """
     rules = ((place, rule) for part, place in arch.tasks[task].parts.items() for rule in arch.parts[part].rules)
     return [template_regex(place + template) for place, rule in rules for template in rule.native_templates()]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what only needs the tables, such as `modelcenter info`, starts without torch
+if TYPE_CHECKING:  # users of the tables only, such as `modelcenter info`, start without torch
     import torch
 
 Shape = tuple[int, ...]
@@ -74,7 +74,7 @@ def bounds(piece: Piece, side: int) -> Box:
 
 
 def restrict(piece: Piece, side: int, box: Box) -> list[Piece]:
-    """The part of `piece` that lies in `box` on one side, as pieces that do not overlap; empty if none does."""
+    """The part of `piece` inside `box` on one side, as disjoint pieces; empty if there is none."""
     parts = [piece]
     for dim, (low, high) in enumerate(box):
         parts = [q for p in parts for q in _restrict_dim(p, side, dim, low, high)]

@@ -22,12 +22,12 @@ Config = Any
 
 
 def tied(config: Config) -> bool:
-    """A rule's condition: the vocabulary's matrix is the word embedding."""
+    """A rule's condition: the head shares the word embeddings."""
     return bool(config.tie_embeddings)
 
 
 def untied(config: Config) -> bool:
-    """A rule's condition: the vocabulary has a matrix of its own."""
+    """A rule's condition: the head has its own matrix."""
     return not config.tie_embeddings
 
 
@@ -44,7 +44,7 @@ def _as_tuple(templates: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def template_regex(template: str) -> re.Pattern[str]:
-    """A pattern that matches exactly the names a template stands for, with its variables as groups."""
+    """A pattern that matches exactly the names of a template, with its variables as groups."""
     parts = []
     for token in re.split(r"(\{\w+\}|\*)", template):
         if token == "*":
@@ -58,14 +58,14 @@ def template_regex(template: str) -> re.Pattern[str]:
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
-    """The name that a template stands for, given its variables; unknown variables stay."""
+    """The name that results from a template and its variables; unknown variables stay."""
     name = template.replace("*", values.get("leaf", "*"))
     return re.sub(r"\{(\w+)\}", lambda m: str(values.get(m[1], m[0])), name)
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """What a rule gives for the parameters of one match.
+    """The expansion of a rule for the parameters of one match.
 
     Attributes:
         shapes: hub tensor -> shape. pieces: of all of them. pads: native name -> boxes that no hub tensor fills.
@@ -90,11 +90,11 @@ class Rule:
     """Base of all rules.
 
     Attributes:
-        when: condition on the config; the rule does not exist where it is false.
-        aliases: other names under which files hold the hub tensor; read, never written.
-        in_model: what transformers' model calls the tensor, where that is not its name in files; among the aliases.
+        when: condition on the config; the rule does not apply if it is false.
+        aliases: other names of the hub tensor in files; read, never written.
+        in_model: the tensor's name in transformers' model, if it differs from that in files; also in aliases.
         optional: the file may lack the tensor; the parameter is then initialised and listed.
-        buffer: the tensor is a buffer of both models, no parameter, and keeps its dtype whatever that of the weights.
+        buffer: the tensor is a buffer of both models, not a parameter, and keeps its dtype whatever the weights' is.
     """
 
     when: Callable[[Config], bool] | None = None
@@ -120,7 +120,7 @@ class Rule:
             shapes: of all parameters of the model.
 
         Raises:
-            ValueError: the parameters cannot be laid out so.
+            ValueError: the shapes of the parameters do not allow it.
         """
         raise AssertionError(f"{type(self).__name__} cannot be expanded")
 
@@ -154,7 +154,7 @@ class Transpose(Rename):
 
 @dataclass(frozen=True)
 class Row(Rename):
-    """A vector that is a matrix of one row in the file."""
+    """A vector that is stored as a matrix of one row in the file."""
 
     def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
@@ -284,9 +284,9 @@ class Pad(Rule):
 class Tied(Rule):
     """A hub name for a tensor that another rule already holds.
 
-    Read: it stands in for `to` where the file lacks that; where the file has both they must be equal, unless
-    `compare` is off because the network never reads this one. Written only with `write`. With `{i}` it is one name for
-    each of the config's layers, but for that of `to`.
+    In reading, it replaces `to` if the file lacks that; if the file has both, they must be equal, unless `compare` is
+    False because the network never reads this one. Written only with `write`. With `{i}` there is one name for each of
+    the config's layers, except that of `to`.
     """
 
     hub: str
@@ -297,10 +297,11 @@ class Tied(Rule):
 
 @dataclass(frozen=True)
 class Part:
-    """Hub tensors that come and go together: a pooler, a classifier. Native names are relative to a place of the task.
+    """Hub tensors that are present or absent together: a pooler, a classifier. Native names are relative to a prefix
+    given by the task.
 
     Attributes:
-        prefixed: its hub names lie under the base model's prefix, as those of the body do.
+        prefixed: its hub names have the base model's prefix, like those of the body.
     """
 
     rules: tuple[Rule, ...]
@@ -312,14 +313,14 @@ class Task:
     """What a task adds to the body.
 
     Attributes:
-        hf_class: the class that transformers, or who published such models, has for it; written to `architectures`.
-        parts: name of the part -> prefix of its parameters in our model.
-        prefix: what precedes body names in a file of this class; None: the architecture's.
-        labels: the number of outputs that the task fixes, whatever labels a checkpoint had; None: the config's.
-        class_aliases: other spellings of the class that published configs have.
-        without: a pattern of the tensors of the body, the hub's and ours, that a model of this task lacks (a decoder);
-            skipped when loaded.
-        loaded_by: the class of transformers that loads the body, where it has none for the task; None: hf_class.
+        hf_class: its class in transformers, or in the published code of such models; written to `architectures`.
+        parts: {name of the part: prefix of its parameters in our model}.
+        prefix: the prefix of body names in a file of this class; None: the architecture's.
+        labels: the number of outputs, if the task fixes it; None: the config's.
+        class_aliases: other spellings of the class in published configs.
+        without: a pattern of body tensors, the hub's and ours, that a model of this task lacks (a decoder); skipped in
+            loading.
+        loaded_by: the class of transformers that loads the body, if it has none for the task; None: hf_class.
     """
 
     hf_class: str
@@ -331,8 +332,8 @@ class Task:
     loaded_by: str | None = None
 
 
-CROSS_ATTENTION = "attention to an encoder"  # the part of a body that a checkpoint without it can be given
-DENSE = "dense"  # the part behind the pooling of embeddings; each of its layers has a folder of its own
+CROSS_ATTENTION = "attention to an encoder"  # the part that can be added to a body whose checkpoint lacks it
+DENSE = "dense"  # the part after the pooling of embeddings; each of its layers has its own folder
 
 # After sentence-transformers: the hub name is the folder, with the number of the layer among the steps, and the name in
 # its file. Files are written by the same names (hub.files.safetensors.plan_files).
@@ -350,12 +351,12 @@ def with_cross_attention(tasks: Mapping[str, Task]) -> dict[str, Task]:
 
 
 def with_embedding(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """The tasks, with that of embeddings. It comes behind "base", which their class declares."""
+    """The tasks with "embedding" added after "base", which has the same class."""
     return {**tasks, "embedding": embedding_task(tasks["base"])}
 
 
 def embedding_task(bare: Task) -> Task:
-    """The task of embeddings, whose checkpoints have what those of the task `bare` have, and dense layers beside it."""
+    """Task "embedding", whose checkpoints have the tensors of task `bare` and dense layers."""
     return replace(bare, parts={**bare.parts, DENSE: "head."})
 
 
@@ -364,18 +365,18 @@ class ArchMap:
     """Everything that conversion knows about an architecture.
 
     Attributes:
-        prefix: what precedes body names in files of models with a head ("bert."); either form is read.
+        prefix: the prefix of body names in files of models with a head ("bert."); both forms are read.
         body: rules of the parameters that every task has; hub names without the prefix.
-        body_in_model: the same of transformers' model, by which peft knows it, where its tensors are not those of its
-            files; (): they are.
+        body_in_model: the same rules for the tensors of transformers' model, which peft uses, if they differ from those
+            of its files; (): they do not.
         parts, tasks: see Part and Task.
         config: the two-way map of config.json.
-        ignore: patterns of hub tensors that hold nothing to learn, or nothing where no rule names them; dropped when
-            loaded, never written.
+        ignore: patterns of hub tensors that hold no learned values, or none if no rule names them; dropped in loading,
+            never written.
         old_spellings: (pattern, replacement) applied to the names of a file before anything else.
-        infer_config: (config.json, names of the tensors beside it) -> what these say of the config that it does not.
-        layer_columns: hub tensors (1, layers * n) with n columns for each layer.
-        files: in model_configs, written beside a checkpoint: code for transformers, which its `auto_map` names.
+        infer_config: (config.json, names of the checkpoint's tensors) -> config values that only the tensors show.
+        layer_columns: hub tensors (1, layers * n) with n columns per layer.
+        files: in model_configs, written with a checkpoint: code for transformers, named in its `auto_map`.
     """
 
     model_type: str
@@ -392,19 +393,19 @@ class ArchMap:
     body_in_model: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        if "embedding" in self.tasks:  # of which every architecture has the same part
+        if "embedding" in self.tasks:  # the same part in every architecture
             object.__setattr__(self, "parts", {**self.parts, DENSE: _DENSE_LAYERS})
 
     def of_model(self) -> "ArchMap":
-        """The rules by which the tensors of transformers' model, not of its files, correspond to ours."""
+        """The rules between the tensors of transformers' model, instead of its files, and ours."""
         return replace(self, body=self.body_in_model, body_in_model=()) if self.body_in_model else self
 
     def ignores(self, key: str) -> bool:
-        """Whether a hub tensor that no rule names holds nothing to learn."""
+        """Whether a hub tensor that no rule names holds no learned values."""
         return any(re.fullmatch(pattern, key) for pattern in self.ignore)
 
     def declared_task(self, architectures: Sequence[str] | None) -> str | None:
-        """The task of the class a checkpoint declares, or None where it declares none of ours."""
+        """The task of the class that a checkpoint declares; None: it declares none of ours."""
         for name in architectures or ():
             for task, entry in self.tasks.items():
                 if name in (entry.hf_class, *entry.class_aliases):
@@ -412,6 +413,6 @@ class ArchMap:
         return None
 
     def declared_parts(self, architectures: Sequence[str] | None) -> tuple[str, ...] | None:
-        """The parts that a file of the declared class holds; None: it declares nothing known."""
+        """The parts in a file of the declared class; None: no known class is declared."""
         task = self.declared_task(architectures)
         return None if task is None else tuple(self.tasks[task].parts)

@@ -1,6 +1,6 @@
-"""Fill local slices of a model from a checkpoint, reading only what they need, in the order of the file.
+"""Filling local slices of a model from a checkpoint, reading only the required data, in the order of the file.
 
-Nothing larger than a chunk of a tensor is held besides the destination.
+Besides the destination, at most a chunk of a tensor is held in memory.
 """
 
 import threading
@@ -27,8 +27,8 @@ from modelcenter.convert.pieces import (
     view,
 )
 
-CHUNK_BYTES = 8 * 2**20  # most that is held of one hub tensor on its way, so that it stays in the cache meanwhile
-_LINES = 32  # rows of a chunk are a multiple of it, the 2-byte numbers of a cache line, which transposes go by
+CHUNK_BYTES = 8 * 2**20  # maximum part of a hub tensor in memory, so that it stays in the CPU cache
+_LINES = 32  # rows of a chunk are a multiple of this, the 2-byte numbers in a cache line, for transposes
 
 Job = TypeVar("Job")
 Target = tuple[str, Sequence[int], torch.Tensor]  # native name, offset of the local slice in the tensor, local slice
@@ -43,20 +43,20 @@ class Source(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
     def cost(self, name: str, box: Box) -> int:
-        """Bytes that reading the box takes from the file, the holes that are read over included."""
+        """The number of bytes that reading the box reads from the file, including skipped gaps."""
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """That box of a tensor, on the CPU; into `out`, contiguous and of the same shape and dtype, if given."""
 
 
 class ReadBuffer:
-    """Memory for one box after the other, so that pages are not fetched anew for each."""
+    """Memory that is reused from box to box, so that pages are not allocated anew for each."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of the shape of `box`, in the memory of the one before."""
+        """A contiguous tensor of the shape of `box`, in the memory of the previous one."""
         size = box_numel(box) * dtype.itemsize
         if size > len(self._bytes):
             self._bytes = torch.empty(max(size, 2**20), dtype=torch.uint8)
@@ -65,7 +65,7 @@ class ReadBuffer:
 
 @dataclass(frozen=True)
 class _Destination:
-    """Where values of a checkpoint go: the part of a piece that lies in a local slice."""
+    """The destination of values of a checkpoint: the part of a piece inside a local slice."""
 
     piece: Piece  # restricted to the target
     local: torch.Tensor
@@ -82,9 +82,9 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
 
     Args:
         match: which tensors to load (match_names).
-        source: with several threads, one that is read by all of them at once.
-        targets: the slices that this process holds; slices of parameters that no loaded tensor fills stay as they are.
-        threads: that read tensors; each holds a chunk.
+        source: with several threads, it must support concurrent reads.
+        targets: the slices that this process holds; those of parameters that no loaded tensor fills do not change.
+        threads: number of reading threads; each holds a chunk.
 
     Raises:
         ValueError: the file repeats a tied tensor with other values.
@@ -109,16 +109,14 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
     jobs = [(name, key) for key, name in match.found.items()]
     jobs.sort(key=lambda job: source.position(job[0]))
     run_in_threads(lambda job, buffer: _load(source, job[0], destinations_of(job[1]), buffer), jobs, threads)
-    for name, key in match.repeats:  # now that what they repeat is there
+    for name, key in match.repeats:  # after the tensors that they repeat
         _compare(source, name, key, match.found[key], destinations_of(key))
 
 
 def run_in_threads(work: Callable[[Job, ReadBuffer], None], jobs: Iterable[Job], threads: int) -> None:
-    """Do `work(job, buffer)` for each job, begun in their order, in threads with a `ReadBuffer` each.
+    """Run `work(job, buffer)` for each job, started in order, in threads with a `ReadBuffer` each.
 
-    Raises the first error of a job.
-
-    Reading from files and `copy_values` run at the same time in several.
+    Raises the first error of a job. Reading from files and `copy_values` run in parallel.
     """
     if threads == 1:
         buffer = ReadBuffer()
@@ -136,7 +134,7 @@ def run_in_threads(work: Callable[[Job, ReadBuffer], None], jobs: Iterable[Job],
 
 
 def zero_pads(local: torch.Tensor, box: Box, pads: Iterable[Box]) -> None:
-    """Set to zero what lies in `pads` of a slice that is `box` of its tensor."""
+    """Zero the parts inside `pads` of a slice that is `box` of its tensor."""
     for pad in pads:
         both = [(max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(box, pad, strict=True)]
         if all(low < high for low, high in both):
@@ -193,7 +191,7 @@ def _union(boxes: Sequence[Box]) -> Box:
 
 
 def chunks(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box along its leading dimensions into boxes of at most `limit` elements."""
+    """Split a box along its leading dimensions into boxes of at most `limit` elements."""
     if box_numel(box) <= limit or not box:
         yield box
         return
@@ -210,7 +208,7 @@ def chunks(box: Box, limit: int) -> Iterator[Box]:
 def _groups(
     source: Source, name: str, items: list[tuple[_Destination, Piece]], side: int
 ) -> list[list[tuple[_Destination, Piece]]]:
-    """Group what one read serves without reading more than separate reads would."""
+    """Group items that one read can serve without reading more than separate reads."""
     groups: list[list[tuple[_Destination, Piece]]] = []
     boxes: list[Box] = []
     for item in items:
@@ -241,10 +239,10 @@ def fill_box(
     """Fill `out`, a box of one tensor of either side, from a source that holds the other side.
 
     Args:
-        pieces: all pieces of that tensor. side: which of their sides it is on.
-        names: name on the other side -> name in the source.
+        pieces: all pieces of that tensor. side: its side in them.
+        names: {name on the other side: name in the source}.
         pads: boxes of the tensor that nothing fills; they become zero.
-        buffer: for what is read on the way; not that of `out`.
+        buffer: for intermediate reads; not the one that holds `out`.
     """
     zero_pads(out, box, pads)
     by_name: dict[str, list[_Destination]] = {}
@@ -270,7 +268,7 @@ def read_into(source: Source, name: str, offsets: Sequence[int], local: torch.Te
 
 
 def copy_values(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`target.copy_(values)`; a transpose, either way round, goes by squares that stay in the cache."""
+    """`target.copy_(values)`; a transpose is copied in square blocks that stay in the CPU cache."""
     same = target.dtype == values.dtype and target.device.type == values.device.type == "cpu"
     into, of = target.squeeze(), values.squeeze()
     if into.dim() == 2 and into.stride(0) == 1 < into.stride(1):

@@ -1,4 +1,4 @@
-"""Documents to the rows that a language model is trained on: pieces of at most `max_length` tokens."""
+"""From documents to the rows on which a language model is trained: pieces of at most `max_length` tokens."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from modelcenter.data.token_files import TokenFile
 
 
 class Blocks:
-    """Rows of a token file, made on demand; only a number for each document is held in memory.
+    """The rows of a token file, built on demand; only one number per document is held in memory.
 
-    packing "none": a row is a piece of one document, which is cut every `max_length` tokens; the rest of it is a
-        shorter row, if it has min_length tokens.
-    packing "concat": documents stand end to end, each followed by `eos`, and are cut every `max_length` tokens, so all
-        rows but the last are full. A document that starts within a row is a sequence of its own there (`cu_seqlens`):
+    packing "none": a row is a piece of one document, which is split every `max_length` tokens; the rest is a shorter
+        row, if it has at least min_length tokens.
+    packing "concat": documents are concatenated, each followed by `eos`, and split every `max_length` tokens, so all
+        rows except the last are full. A document that starts within a row is a separate sequence there (`cu_seqlens`):
         nothing attends, or is predicted, across its start.
 
-    eos: for "concat", the token after each document; not added where the file has its own. documents: (first, end)
-    restricts the rows to some of the documents, e.g. to hold others out. bare: documents without an eos, be it the
-    file's or another, for objectives that add their own special tokens.
+    eos: for "concat", the token after each document; not added if the file has its own. documents: (first, end)
+    restricts the rows to some of the documents, e.g. to hold others out. bare: leave out the eos of documents, for
+    objectives that add their own special tokens.
 
     Raises:
-        ValueError: no document that makes a row, a wrong max_length or packing, "concat" without any eos.
+        ValueError: no document gives a row, max_length or packing is invalid, or "concat" has no eos.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Blocks:
         if packing == "concat":
             if eos is None and file.eos is None and not bare:
                 raise ValueError(f"packing concat: {file.path} has no eos after its documents; give eos")
-            # Where documents start among the tokens with eos after each (or without those that the file has).
+            # The starts of documents among the tokens with an eos after each (or without the file's own).
             extra = 0 if self.eos is None else 1
             self._bounds = np.concatenate(([0], np.cumsum(self._sizes(offsets) + extra)))
             self._rows = -(-int(self._bounds[-1]) // max_length)
@@ -81,7 +81,7 @@ class Blocks:
         return lengths
 
     def _sizes(self, offsets: np.ndarray) -> np.ndarray:
-        """Tokens of each document that go into rows, without an added eos; empty documents have no eos to leave out."""
+        """The tokens of each document that go into rows, without an added eos; empty documents have no eos to drop."""
         sizes = np.diff(offsets)
         return sizes - np.minimum(sizes, self._left_out)
 
@@ -93,7 +93,7 @@ class Blocks:
         return np.diff(cuts), cuts[:-1] // self.max_length
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """The row as (document, start, end) runs of tokens within documents; `eos` counts as a document's last."""
+        """The row as runs (document, start, end) of tokens in documents; `eos` counts as a document's last token."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         if self.packing == "none":
@@ -119,7 +119,7 @@ class Blocks:
         return self.first + np.searchsorted(self._bounds, starts, side="right") - 1
 
     def rows_of(self, document: int) -> tuple[int, int]:
-        """The first row of a document and the one after its last, where each row is a piece of one document."""
+        """(first row of a document, row after its last), if each row is a piece of one document."""
         place = document - self.first
         return int(self._bounds[place]), int(self._bounds[place + 1])
 
@@ -142,7 +142,7 @@ class Blocks:
         return f"{self.file.path}:document {self.pieces(row)[0][0] + 1}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON-able; changes when the tokens or the way they are cut do."""
+        """JSON-serialisable; changes if the tokens or the way of splitting them change."""
         cut = {name: getattr(self, name) for name in ("max_length", "packing", "first", "min_length")}
         about = {**self.file.fingerprint(), **cut, "rows": len(self), "added_eos": self.eos}
         return {**about, "left_out": self._left_out} if self._left_out else about

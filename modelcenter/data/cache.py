@@ -1,4 +1,4 @@
-"""A cache on disk for arrays that take long to make, addressed by the content they are made from."""
+"""A cache on disk for arrays that take long to compute, addressed by the content from which they are computed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ import numpy as np
 log = logging.getLogger(__name__)
 _VERSION = 2  # part of every key: raise it when the files change
 _CHUNK = 16384
-# What a Python tokenizer is made with and no token depends on: where it comes from, and what is said again or done to
-# rows. Saving one adds some of these.
+# Arguments of a Python tokenizer on which no token depends: its origin, repeated information, and settings for rows.
+# Saving a tokenizer adds some of these.
 _OF_NO_TOKEN = {
     "name_or_path", "is_local", "local_files_only", "backend", "auto_map", "tokenizer_file", "vocab_file",
     "tokenizer_class", "processor_class", "model_specific_special_tokens", "chat_template", "model_max_length",
@@ -35,14 +35,14 @@ _OF_NO_TOKEN = {
 def cached(
     key: Iterable[Any], build: Callable[[], dict[str, np.ndarray]], *, cache: bool = True
 ) -> dict[str, np.ndarray]:
-    """What `build` returns, or what it returned before for the same key, memory-mapped from the cache.
+    """The result of `build`, or its earlier result for the same key, memory-mapped from the cache.
 
-    Processes of one node share the work: one builds, the others wait for its files. A damaged entry is built again;
-    without a writable folder the arrays are built and not kept.
+    Processes of a node share the work: one builds, the others wait for its files. A damaged entry is built again;
+    without a writable folder the arrays are built and not stored.
 
-    key: everything that the result depends on, the version of the code included: numbers, strings, arrays, None, and
+    key: everything on which the result depends, including the version of the code: numbers, strings, arrays, None, and
         sequences of strings (columns of texts). The texts of a million rows are hashed in a second or less.
-    build: name -> array, of one dimension or more.
+    build: returns {name: array}, with arrays of one dimension or more.
     """
     folder = cache_dir() if cache else None
     if folder is None:
@@ -53,7 +53,7 @@ def cached(
         if arrays is None and is_first:
             _remove_abandoned(entry)
             return _build_and_save(entry, build)
-    # The process that came first could not keep what it built: the others build at the same time, outside the lock.
+    # The first process could not store its result: the others build at the same time, outside the lock.
     return _build_and_save(entry, build) if arrays is None else arrays
 
 
@@ -64,7 +64,7 @@ def _build_and_save(entry: Path, build: Callable[[], dict[str, np.ndarray]]) -> 
 
 
 def _remove_abandoned(entry: Path) -> None:
-    """Remove what killed processes were writing, but nothing recent: the lock may not reach beyond this node."""
+    """Remove the partial entries of killed processes, except recent ones: the lock may not extend beyond this node."""
     for work in entry.parent.glob(f"{_work_name(entry)}*"):
         with suppress(OSError):
             if time.time() - work.stat().st_mtime > 3600:
@@ -76,7 +76,7 @@ def cache_dir() -> Path | None:
     writable."""
     root = os.environ.get("MODELCENTER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "modelcenter")
     folder = Path(expanduser(root)) / "tokens"
-    if folder.parts[0] == "~":  # a user without a home, as in some containers
+    if folder.parts[0] == "~":  # the user has no home, as in some containers
         log.warning("no token cache, for want of a home folder: tokenising without it; MODELCENTER_CACHE names one")
         return None
     try:
@@ -116,9 +116,9 @@ def _update_with_texts(state: Any, texts: Sequence[str]) -> None:
 
 
 def tokenizer_state(tokenizer: Any) -> str:
-    """Everything that decides how a transformers tokenizer tokenises a text, as one string: a part of a key.
+    """Everything that determines how a transformers tokenizer tokenises a text, as one string, for a key.
 
-    Which tokens it names as its end, as unknown and so on is not included: see special_tokens.
+    The roles of its special tokens (end, unknown and so on) are not included: see special_tokens.
     """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -126,7 +126,7 @@ def tokenizer_state(tokenizer: Any) -> str:
         if tokenizer.backend_tokenizer.encode_special_tokens:  # split_special_tokens; no part of to_str()
             state["encode_special_tokens"] = True
         return json.dumps(state, sort_keys=True)
-    # Of sentencepiece, with scores that the vocabulary does not have; Marian's has one for each language.
+    # SentencePiece models have scores that the vocabulary lacks; Marian has one model per language.
     models = [getattr(tokenizer, name, None) for name in ("sp_model", "spm_source", "spm_target")]
     scores = [None if m is None else hashlib.sha256(m.serialized_model_proto()).hexdigest() for m in models]
     made_with = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _OF_NO_TOKEN}
@@ -137,18 +137,18 @@ def tokenizer_state(tokenizer: Any) -> str:
 
 
 def special_tokens(tokenizer: Any) -> str:
-    """The tokens that a tokenizer names, such as its eos_token, as one string: a part of a key."""
+    """The special tokens of a tokenizer, such as its eos_token, as one string, for a key."""
     return json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True)
 
 
 def mapped(open_: Callable[[Any], np.ndarray]) -> np.ndarray:
-    """The array that `open_` maps into memory, given numpy's mode for it; it is not to be written."""
+    """The array that `open_` maps into memory in the numpy mode that it is given; it must not be written."""
     try:
         return open_("r")
     except OSError as error:
         if error.errno != errno.ENODEV:
             raise
-    array = open_("c")  # where no memory is shared with the file system (FUSE's direct_io): pages of this process
+    array = open_("c")  # file systems without shared mappings (FUSE's direct_io) allow private pages
     array.flags.writeable = False
     return array
 
@@ -159,9 +159,9 @@ def _mapped_npy(path: Path) -> np.ndarray:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """A lock held by one process of the node, which the system frees however the process ends.
+    """A lock held by one process of the node, which the system releases however the process ends.
 
-    Yields whether this process got it without waiting; never if there are no locks.
+    Yields whether this process got it without waiting; False if locks are not supported.
     """
     is_first = False
     with ExitStack() as stack:
@@ -196,7 +196,7 @@ def _load(entry: Path) -> dict[str, np.ndarray] | None:
     except PermissionError as error:
         log.warning("token cache entry %s cannot be read (%s): tokenising without it", entry, error.strerror)
         return None
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # EOFError: a file of no bytes
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:  # EOFError: an empty file
         log.warning("token cache entry %s is damaged (%s): tokenising again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
@@ -205,7 +205,7 @@ def _load(entry: Path) -> dict[str, np.ndarray] | None:
 def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
     try:
         work = entry.parent / f"{_work_name(entry)}{secrets.token_hex(8)}"
-        work.mkdir()  # with the rights of any folder, unlike mkdtemp's: a cache may be of several users
+        work.mkdir()  # with default permissions, unlike mkdtemp's: a cache may be shared by users
         try:
             for name, array in arrays.items():
                 with (work / f"{name}.npy").open("wb") as file:
@@ -217,13 +217,13 @@ def _save(entry: Path, arrays: dict[str, np.ndarray]) -> None:
             work.rename(entry)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:  # a full disk, say: the arrays are in memory
+    except OSError as error:  # such as a full disk: the arrays are in memory
         if not entry.is_dir():  # otherwise another process or node was first
             log.warning("token cache entry %s was not written: %s", entry, error)
 
 
 def _write_npy(file: Any, array: np.ndarray) -> None:
-    """np.save, which does not say of a full disk that it is full: "404087 requested and 76768 written"."""
+    """np.save with a clear error for a full disk, instead of "404087 requested and 76768 written"."""
     array = np.ascontiguousarray(array)
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     file.write(array.view(np.uint8).data if array.size else b"")
@@ -234,6 +234,6 @@ def _work_name(entry: Path) -> str:
 
 
 def _sync(file: Any) -> None:
-    """Write to the disk before the entry gets its name: only sizes are checked later."""
+    """Flush to disk before the entry gets its name, because only sizes are checked later."""
     file.flush()
     os.fsync(file.fileno())

@@ -8,8 +8,8 @@ _JOINERS = "\u200c\u200d"  # between letters of Indic scripts and of Persian
 
 
 def belongs_to_word(character: str) -> bool:
-    """Whether a character is a part of the word that it stands in: also a mark, such as a vowel sign or an accent that
-    is a character of its own, which Python counts neither as a letter nor as a digit."""
+    """Whether a character is part of a word. This includes marks, such as a vowel sign or an accent that is a separate
+    character, which Python counts neither as letters nor as digits."""
     return character.isalnum() or is_mark(character)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-SEQUENCES_PER_ROW = 64  # how many sequences of a row have row_ids of their own
+SEQUENCES_PER_ROW = 64  # how many sequences of a row have their own row_ids
 
 
 class Examples(Protocol):
@@ -14,39 +14,39 @@ class Examples(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the data, for people."""
+        """The name of the data, for display."""
         ...
 
     @property
     def truncated(self) -> int:
-        """Rows that were cut to fit."""
+        """The number of truncated rows."""
         ...
 
     def __len__(self) -> int: ...
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 (n,); of an encoder-decoder, of both sides."""
+        """The tokens of each row, int64 (n,); for an encoder-decoder, of both sides."""
         ...
 
     def batch(self, rows: np.ndarray, epoch: int = 0) -> dict[str, Any]:
-        """The packed batch of these rows, on the host: keyword arguments of the model's forward. What is random in it,
-        such as masks, is a function of (seed, epoch, row); training on a mixture gives the step as the epoch."""
+        """The packed batch of these rows, on the host: keyword arguments of the model's forward. Its random parts, such
+        as masks, are functions of (seed, epoch, row); training on a mixture passes the step as the epoch."""
         ...
 
     def row_ids(self, rows: np.ndarray) -> np.ndarray:
-        """Numbers of the sequences of `batch`, int64, in its order. Dropout draws its masks from them, so that they do
-        not depend on how rows are cut into batches. Where each row is one sequence, they are the rows themselves."""
+        """The numbers of the sequences in `batch`, int64, in its order. Dropout masks are derived from them, so that
+        they do not depend on how rows are split into batches. If each row is one sequence, they are the row numbers."""
         ...
 
     def where(self, row: int) -> str:
-        """Where a row comes from, such as "train.jsonl, line 3"."""
+        """The origin of a row, such as "train.jsonl, line 3"."""
         ...
 
     def fingerprint(self) -> Any:
-        """JSON-able; changes when the data does."""
+        """JSON-serialisable; changes if the data change."""
         ...
 
     def show(self, row: int, tokenizer: Any) -> str:
-        """A row as the model sees it, for people: its text and what the model is to predict."""
+        """A row in readable form, as the model reads it: its text and the prediction targets."""
         ...

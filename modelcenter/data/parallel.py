@@ -1,4 +1,4 @@
-"""A map over several workers, in order and with bounded memory, and processes that can be such workers."""
+"""An ordered parallel map with bounded memory, and worker processes for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ B = TypeVar("B")
 def ordered_map(
     function: Callable[[A], B], items: Iterable[A], pool: Executor | None = None, ahead: int = 1
 ) -> Iterator[B]:
-    """function(item) of each item, in order, with `ahead` items in the pool at a time; without a pool, in this thread.
+    """function(item) for each item, in order, with up to `ahead` items in the pool; without a pool, in this thread.
 
-    The results depend on the items alone. An error is raised in the place of its item's result.
+    The results depend only on the items. An error is raised when its item's result would be yielded.
     """
     if pool is None:
         yield from map(function, items)
@@ -40,13 +40,13 @@ def ordered_map(
 
 @contextmanager
 def in_processes(function: Callable[[A], B], count: int) -> Iterator[Callable[[A], B]]:
-    """The function as `count` threads may call it at a time, each call in another of as many processes.
+    """Yields a version of the function that up to `count` threads may call at a time, each call in another process.
 
-    Each process has a pipe of its own, so that one which is killed is an error at once. Those of ProcessPoolExecutor
-    share their pipes: there, one that is killed while it writes to them leaves this process waiting for ever.
+    Each process has its own pipe, so that a killed process is an error at once. The workers of ProcessPoolExecutor
+    share pipes: if one is killed while it writes, the parent waits forever.
 
     Raises:
-        ValueError: when it is called: a process that has ended.
+        ValueError: when called, if a process has ended.
     """
     # Spawned, not forked: the threads of a tokenizer or of PyTorch do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -88,7 +88,7 @@ def in_processes(function: Callable[[A], B], count: int) -> Iterator[Callable[[A
 
 def _serve(function: Callable[[A], B], pipe: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    with suppress(EOFError, OSError, KeyboardInterrupt):  # the other process, which says what is to be said, has ended
+    with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent has ended, and reports any error
         while True:
             item = pipe.recv()
             try:

@@ -1,5 +1,4 @@
-"""Which rows go into which batch: pure functions of their arguments, so that any rank can compute any step of any
-epoch."""
+"""The rows of each batch, as pure functions of the arguments, so that any rank can compute any step of any epoch."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from modelcenter.data.batching.packing import cut, pack_rows
 
 
 class CutRows(Sequence[np.ndarray]):
-    """The global batches of an epoch, each cut from its rows when it is asked for: an epoch may have tens of millions
-    of steps, and as many arrays would take gigabytes.
+    """The global batches of an epoch, each sliced from its rows on access: an epoch may have tens of millions of steps,
+    and as many arrays would take gigabytes.
 
-    rows: int64 (n,), batch after batch. ends: int (batches,), where each ends. prepare: applied to the rows of a batch.
+    rows: int64 (n,), batch after batch. ends: int (batches,), the end of each. prepare: applied to the rows of a batch.
     """
 
     def __init__(self, rows: np.ndarray, ends: np.ndarray, prepare: Callable[[np.ndarray], np.ndarray] | None = None):
@@ -42,21 +41,20 @@ class CutRows(Sequence[np.ndarray]):
 
 @dataclass(frozen=True)
 class EpochBatches:
-    """The global batches of an epoch: every row once, none twice, drawn at random; the last holds what is left over.
+    """The global batches of an epoch: every row exactly once, in random order; the last batch may be smaller.
 
-    Rows of similar length are not grouped: packed rows have no padding to save, and batches of one kind of rows are
-    worse estimates of the gradient. Depends on (lengths, global_batch_size, seed, epoch) alone, not
-    on ranks or accumulation.
+    Rows of similar length are not grouped: packed rows have no padding to save, and batches of similar rows give worse
+    estimates of the gradient. Depends only on (lengths, global_batch_size, seed, epoch), not on ranks or accumulation.
     """
 
     lengths: np.ndarray  # int (n,): tokens of each row
     global_batch_size: int
     seed: int
-    draw: Callable[[int], np.ndarray] | None = None  # epoch -> its rows, as many in each (a mixture's); None: all rows
+    draw: Callable[[int], np.ndarray] | None = None  # epoch -> its rows, the same number in each; None: all rows
 
     @functools.cached_property  # needed at each step, and a mixture draws all its rows to count them
     def steps(self) -> int:
-        """Global batches of an epoch."""
+        """The number of global batches in an epoch."""
         rows = len(self.lengths) if self.draw is None else len(self.draw(0))
         return -(-rows // self.global_batch_size)
 
@@ -75,22 +73,23 @@ class EpochBatches:
 class TokenBatches:
     """The global batches of an epoch by tokens: each holds at most `budget` tokens, in parts of at most `part`.
 
-    Rows are put into parts by best fit, so that parts are full whatever the lengths; a global batch is budget // part
-    of them, end to end. Which lengths share a part is computed once; which rows of these lengths, and which parts share
-    a batch, is drawn again for each epoch. So all epochs have the same number of steps. Every row comes once in each.
+    Rows are packed into parts by best fit, so that parts are full whatever the lengths; a global batch is
+    budget // part consecutive parts. Which lengths share a part is computed once; the rows with these lengths, and the
+    parts that share a batch, are drawn anew in each epoch. So all epochs have the same number of steps, and contain
+    every row once.
 
-    Depends on (lengths, budget, seed, part, epoch) alone, not on ranks or accumulation: a run that continues on another
-    number of ranks, with the same budget and part, sees the same batches.
+    Depends only on (lengths, budget, seed, part, epoch), not on ranks or accumulation: a run that continues on another
+    number of ranks, with the same budget and part, has the same batches.
 
     lengths: int (n,), tokens of each row.
     budget: tokens of a global batch: those of a microbatch times ranks times accumulation.
     part: tokens of a microbatch; None: the budget (one rank, one microbatch).
-    draw: epoch -> its rows, with repeats (a mixture's `draw`). Lengths then differ between epochs, so each is packed by
-        itself. To keep the number of steps of epoch 0 the emptiest parts are left out of a longer epoch, and some come
-        twice in a shorter one: a small fraction of rows that a mixture draws at random anyway.
+    draw: epoch -> its rows, with repeats (a mixture's `draw`). Lengths then differ between epochs, so each is packed
+        separately. To keep the number of steps of epoch 0, a longer epoch drops its emptiest parts, and a shorter one
+        repeats some: a small fraction of rows, which a mixture draws at random anyway.
 
     Raises:
-        ValueError: no rows, a row of more tokens than a part, a budget less than a part.
+        ValueError: there are no rows, a row has more tokens than a part, or the budget is less than a part.
     """
 
     def __init__(
@@ -118,13 +117,13 @@ class TokenBatches:
             )
         rows = epoch_rows(draw, 0, self.lengths)
         self._slots, self._ends = self._pack(rows, 0)
-        # Rows by length, and the places in the parts by the length that belongs there: paired up anew each epoch.
+        # Rows by length, and slots of the parts by the length that they hold, which are paired anew in each epoch.
         self._places = np.argsort(self.lengths[self._slots], kind="stable")
         self.steps = -(-len(self._ends) // self.parts)
 
     @property
     def parts(self) -> int:
-        """Parts of a full global batch."""
+        """The number of parts in a full global batch."""
         return self.budget // self.part
 
     def epoch(self, epoch: int) -> CutRows:
@@ -140,27 +139,27 @@ class TokenBatches:
         starts = np.concatenate(([0], ends[:-1]))
         emptiest = np.argsort(-np.add.reduceat(self.lengths[rows], starts), kind="stable")
         order = random.permutation(emptiest[:-1])
-        order = np.append(order, emptiest[-1])  # last, where the batch of what is left over stands
+        order = np.append(order, emptiest[-1])  # last, in the batch of the remainder
         least, most = (self.steps - 1) * self.parts + 1, self.steps * self.parts
-        if len(order) > most:  # this and what follows happen to mixtures alone
+        if len(order) > most:  # this and the following cases only occur with mixtures
             order = order[np.isin(order, emptiest[:most])]
         while len(order) < least:
             order = np.concatenate((order, order[: least - len(order)]))
-        # Parts in their new order, by gathering: the row at place i of part p comes from starts[p] + i.
+        # Gather the parts in their new order: row i of part p comes from starts[p] + i.
         sizes = (ends - starts)[order]
         bounds = np.cumsum(sizes)
         gather = np.arange(bounds[-1]) + np.repeat(starts[order] - (bounds - sizes), sizes)
         return CutRows(rows[gather], np.append(bounds[self.parts - 1 : -1 : self.parts], bounds[-1]))
 
     def deal(self, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
-        """A global batch as [rank][microbatch] -> rows, none of more than budget / (ranks x microbatches) tokens.
+        """A global batch as [rank][microbatch] -> rows, each with at most budget / (ranks x microbatches) tokens.
 
-        With the ranks and microbatches for which `part` was chosen, these are the parts as they were packed. With
-        others, rows are cut where a microbatch is full; should that take more microbatches than requested, there are
-        more, rather than larger ones.
+        With the ranks and microbatches for which `part` was chosen, these are the packed parts. With others, a new
+        microbatch starts whenever one is full; if more microbatches than requested are needed, there are more rather
+        than larger ones.
 
         Raises:
-            ValueError: a row that is longer than such a microbatch.
+            ValueError: a row is longer than such a microbatch.
         """
         return deal_parts(cut(self.lengths[rows], self.budget // (ranks * microbatches)), rows, ranks, microbatches)
 
@@ -176,8 +175,8 @@ def epoch_rows(draw: Callable[[int], np.ndarray] | None, epoch: int, lengths: np
 
 
 def deal_parts(ends: np.ndarray, rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
-    """Parts of a batch, rows[0:ends[0]], rows[ends[0]:ends[1]] ..., as [rank][microbatch]; empty ones where there are
-    too few, more microbatches where there are too many."""
+    """The parts of a batch, rows[0:ends[0]], rows[ends[0]:ends[1]] ..., as [rank][microbatch]; with empty ones if there
+    are too few, and more microbatches if there are too many."""
     parts = np.split(rows, ends[:-1]) if len(ends) else []
     microbatches = max(microbatches, -(-len(parts) // ranks))
     parts += [rows[:0]] * (ranks * microbatches - len(parts))
@@ -185,11 +184,10 @@ def deal_parts(ends: np.ndarray, rows: np.ndarray, ranks: int, microbatches: int
 
 
 def deal(rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarray]]:
-    """Cut a global batch, longest first, into [rank][microbatch] arrays of nearly equal tokens, each longest first.
+    """Split a global batch, longest first, into [rank][microbatch] arrays of nearly equal tokens, each longest first.
 
-    Rows are dealt back and forth (0 1 2 2 1 0 0 1 ...): no rank waits for another, no microbatch is the one that runs
-    out of memory.
-    The sizes differ by at most one row; microbatches of a short last batch may be empty.
+    Rows are dealt back and forth (0 1 2 2 1 0 0 1 ...), so that no rank waits for others and no microbatch runs out of
+    memory before others. Sizes differ by at most one row; microbatches of a short last batch may be empty.
     """
     piles = ranks * microbatches
     turn = np.arange(len(rows))
@@ -199,10 +197,10 @@ def deal(rows: np.ndarray, ranks: int, microbatches: int) -> list[list[np.ndarra
 
 
 def evaluation_batches(lengths: np.ndarray, batch_size: int, ranks: int = 1) -> list[list[np.ndarray]]:
-    """[rank] -> batches of rows: every row once over all ranks, none twice. Ranks differ by at most one batch.
+    """[rank] -> batches of rows: every row exactly once over all ranks. Ranks differ by at most one batch.
 
-    The order is fixed: longest first, so that a batch too large for the memory fails at once, and the rows of a batch
-    have similar lengths.
+    The order is fixed: longest first, so that a batch that is too large for memory fails at once, and the rows of a
+    batch have similar lengths.
     """
     rows = _longest_first(np.arange(len(lengths)), lengths)
     batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]

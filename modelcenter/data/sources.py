@@ -1,5 +1,4 @@
-"""Where rows come from: files, directories and patterns of files, or a data set of the Hugging Face Hub, each with its
-splits."""
+"""Sources of rows: files, directories and patterns of files, or a Hugging Face Hub data set, each with its splits."""
 
 from __future__ import annotations
 
@@ -25,32 +24,31 @@ SPLITS = {
     "development": "validation", "evaluation": "validation",
     "test": "test", "testing": "test",
 }  # fmt: skip
-_SPLIT_WORD = re.compile(rf"({'|'.join(SPLITS)})(set|data|split)?")  # devset.csv, as E2E has it
-_ROWS = re.compile(r"\[(-?\d+%?)?:(-?\d+%?)?\]")  # what may follow the name of a split
+_SPLIT_WORD = re.compile(rf"({'|'.join(SPLITS)})(set|data|split)?")  # devset.csv, as in E2E
+_ROWS = re.compile(r"\[(-?\d+%?)?:(-?\d+%?)?\]")  # allowed after the name of a split
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that exists but is not yet read: its splits, and how to read one."""
+    """A data set that exists but has not been read: its splits, and a way to read one."""
 
     name: str
     splits: tuple[str, ...]
     _read: Callable[[str], Table]
-    unsplit: str | None = None  # a file or pattern that was named together with folders with splits
+    unsplit: str | None = None  # a file or pattern given together with folders that have splits
 
     def has(self, split: str) -> bool:
-        """Whether there is such a split, by its name here or by another usual one."""
+        """Whether the split exists, under this name or another usual one."""
         return self.whole(split) in self.splits
 
     def whole(self, split: str) -> str:
-        """The name here of the split that is meant, or that rows are meant of, as in train[:1000]."""
+        """The name in this source of a split, or of the split of which rows are given, as in train[:1000]."""
         return _canonical(split, self.splits)[0]
 
     def read(self, split: str) -> Table:
-        """Read one split, or the rows of one that are named as the Hub's library has it: train[:1000], dev[10%:20%].
+        """Read one split, or some of its rows in the notation of the Hub's library: train[:1000], dev[10%:20%].
 
-        Raises ValueError if there is no such split, for other brackets, if no row is left, or for what `read_file`
-        raises.
+        Raises ValueError if there is no such split, for other brackets, if no row is left, and as `read_file`.
         """
         if not self.has(split):
             raise ValueError(f"{self.name} has no split {split!r}; its splits: {', '.join(self.splits)}")
@@ -58,7 +56,7 @@ class Source:
 
 
 def _canonical(split: str, splits: Collection[str]) -> tuple[str, str]:
-    """(name here of a split that may have another usual one, the brackets after it): "dev[:9]" is validation, [:9]."""
+    """(this source's name of a split given by any usual name, the brackets after it): "dev[:9]": validation, [:9]."""
     name, bracket, rows = split.partition("[")
     return name if name in splits else SPLITS.get(name.lower(), name), bracket + rows
 
@@ -69,9 +67,9 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
     data: one or more files, directories or patterns, or the name of a Hub data set; config: the Hub data set's
     configuration.
     A directory has splits if its files or sub-folders are called train, dev (or validation) and test, or trainset and
-    so on, alone or as a word of their names. Everything else, such as files named one by one, is the split "train".
-    The same splits of several directories are joined.
-    Raises ValueError if nothing is there.
+    so on, alone or as a word of their names. Everything else, such as single files, is the split "train".
+    Equal splits of several directories are joined.
+    Raises ValueError if nothing is found.
     """
     specs = [data] if isinstance(data, str) else list(data)
     if len(specs) == 1 and config is None and _is_saved_dataset(Path(expanduser(specs[0]))):
@@ -85,9 +83,9 @@ def find(data: str | Sequence[str], config: str | None = None) -> Source:
 
 
 def find_paths(data: str | Sequence[str], config: str | None, split: str) -> list[Path] | None:
-    """The files of a split of a data argument (see `find`), for those who stream them; None for a Hub data set.
+    """The files of a split of a data argument (see `find`), for streaming; None for a Hub data set.
 
-    Raises ValueError if nothing is there, or there is no such split.
+    Raises ValueError if nothing is found, or there is no such split.
     """
     specs = [data] if isinstance(data, str) else list(data)
     splits = _splits(specs, config)
@@ -105,7 +103,7 @@ def find_paths(data: str | Sequence[str], config: str | None, split: str) -> lis
 
 
 def _reading_parts(name: str, read_whole: Callable[[str], Table]) -> Callable[[str], Table]:
-    """Reads splits and rows of them, of data that are read whole. The Hub's library does so for its own data sets."""
+    """Add reading of some rows of a split to a reader of whole splits. The Hub's library does so for its data sets."""
 
     def read(split: str) -> Table:
         whole, bracket, rest = split.partition("[")
@@ -125,14 +123,14 @@ def _reading_parts(name: str, read_whole: Callable[[str], Table]) -> Callable[[s
 
 
 def _row_number(bound: str | None, size: int) -> int | None:
-    """Rows, or percents of them, rounded as the Hub's library rounds them."""
+    """A number of rows from a number or a percentage, rounded as in the Hub's library."""
     if bound is None:
         return None
     return round(int(bound[:-1]) * size / 100.0) if bound[-1] == "%" else int(bound)
 
 
 def _splits(specs: list[str], config: str | None) -> dict[str, list[Path]] | None:
-    """{split: files}; None if it is the name of a Hub data set."""
+    """{split: files}; None if the argument is the name of a Hub data set."""
     if len(specs) == 1 and is_hub_name(specs[0]):
         return None
     if config is not None:
@@ -165,7 +163,7 @@ def hold_out(table: Table, fraction: float, seed: int, groups: np.ndarray | None
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether an entry of a data argument names a data set of the Hub: nothing local, and nothing that looks so."""
+    """Whether an entry of a data argument names a Hub data set: it is not a local file and does not look like one."""
     path = Path(expanduser(spec))
     local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or suffix_of(path) in READERS or "\\" in spec
     return not local and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec) is not None
@@ -198,22 +196,22 @@ def _local_splits(spec: str) -> dict[str, list[Path]]:
 
 
 def label_file_of(path: str | Path) -> Path | None:
-    """The file of labels that belongs to a file of rows, as dev_answer.json to dev.json; None if there is none."""
+    """The file with the labels of a file of rows, such as dev_answer.json for dev.json; None if there is none."""
     path = Path(path)
     labels = path.with_name(f"{path.stem}_answer{path.suffix}")
     return labels if path.suffix == ".json" and labels.is_file() else None
 
 
 def _without_label_files(files: list[Path]) -> list[Path]:
-    """The files without those that hold the labels of others among them."""
+    """The files without those that hold the labels of others."""
     labels = {label_file_of(file) for file in files}
     return [file for file in files if file not in labels]
 
 
 def _directory_splits(path: Path) -> dict[str, list[Path]]:
-    """{split: files}. Where some files or sub-folders are named after splits, the others are left out.
+    """{split: files}. If some files or sub-folders are named after splits, the others are left out.
 
-    Hidden ones always are, among them the copies that Jupyter keeps.
+    Hidden ones, such as Jupyter's copies, are always left out.
     """
     known = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS)
     files = [p for p in known if not any(part.startswith((".", "__MACOSX")) for part in p.relative_to(path).parts)]
@@ -230,14 +228,14 @@ def _directory_splits(path: Path) -> dict[str, list[Path]]:
 
 
 def hub_error(name: str, error: Exception) -> ValueError:
-    """The error for a data set that the Hub does not give."""
+    """The error for a Hub data set that cannot be loaded."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     message = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason.rstrip('.')}."
     return ValueError(message + nearest_beside(Path(name)))
 
 
 def hub_library(name: str) -> Any:
-    """The `datasets` library, for a data set of the Hub. Raises ValueError where it is not installed."""
+    """The `datasets` library, for a Hub data set. Raises ValueError if it is not installed."""
     try:
         import datasets
     except ImportError:
@@ -252,7 +250,7 @@ def _hub_source(name: str, config: str | None) -> Source:
     datasets = hub_library(name)
     try:
         splits = tuple(datasets.get_dataset_split_names(name, config))
-    except Exception as error:  # the library raises some twenty kinds of error here, of several packages
+    except Exception as error:  # the library raises about twenty types of errors here, of several packages
         raise hub_error(name, error) from error
 
     def read(split: str) -> Table:

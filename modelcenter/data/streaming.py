@@ -1,4 +1,4 @@
-"""Global batches of data that is read and tokenised while training goes on."""
+"""Global batches of data that are read and tokenised during training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from modelcenter.data.sampling import deal, deal_parts
 from modelcenter.data.streams import RowSource
 
 _CHUNK = 256  # rows per call of the tokenizer
-_MAX_HELD = 64  # rows that may wait for a part with room for them
+_MAX_HELD = 64  # maximum rows that wait for a part with room for them
 
 
 class Window(NamedTuple):
-    """Rows that are shuffled together: the window `number` of an epoch, which starts at a cursor of the source."""
+    """Rows that are shuffled together: window `number` of an epoch, which starts at a cursor of the source."""
 
     epoch: int
     number: int
@@ -43,9 +43,9 @@ class _Item(NamedTuple):
 class StreamBatch:
     """One global batch.
 
-    rows: tokenised rows; places: the place of each in the data, in words; epoch: of the rows.
+    rows: tokenised rows; places: the location of each in the data, for messages; epoch: of the rows.
     keys: identify each row in its epoch: its file, its number there, and its piece.
-    state: JSON-able; `StreamBatches.at(state)` continues with the batch after this one.
+    state: JSON-serialisable; `StreamBatches.at(state)` continues with the batch after this one.
     """
 
     rows: list[Any]
@@ -74,15 +74,15 @@ class StreamBatch:
 
 
 class StreamBatches:
-    """Global batches from a stream of rows, endlessly, epoch after epoch.
+    """An endless stream of global batches, epoch after epoch, from a stream of rows.
 
     The rows of each window of `window` rows are shuffled by (seed, epoch, window), tokenised in that order and put
-    into global batches. Every row comes once per epoch; the last batch of an epoch holds what is left. The batches
-    depend on (source, tokenise, window, seed, size of a batch) alone: not on ranks, workers, or where a run resumed.
+    into global batches. Every row occurs once per epoch; the last batch of an epoch may be smaller. The batches depend
+    only on (source, tokenise, window, seed, batch size), not on ranks, workers, or where a run resumed.
 
     source: see `streams`. tokenise: from rows to tokenised rows, None to drop one; the result for a row must not depend
-    on the other rows. It is not given empty rows. several: it returns a list for each row, such as the pieces of a long
-    text, which are then rows of their own, one after the other.
+    on other rows. Empty rows are not passed to it. several: it returns a list for each row, such as the pieces of a
+    long text, which then become consecutive rows.
     global_batch_size: rows of a batch. Or budget: tokens of a batch, in parts of at most `part` (the microbatch; None:
     the budget), filled by best fit: up to 64 rows for which no part has room wait for the next batch.
     length: tokens of a tokenised row; the default counts input_ids and decoder_input_ids.
@@ -91,8 +91,8 @@ class StreamBatches:
     Each rank reads and tokenises all rows: dealing by length needs all lengths.
 
     Raises:
-        ValueError: neither or both sizes; when reading: a row longer than a part, a source without rows, and what
-            source and tokenise raise.
+        ValueError: neither or both sizes are given; when reading: a row is longer than a part, the source has no rows,
+            and as source and tokenise.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class StreamBatches:
             chunks = self._chunks(window, place)
             tokenised = ordered_map(self._tokenise, chunks, executor, 2 * max(1, self.workers))
             drawn: Iterator[_Item] = (item for items in tokenised for item in items)
-            if piece:  # so many pieces of the first row were in earlier batches
+            if piece:  # this many pieces of the first row were in earlier batches
                 first = place, piece
                 drawn = dropwhile(lambda item: (item.place, item.piece) < first, drawn)
-            seen = state is not None  # whether the current epoch has given any row
+            seen = state is not None  # whether the current epoch has yielded any row
             while True:
                 batch, held = self._start_batch(held)
                 waiting = [*batch.items, *held]
-                ended = bool(waiting) and waiting[0].window.epoch < window.epoch  # only held rows are left of the epoch
+                ended = bool(waiting) and waiting[0].window.epoch < window.epoch  # only held rows of the epoch are left
                 while not ended and not batch.full and len(held) < _MAX_HELD:
                     item = next(drawn)
                     ended = item.window.epoch > window.epoch  # an item without a row, which marks the new epoch
@@ -202,7 +202,7 @@ class StreamBatches:
         return [_Item(window, place, rows[i][0], rows[i][1], 0) for place, i in enumerate(order.tolist())]
 
     def _chunks(self, window: Window, place: int) -> Iterator[list[_Item]]:
-        """The rows from a place of a window on, untokenised; before each further epoch an item without a row."""
+        """The untokenised rows from a position in a window on; an item without a row precedes each further epoch."""
         while True:
             reader = self._read(window.cursor)
             while rows := list(islice(reader, self.window)):

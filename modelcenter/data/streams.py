@@ -1,7 +1,7 @@
-"""Rows one after the other, from data too large to hold: files of lines or row groups, or a Hub data set.
+"""Streams of rows from data too large for memory: files of lines or row groups, or a Hub data set.
 
-Every source reads on from a cursor, three integers that say which row comes next, without reading what lies before it
-where the format allows: lines of plain files by their byte, parquet by its row groups.
+Every source reads from a cursor, three integers that give the next row, without reading earlier rows if the format
+allows it: plain files are read by byte offset, parquet files by row group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from modelcenter.data.readers.compression import suffix_of
 from modelcenter.data.readers.row_streams import ROW_READERS, START, Cursor, Row, Unit
 from modelcenter.data.sources import find_paths, hub_error, hub_library
 
-_NUMBERED_ROWS = (".parquet", ".csv", ".tsv")  # of which cursors count rows, without the header, and not lines
+_NUMBERED_ROWS = (".parquet", ".csv", ".tsv")  # their cursors count rows, without the header, not lines
 
 
 class RowSource(Protocol):
@@ -24,29 +24,29 @@ class RowSource(Protocol):
     name: str
 
     def read(self, cursor: Cursor = START) -> Iterator[tuple[Row | None, Cursor]]:
-        """(row, cursor of the one after it) from a cursor on; None for an empty one."""
+        """(row, cursor of the next row) from a cursor on; the row is None if it is empty."""
         ...
 
     def where(self, cursor: Cursor) -> str:
-        """The place in words, for messages."""
+        """The location as text, for messages."""
         ...
 
     def fingerprint(self) -> Any:
-        """JSON-able; changes when the data does."""
+        """JSON-serialisable; changes if the data change."""
         ...
 
 
 class FileRows:
-    """Rows of jsonl, txt, csv, tsv and parquet files, one file after the other; compressed ones too.
+    """The rows of jsonl, txt, csv, tsv and parquet files, including compressed ones, one file after the other.
 
-    Unlike `readers`, which sees a whole file, this takes a tsv line as it is (quotes are characters), and a .json file
-    has to hold one object a line.
+    Unlike `readers`, which reads a whole file, this takes a tsv line literally (quotes are characters), and a .json
+    file must hold one object per line.
 
     unit: what a row of a txt file is: a line, a paragraph (lines up to an empty one) or the file.
 
     Raises:
-        ValueError: a suffix that cannot be streamed; a unit of files that are not txt; a line that is not UTF-8, JSON
-            or as wide as the others.
+        ValueError: a suffix cannot be streamed; a unit is given for files other than txt; a line is not UTF-8 or JSON,
+            or has another number of columns.
     """
 
     def __init__(self, paths: Sequence[Path], unit: Unit = "line"):
@@ -70,7 +70,7 @@ class FileRows:
         return f"{path}, {'row' if suffix_of(path) in _NUMBERED_ROWS else 'line'} {cursor.row + 1}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """Size, and hash of the ends, of each file: all of it would take as long as a pass over the data."""
+        """The size and a hash of both ends of each file: hashing all of it would take as long as reading the data."""
         return {str(path): [path.stat().st_size, _hash_of_ends(path)] for path in self.paths}
 
 
@@ -88,7 +88,7 @@ class HubRows:
         load = self._load or hub_library(name).load_dataset
         try:
             return load(name, config, split=split, streaming=True)
-        except Exception as error:  # see sources: some twenty kinds
+        except Exception as error:  # see sources: about twenty types
             raise hub_error(name, error) from error
 
     def read(self, cursor: Cursor = START) -> Iterator[tuple[Row | None, Cursor]]:
@@ -108,7 +108,7 @@ def open_rows(data: Sequence[str], config: str | None, split: str, unit: Unit = 
     """The rows of a split of a data argument (see `sources.find`) as a stream.
 
     Raises:
-        ValueError: nothing is there, no such split, a file that cannot be streamed, a unit that it does not have.
+        ValueError: nothing is found, the split does not exist, a file cannot be streamed, or it does not have the unit.
     """
     paths = find_paths(data, config, split)
     if paths is not None:
@@ -123,12 +123,12 @@ def _check_unit(unit: Unit, name: Any, txt: bool) -> None:
 
 
 class Texts:
-    """The rows of a source that have a text in one column; None in the place of others.
+    """The rows of a source that have a text in one column; None instead of the others.
 
-    tell: called with a message at the first row without a text, and at the first without even the column.
+    tell: called with a message at the first row without a text, and at the first without the column.
 
     Raises:
-        ValueError: when it is read: a row that has something else there.
+        ValueError: when reading: a row has something else in the column.
     """
 
     def __init__(self, source: RowSource, column: str, tell: Callable[[str], None] | None = None):

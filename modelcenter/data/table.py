@@ -1,4 +1,4 @@
-"""Rows in columns, and the file and line that each row came from."""
+"""Rows in columns, with the file and line of each row."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from modelcenter.data.schemas.class_names import ids_to_names, match_order
 
 @dataclass(frozen=True)
 class Origin:
-    """One file (or Hub split) behind a table: `rows` rows, row i at line `lines[i]` where the format has lines.
+    """One source file (or Hub split) of a table: `rows` rows, row i at line `lines[i]` if the format has lines.
 
-    part: the split and which rows of it are in the table, as they were named (train[:1000]); None: no rows were named.
+    part: the split and its rows in the table, as given by the user (train[:1000]); None: all rows.
     """
 
     path: str
@@ -42,10 +42,10 @@ class Table:
     """Rows as named columns of equal length, and where each row came from.
 
     columns: name -> list of `len(self)` values (str, int, float, bool, list or None).
-    classes: class names of the integer columns for which the source has them (Hub ClassLabel features).
-    index: int64 (rows,), the place of each row among the rows of the origins laid end to end; None: the same place.
+    classes: class names of integer columns, if the source has them (Hub ClassLabel features).
+    index: int64 (rows,), the index of each row among the concatenated rows of the origins; None: the same index.
     shares: the parts of a mixture (see mixture.mixed), in the order of the origins.
-    like: the name of the table whose columns this one must have, for messages; None if there is none.
+    like: the name of the table whose columns this one must have, for messages; None: there is none.
     """
 
     columns: dict[str, list[Any]]
@@ -65,7 +65,7 @@ class Table:
 
     @property
     def origin_rows(self) -> int:
-        """Rows of all origins together; a table may hold fewer of them, or some several times."""
+        """The number of rows of all origins; a table may have fewer of them, or some several times."""
         return sum(origin.rows for origin in self.origins)
 
     @property
@@ -90,7 +90,7 @@ class Table:
         return Table(columns, self.origins, self.classes, rows, self.shares)
 
     def subset(self, rows: np.ndarray) -> Table:
-        """The table of the given rows, each once and in their order; itself, if these are all."""
+        """The table of the given rows, each once and in order; itself, if these are all."""
         return self if len(rows) == len(self) else self.take(rows)
 
     def part_of_rows(self) -> np.ndarray:
@@ -99,8 +99,8 @@ class Table:
         return np.searchsorted(ends, np.arange(len(self)) if self.index is None else self.index, side="right")
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a run's summary keeps about its data: rows, the SHA-256 of each file, which rows of a split they are if
-        some were named, and the weights of a mixture."""
+        """The record of the data in a run's summary: rows, the SHA-256 of each file, the rows of a split if only some
+        are used, and the weights of a mixture."""
         about = {"rows": len(self), "sha256": {origin.path: origin.sha256 for origin in self.origins}}
         if parts := dict.fromkeys(origin.part for origin in self.origins if origin.part is not None):
             about["split"] = ", ".join(parts)
@@ -108,9 +108,9 @@ class Table:
 
 
 def concatenate(tables: list[Table]) -> Table:
-    """One table of all rows; a column that some table lacks holds None there.
+    """One table of all rows; a column that a table lacks holds None for its rows.
 
-    Where tables number the classes of a column differently, the column holds names instead of ids.
+    If the tables number the classes of a column differently, the column holds names instead of ids.
     """
     if len(tables) == 1:
         return tables[0]
@@ -131,9 +131,9 @@ def concatenate(tables: list[Table]) -> Table:
 
 
 def _unify_classes(parts: list[list[Any]], classes: list[list[str] | None]) -> tuple[list[list[Any]], list[str] | None]:
-    """One meaning for the ids in a column of several tables.
+    """Give the ids in a column the same meaning in several tables.
 
-    Returns (the column in each table, the class names). Ids are kept where they mean the same in all tables; otherwise
+    Returns (the column in each table, the class names). Ids are kept if they mean the same in all tables; otherwise
     they become names, and the class names are None unless all tables have the same ones (then in the first's order).
     """
     first, *others = (names for names in classes if names is not None)
@@ -144,7 +144,7 @@ def _unify_classes(parts: list[list[Any]], classes: list[list[str] | None]) -> t
     unified = []
     for part, names in zip(parts, classes, strict=True):
         if names is not None:
-            # -1 is how the Hub marks a row without a label.
+            # The Hub marks a row without a label by -1.
             part = [None if value == -1 else value for value in ids_to_names(part, match_order(first, names) or names)]
         unified.append(part)
     same = only_ids and all(match_order(first, names) is not None for names in others)
@@ -152,5 +152,5 @@ def _unify_classes(parts: list[list[Any]], classes: list[list[str] | None]) -> t
 
 
 def _is_class_name(value: Any, names: list[str]) -> bool:
-    """Whether a label is the name of a class and not an id; in csv files ids are texts, too."""
+    """Whether a label is the name of a class and not an id; in csv files ids are also strings."""
     return isinstance(value, str) and (value.strip() in names or re.fullmatch(r"\s*(\d+(\.0)?)?\s*", value) is None)

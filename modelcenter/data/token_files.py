@@ -1,4 +1,4 @@
-"""Tokenised documents on disk, read by memory mapping: what pretraining reads.
+"""Tokenised documents on disk, memory-mapped for pretraining.
 
 A folder holds
     tokens.bin     the tokens of all documents end to end: uint16 where the vocabulary has at most 65,536 tokens, else
@@ -6,7 +6,7 @@ A folder holds
     offsets.bin    int64 (documents + 1,), little-endian: document i is tokens[offsets[i]:offsets[i + 1]]
     about.json     {format, version, dtype, documents, tokens, sha256: {file: hash},
                    tokenizer: {name, vocab_size, sha256}, eos: the token at the end of each document, or null, ...}
-It is complete or absent: the writer works in a folder beside it and renames that when all is on disk.
+It is complete or absent: the writer works in a temporary folder next to it, which it renames at the end.
 
 Megatron's pairs NAME.bin and NAME.idx are read as they are. The .idx is: "MMIDIDX\\0\\0", version (uint64, 1), type
 of a token (uint8: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16), number of sequences (uint64), number of
@@ -40,15 +40,15 @@ from modelcenter.data.cache import mapped, tokenizer_state
 FORMAT, VERSION = "modelcenter-tokens", 1
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-_ABANDONED = 3600  # seconds without a write after which another machine's folder is taken for a killed process's
-_SAMPLE = 1000  # documents whose ends are looked at
+_ABANDONED = 3600  # seconds without a write after which the process of another machine's folder counts as killed
+_SAMPLE = 1000  # documents whose ends are checked
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class TokenFile:
     """Documents of tokens in a file, mapped into memory.
 
-    tokens: (T,) of the file's integer type; offsets: int64 (n + 1,); about: its about.json, or the like.
+    tokens: (T,) of the file's integer type; offsets: int64 (n + 1,); about: its about.json, or an equivalent.
     """
 
     def __init__(self, path: Path, tokens: np.ndarray, offsets: np.ndarray, about: dict[str, Any]):
@@ -67,14 +67,14 @@ class TokenFile:
         return self.tokens[self.offsets[i] : self.offsets[i + 1]]
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON-able; changes when the data does."""
+        """JSON-serialisable; changes if the data change."""
         return {name: self.about.get(name) for name in ("documents", "tokens", "dtype", "sha256", "eos")}
 
     def check(self) -> None:
-        """Read the files and compare their hashes with those when they were written (Megatron's index: opened).
+        """Read the files and compare their hashes with those at writing (for Megatron's index: at opening).
 
         Raises:
-            ValueError: a file that has changed since it was written.
+            ValueError: a file has changed since then.
         """
         for name, expected in self.about.get("sha256", {}).items():
             file = self.path.with_name(name) if self.about["format"] == "megatron" else self.path / name
@@ -84,10 +84,10 @@ class TokenFile:
 
 
 def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
-    """Map a folder of tokens, or Megatron's pair by its .bin, its .idx or the name without either.
+    """Map a folder of tokens, or Megatron's pair given by its .bin, its .idx or the name without either.
 
     Raises:
-        ValueError: there is neither, or sizes and header do not agree.
+        ValueError: there is neither, or sizes and header do not match.
     """
     path = Path(expanduser(path))
     if (path / "about.json").is_file():
@@ -109,7 +109,7 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
 
 
 def is_tokens(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is one for `open_tokens`, if only to say what is missing."""
+    """Whether a path is meant for `open_tokens`, even if some of its files are missing."""
     path = Path(expanduser(path))
     if path.suffix in (".bin", ".idx") and path.is_file():
         return True
@@ -118,7 +118,7 @@ def is_tokens(path: str | os.PathLike[str]) -> bool:
 
 
 def check_tokenizer(file: TokenFile, tokenizer: Any) -> None:
-    """Raise ValueError if another tokenizer made the file. Megatron's pairs do not name theirs."""
+    """Raise ValueError if the file was written with another tokenizer. Megatron's pairs do not record theirs."""
     recorded = file.about.get("tokenizer")
     if recorded is None:
         return
@@ -131,7 +131,7 @@ def check_tokenizer(file: TokenFile, tokenizer: Any) -> None:
 
 
 def with_end(file: TokenFile, end: int | None) -> TokenFile:
-    """The file with `end` as its eos if it names none, but most of its first thousand documents end in it.
+    """The file with `end` as its eos if it records none, but most of its first thousand documents end in that token.
 
     Megatron writes such files with --append-eod. Otherwise each document would get a second end token.
     """
@@ -180,12 +180,12 @@ def _open_megatron(stem: Path, data: Path, index: Path) -> TokenFile:
         raise ValueError(f"{index}: version {version}, type code {code}; expected version 1 and one of {list(_DTYPES)}")
     dtype = np.dtype(_DTYPES[code])
     needed = _HEADER.size + 12 * sequences + 8 * bounds
-    if index.stat().st_size < needed:  # more is allowed: the modes of multimodal data come last
+    if index.stat().st_size < needed:  # more is allowed: multimodal data have modes at the end
         raise ValueError(f"{index}: {index.stat().st_size} bytes, its header promises {needed}; it is cut off")
     whole = mapped(lambda mode: np.memmap(index, np.uint8, mode))
     at = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
     lengths, pointers, documents = (whole[at[i] : at[i + 1]].view(kind) for i, kind in enumerate(("<i4", "<i8", "<i8")))
-    # Sequences lie end to end in such files, so that a document is one run of tokens; the pointers must agree.
+    # Sequences are contiguous in such files, so that a document is one run of tokens; check that the pointers agree.
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     if bool((pointers // dtype.itemsize != starts[:-1]).any()):
         raise ValueError(f"{index}: its sequences do not lie end to end in {data.name}; only such files can be read")
@@ -194,22 +194,22 @@ def _open_megatron(stem: Path, data: Path, index: Path) -> TokenFile:
     offsets = starts[documents]
     tokens = _map(data, dtype, int(starts[-1]))
     about = {"format": "megatron", "dtype": dtype.str, "documents": len(offsets) - 1, "tokens": len(tokens)}
-    # Hashing hundreds of gigabytes at each start is too much: the index alone, which changes when documents do.
+    # Hashing hundreds of gigabytes at each start takes too long; the index changes whenever documents do.
     about["sha256"] = {index.name: _sha256(index)}
     return TokenFile(stem, tokens, offsets, about)
 
 
 class TokenWriter:
-    """Writes a folder of tokens, document after document; use it in a `with` block.
+    """Writes a folder of tokens, document by document; use it in a `with` block.
 
-    It appears under its name when the block ends, and not at all if that ends in an error. Memory: one buffer.
+    The folder appears under its name when the block ends, and not at all after an error. Memory: one buffer.
 
-    path: the folder to make; it must not exist, or be empty.
-    vocab_size: decides the integer type. eos: the token with which the caller ends each document, for readers to know.
-    about: more fields of about.json.
+    path: the folder to create; it must not exist, or must be empty.
+    vocab_size: determines the integer type. eos: the token with which the caller ends each document, recorded for
+        readers. about: more fields of about.json.
 
     Raises:
-        ValueError: the folder exists already, or another process is writing it; a token that is not below vocab_size.
+        ValueError: the folder exists, or another process is writing it; a token is not below vocab_size.
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class TokenWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         self._work = self.path.parent / f".{self.path.name}-{_this_machine()}{secrets.token_hex(4)}"
-        begun = self._work.with_name(self._work.name + "-begun")  # to be found by others once it is locked
-        begun.mkdir()  # with the rights of any folder, unlike mkdtemp's
+        begun = self._work.with_name(self._work.name + "-begun")  # others find it only once it is locked
+        begun.mkdir()  # with default permissions, unlike mkdtemp's
         self._files = {name: (begun / name).open("wb") for name in ("tokens.bin", "offsets.bin")}
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._files["tokens.bin"], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
@@ -236,7 +236,7 @@ class TokenWriter:
         return self
 
     def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents of the given lengths, their tokens end to end in `ids`."""
+        """Append documents of the given lengths, whose tokens are concatenated in `ids`."""
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(
                 f"token {int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())} is not in a vocabulary of "
@@ -259,11 +259,11 @@ class TokenWriter:
                     os.fsync(file.fileno())
                 if kind is None:
                     self._write_about()
-                for file in self._files.values():  # last, as the lock ends with it
+                for file in self._files.values():  # last, because this releases the lock
                     file.close()
             if kind is None:
                 self._check_absent()
-                self._work.rename(self.path)  # over an empty folder, too
+                self._work.rename(self.path)  # also replaces an empty folder
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
 
@@ -272,18 +272,18 @@ class TokenWriter:
             raise ValueError(f"{self.path}: is there already; remove it, or name another folder")
 
     def _remove_abandoned(self) -> None:
-        """Remove what killed processes were writing to this path. Raises ValueError where one is writing still."""
+        """Remove the partial folders of killed processes for this path. Raises ValueError if one is still writing."""
         for tokens in self.path.parent.glob(f".{escape(self.path.name)}-{'[0-9a-f]' * 16}/tokens.bin"):
             work = tokens.parent
             try:
                 with tokens.open("r+b") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # On some network file systems the lock of another machine does not show here.
+                    # On some network file systems, locks of other machines are not visible.
                     if work.name[-16:-8] == _this_machine() or time.time() - tokens.stat().st_mtime > _ABANDONED:
                         shutil.rmtree(work, ignore_errors=True)
             except BlockingIOError:
                 raise ValueError(f"{self.path}: another process is writing it; name another folder") from None
-            except OSError:  # no locks, or another user's: nobody knows whether it is abandoned
+            except OSError:  # no locks, or another user's: unknown whether it is abandoned
                 continue
 
     def _write_about(self) -> None:
@@ -306,7 +306,7 @@ class TokenWriter:
 
 @functools.cache
 def _this_machine() -> str:
-    """8 digits that tell one running kernel, whose locks hold among its processes on any file system, from others."""
+    """8 digits that identify the running kernel, among whose processes locks work on any file system."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

@@ -1,1 +1,1 @@
-"""Rows of tokens into packed batches: what goes into a batch, and how it is laid out."""
+"""From rows of tokens to packed batches: choosing the rows of a batch, and concatenating them."""

@@ -1,4 +1,4 @@
-"""Rows to the packed batches that models take: no padding at all."""
+"""From rows to the packed batches of models, without padding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from modelcenter.data.tokenization.tokenize import Tokens
 
 
 def pack(tokens: Tokens, rows: np.ndarray, labels: np.ndarray | None = None) -> dict[str, torch.Tensor | int]:
-    """Lay rows end to end.
+    """Concatenate rows.
 
-    Returns input_ids (1, T) int64, token_type_ids (1, T) int64 where the data has them, cu_seqlens (n+1,) int32,
-    max_seqlen (int: known here, so that no device is asked for it), labels = labels[rows] if given.
+    Returns input_ids (1, T) int64, token_type_ids (1, T) int64 if the data have them, cu_seqlens (n+1,) int32,
+    max_seqlen (int, computed on the host so that no device is read), labels = labels[rows] if given.
     """
     starts, ends = tokens.offsets[rows], tokens.offsets[rows + 1]
     bounds = np.concatenate(([0], np.cumsum(ends - starts))).astype(np.int32)
@@ -34,14 +34,14 @@ def pack(tokens: Tokens, rows: np.ndarray, labels: np.ndarray | None = None) -> 
 def pack_pairs(
     sources: Tokens, targets: Tokens, rows: np.ndarray, target_rows: np.ndarray | None = None
 ) -> dict[str, torch.Tensor | int]:
-    """Lay both sides of rows end to end, for an encoder-decoder. target_rows: those of the targets, where they differ.
+    """Concatenate both sides of rows, for an encoder-decoder. target_rows: those of the targets, if they differ.
 
     Returns input_ids (1, S), cu_seqlens and max_seqlen of the sources, labels (1, T), decoder_cu_seqlens and
-    decoder_max_seqlen of the targets. The model makes the decoder's inputs: the labels of each row, moved one place to
-    the right.
+    decoder_max_seqlen of the targets. The model derives the decoder's inputs: the labels of each row, shifted right by
+    one.
     """
     source, target = pack(sources, rows), pack(targets, rows if target_rows is None else target_rows)
-    source.pop("token_type_ids", None)  # these models take none
+    source.pop("token_type_ids", None)  # encoder-decoders take none
     sides = {f"decoder_{name}": target[name] for name in ("cu_seqlens", "max_seqlen")}
     return {**source, **sides, "labels": target["input_ids"]}
 
@@ -56,10 +56,10 @@ def _lay_out(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> torch.Te
 
 
 def pack_documents(rows: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tensor | int]:
-    """Rows for a causal language model, each of one or more pieces of documents, laid end to end.
+    """Concatenate rows for a causal language model, each with one or more pieces of documents.
 
-    Returns input_ids (1, T) int64, cu_seqlens (pieces+1,) int32, max_seqlen, labels (1, T): the ids themselves, as the
-    shift is the model's. Each piece is a sequence of its own, so attention, positions and the shift restart at it.
+    Returns input_ids (1, T) int64, cu_seqlens (pieces+1,) int32, max_seqlen, labels (1, T): the ids, which the model
+    shifts. Each piece is a separate sequence, so attention, positions and the shift restart there.
     """
     pieces = [piece for row in rows for piece in row]
     lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
@@ -71,14 +71,14 @@ def pack_documents(rows: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tens
 
 
 def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One packed batch of several, their rows one after the other.
+    """Merge packed batches into one, with their rows in order.
 
-    Tensors of tokens (1, T) join along the tokens, others along the rows; `cu_seqlens` (of either side) continue each
-    other, and the greatest `max_seqlen` is kept. `num_choices`, a number for all rows or a tensor with one for each,
-    stays a number if it is the same in all. A batch without rows adds nothing.
+    Tensors of tokens (1, T) are concatenated along the tokens, others along the rows; `cu_seqlens` (of either side)
+    continue each other, and the largest `max_seqlen` is kept. `num_choices`, a number for all rows or a tensor with one
+    for each, stays a number if it is the same in all. A batch without rows adds nothing.
 
     Raises:
-        ValueError: batches with different entries.
+        ValueError: the batches have different entries.
     """
     if len(batches) == 1:
         return batches[0]
@@ -104,7 +104,7 @@ def merge(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_num_choices(batches: Sequence[dict[str, Any]]) -> int | torch.Tensor:
-    """num_choices of batches laid end to end."""
+    """num_choices of merged batches."""
     choices = [(batch["num_choices"], len(batch["cu_seqlens"]) - 1) for batch in batches]
     numbers = {number for number, _ in choices if isinstance(number, int)}
     if len(numbers) == 1 and all(isinstance(number, int) for number, _ in choices):
@@ -120,5 +120,5 @@ def _is_per_token(value: torch.Tensor, batch: dict[str, Any]) -> bool:
 
 
 def pack_tokens(flat: np.ndarray, tokens: Tokens, rows: np.ndarray) -> torch.Tensor:
-    """(1, T) int64: the values of the rows' tokens, laid end to end as `pack` lays the tokens; flat: one for each."""
+    """(1, T) int64: values of the rows' tokens, concatenated as the tokens in `pack`. flat: one value per token."""
     return _lay_out(flat, tokens.offsets[rows], tokens.offsets[rows + 1])

@@ -1,4 +1,4 @@
-"""Several data sets as one, each with its share of the rows of an epoch."""
+"""Mixtures of data sets, each with its share of the rows of an epoch."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ class Draw:
 class Mixture:
     """Rows of several data sets, each with its share of every epoch; itself such a data set.
 
-    Its rows are those of the parts end to end, and `draw` gives those of an epoch: pass it to `EpochBatches` or
+    Its rows are the concatenated rows of the parts, and `draw` returns those of an epoch: pass it to `EpochBatches` or
     `TokenBatches` as `draw`.
 
-    An epoch has `rows` rows, by default as many as the parts have together. A part has its share of them, whole rows,
-    in each epoch. It goes through its own rows in a random order, all of them before any comes again, continuing where
-    the last epoch ended: a part whose share is twice its size is seen twice per epoch, one with half its size every two
-    epochs. Which rows an epoch has depends on (sizes, weights, rows, seed, epoch) alone.
+    An epoch has `rows` rows, by default as many as the parts have together. Each part has its share of them, rounded to
+    whole rows. It goes through its own rows in random order, all of them before any is repeated, continuing where the
+    last epoch ended: a part whose share is twice its size is used twice per epoch, one with half its size every two
+    epochs. The rows of an epoch depend only on (sizes, weights, rows, seed, epoch).
 
     parts: (examples, weight) pairs; only the ratio of weights counts. See `weights_by_size`.
 
     Raises:
-        ValueError: no parts, an empty one, a weight that is not positive, so few rows that a part would have none.
+        ValueError: there are no parts, one is empty, a weight is not positive, or a part's share has no rows.
     """
 
     def __init__(self, parts: Sequence[tuple[Examples, float]], seed: int, rows: int | None = None):

@@ -1,4 +1,4 @@
-"""Rows into parts of at most a given number of tokens, nearly full, by best fit."""
+"""Packing rows by best fit into parts of at most a given number of tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def pack_rows(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lay rows into parts of at most `size` tokens, each row into the fullest part that still takes it.
+    """Pack rows into parts of at most `size` tokens, each row into the fullest part with room for it.
 
-    Long rows go first, longest first, as nothing else would leave room for them; the others in the order given, so that
-    a part holds a mix of lengths where that order is random.
+    Long rows come first, longest first, because later there would be no room for them; the others follow in the given
+    order, so that parts mix lengths if that order is random.
 
     lengths: int (n,), all at most `size`. Returns (order, ends): part p holds the rows order[ends[p-1]:ends[p]].
     """
@@ -26,10 +26,10 @@ _LONG = 8  # a row is long if it takes more than this fraction of a part, 1 / 8
 
 
 class BestFit:
-    """Rows into parts of `size` tokens one by one, each into the fullest that takes it; at most `most` parts.
+    """Packs rows one by one into parts of `size` tokens, each into the fullest with room for it; at most `most` parts.
 
-    Open parts are kept by the room left in them; bit r of `rooms` says that a part with room r is open, so the least
-    room that suffices is the lowest bit from a length on: constant time for a given size.
+    Open parts are indexed by the room left in them; bit r of `rooms` says that a part with room r is open, so the least
+    sufficient room is the lowest set bit from a length on: constant time for a given size.
     """
 
     def __init__(self, size: int, most: int | None = None):
@@ -38,7 +38,7 @@ class BestFit:
         self._rooms = 0
 
     def place(self, lengths: list[int]) -> list[int]:
-        """The part of each row of at most `size` tokens, in the order given; -1 where none has room."""
+        """The part of each row of at most `size` tokens, in the given order; -1 if none has room."""
         open_parts, rooms, parts, placed = self._open, self._rooms, self.parts, []
         for length in lengths:
             above = rooms >> length
@@ -71,12 +71,12 @@ class BestFit:
 
 
 def cut(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Cut rows, in their order, into the fewest runs of at most `size` tokens; returns where each run ends.
+    """Split rows, in order, into the fewest runs of at most `size` tokens; returns the end of each run.
 
-    Rows that were laid end to end by `pack_rows` come out in no more parts than they went in.
+    Rows in the order of `pack_rows` are split into no more runs than parts there.
 
     Raises:
-        ValueError: a row longer than `size`.
+        ValueError: a row is longer than `size`.
     """
     if len(lengths) and int(lengths.max()) > size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Items made ahead of time by a thread."""
+"""Computing items ahead of time in a thread."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """The items of an iterable, in order, up to `depth` of them made before they are needed.
+    """The items of an iterable, in order, with up to `depth` of them computed ahead.
 
-    One thread makes them, so nothing but their time depends on it; numpy, tokenizers and PyTorch let it run beside a
-    step. An error of the iterable is raised where its item would have come. Leaving a loop early: `close`, or a `with`
-    block, ends the thread before its next item.
+    A single thread computes them, so the items do not depend on it; numpy, tokenizers and PyTorch release the GIL, so
+    it runs in parallel with a step. An error of the iterable is raised in place of its item. After leaving a loop
+    early, `close`, or a `with` block, ends the thread before its next item.
 
     Raises:
         ValueError: depth is less than 1.
@@ -45,7 +45,7 @@ class Prefetch(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread and drop what it has made. Waits for the item in progress."""
+        """End the thread and drop its items. Waits for the item in progress."""
         self._ended = True
         self._closed.set()
         while self._thread.is_alive():
@@ -70,7 +70,7 @@ class Prefetch(Generic[T]):
                     break
             else:
                 self._put("end", None)
-        except BaseException as error:  # whatever it is, the thread that asks must see it, or it waits for ever
+        except BaseException as error:  # the consumer must get any error, or it would wait forever
             self._put("error", error)
         finally:
             if isinstance(iterator, Generator):  # its `finally` blocks run here, in the thread that ran it

@@ -1,1 +1,1 @@
-"""Rows to token ids, each way of tokenising with its entry in the token cache."""
+"""From rows to token ids, with an entry in the token cache for each way of tokenising."""

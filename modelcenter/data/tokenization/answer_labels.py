@@ -1,4 +1,4 @@
-"""Conversations to tokens and labels: only answers are trained on."""
+"""From conversations to tokens and labels, with labels for answers only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _CHECKED = 32  # rows whose {% generation %} marks are checked
 class LabelledTokens:
     """Rows with a label for each token.
 
-    tokens: of the rows that were kept; its `truncated` counts those that were cut. labels: int32 (T,), the token where
-    it is trained on, else -100. rows: int64 (n,), the numbers of the kept rows among those given. unanswered,
-    unfitting: int64, rows left out because they have no answer, or none of it within max_length (with too_long "drop":
-    because they are longer). stops: tokens that end the answers. cut: bool (n,), which of the kept rows were cut; None:
-    none.
+    tokens: of the kept rows; its `truncated` counts the truncated ones. labels: int32 (T,), the token if it is trained
+    on, else -100. rows: int64 (n,), the numbers of the kept rows among the given ones. unanswered, unfitting: int64,
+    rows left out because they have no answer, or no part of it within max_length (with too_long "drop": because they
+    are longer). stops: tokens that end the answers. cut: bool (n,), which of the kept rows were truncated; None: none.
     """
 
     tokens: Tokens
@@ -51,21 +50,21 @@ def label_conversations(
     too_long: str = "cut",
     train_on: str = "all",
 ) -> LabelledTokens:
-    """Tokens and labels of conversations, or of plain texts, all of which is trained on; kept in the cache.
+    """Tokens and labels of conversations, or of plain texts, which are trained on as a whole; cached.
 
     Args:
-        where: the place of a row, for errors. max_length: tokens of a row. too_long: what to do with longer rows:
-            "cut" them from the right, "drop" them, or raise an "error". train_on: "all" answers, or the "last" of each
-            row.
+        where: the location of a row, for messages. max_length: maximum tokens of a row. too_long: what to do with
+            longer rows: "cut" them from the right, "drop" them, or raise an "error". train_on: "all" answers, or the
+            "last" of each row.
 
     Raises:
-        ValueError: a row that the template cannot render, or in which its answers cannot be found; one that is too long
-            (with "error"); no row with an answer.
+        ValueError: the template cannot render a row, or answers cannot be found in it; a row is too long (with
+            "error"); no row has an answer.
     """
     plain = bool(rows) and isinstance(rows[0], str)
     how = [plain, template.text, template.text_with_tools, template.prefix, max_length, too_long, train_on]
     about = json.dumps([*how, special_tokens(template.tokenizer), sorted(template.special_words)])
-    # The order of fields is part of a row: templates write calls and tools as they come.
+    # The order of fields matters: templates write calls and tools in that order.
     texts = [row if isinstance(row, str) else json.dumps(row, default=str) for row in rows]
     key = ["conversations", _VERSION, about, tokenizer_state(template.tokenizer), texts]
     arrays = cached(key, lambda: _label(template, rows, where, max_length, too_long, train_on, plain))
@@ -88,7 +87,7 @@ def label_conversations(
 
 @dataclass(frozen=True)
 class _Row:
-    """A row that is kept. number: among the rows given. stops: the tokens that end its answers."""
+    """A kept row. number: among the given rows. stops: the tokens that end its answers."""
 
     number: int
     ids: np.ndarray
@@ -98,7 +97,7 @@ class _Row:
 
     @classmethod
     def of(cls, number: int, prefix: Sequence[int], tokens: list[int], answers: list[tuple[int, int]]) -> _Row:
-        """prefix: tokens before all others; answers: where they are among `tokens`."""
+        """prefix: tokens before all others; answers: their ranges in `tokens`."""
         ids = np.array([*prefix, *tokens], np.int32)
         labels = np.full(len(ids), IGNORED, np.int32)
         for start, end in ((start + len(prefix), end + len(prefix)) for start, end in answers):
@@ -107,7 +106,7 @@ class _Row:
 
     @property
     def has_answer(self) -> bool:
-        """Whether something is trained on; the first token never is, as nothing predicts it."""
+        """Whether any token is trained on; the first one never is, because nothing predicts it."""
         return bool((self.labels[1:] != IGNORED).any())
 
     def cut_to(self, length: int) -> _Row:
@@ -175,7 +174,7 @@ def _render(template: ChatTemplate, row: Any, train_on: str, where: Callable[[in
 
 
 def _naming_row(where: Callable[[int], str], row: int, function: Callable[[], Any]) -> Any:
-    """What a function returns; its ValueError names the row."""
+    """Call a function, adding the row to its ValueError."""
     try:
         return function()
     except ValueError as error:

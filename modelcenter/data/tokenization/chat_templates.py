@@ -1,8 +1,8 @@
 """Conversations as text and tokens, by the tokenizer's chat template or a plain layout, and which parts are answers.
 
-Answers are found by differences: a conversation up to an answer, rendered with the template's generation prompt, is
-what the model sees when it is to answer; what the whole rendering has after it, up to the token that ends the turn, is
-what the model is to write.
+Answers are found by differences: a conversation up to an answer, rendered with the template's generation prompt, is the
+model's input at inference; the text after it in the whole rendering, up to the token that ends the turn, is the answer
+to learn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYOUTS = {
     "plain": "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}",
     "none": "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}",
 }
-_PLACEHOLDER = "\u2e281f3e9\u2e29"  # a content that no message has: shows where a template puts the content
+_PLACEHOLDER = "\u2e281f3e9\u2e29"  # occurs in no message, so it shows where a template puts the content
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Rendered:
 class ChatTemplate:
     """How conversations become text and tokens with one tokenizer.
 
-    name: "chat", "plain", "none" or the Jinja file. text, text_with_tools: the template itself, and the one for
-    conversations with tools. prefix: tokens before the rendered text. special_words: the special tokens, as text.
+    name: "chat", "plain", "none" or the Jinja file. text, text_with_tools: the template, and the one for conversations
+    with tools. prefix: tokens before the rendered text. special_words: the special tokens, as text.
     """
 
     def __init__(self, tokenizer: Any, choice: str = "auto"):
         """choice: "chat", "plain", "none" or a Jinja file, which becomes the tokenizer's chat template. "auto":
-        "chat" where the tokenizer has a chat template, else "plain".
+        "chat" if the tokenizer has a chat template, else "plain".
 
         Raises:
-            ValueError: no such template, a tokenizer without the one that is asked for, or without an end token.
+            ValueError: the template does not exist, or the tokenizer lacks it or an end token.
         """
         self.tokenizer = tokenizer
         own: Any = getattr(tokenizer, "chat_template", None)
@@ -68,16 +68,16 @@ class ChatTemplate:
         self.text_with_tools: str = with_tools if self.name == "chat" and with_tools else self.text
         if tokenizer.eos_token_id is None:
             raise ValueError("tokenizer: it has no end token (eos_token), so no answer could end; give one that has")
-        # A template writes the tokens at the start itself; before a plain layout they are those of the tokenizer.
+        # A template writes the tokens at the start itself; a plain layout gets the tokenizer's.
         self.prefix = list(SpecialTokens.of(tokenizer).before) if self.name in LAYOUTS else []
-        self._added_words = set(tokenizer.get_added_vocab())  # no token reaches over the boundary of one of these
+        self._added_words = set(tokenizer.get_added_vocab())  # no token crosses the boundary of one of these
         self.special_words = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special_words.update(tokenizer.all_special_tokens)
         words = (word for word in self._added_words | self.special_words if word.strip())
         self._end_words = sorted(words, key=len, reverse=True)
 
     def render(self, turns: Conversation, prompt: bool = False) -> str:
-        """The text of some turns; prompt: with what the template writes before an answer."""
+        """The text of some turns. prompt: add what the template writes before an answer."""
         try:
             return self._apply(turns, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:
@@ -97,16 +97,16 @@ class ChatTemplate:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether it writes the tools that a conversation may call."""
+        """Whether the template writes the tools that a conversation may call."""
         return re.search(r"\btools\b", self.text_with_tools) is not None
 
     def prompt(self, turns: Conversation) -> np.ndarray:
-        """Tokens, int64 (n,), that a model is given to answer: those of all turns except an answer at the end."""
+        """The tokens, int64 (n,), of the prompt for an answer: all turns except an answer at the end."""
         return np.array([*self.prefix, *self._encode([self.render(_asked(turns), prompt=True)])[0]], np.int64)
 
     def context_length(self, turns: Conversation, train_on: str = "all") -> int:
-        """How many tokens of `prompt` come before the first answer that would be trained on; all, if none would be.
-        train_on: as of render_answers."""
+        """The number of tokens of `prompt` before the first answer that would be trained on; all, if none would be.
+        train_on: as in render_answers."""
         asked = _asked(turns)
         earlier = enumerate(asked) if train_on == "all" else ()
         first = next((i for i, turn in earlier if turn["role"] == "assistant" and _is_trained(turn)), len(asked))
@@ -114,16 +114,16 @@ class ChatTemplate:
         return len(self.prefix) + len(self._encode([before])[0])
 
     def text_prompt(self, text: str) -> np.ndarray:
-        """Tokens, int64 (n,), of a plain text to continue."""
+        """The tokens, int64 (n,), of a plain text to continue."""
         return np.array([*SpecialTokens.of(self.tokenizer).before, *self._encode([text])[0]], np.int64)
 
     def render_answers(self, turns: Conversation, train_on: str = "all") -> Rendered:
-        """The text of a conversation and its answers: all that are not marked "weight": 0, or the last one. A turn that
-        says nothing is no answer.
+        """The text of a conversation and its answers: all that are not marked "weight": 0, or the last one. An empty
+        turn is not an answer.
 
         Raises:
-            ValueError: the template renders earlier turns differently once others follow, so that the beginning of an
-                answer is unknown; or an answer that no special token ends.
+            ValueError: the template renders earlier turns differently if others follow, so that the start of an answer
+                is unknown; or no special token ends an answer.
         """
         whole = self.render(turns)
         places = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -145,13 +145,13 @@ class ChatTemplate:
         return Rendered(whole, answers)
 
     def _opening(self, whole: str, first: dict[str, Any]) -> str:
-        """What comes before the answer that a conversation begins with: many templates cannot render zero turns."""
+        """The text before an answer at the start of a conversation: many templates cannot render zero turns."""
         tools = {TOOLS: first[TOOLS]} if TOOLS in first else {}
         opening = self.render([{"role": "assistant", "content": _PLACEHOLDER, **tools}]).partition(_PLACEHOLDER)[0]
         return opening if whole.startswith(opening) else ""
 
     def _answer_end(self, turns: Conversation, i: int, whole: str, start: int) -> int:
-        """Where the answer in turn i ends: after the special token that ends it."""
+        """The end of the answer in turn i: after the special token that ends it."""
         upto = whole if i + 1 == len(turns) else self.render(turns[: i + 1])
         end = len(upto.rstrip())
         if not whole.startswith(upto):
@@ -160,7 +160,7 @@ class ChatTemplate:
                 return self._end_once_followed(turns, i, upto, whole, start)
             end = shared
         stop, content = self._end_word(whole[start:end]), turns[i]["content"].rstrip()
-        # A word of --add_tokens ends an answer where the template puts it, not where the content happens to end in it.
+        # A token of --add_tokens ends an answer only if the template wrote it, not if the content ends with it.
         in_content = stop not in self.special_words and content.endswith(stop) and whole[:end].endswith(content)
         if stop == "" or in_content:
             raise ValueError(
@@ -170,8 +170,8 @@ class ChatTemplate:
         return end
 
     def _end_of_shared(self, upto: str, whole: str, start: int) -> int | None:
-        """Where an answer ends of templates that write another special token behind it if it is the last, as Phi's end
-        a conversation. None: the conversation up to it begins in another way than the whole."""
+        """The end of an answer if the template writes another special token after the last one, as Phi's template ends
+        a conversation. None: the conversation up to it and the whole begin differently."""
         text = upto.rstrip()
         while word := self._end_word(text):
             text = text.removesuffix(word).rstrip()
@@ -180,11 +180,10 @@ class ChatTemplate:
         return None
 
     def _end_once_followed(self, turns: Conversation, i: int, upto: str, whole: str, start: int) -> int:
-        """Where an answer ends of templates that render it differently once a question follows. The token that ends it
-        is the same."""
+        """The end of an answer if the template renders it differently before a question, with the same end token."""
         stop = self._end_word(upto)
         at = whole.find(stop, start) if stop else -1
-        # Unless that stands at the end of the conversation alone, after the turns that follow.
+        # Unless that token is only at the end of the conversation, after the turns that follow.
         followed = self.render([*turns[: i + 1], {**turns[i + 1], "content": _PLACEHOLDER}])
         if at < 0 or stop not in followed[start:].partition(_PLACEHOLDER)[0]:
             raise ValueError(
@@ -195,7 +194,7 @@ class ChatTemplate:
         return at + len(stop)
 
     def _end_word(self, text: str) -> str:
-        """The special token that a text ends with, white space aside; "" if there is none."""
+        """The special token at the end of a text, ignoring white space; "" if there is none."""
         text = text.rstrip()
         return next((word for word in self._end_words if text.endswith(word)), "")
 
@@ -205,8 +204,8 @@ class ChatTemplate:
     def tokenize(self, rendered: Sequence[Rendered]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """(tokens, answers as ranges of tokens) of each text.
 
-        The text before an answer has the tokens that it has by itself, as when the model is to answer: where a token
-        would reach over the boundary, or the boundary changes the tokens before it, the parts are tokenised separately.
+        The text before an answer has the same tokens as a prompt at inference: if a token would cross the boundary, or
+        the boundary changes the tokens before it, the parts are tokenised separately.
         """
         cuts = [self._part_starts(r) for r in rendered]
         parts = [
@@ -233,8 +232,8 @@ class ChatTemplate:
         return tokenized
 
     def _part_starts(self, r: Rendered) -> list[int]:
-        """From where the text before each answer, and after the last, is tokenised: from the token that ends the
-        previous answer if no other token reaches over that one, else from the beginning of the text, 0."""
+        """The start of the part to tokenise before each answer, and after the last: the token that ends the previous
+        answer if no other token crosses it, else the start of the text, 0."""
         stops = [self._end_word(r.text[start:end]) for start, end in r.answers]
         ends = zip(r.answers, stops, strict=True)
         return [0, *(end - len(stop) if stop in self._added_words else 0 for (_, end), stop in ends)]
@@ -244,8 +243,8 @@ class ChatTemplate:
         places, last = [], 0
 
         def between(cut: int, end: int) -> list[int]:
-            """Tokens of the text from `last` on. Some tokenizers put a space before a text, but none after the token
-            that ended an answer."""
+            """The tokens of the text from `last` on. Some tokenizers put a space before a text, but not after the end
+            token of an answer."""
             return self._encode([r.text[cut:end]])[0][1:] if cut else self._encode([r.text[last:end]])[0]
 
         for (start, end), cut in zip(r.answers, cuts, strict=False):
@@ -257,12 +256,11 @@ class ChatTemplate:
 
     @property
     def has_generation_marks(self) -> bool:
-        """Whether the template itself marks the answers, in a way that can be read."""
+        """Whether the template itself marks the answers, in a readable way."""
         return self.tokenizer.is_fast and re.search(r"\{%-?\s*generation\b", self.text) is not None
 
     def check_generation_marks(self, turns: Conversation, ids: list[int], answers: list[tuple[int, int]]) -> None:
-        """Raise ValueError where the template's own {% generation %} marks differ from the answers, white space
-        aside."""
+        """Raise ValueError if the template's own {% generation %} marks differ from the answers, white space aside."""
         out = self._apply(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         marked = {i for i, mark in enumerate(out["assistant_masks"]) if mark}
         answered = {i for start, end in answers for i in range(start, end)}
@@ -277,7 +275,7 @@ class ChatTemplate:
 
 
 def _asked(turns: Conversation) -> Conversation:
-    """All turns except an answer at the end. Raises ValueError: there are none."""
+    """All turns except an answer at the end. Raises ValueError if there are none."""
     asked = turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
     if not asked:
         raise ValueError("the conversation has nothing to answer")
@@ -290,7 +288,7 @@ def _is_trained(turn: dict[str, Any]) -> bool:
 
 
 def _is_silent(turn: dict[str, Any]) -> bool:
-    """Whether a turn has neither a text nor anything else that a template could write, such as tool calls."""
+    """Whether a turn has neither text nor anything else for a template to write, such as tool calls."""
     others = turn.keys() - {"role", "content", "weight", "name", TOOLS}
     return not turn["content"].strip() and not any(turn[name] for name in others)
 

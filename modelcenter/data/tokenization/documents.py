@@ -1,4 +1,4 @@
-"""Whole documents to tokens, as pretraining reads them: no special tokens except one after each."""
+"""From whole documents to tokens for pretraining, without special tokens except one after each document."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def end_token(tokenizer: Any) -> int:
 
 
 class DocumentEncoder:
-    """Texts to (tokens end to end, length of each), with `end` after each text that has tokens, and no other special
-    tokens. tokenizer: a slow transformers tokenizer, or the Rust part of a fast one."""
+    """Encodes texts to (concatenated tokens, length of each), with `end` after each text that has tokens, and no other
+    special tokens. tokenizer: a slow transformers tokenizer, or the Rust part of a fast one."""
 
     def __init__(self, tokenizer: Any, end: int | None, split_special: bool = False):
         self.tokenizer, self.end, self.split_special = tokenizer, end, split_special
@@ -28,8 +28,8 @@ class DocumentEncoder:
 
     @classmethod
     def of(cls, tokenizer: Any, end: int | None) -> DocumentEncoder:
-        """With a copy of the tokenizer's Rust part, which neither truncates nor pads, and which workers can unpickle
-        without importing transformers."""
+        """An encoder with a copy of the tokenizer's Rust part, without truncation and padding, which workers can
+        unpickle without importing transformers."""
         if not tokenizer.is_fast:
             return cls(tokenizer, end)
         backend = tokenizer.backend_tokenizer
@@ -38,7 +38,7 @@ class DocumentEncoder:
         return cls(copy, end, backend.encode_special_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew in a worker, as encode_special_tokens is not part of a pickled tokenizer."""
+        """Rebuild the encoder in a worker, because encode_special_tokens is not part of a pickled tokenizer."""
         return type(self), (self.tokenizer, self.end, self.split_special)
 
     def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

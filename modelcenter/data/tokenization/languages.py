@@ -1,5 +1,5 @@
-"""The languages of multilingual tokenizers: those of mBART, mBART-50, M2M100 and NLLB mark each text by the token of
-its language, which stands before it or behind it.
+"""The languages of multilingual tokenizers: those of mBART, mBART-50, M2M100 and NLLB mark each text by a token of its
+language before or after it.
 """
 
 import re
@@ -11,10 +11,9 @@ _CODE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]+")  # en_XX, eng_Latn
 
 
 def language_tokens(tokenizer: Any) -> dict[str, int]:
-    """{language: its token}; empty for a tokenizer that marks no text by its language.
+    """{language: its token}; empty for a tokenizer without language tokens.
 
-    Some tokenizers list their languages; NLLB's are its special tokens that look like one, as are those that somebody
-    added.
+    Some tokenizers list their languages; NLLB's are the special tokens that look like one, including added ones.
     """
     if not hasattr(tokenizer, "set_tgt_lang_special_tokens"):
         return {}
@@ -26,7 +25,7 @@ def language_tokens(tokenizer: Any) -> dict[str, int]:
 
 @contextmanager
 def writing_targets(tokenizer: Any) -> Iterator[None]:
-    """A multilingual tokenizer marks texts as targets; others stay as they are."""
+    """Make a multilingual tokenizer mark texts as targets; others are not changed."""
     if not language_tokens(tokenizer):
         yield
         return
@@ -38,7 +37,7 @@ def writing_targets(tokenizer: Any) -> Iterator[None]:
 
 
 def target_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that stand before a target, and those behind it, of which one ends it."""
+    """The tokens before a target and those after it, one of which ends it."""
     if not language_tokens(tokenizer):
         return [], [tokenizer.eos_token_id]
     with writing_targets(tokenizer):

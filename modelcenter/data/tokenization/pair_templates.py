@@ -1,8 +1,8 @@
 """Templates by which a decoder reads a query and a text: chat templates for messages of the roles "query" and
 "document", and perhaps "system", an instruction. sentence-transformers renders pairs by the same ones from 5.4 on.
 
-A text that is too long loses its end, and what the template writes after it stays: the last token is the one that is
-judged by.
+A text that is too long is truncated, but what the template writes after it is kept, because the score is read at the
+last token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 
 @dataclass(frozen=True)
 class PublishedTemplate:
-    """How published rerankers write a pair, and the words that they answer with: for yes, and perhaps for no."""
+    """How a published reranker writes a pair, and its answer words: for yes, and optionally for no."""
 
     text: str
     words: tuple[str, ...]
@@ -38,7 +38,7 @@ def _template(instruction: str, *parts: str) -> str:
     return messages + "".join(f"{{{{- {value} -}}}}\n" for value in written)
 
 
-# Of the cards of Qwen/Qwen3-Reranker-0.6B and BAAI/bge-reranker-v2-gemma.
+# From the model cards of Qwen/Qwen3-Reranker-0.6B and BAAI/bge-reranker-v2-gemma.
 PUBLISHED = {
     "qwen3": PublishedTemplate(
         _template(
@@ -72,10 +72,10 @@ PUBLISHED = {
 
 
 def template_text(choice: str) -> str:
-    """The template of a name of PUBLISHED, or in a Jinja file.
+    """The template with a name in PUBLISHED, or in a Jinja file.
 
     Raises:
-        ValueError: neither.
+        ValueError: it is neither.
     """
     if choice in PUBLISHED:
         return PUBLISHED[choice].text
@@ -91,18 +91,18 @@ def template_text(choice: str) -> str:
 
 
 class PairTemplate:
-    """The template for pairs of a tokenizer.
+    """A tokenizer's template for pairs.
 
     Attributes:
         ending: int32, the tokens that it writes after each pair.
-        shortest: tokens of a pair of empty texts.
+        shortest: the number of tokens in a pair of empty texts.
     """
 
     def __init__(self, tokenizer: Any):
-        """Raises ValueError: a template that does not write both texts, or ends in padding."""
+        """Raises ValueError if the template does not write both texts, or ends in padding."""
         self.tokenizer, self._structured = tokenizer, False
         if not self._writes_both():
-            self._structured = True  # of models that read images too: the content is a list of parts
+            self._structured = True  # templates of multimodal models take the content as a list of parts
             if not self._writes_both():
                 raise ValueError(
                     "pair_template: the template does not write the content of the messages of the roles 'query' and "
@@ -128,7 +128,7 @@ class PairTemplate:
         ).ids
 
     def render(self, query: str, text: str) -> str:
-        """The text of a pair. Raises ValueError: the template is no Jinja, or cannot be applied."""
+        """The text of a pair. Raises ValueError if the template is not valid Jinja, or cannot be applied."""
         contents: list[Any] = [query, text]
         if self._structured:
             contents = [[{"type": "text", "text": content}] for content in contents]

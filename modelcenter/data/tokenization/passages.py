@@ -1,4 +1,4 @@
-"""Questions and their contexts to tokens: long contexts become windows that overlap, each after the whole question."""
+"""From questions and contexts to tokens: long contexts become overlapping windows, each after the whole question."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _VERSION = 1  # part of the cache's key: raise it when the way of tokenising cha
 class TokenizedPassages:
     """Questions with windows of their contexts.
 
-    tokens: of the windows. owner: int64 (windows,), the question of each, ascending. inside: int32 (windows, 2), where
-    the context's tokens begin and end in the window. chars: int32 (T, 2), the characters of the context that a token
-    stands for (0, 0 outside it).
+    tokens: of the windows. owner: int64 (windows,), the question of each, ascending. inside: int32 (windows, 2), the
+    range of the context's tokens in the window. chars: int32 (T, 2), the characters of the context in each token (0, 0
+    outside it).
     """
 
     tokens: Tokens
@@ -46,7 +46,7 @@ class _Sizes(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A question with a part of its context: ids, type ids and characters of each token; where the context is."""
+    """A question with a part of its context: ids, type ids and characters of each token, and the context's range."""
 
     ids: np.ndarray
     type_ids: np.ndarray
@@ -68,12 +68,12 @@ def tokenize_passages(
     """Tokenise questions with their contexts, or read them from the cache.
 
     Args:
-        max_length: tokens of a window, the question and special tokens included. doc_stride: tokens of the context that
-            neighbouring windows share. max_question_length: longer questions are cut to so many tokens.
+        max_length: tokens of a window, including the question and special tokens. doc_stride: tokens of the context
+            that adjacent windows share. max_question_length: longer questions are truncated to this many tokens.
 
     Raises:
-        ValueError: a tokenizer that does not know which characters its tokens stand for; a context without tokens;
-            windows without room for more than doc_stride tokens of context.
+        ValueError: the tokenizer does not map tokens to characters; a context has no tokens; windows have no room for
+            more than doc_stride tokens of context.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -119,7 +119,7 @@ def _tokenize(
 def _windows(encoding: Any, side: np.ndarray, sizes: _Sizes, where: Callable[[], str]) -> list[_Window]:
     """The windows of one question; side: 0 for the question's tokens, 1 for the context's, -1 for special tokens."""
     question, context = np.nonzero(side == 0)[0], np.nonzero(side == 1)[0]
-    # Everything before the context except what is too long of the question; and everything after the context.
+    # Everything before the context, without the excess of the question, and everything after the context.
     before = np.delete(np.arange(context[0]), question[sizes.max_question_length :])
     after = np.arange(context[-1] + 1, len(side))
     room = sizes.max_length - len(before) - len(after)
@@ -146,15 +146,15 @@ def _windows(encoding: Any, side: np.ndarray, sizes: _Sizes, where: Callable[[],
 def find_answers(
     passages: TokenizedPassages, starts: Sequence[int], ends: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the answer is in each window: its first and last token, int64 (windows,) each.
+    """The first and last token of the answer in each window, int64 (windows,) each.
 
     Args:
         starts, ends: for each question the answer's first character and the one after its last in the context;
-            start -1: there is no answer; start -2: there is one at an unknown place.
+            start -1: there is no answer; start -2: there is one at an unknown position.
 
     Returns:
-        Places in the window: 0, the window's first token, where it does not hold the whole answer; the window's length,
-        which no loss counts, where the place is unknown.
+        Positions in the window: 0, its first token, if it does not contain the whole answer; the window's length, which
+        losses ignore, if the position is unknown.
     """
     first, last = np.zeros(len(passages), np.int64), np.zeros(len(passages), np.int64)
     owner, lengths = passages.owner, passages.tokens.lengths
@@ -170,7 +170,7 @@ def find_answers(
         touched = np.nonzero((chars[:, 1] > start) & (chars[:, 0] < end))[0]
         if not len(touched):
             continue
-        # A part of an answer that begins before the window or goes on after it would be a wrong answer.
+        # A part of an answer that extends beyond the window would be a wrong answer.
         if (chars[0, 0] <= start or opens[window]) and (chars[-1, 1] >= end or closes[window]):
             first[window], last[window] = passages.inside[window, 0] + touched[[0, -1]]
     return first, last

@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer puts around a text, found by what it makes of a text with and without them."""
+"""The special tokens that a tokenizer puts around a text, found by tokenising a text with and without them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any, pair: bool = False) -> SpecialTokens:
-        """Those of a transformers tokenizer, fast or slow; pair: around two texts.
+        """The special tokens of a transformers tokenizer, fast or slow; pair: around two texts.
 
         Raises:
-            ValueError: they cannot be told from the tokens of the text.
+            ValueError: they cannot be distinguished from the tokens of the text.
         """
         plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
         whole = list((tokenizer("a", "a") if pair else tokenizer("a"))["input_ids"])

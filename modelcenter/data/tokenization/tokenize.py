@@ -1,4 +1,4 @@
-"""Texts to token ids, once: batched, kept as flat arrays and cached on disk by the content they came from."""
+"""From texts to token ids: batched, stored as flat arrays, and cached on disk by content."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _VERSION = 1  # part of the cache's key: raise it when the way of tokenising cha
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of n rows, end to end.
+    """The concatenated token ids of n rows.
 
     ids: int32 (T,); offsets: int64 (n+1,), row i is ids[offsets[i]:offsets[i+1]]; type_ids: uint8 (T,), or None if all
-    are 0 or the model is to be given none.
-    truncated: how many rows were cut at max_length.
+    are 0 or the model takes none.
+    truncated: how many rows were truncated at max_length.
     """
 
     ids: np.ndarray
@@ -57,17 +57,17 @@ def tokenize(
 ) -> Tokens:
     """Tokenise rows, or read them from the cache if the same texts were tokenised in the same way before.
 
-    tokenizer: a transformers tokenizer; texts, pairs: n strings each; max_length: rows are cut to it, special tokens
-    included; targets: the texts are those to write, and marked as such by a multilingual tokenizer; special_tokens:
-    False: the tokenizer adds none of its own.
-    Ranks of one node share the work: one tokenises, the others wait for its files. Raises ValueError for an empty set
-    of rows.
+    tokenizer: a transformers tokenizer; texts, pairs: n strings each; max_length: rows are truncated to it, including
+    special tokens; targets: the texts are targets, and marked as such by a multilingual tokenizer; special_tokens:
+    False: do not add the tokenizer's.
+    Ranks of a node share the work: one tokenises, the others wait for its files. Raises ValueError if there are no
+    rows.
     """
     if not len(texts):
         raise ValueError("there are no rows to tokenise")
     with writing_targets(tokenizer) if targets else nullcontext():
         key = ["rows", _VERSION, max_length, tokenizer.truncation_side, tokenizer_state(tokenizer), texts, pairs]
-        key += ["targets"] if targets and not tokenizer.is_fast else []  # of which a fast one's state knows
+        key += ["targets"] if targets and not tokenizer.is_fast else []  # included in a fast one's state
         key += [] if special_tokens else ["no special tokens"]
         arrays = cached(
             key, lambda: _tokenize(tokenizer, texts, pairs, max_length, targets, special_tokens), cache=cache
@@ -76,7 +76,7 @@ def tokenize(
 
 
 def concatenate_tokens(*parts: Tokens) -> Tokens:
-    """The rows of all parts, one after another."""
+    """The concatenated rows of all parts."""
     ends = np.cumsum([len(part.ids) for part in parts])
     offsets = [parts[0].offsets, *(part.offsets[1:] + end for part, end in zip(parts[1:], ends, strict=False))]
     types = None
@@ -88,15 +88,15 @@ def concatenate_tokens(*parts: Tokens) -> Tokens:
 
 
 def type_ids_for(tokenizer: Any, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """The type ids among the arrays of tokenised rows if models of this tokenizer take them, else None.
+    """The type ids among the arrays of tokenised rows, if models with this tokenizer take them; else None.
 
-    The Rust part of every tokenizer numbers the two texts of a pair, that of GPT-2 or Llama too.
+    The Rust part of every tokenizer numbers the two texts of a pair, even GPT-2's or Llama's.
     """
     return arrays.get("type_ids") if "token_type_ids" in tokenizer.model_input_names else None
 
 
 def tokenize_targets(tokenizer: Any, texts: Sequence[str], *, max_length: int) -> Tokens:
-    """Tokenise texts that a model is to write, each with the end token, which some tokenizers do not add.
+    """Tokenise target texts, each with the end token, which some tokenizers do not add.
 
     Raises:
         ValueError: max_length leaves no room for a text.
@@ -105,7 +105,7 @@ def tokenize_targets(tokenizer: Any, texts: Sequence[str], *, max_length: int) -
     if max_length <= special:
         raise ValueError(f"max_target_length: got {max_length}, expected more than the {special} special tokens")
     tokens, end = tokenize(tokenizer, texts, max_length=max_length, targets=True), tokenizer.eos_token_id
-    if _ends_with(tokens, end).all() or target_marks(tokenizer)[1] != [end]:  # mBART's end before the language
+    if _ends_with(tokens, end).all() or target_marks(tokenizer)[1] != [end]:  # mBART's end token precedes the language
         return tokens
     tokens = tokenize(tokenizer, texts, max_length=max_length - 1, targets=True)
     lacking = ~_ends_with(tokens, end)
@@ -141,7 +141,7 @@ def _tokenize(
             chunk = list(texts[start : start + _CHUNK])
             yield chunk if pairs is None else list(zip(chunk, pairs[start : start + _CHUNK], strict=True)), read_types
 
-    # One thread copies tokens into Python lists while the tokenizer, which needs no Python, is at the next chunk.
+    # One thread copies tokens into Python lists while the tokenizer, which releases the GIL, processes the next chunk.
     pool: Any = ThreadPoolExecutor(2) if tokenizer.is_fast else nullcontext()
     with encoder as encode, pool as executor:
         for rows in ordered_map(lambda chunk: encode(*chunk), chunks(), executor, 2):
@@ -149,7 +149,7 @@ def _tokenize(
             ids.append(_flat(rows, np.int32))
             types.append(_flat(rows, np.uint8, types=True) if read_types else np.zeros(len(ids[-1]), np.uint8))
             truncated += sum(row[2] for row in rows)
-            # The types of a single text depend on the tokenizer's template alone: once seen to be 0, they are not read.
+            # The types of a single text depend only on the tokenizer's template: once they are 0, they are not read.
             read_types = pairs is not None or bool(types[-1].any()) or int(ids[-1].size) <= special * len(rows)
     type_ids = np.concatenate(types)
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -166,8 +166,8 @@ _Rows = list[tuple[Sequence[int], Sequence[int], bool]]  # ids, type ids, whethe
 
 @contextmanager
 def unconfigured_backend(tokenizer: Any) -> Iterator[Any]:
-    """The Rust part of a fast tokenizer without truncation and padding, which it has again afterwards: what is set on
-    it would be saved with the tokenizer."""
+    """The Rust part of a fast tokenizer without truncation and padding, which are restored afterwards, because they are
+    saved with the tokenizer."""
     backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding
     backend.no_truncation(), backend.no_padding()
@@ -188,7 +188,7 @@ def _fast_encoder(
     """The Rust part itself: its transformers wrapper spends a third of the time on building dictionaries."""
     with unconfigured_backend(tokenizer) as backend:
         backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
-        # What is read of an encoding is copied into Python lists, so types only when they are asked for.
+        # Reading an encoding copies it into Python lists, so types are read only on request.
         yield lambda batch, read_types: [
             (e.ids, e.type_ids if read_types else (), bool(e.overflowing))
             for e in backend.encode_batch_fast(batch, add_special_tokens=special_tokens)

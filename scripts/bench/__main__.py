@@ -102,7 +102,7 @@ BENCHES: dict[str, Bench] = {
     "dropout": Bench("dropout", 1),
     "attention": Bench("attention", 1),
     "load_export": Bench("load_export", 2),
-    "convert": Bench("convert", 4, ("--gigabytes", "1")),
+    "convert": Bench("convert", 6, ("--gigabytes", "4")),
     "checkpoint": Bench("checkpoint", 1),
     "generation": Bench("generation", 4),
     "startup": Bench("startup", 2),

@@ -10,7 +10,9 @@ bucketed_attention.py                  attention where no kernel reads packed to
                                        padded to rectangles (buckets.py: which ones; bucketed_sdpa.py: by torch's
                                        kernels; capped_attention.py: with a soft cap; attention_options.py: settings
                                        that all implementations take)
-mask.py, relative.py, segments.py      what a token sees, and biases by distance or by segment
+mask.py, relative.py, alibi.py, segments.py
+                                       what a token sees, and biases by distance or by segment (by_length.py: the cache
+                                       of tables over distances)
 disentangled.py, distances.py          DeBERTa's attention, whose scores depend on distances, and its arithmetic
 convolution.py                         a convolution along the tokens of each sequence
 rotary.py, sinusoids.py                rotary and sinusoidal position embeddings

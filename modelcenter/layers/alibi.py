@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_LENGTH_STEP = 64  # lengths are rounded up to a multiple of this, so that most batches find the bias cached
+from modelcenter.layers.by_length import ByLength
 
 
 class Alibi:
@@ -16,7 +16,7 @@ class Alibi:
 
     def __init__(self, num_heads: int):
         self.num_heads = num_heads
-        self._made: tuple[object, Tensor] | None = None
+        self._biases: ByLength[Tensor] = ByLength()
 
     def slopes(self, device: torch.device) -> Tensor:
         """(heads,) fp32, computed on the device: copying numbers from the host would synchronise."""
@@ -28,10 +28,9 @@ class Alibi:
     def __call__(self, longest: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """(heads, 2 * n - 1), in the layout of layers.mask.Mask.bias, with n at least `longest`. Rounding to `dtype`
         affects near keys least; transformers rounds biases counted from the first key, which a softmax treats alike."""
-        n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
-        held, key = self._made, (n, device, dtype)  # read once: other threads may replace it
-        if held is None or held[0] != key:
-            with torch.inference_mode(False):  # a later forward may train
-                distance = torch.arange(1 - n, n, device=device).abs()
-                held = self._made = key, (self.slopes(device)[:, None] * -distance).to(dtype)
-        return held[1]
+
+        def make(n: int) -> Tensor:
+            distance = torch.arange(1 - n, n, device=device).abs()
+            return (self.slopes(device)[:, None] * -distance).to(dtype)
+
+        return self._biases.get(longest, (device, dtype), make)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelcenter.layers.attention import SelfAttention
+from modelcenter.layers.by_length import ByLength
 from modelcenter.layers.distances import Distances
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.linear import Linear
@@ -21,7 +22,6 @@ from modelcenter.layers.packing import Packed
 
 # {additional product of a score: the projection of the distance embeddings that it uses}
 KINDS = {"c2p": "k", "p2c": "q"}
-_LENGTH_STEP = 64  # lengths are rounded up to a multiple of this, so that most batches find the rows cached
 
 
 class DistanceStates(NamedTuple):
@@ -53,7 +53,7 @@ class DistanceEmbedding(nn.Module):
         self.span, self.max_distance, self.num_buckets = num_buckets or max_distance, max_distance, num_buckets
         self.weight = nn.Parameter(torch.empty(2 * self.span, hidden_size).normal_(std=0.02))
         self.norm = None if norm_eps is None else LayerNorm(hidden_size, norm_eps)
-        self._place_cache: tuple[int, Tensor, slice] | None = None
+        self._places: ByLength[tuple[Tensor, slice]] = ByLength()
 
     def places(self, distance: Tensor) -> Tensor:
         """The row of each distance, the position of a query minus that of its key; integers of any shape."""
@@ -70,15 +70,14 @@ class DistanceEmbedding(nn.Module):
     def forward(self, longest: int, multiple: int = 1, unlike: Collection[int] = ()) -> DistanceStates:
         """The vectors for sequences of `longest` tokens, padded with zeros until their number is a multiple of
         `multiple` and not in `unlike`."""
-        n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
-        held = self._place_cache  # read once: other threads may replace it
-        if held is None or held[0] != n or held[1].device != self.weight.device:
-            with torch.inference_mode(False):  # a later forward may train
-                places = self.places(torch.arange(n - 1, -n, -1, device="cpu"))
-                first, last = int(places[-1]), int(places[0])  # the later a key, the smaller its row
-                of_reach = (places - first).to(self.weight.device)
-                held = self._place_cache = n, of_reach, slice(first, last + 1)
-        _, places, reach = held
+        device = self.weight.device
+
+        def make(n: int) -> tuple[Tensor, slice]:
+            places = self.places(torch.arange(n - 1, -n, -1, device="cpu"))
+            first, last = int(places[-1]), int(places[0])  # the later a key, the smaller its row
+            return (places - first).to(device), slice(first, last + 1)
+
+        places, reach = self._places.get(longest, device, make)
         states = self.weight[reach]
         if self.norm is not None:
             states = self.norm(states)

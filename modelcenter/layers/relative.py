@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-_LENGTH_STEP = 64  # lengths are rounded up to a multiple of this, so that most batches find the buckets cached
+from modelcenter.layers.by_length import ByLength
 
 
 class RelativeBias(nn.Module):
@@ -21,7 +21,7 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads).normal_(std=0.02))
         self.max_distance, self.bidirectional = max_distance, bidirectional
-        self._bucket_cache: tuple[int, Tensor] | None = None
+        self._buckets: ByLength[Tensor] = ByLength()
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, the position of a key minus that of its query; integers of any shape."""
@@ -42,10 +42,6 @@ class RelativeBias(nn.Module):
     def forward(self, longest: int) -> Tensor:
         """(heads, 2 * n - 1), in the layout of layers.mask.Mask.bias, with n at least `longest`."""
         device = self.weight.device
-        n = max(-(-longest // _LENGTH_STEP), 1) * _LENGTH_STEP
-        held = self._bucket_cache  # read once: other threads may replace it
-        if held is None or held[0] != n or held[1].device != device:
-            with torch.inference_mode(False):  # a later forward may train
-                held = self._bucket_cache = n, self.buckets(torch.arange(1 - n, n, device=device))
+        buckets = self._buckets.get(longest, device, lambda n: self.buckets(torch.arange(1 - n, n, device=device)))
         # Sum the gradients of each bucket in fp32.
-        return self.weight.float().t().index_select(1, held[1]).to(self.weight.dtype)
+        return self.weight.float().t().index_select(1, buckets).to(self.weight.dtype)

@@ -9,7 +9,7 @@ from modelcenter.convert.kept_layers import KeptLayers, config_of_kept, names_of
 from modelcenter.convert.match import to_key
 from modelcenter.convert.rules import ArchMap
 from modelcenter.hub.architecture import find_spec
-from modelcenter.hub.files.reader import FileSource, TensorInfo, row_major_strides
+from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.resolve import ModelFiles
 from modelcenter.registry import model_type_of
 
@@ -57,12 +57,9 @@ def keep_layers(source: FileSource, files: ModelFiles, kept: KeptLayers, prefix:
 
 def _keep_columns(source: FileSource, name: str, files: ModelFiles, kept: KeptLayers) -> None:
     """Keep the columns of a tensor (1, layers * n) that belong to kept layers."""
-    info, numbers = source.tensors[name], kept.layers
+    numbers = kept.layers
     if numbers is None:
         return
     count = int(files.config["num_attention_heads"])
     columns = torch.tensor([number * count + head for number in numbers for head in range(count)])
-    values = source.read(name)[:, columns].clone()
-    shape = tuple(values.shape)
-    place = TensorInfo(info.file, info.offset, info.dtype, shape, row_major_strides(shape))
-    source.add({name: place}, {name: values})
+    source.hold(name, source.read(name)[:, columns].clone(), of=name)

@@ -7,16 +7,13 @@ rerankers are also published in this form, converted in the same way.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from modelcenter import registry
 from modelcenter.convert.layout import compile_layout
 from modelcenter.convert.match import match_names, to_key
 from modelcenter.hub.architecture import Blueprint, on_meta
-from modelcenter.hub.files.reader import FileSource, TensorInfo, row_major_strides
+from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.tokenizer import load_tokenizer
 
 LM = "causal-lm"
@@ -93,6 +90,5 @@ def add_score_head(source: FileSource, blueprint: Blueprint, architectures: Sequ
     weights = [source.read(name, ((token, token + 1), (0, width))).float() for token in tokens]
     weight = (weights[0] - weights[1] if len(weights) > 1 else weights[0]) * model.head.scale
     made = blueprint.layout.written[keys[0]]
-    place = TensorInfo(Path(info.file), info.offset, torch.float32, (1, width), row_major_strides((1, width)))
-    source.add({made: place}, {made: weight})
+    source.hold(made, weight, of=name)
     return made

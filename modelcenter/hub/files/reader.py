@@ -84,6 +84,12 @@ class FileSource:
         self.tensors = {**self.tensors, **tensors}
         self._loaded = {**self._loaded, **loaded}
 
+    def hold(self, name: str, values: torch.Tensor, of: str) -> None:
+        """Add a tensor that was computed from the tensor `of`, at whose place in the files it counts."""
+        info, shape = self.tensors[of], tuple(values.shape)
+        place = TensorInfo(info.file, info.offset, values.dtype, shape, row_major_strides(shape))
+        self.add({name: place}, {name: values})
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Keep the tensors of these names only, under new ones: {name: new name}."""
         self.tensors = {new: self.tensors[old] for old, new in names.items() if old in self.tensors}

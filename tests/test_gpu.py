@@ -358,21 +358,14 @@ def test_attention_weights_are_dropped_in_16_bits(length: int):
     assert abs(grad.float().sum().item() / out.float().sum().item() - 1) < 0.01
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    [("tiny/gpt2", "causal-lm"), ("tiny/cpmant", "causal-lm"), *(("tiny/bert", task) for task in TASKS)],
-)
-def test_a_step_waits_for_nothing(name: str, task: str):
-    """No copy to the host and no other wait in forward, backward, clipping and the optimizer, dropout included."""
+def wait_for_nothing(model, batches, loss=None):
+    """Takes three steps, of which the last must not wait for the GPU: not in forward, backward, clipping or the
+    optimizer, dropout included."""
     import torch
 
     import engine
     import modelcenter as mc
-    from modelcenter.compare import pack_rows, rows_for
 
-    model = mc.from_config(name, task, policy=False).to(DEVICE, torch.bfloat16).train()
-    batch = pack_rows(task, rows_for(task, model.config, lengths=(5, 3, 7)))
-    batch["row_ids"] = torch.arange(len(batch["cu_seqlens"]) - 1)
     optimizer = engine.optim.AdamOptimizer(model.parameters())
     manager = engine.optim.OptimManager()
     manager.add_optimizer(optimizer)
@@ -382,32 +375,37 @@ def test_a_step_waits_for_nothing(name: str, task: str):
                 torch.cuda.set_sync_debug_mode("error")
             manager.zero_grad()
             with engine.ops.dropout_key(1, step):
-                mc.training.accumulate(model, [batch], backward=manager.backward)
+                mc.training.accumulate(model, batches, loss, backward=manager.backward)
             manager.clip_grad_norm(optimizer.param_groups, 1.0, defer=True)
             manager.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@SCORED
-def test_a_step_of_embeddings_waits_for_nothing(scored: bool):
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("tiny/gpt2", "causal-lm"), ("tiny/cpmant", "causal-lm"), *(("tiny/bert", task) for task in TASKS)],
+)
+def test_a_step_waits_for_nothing(name: str, task: str):
     import torch
 
-    import engine
+    import modelcenter as mc
+    from modelcenter.compare import pack_rows, rows_for
+
+    model = mc.from_config(name, task, policy=False).to(DEVICE, torch.bfloat16).train()
+    batch = pack_rows(task, rows_for(task, model.config, lengths=(5, 3, 7)))
+    batch["row_ids"] = torch.arange(len(batch["cu_seqlens"]) - 1)
+    wait_for_nothing(model, [batch])
+
+
+@SCORED
+def test_a_step_of_embeddings_waits_for_nothing(scored: bool):
     import modelcenter as mc
     from modelcenter.training.contrastive import InBatchNegatives, RankedPairs
 
     model = mc.from_config("tiny/bert", "embedding", policy=False).to(DEVICE).train()
-    batches = texts_in_batches(scored, prompts=True)
     loss = RankedPairs() if scored else InBatchNegatives(symmetric=True)
-    try:
-        for step in range(2):
-            if step == 1:  # what is made once may wait
-                torch.cuda.set_sync_debug_mode("error")
-            with engine.ops.dropout_key(1, step):
-                mc.training.accumulate(model, batches, loss)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    wait_for_nothing(model, texts_in_batches(scored, prompts=True), loss)
 
 
 def test_dropout_keeps_its_share():

@@ -12,7 +12,7 @@ from toydata import flags, make_tokenizer
 import engine
 import modelcenter as mc
 from engine.loss import linear_cross_entropy, linear_log_probs, vocabulary_logits
-from engine.ops import dropout, dropout_key, library
+from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, OptimManager
 from modelcenter.compare import pack_rows, rows_for
 from modelcenter.layers import packing
@@ -144,28 +144,25 @@ def test_an_evaluation_of_embeddings(scored, tmp_path):
     assert task.evaluate(model.to("cuda"), examples, 4) == pytest.approx(wanted, rel=1e-4) and wanted["loss"] > 0
 
 
+def has_finite_gradients(model):
+    return all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize("loss", RANKING_LOSSES.values())
 def test_a_step_of_a_reranker_waits_for_nothing(loss):
     model = mc.from_config("tiny/bert", "sequence-classification", num_labels=1, policy=False).to("cuda").train()
     batch = pack_rows("masked-lm", rows_for("masked-lm", model.config, lengths=(5, 3, 7, 4, 6)))
     batch |= {"labels": torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5]), "row_texts": torch.tensor([3, 2])}
-    waiting_for_nothing(model, batch, loss())
+    test_gpu.wait_for_nothing(model, [batch], loss())
+    assert has_finite_gradients(model)
 
 
 def test_a_teacher_of_answers_waits_for_nothing():
     model, teacher = (mc.from_config("tiny/bert", "question-answering", policy=False).to("cuda") for _ in range(2))
     loss = Distillation(ModelLoss(model), Teacher(teacher, "tiny/bert", True), 0.5, 2.0, Spans())
     batch = pack_rows("question-answering", rows_for("question-answering", model.config, lengths=(5, 3, 7)))
-    waiting_for_nothing(model.train(), batch, loss)
-
-
-def waiting_for_nothing(model, batch, loss):
-    for mode in ("default", "error"):  # what is made once may wait
-        torch.cuda.set_sync_debug_mode(mode)
-        with dropout_key(1, 2):
-            mc.training.accumulate(model, [batch], loss)
-    torch.cuda.set_sync_debug_mode("default")
-    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    test_gpu.wait_for_nothing(model.train(), [batch], loss)
+    assert has_finite_gradients(model)
 
 
 def test_examples_with_other_numbers_of_choices_wait_for_nothing():

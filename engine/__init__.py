@@ -14,7 +14,7 @@ Where to look::
     init, shards, names, tensors         initial values; what a rank holds of a model; DTensors
     accumulation/, lockstep              gradients of a global batch; loops that keep all ranks in step
     optim/, lr_scheduler                 optimizers, clipping and ``OptimManager``; learning-rate schedules
-    checkpoint/, background              saving and loading, also while training goes on
+    checkpoint/, background, direct_io   saving and loading, also while training goes on, past the page cache
     ops/, loss/                          operators, compiled from csrc/ or in torch; the cross-entropy
     collectives, distributed             collectives for the engine itself, and BMTrain's differentiable ones
     bmtrain/, nn, utils, inspect, debug  the rest of BMTrain's API

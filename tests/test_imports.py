@@ -166,7 +166,7 @@ def test_nobody_imports_what_the_design_forbids():
 # too. The longest matching prefix decides. What is imported inside a function is there for the time its import takes.
 ENGINE_LAYERS = (
     (
-        "debug", "lr_scheduler", "memory", "names", "ops", "outputs", "policy", "rendezvous", "tensors",
+        "debug", "direct_io", "lr_scheduler", "memory", "names", "ops", "outputs", "policy", "rendezvous", "tensors",
         "torch_compat",
     ),
     ("background", "notes", "process_group", "runtime"),

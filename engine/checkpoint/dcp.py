@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem
 
 from engine.checkpoint.dcp_metadata import MetadataUnpickler
+from engine.checkpoint.files import note_hash
+from engine.direct_io import DirectWriter
 
 # Early versions of Python 3.11 pickle an Enum member as a call of getattr, which pickle scanners report.
 copyreg.pickle(_MEM_FORMAT_ENCODING, lambda item: (type(item), (item.value,)))
@@ -32,7 +36,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup
     with _plain_errors(path):
         dcp.save(
             tensors,
-            storage_writer=_Writer(path),
+            storage_writer=_Writer(path, sync_files=False),  # _Files syncs them
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
@@ -61,9 +65,28 @@ def _plain_errors(path: Path) -> Iterator[None]:
         raise kind(f"{path}: rank {rank}: {cause}") from cause
 
 
+class _Files(FileSystem):
+    """Writes files past the page cache, and hashes tensors while they are written."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with DirectWriter(Path(path)) as writer:
+            yield writer
+        if str(path).endswith(DEFAULT_SUFFIX):  # the metadata are renamed
+            note_hash(Path(path), writer.tell(), writer.sha256)
+
+
 class _Writer(dcp.FileSystemWriter):
     """Leaves the directory out of the metadata: checkpoints move, and other versions of Python cannot unpickle a path
     from Python 3.13, where its module has another name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fs = _Files()
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:

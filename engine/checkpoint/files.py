@@ -24,6 +24,7 @@ from engine.collectives import from_rank_0, gather_objects, together
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d+)")  # the name of a checkpoint in a directory of many
+_noted: dict[Path, dict[str, Any]] = {}  # manifest entries of files in directories under construction, on this rank
 
 
 @contextmanager
@@ -58,31 +59,50 @@ def atomic_directory(directory: str | os.PathLike[str], group: dist.ProcessGroup
                 sync_to_disk(path)
                 _replace(path, target)
     finally:
+        for file in [file for file in _noted if file.is_relative_to(path)]:
+            del _noted[file]
         if runtime.rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def note_hash(path: Path, size: int, sha256: str) -> None:
+    """Tell the `atomic_directory` around a file that this rank has written what its manifest will say of it, so that
+    the file is not read again. The file must not change any more."""
+    _noted[path] = {"size": size, "sha256": sha256}
+
+
 def _hash_files(path: Path, target: Path, group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
-    """{relative path: {size, sha256}} of all files under ``path``; the ranks share the work. Collective."""
+    """{relative path: {size, sha256}} of all files under ``path``; the ranks share what is left. Collective."""
+    own = {str(file.relative_to(path)): entry for file, entry in _noted.items() if file.is_relative_to(path)}
+    noted = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
     names: list[str] = []
     with together(f"writing {target}", group):
         if runtime.rank() == 0:
             names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     names = from_rank_0(names, group)
+    left = [name for name in names if name not in noted]
     found: dict[str, dict[str, Any]] = {}
     with together(f"writing {target}", group):
         try:
-            for name in names[runtime.rank() :: runtime.world_size()]:
-                found[name] = {"size": (path / name).stat().st_size, "sha256": _sha256(path / name)}
+            sizes = {name: _size(path / name) for name in sorted({*names, *noted})}
+            for name in left[runtime.rank() :: runtime.world_size()]:
+                found[name] = {"size": sizes[name], "sha256": _sha256(path / name)}
         except OSError as error:
             raise RuntimeError(
-                f"rank {runtime.rank()} cannot read what rank 0 wrote ({error}): a checkpoint must be on a file system "
-                "that all ranks share"
+                f"rank {runtime.rank()} cannot read what another rank wrote ({error}): a checkpoint must be on a file "
+                "system that all ranks share"
             ) from error
+        for name, entry in noted.items():
+            if sizes[name] != entry["size"]:
+                raise RuntimeError(f"{target}: {name} has {sizes[name]} bytes, expected {entry['size']}")
     if runtime.world_size() > 1:
         parts = gather_objects(found, group)
         found = {name: entry for part in parts for name, entry in part.items()}
-    return {name: found[name] for name in sorted(found)}
+    return dict(sorted({**found, **noted}.items()))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def _sha256(path: Path) -> str:

@@ -1,20 +1,26 @@
-"""How long saving a checkpoint holds up training, and what it costs in memory: asynchronous compared with synchronous.
+"""How long saving a checkpoint holds up training, and what it costs in memory, compared with PyTorch's own saving.
 
-    python scripts/bench/checkpoint.py [--millions 40] [--rounds 3] [--output result.json]
+    python scripts/bench/checkpoint.py [--millions 40] [--rounds 3] [--pause 8] [--output result.json]
 
-Two ranks save a model of matrices at ZeRO-3 with AdamW by engine.save_checkpoint between two steps, in processes that
-keep freed memory, as training does. Three times are reported for each save: how long the call holds up training, how
-long until the checkpoint is on the disk, and how long the steps during it take compared with an undisturbed one. The
-first save is reported separately, because it copies into new memory, which later saves reuse; the peak resident memory
-of a rank above that of training is measured with it.
+Two ranks save a model of matrices at ZeRO-3 with AdamW between two steps: by engine.save_checkpoint, and by
+torch.distributed.checkpoint (DCP) from fully_shard and torch.optim.AdamW; each asynchronously and synchronously, in
+processes that keep freed memory, as training does. Three times are reported for each save: how long the call holds up
+training, how long until the checkpoint is on the disk and the previous one removed, and how much longer the steps
+during it take than undisturbed ones, all together. The first save is reported separately, because it copies into new
+memory, which later saves reuse; the peak resident memory of a rank above that of training is measured with it.
+
+Before each save the ranks pause: between two saves of a training run a virtual machine gives free memory back to its
+host, and the page cache has to get it again.
 """
 
 import argparse
 import ctypes
 import json
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,110 +28,169 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.lib import against, child, finish, median, parse, parser, take_turns
 
-KEYS = ("first_stall_s", "stall_s", "written_s", "step_s", "step_while_writing_s", "state_mb", "peak_above_training_mb")
+KEYS = ("first_stall_s", "stall_s", "written_s", "step_s", "slower_steps_s", "state_mb", "peak_above_training_mb")
+KINDS = ("async", "sync", "dcp async", "dcp sync")
+WIDTH = 1024
 
 
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--millions", type=int, default=40, help="parameters, in millions (default: 40)")
-    p.add_argument("--child", choices=("sync", "async"), help=argparse.SUPPRESS)
-    args = parse(p, millions=4)
+    p.add_argument("--pause", type=float, default=8, help="seconds before each save (default: 8)")
+    p.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
+    args = parse(p, millions=4, pause=0)
     if args.child:
-        measure(args.millions, args.child == "async")
+        measure(args.millions, args.pause, args.child)
         return
-    contenders = {
-        kind: lambda _, kind=kind: child([__file__, "--child", kind, "--millions", str(args.millions)], 1)
-        for kind in ("sync", "async")
-    }
+    flags = ["--millions", str(args.millions), "--pause", str(args.pause)]
+    contenders = {kind: lambda _, kind=kind: child([__file__, "--child", kind, *flags], 1) for kind in KINDS}
     results = take_turns(contenders, args.rounds, args.threads)
     numbers: dict[str, Any] = {
         kind: {key: round(median(runs, key), 4) for key in KEYS} for kind, runs in results.items()
     }
-    ours, sync = numbers["async"], numbers["sync"]
+    ours, sync, dcp, dcp_sync = (numbers[kind] for kind in KINDS)
     numbers["stall_of_async_over_sync"] = round(ours["stall_s"] / sync["stall_s"], 4)
-    stalls = {"first_stall_s": "stall of training by the first save", "stall_s": "stall of training by a save"}
+    asynchronous, synchronous = "DCP's async_save", "DCP's save"
     rows = [
-        *(against(what, "synchronous saving", ours[key], sync[key], "s") for key, what in stalls.items()),
-        against("a step beside a save", "an undisturbed step", ours["step_while_writing_s"], ours["step_s"], "s",
-                why="writing takes cores and memory bandwidth from training"),
+        against("stall of training by the first save", asynchronous, ours["first_stall_s"], dcp["first_stall_s"], "s"),
+        against("stall of training by a save", asynchronous, ours["stall_s"], dcp["stall_s"], "s"),
+        against("stall of training by a save", "synchronous saving", ours["stall_s"], sync["stall_s"], "s"),
+        against("steps beside a save: what they take longer", asynchronous, ours["slower_steps_s"],
+                dcp["slower_steps_s"], "s"),
+        against("a synchronous save", synchronous, sync["written_s"], dcp_sync["written_s"], "s"),
+        against("memory of an asynchronous save", asynchronous, ours["peak_above_training_mb"],
+                dcp["peak_above_training_mb"], "MB"),
     ]  # fmt: skip
     finish(args, "checkpoint", numbers, rows, ranks=2)
 
 
-def measure(millions: int, asynchronous: bool) -> None:
+def measure(millions: int, pause: float, kind: str) -> None:
     """Print the larger of the two ranks' numbers."""
     import engine
 
     engine.memory.prepare_torch()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = engine.testing.run(measure_rank, 2, folder, millions, asynchronous, timeout=600)
+        ranks = engine.testing.run(measure_rank, 2, Path(folder), millions, pause, kind, timeout=600)
     print(json.dumps({key: max(r[key] for r in ranks) for key in ranks[0]}))
 
 
-def measure_rank(folder: str, millions: int, asynchronous: bool) -> dict[str, float]:
+def measure_rank(folder: Path, millions: int, pause: float, kind: str) -> dict[str, float]:
     import torch
 
     import engine
+    from engine.collectives import from_rank_0
 
     engine.memory.keep_freed_memory()
     engine.init_distributed(zero_level=3)
-    width = 1024
-    blocks = [torch.nn.Linear(width, width, bias=False) for _ in range(max(1, millions * 1_000_000 // width**2))]
-    model = engine.shard(torch.nn.Sequential(*blocks), units=blocks)
-    manager = engine.optim.OptimManager()
-    manager.add_optimizer(engine.optim.AdamOptimizer(model.parameters(), lr=1e-4))
-    x = torch.randn(8, width)
+    blocks = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, millions * 1_000_000 // WIDTH**2))]
+    step, start = (of_dcp if kind.startswith("dcp") else of_engine)(blocks, folder, kind.endswith("async"))
+    asynchronous = kind.endswith("async")
 
-    def step() -> float:
+    def timed_step() -> float:
         began = time.perf_counter()
-        manager.zero_grad()
-        manager.backward(model(x).square().mean())
-        manager.step()
+        step()
         return time.perf_counter() - began
 
-    def save() -> tuple[float, float]:
-        """(seconds until training may continue, seconds until everything is on the disk)"""
+    def save() -> tuple[float, float, Callable[[], None]]:
+        """(seconds until training may continue, when that began, what waits until everything is on the disk)"""
+        time.sleep(pause)
         engine.synchronize()
         began = time.perf_counter()
-        engine.save_checkpoint(Path(folder) / "checkpoint", model, manager, asynchronous=asynchronous)
-        stall = time.perf_counter() - began
-        engine.wait_checkpoint()
-        return stall, time.perf_counter() - began
+        wait = start()
+        return time.perf_counter() - began, began, wait
 
-    def agreed(condition: bool) -> bool:
-        """Rank 0's condition, because all ranks must take the same number of steps."""
-        decision = torch.tensor(int(condition))
-        torch.distributed.broadcast(decision, 0)
-        return bool(decision)
-
-    undisturbed = min(step() for _ in range(4))
-    state = sum(p.to_local().numel() for p in model.parameters()) * 4 * 3  # parameters and two moments, fp32
-    manager.zero_grad()
+    undisturbed = min(timed_step() for _ in range(4))
     engine.synchronize()
     ctypes.CDLL(None).malloc_trim(0)  # memory that training freed would hide what saving takes
     before = resident(peak=False)
     forget_peak()
-    first, _ = save()
+    first, _, wait = save()
+    wait()
     peak = resident(peak=True) - before
     step()
-    stall, written = save()
-    during: list[float] = []
+    stall, began, wait = save()
+    wait()
+    written = time.perf_counter() - began
+    slower = 0.0
     if asynchronous:  # once more, with training beside it
-        engine.synchronize()
-        engine.save_checkpoint(Path(folder) / "checkpoint", model, manager, asynchronous=True)
-        began = time.perf_counter()
-        while agreed(time.perf_counter() - began < written / 2 or len(during) < 2):
-            during.append(step())
-        engine.wait_checkpoint()
+        steps = from_rank_0(2 + int(2 * written / undisturbed))  # until long after it
+        step()
+        _, began, wait = save()
+        slower = sum(timed_step() for _ in range(steps)) - steps * undisturbed
+        wait()
     return {
         "first_stall_s": first,
         "stall_s": stall,
         "written_s": written,
         "step_s": undisturbed,
-        "step_while_writing_s": sum(during) / len(during) if during else 0.0,
-        "state_mb": state / 1e6,
+        "slower_steps_s": slower,
+        "state_mb": sum(block.weight.numel() for block in blocks) * 4 * 3 / 2e6,  # with two moments, fp32, half of it
         "peak_above_training_mb": peak / 1e6,
     }
+
+
+def of_engine(blocks: Any, folder: Path, asynchronous: bool) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """(a step; what starts a save and returns what waits for it)"""
+    import torch
+
+    import engine
+
+    model = engine.shard(torch.nn.Sequential(*blocks), units=blocks)
+    manager = engine.optim.OptimManager()
+    manager.add_optimizer(engine.optim.AdamOptimizer(model.parameters(), lr=1e-4))
+    x = torch.randn(8, WIDTH)
+
+    def step() -> None:
+        manager.zero_grad()
+        manager.backward(model(x).square().mean())
+        manager.step()
+
+    def start() -> Callable[[], None]:
+        engine.save_checkpoint(folder / "checkpoint", model, manager, asynchronous=asynchronous)
+        return engine.wait_checkpoint
+
+    return step, start
+
+
+def of_dcp(blocks: Any, folder: Path, asynchronous: bool) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """As `of_engine`, by PyTorch alone."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks:
+        fully_shard(block)
+    model: Any = fully_shard(torch.nn.Sequential(*blocks))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x = torch.randn(8, WIDTH)
+    group = dist.new_group(backend="gloo")  # the thread that saves must not mix its messages with training's
+    saved: list[Path] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def start() -> Callable[[], None]:
+        weights, states = get_state_dict(model, optimizer)
+        saved.append(folder / f"checkpoint-{len(saved)}")
+        save = dcp.async_save if asynchronous else dcp.save
+        future: Any = save({"model": weights, "optim": states}, checkpoint_id=saved[-1], process_group=group)
+
+        def wait() -> None:
+            if asynchronous:
+                future.result()
+            if dist.get_rank() == 0 and len(saved) > 1:
+                shutil.rmtree(saved[-2])
+
+        if not asynchronous:
+            wait()
+            return lambda: None
+        return wait
+
+    return step, start
 
 
 def resident(peak: bool) -> int:

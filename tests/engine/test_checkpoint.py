@@ -186,21 +186,39 @@ def said(call, *args):
     return f"{type(told.value).__name__}: {told.value}"
 
 
-def cannot_hash(path):
-    """Rank 1 does not see what rank 0 wrote, as on a disk that is not shared."""
+def does_not_see(path, rank, name):
+    """A rank does not see a file that the other one wrote, as on a disk that is not shared."""
+    size, glob = files._size, Path.rglob
     with pytest.MonkeyPatch.context() as patch:
-        if engine.rank() == 1:
-            patch.setattr(files, "_sha256", lambda path: open(path.parent / "elsewhere"))
+        if engine.rank() == rank:
+            patch.setattr(files, "_size", lambda file: size(file.with_name("elsewhere") if file.name == name else file))
+            patch.setattr(Path, "rglob", lambda self, _: [file for file in glob(self, "*") if file.name != name])
         return said(save_model, path, prepared(3, 1, {}, 4))
 
 
-def test_what_one_rank_cannot_hash_takes_no_checkpoints_place(two, saved):
+@pytest.mark.parametrize("rank, name", [(1, ".metadata"), (0, "__1_0.distcp")])
+def test_what_one_rank_does_not_see_takes_no_checkpoints_place(two, saved, rank, name):
     before = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
-    first, second = two.run(cannot_hash, saved)
-    assert first.startswith("RuntimeError: rank 1 failed while writing") and "that all ranks share" in first
-    assert second.startswith("RuntimeError: rank 1 cannot read what rank 0 wrote") and "elsewhere" in second
+    told = two.run(does_not_see, saved, rank, name)
+    assert told[1 - rank].startswith(f"RuntimeError: rank {rank} failed while writing"), told
+    assert told[rank].startswith(f"RuntimeError: rank {rank} cannot read what another rank wrote"), told
+    assert "that all ranks share" in told[0] and "that all ranks share" in told[1] and "elsewhere" in told[rank]
     assert {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()} == before
     assert [p.name for p in saved.parent.iterdir()] == ["checkpoint"]
+
+
+def loses_a_byte(path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_size", lambda file: file.stat().st_size - (file.suffix == ".distcp"))
+        told = said(save_model, path, prepared(3, 1, {}, 4))
+    save_model(path, prepared(3, 1, {}, 4))
+    return told, len(files._noted)
+
+
+def test_what_is_on_the_disk_has_the_size_of_what_was_written(two, saved):
+    for told, noted in two.run(loses_a_byte, saved):
+        assert re.search(r"__0_0\.distcp has \d+ bytes, expected \d+", told), told
+        assert noted == 0
 
 
 def sees_nothing(path):

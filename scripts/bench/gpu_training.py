@@ -91,7 +91,7 @@ CASES = {
     "llama-1.3b": Case("llama", LLAMA, 4, 2048, liger=True, speed=1.15, recompute="cheap"),
     "llama-1.3b, 12 rows": Case("llama", LLAMA, 12, 2048, peer=False, utilisation=0.55),
     "gpt-1.3b, states on the host": Case("gpt2", GPT, 8, 2048, peer=False, states="host"),
-    "t5-large": Case("t5", T5, 32, 512, ragged=True),
+    "t5-large": Case("t5", T5, 32, 512, ragged=True, speed=2.5),  # set from the first run: 2.6 to 3.0
     "t5-large, 4 short rows": Case("t5", T5, 4, 32, speed=1.0),
     "gpt-13b, 8-bit states": Case("gpt2", {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 512}, 8, 512,
                                   peer=False, states="8 bits", needs_gb=132.0, utilisation=0.35),

@@ -58,7 +58,7 @@ def _is_steps(folder: Path) -> bool:
 
 
 def _in_4_bits(steps: Path) -> bool:
-    """Whether the run of these checkpoints ends with an adapter and no model (--quantize)."""
+    """Whether the run of these checkpoints ends with an adapter but no model (--quantize)."""
     latest = checkpoint.latest_checkpoint(steps)
     if latest is None or not (latest / RUN_FILE).is_file():
         return False

@@ -1,10 +1,10 @@
-"""Conversion between Hugging Face's form and the distributed one, tensor by tensor and without building a model.
+"""Conversion between Hugging Face's format and the distributed one, tensor by tensor and without building a model.
 
-run.py                       convert and export, from the source to the target's final name
-checkpoint.py                the source, and what its tensors mean
-plan.py, fill.py, blocks.py  the files of the target, who fills them, and the elements in order
-workers.py, progress.py      processes that share the work; how far it is
-metadata.py                  what is written beside the tensors
+run.py                       convert and export, from the source to the final name of the target
+checkpoint.py                opening the source, and matching its tensors with the architecture
+plan.py, fill.py, blocks.py  planning the target's files, dividing the work, and reading elements in order
+workers.py, progress.py      processes that share the work; reporting progress
+metadata.py                  the target's files other than weights
 """
 
 from modelcenter.hub.conversion.run import Conversion, convert, export

@@ -1,7 +1,7 @@
-"""The elements of a tensor of either side of a checkpoint, in row-major order, in blocks that fit into the cache.
+"""Reading a tensor of either side of a checkpoint in row-major order, in blocks that fit into the CPU's cache.
 
-A block is read, hashed and written before the next one is touched, in memory that is used again, so that every element
-comes from and goes to the main memory once.
+A block is read, hashed and written before the next one, in reused memory, so that every element is moved from and to
+main memory once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from modelcenter.convert.stream import ReadBuffer, chunks, copy_values, fill_box
 from modelcenter.hub.conversion.checkpoint import Checkpoint, TensorSource
 
 _BLOCK_BYTES = 4 * 2**20
-_HELD_BYTES = 128 * 2**20  # most that is held of a tensor whose elements change their order
+_HELD_BYTES = 128 * 2**20  # maximum memory for a tensor whose elements are reordered
 _ALIGNMENT = 64
 
 
 def keeps_order(piece: Piece) -> bool:
-    """Whether a piece steps through both sides in the same order, so that rows stay rows."""
+    """Whether a piece visits the elements of both sides in the same order, so that rows stay rows."""
 
     def order(side: int) -> list[Axis]:
         return sorted((a for a in piece.axes if a.size > 1), key=lambda a: (a.dims[side], -a.strides[side]))
@@ -31,14 +31,14 @@ def _cut(box: Box, dtype: torch.dtype, size: int) -> Iterator[Box]:
 
 
 def read_blocks(source: TensorSource, name: str) -> Iterator[torch.Tensor]:
-    """A tensor of a source in blocks, each valid until the next one is asked for."""
+    """Yield a tensor of a source in blocks, each valid until the next."""
     info, buffer = source.tensors[name], ReadBuffer()
     for block in _cut(full_box(info.shape), info.dtype, _BLOCK_BYTES):
         yield source.read(name, block, buffer.tensor(block, info.dtype))
 
 
 class BlockReader:
-    """Reads blocks of one checkpoint. A block is valid until the next one is asked for."""
+    """Reads blocks of one checkpoint. A block is valid until the next one is read."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -47,9 +47,9 @@ class BlockReader:
         self._held: dict[str, torch.Tensor] = {}  # whole tensors of the source, in `_memory`
 
     def read(self, side: int, key: str, box: Box, dtype: torch.dtype) -> Iterator[tuple[Box, torch.Tensor]]:
-        """(block, its values: contiguous, on the CPU) for the blocks that make up `box` of a tensor.
+        """Yield (block, its values: contiguous, on the CPU) for the blocks that `box` of a tensor consists of.
 
-        The blocks follow from `box` and `dtype` alone, whatever the checkpoint.
+        The blocks depend only on `box` and `dtype`, not on the checkpoint.
         """
         checkpoint = self._checkpoint
         reordered = side != checkpoint.side and not all(keeps_order(piece) for piece in checkpoint.pieces(side, key))
@@ -87,7 +87,7 @@ class BlockReader:
 
     @torch.no_grad()
     def _take_from_held(self, side: int, key: str, block: Box, dtype: torch.dtype) -> torch.Tensor:
-        """A block made of held tensors."""
+        """Build a block from held tensors."""
         out, origin = self._buffer.tensor(block, dtype), [low for low, _ in block]
         zero_pads(out, block, self._pads(side, key))
         for piece in self._checkpoint.pieces(side, key):
@@ -100,8 +100,8 @@ class BlockReader:
         return self._checkpoint.layout.pads.get(key, ()) if side == NATIVE else ()
 
     def _hold(self, names: Sequence[str]) -> bool:
-        """Have these tensors of the source in memory; False if they are too large. Those of the tensor before stay if
-        they are the same, as for the parts of a fused one."""
+        """Hold these tensors of the source in memory; False if they are too large. Tensors already held are not
+        read again, as for the parts of a fused tensor."""
         if all(name in self._held for name in names):
             return True
         source, at, places = self._checkpoint.source, 0, []
@@ -114,7 +114,7 @@ class BlockReader:
             return False
         self._held = {}
         if not len(self._memory):
-            self._memory = torch.empty(_HELD_BYTES, dtype=torch.uint8)  # takes pages as they are first written
+            self._memory = torch.empty(_HELD_BYTES, dtype=torch.uint8)  # pages are allocated when first written
         for name, shape, dtype, low, high in places:
             self._held[name] = source.read(name, full_box(shape), self._memory[low:high].view(dtype).view(shape))
         return True

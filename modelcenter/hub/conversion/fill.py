@@ -1,7 +1,7 @@
-"""Filling the files of a conversion: which process writes which tensors, and how the elements get to their place.
+"""Filling the files of a conversion: dividing the tensors among processes, and writing elements to their positions.
 
-Each tensor's place follows from shapes alone, so workers write tensors into the same files in any order, and none waits
-for another.
+The position of each tensor follows from shapes alone, so workers write tensors into the same files in any order, and
+none waits for another.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from modelcenter.hub.conversion.progress import Report
 from modelcenter.hub.files.raw_io import as_bytes, flat_bytes, write_at
 from modelcenter.hub.files.torch_archive import archive_frame
 
-_UNIT_BYTES = 8 * 2**20  # of small tensors that are written by the same process
+_UNIT_BYTES = 8 * 2**20  # of small tensors written by the same process
 
 OnWritten = Callable[[str, str], None]  # name of a tensor, sha256 of its elements
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Tensors that one process writes one after the other.
+    """Tensors that one process writes.
 
     Attributes:
-        file: the whole file they are; None: they lie in a file among others.
+        file: the file that consists of them; None: their files also hold other tensors.
     """
 
     jobs: tuple[Job, ...]
@@ -47,8 +47,8 @@ class WorkUnit:
 
 
 def work_units(plan: Plan, written: Collection[str]) -> list[WorkUnit]:
-    """The work that is left, the largest first: files of a distributed checkpoint; of other files a tensor and those of
-    its size, or smaller ones, that are written beside it."""
+    """The remaining work, largest units first: whole files of a distributed checkpoint; in other files, tensors grouped
+    by _side_by_side."""
     left = [job for job in plan.jobs if job.name not in written]
     units = []
     if plan.side == NATIVE:
@@ -63,8 +63,8 @@ def work_units(plan: Plan, written: Collection[str]) -> list[WorkUnit]:
 
 
 def _side_by_side(jobs: Sequence[Job]) -> Iterator[tuple[Job, ...]]:
-    """Groups of a tensor with others of its size, or smaller ones, to be written beside it; none much of the whole, so
-    that no process works on when the others are done."""
+    """Group each large tensor with others of its size or smaller ones, to be written side by side. No group is a large
+    part of the whole, so that all processes finish at about the same time."""
     most = sum(job.nbytes for job in jobs) // 16
     group: list[Job] = []
     size = 0
@@ -79,10 +79,10 @@ def _side_by_side(jobs: Sequence[Job]) -> Iterator[tuple[Job, ...]]:
 
 
 class Filler:
-    """Writes the tensors of a target, in one of the processes that do.
+    """Writes the tensors of a target in one of several processes.
 
     Args:
-        lock: held while a file is written that others write too.
+        lock: held while writing to a file that other processes write to.
     """
 
     def __init__(self, checkpoint: Checkpoint, side: int, directory: Path, lock: Any):
@@ -90,15 +90,15 @@ class Filler:
         self._readers = [BlockReader(checkpoint) for _ in range(2 if two_at_once() else 1)]
 
     def write(self, unit: WorkUnit, report: Report, on_written: OnWritten) -> None:
-        """Write the tensors of a unit; `on_written` is told the sha256 of the elements of each.
+        """Write the tensors of a unit; `on_written` is called with the name and sha256 of each.
 
-        Two at a time where two are hashed as fast as one.
+        Two are hashed at a time if that takes no longer than one.
         """
         lock = self._lock if unit.file is None else contextlib.nullcontext()
         jobs = iter(unit.jobs)
 
         def lane(reader: BlockReader) -> Iterator[tuple[Sha256, torch.Tensor]]:
-            for job in jobs:  # of all lanes
+            for job in jobs:  # shared by all lanes
                 digest = Sha256()
                 for data in self._write(job, reader, report, lock):
                     yield digest, data
@@ -110,12 +110,12 @@ class Filler:
             count = min(len(data) for _, data in busy)
             update(*((digest, data[:count]) for digest, data in busy))
             for i, piece in enumerate(pieces):
-                if piece is not None:  # what it has more than the other waits for the other's next
+                if piece is not None:  # bytes beyond the shorter piece are hashed with the other lane's next one
                     digest, data = piece
                     pieces[i] = (digest, data[count:]) if len(data) > count else next(lanes[i], None)
 
     def _write(self, job: Job, reader: BlockReader, report: Report, lock: Any) -> Iterator[torch.Tensor]:
-        """Yields the bytes of each block, to be hashed before it is written and its memory used again."""
+        """Yield the bytes of each block, to be hashed before it is written and its memory reused."""
         handle = os.open(self._directory / job.file, os.O_WRONLY)
 
         def put(data: memoryview, at: int) -> int:
@@ -145,11 +145,11 @@ class Filler:
 def file_parts(
     path: Path, size: int, jobs: Sequence[Job], written: Mapping[str, str]
 ) -> list[dict[str, list[list[int]] | str]]:
-    """The parts of a manifest's entry of a file: the elements of each tensor, hashed as they were written, and what
-    lies around them, which is little.
+    """The parts of a file's entry in the manifest: the elements of each tensor, hashed as they were written, and the
+    few bytes around them.
 
     Args:
-        jobs: the tensors in it, in their order. written: name -> sha256 of the elements.
+        jobs: the tensors in the file, in order. written: name -> sha256 of the elements.
     """
     parts: list[dict[str, list[list[int]] | str]] = []
     spans: list[list[int]] = []
@@ -168,7 +168,7 @@ def file_parts(
 
 
 def hash_tensor(source: Any, name: str, report: Report) -> str:
-    """The sha256 of a tensor's elements in row-major order, as a reader of the files finds them."""
+    """The sha256 of a tensor's elements in row-major order, read back from the files."""
     digest = hashlib.sha256()
     for values in read_blocks(source, name):
         digest.update(as_bytes(values))

@@ -1,4 +1,4 @@
-"""What a conversion writes beside the tensors: config, card and tokenizer, conversion.json and manifest.json."""
+"""The files that a conversion writes other than weights: config, card, tokenizer, conversion.json, manifest.json."""
 
 import shutil
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def write_model_files(checkpoint: Checkpoint, directory: Path, dtype: torch.dtyp
     """Write config.json and copy the source's sidecar files.
 
     Args:
-        dtype: in which the target is to be loaded.
+        dtype: recorded as the dtype in which to load the target.
         keep_card: the target has a README.md of its own, so the source's is left out.
     """
     arch = checkpoint.arch
@@ -43,10 +43,10 @@ def write_model_files(checkpoint: Checkpoint, directory: Path, dtype: torch.dtyp
 def write_conversion_record(
     checkpoint: Checkpoint, plan: Plan, directory: Path, dtype: torch.dtype | None, hashes: Mapping[str, str]
 ) -> None:
-    """Write conversion.json: what was converted, by what, and the sha256 of each tensor.
+    """Write conversion.json: the source, the versions, and the sha256 of each tensor.
 
     Args:
-        dtype: that the user wanted. hashes: name -> sha256 of the elements.
+        dtype: requested by the user. hashes: name -> sha256 of the elements.
     """
     files, whole = checkpoint.files, checkpoint.whole
     tensors = {
@@ -69,7 +69,7 @@ def write_conversion_record(
                 "revision": files.revision,
                 "format": SIDES[checkpoint.side],
                 "architectures": files.config.get("architectures"),
-                **({} if files.kept is None else asdict(files.kept)),  # the numbers that the layers had there
+                **({} if files.kept is None else asdict(files.kept)),  # the layers' numbers in the source
             },
             "format": SIDES[plan.side],
             "model_type": checkpoint.arch.model_type,
@@ -85,7 +85,7 @@ def write_conversion_record(
 
 
 def write_manifest(plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
-    """Write manifest.json from the hashes of tensors as they were written; only small files are read again."""
+    """Write manifest.json from the hashes of the tensors computed on writing; only small files are read again."""
     files: dict[str, Any] = {}
     jobs_of: dict[str, list[Job]] = {name: [] for name in plan.sizes}
     for job in plan.jobs:
@@ -102,7 +102,7 @@ def write_manifest(plan: Plan, directory: Path, hashes: Mapping[str, str]) -> No
 
 
 def _public_origin(files: ModelFiles) -> str:
-    """The repository with its commit, or the name of the directory: what is pushed tells nobody where it lay."""
+    """The repository with its commit, or the name of the directory without its path, which is not for publication."""
     return files.origin if files.directory is None or files.repo is not None else files.directory.resolve().name
 
 

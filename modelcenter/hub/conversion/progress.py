@@ -4,11 +4,11 @@ import sys
 import time
 from collections.abc import Callable
 
-Report = Callable[[int], None]  # bytes that were done since the last report
+Report = Callable[[int], None]  # called with the bytes done since the last report
 
 
 class Progress:
-    """Bytes done of a known number: throughput and the time that is left, on stderr."""
+    """Reports the bytes done of a known total, the throughput and the time left, on stderr."""
 
     def __init__(self, what: str, total: int, shown: bool = True):
         self.what, self.total, self.done, self.shown = what, total, 0, shown
@@ -17,7 +17,7 @@ class Progress:
         self._printed = False
 
     def add(self, count: int) -> None:
-        """Note `count` more bytes, and show the line now and then."""
+        """Add `count` bytes, and update the line from time to time."""
         self.done += count
         now = time.monotonic()
         if now - self._last >= (0.5 if self._terminal else 10):
@@ -25,7 +25,7 @@ class Progress:
             self._print(now)
 
     def close(self) -> None:
-        """Show the last line."""
+        """Print the last line."""
         if self._printed or (self.shown and self.total >= 2**30):
             self._print(time.monotonic())
             if self._terminal and self.shown:
@@ -37,7 +37,7 @@ class Progress:
             print(self.text(now - self._began), end="" if self._terminal else "\n", file=sys.stderr, flush=True)
 
     def text(self, seconds: float) -> str:
-        """The line after so many seconds."""
+        """The line after this number of seconds."""
         rate = self.done / max(seconds, 1e-9)
         left = f", {_duration((self.total - self.done) / rate)} left" if rate and self.done < self.total else ""
         line = f"{self.what}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s{left}"

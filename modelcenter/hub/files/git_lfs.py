@@ -1,4 +1,4 @@
-"""What Git leaves in place of a large file where Git LFS is not installed. Imports no torch."""
+"""The pointers that Git leaves in place of large files if Git LFS is not installed. Imports no torch."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise ValueError for a pointer in place of the file itself."""
+    """Raise ValueError for a pointer instead of the file itself."""
     with open(path, "rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise ValueError(

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Read a JSON object.
 
     Raises:
-        ValueError: not readable, not JSON, not an object.
+        ValueError: the file is not readable, not JSON, or not an object.
     """
     value = _parse(path)
     if not isinstance(value, dict):
@@ -18,7 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_objects(path: Path) -> list[dict[str, Any]]:
-    """A JSON list of objects. Raises ValueError: not readable, not JSON, no such list."""
+    """Read a JSON list of objects. Raises ValueError if the file is not readable, not JSON, or not such a list."""
     value = _parse(path)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError(f"{path} holds {value!r:.80}, expected a list of objects")
@@ -33,12 +33,12 @@ def _parse(path: Path) -> Any:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as JSON. What of a path is not UTF-8 becomes escapes, which read back as it was."""
+    """Write a value as JSON. Parts of a path that are not UTF-8 are escaped, so that it reads back unchanged."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An `object_pairs_hook` for json. Raises ValueError: a key occurs twice."""
+    """An `object_pairs_hook` for json. Raises ValueError if a key occurs twice."""
     names = dict(pairs)
     if len(names) != len(pairs):
         seen: set[str] = set()

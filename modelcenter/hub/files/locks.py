@@ -1,4 +1,4 @@
-"""Locks on files, by which processes keep each other out of a place. The system lets go of them when a process ends."""
+"""File locks that keep other processes out of a place. The system releases them when a process ends."""
 
 import errno
 import fcntl
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def try_lock(take: Callable[[], None]) -> bool:
-    """Call `take`, which locks a file; False if another process holds it. Without locks in the file system: True."""
+    """Call `take`, which locks a file. False if another process holds it; True if the file system has no locks."""
     try:
         take()
     except OSError as error:
@@ -18,7 +18,7 @@ def try_lock(take: Callable[[], None]) -> bool:
 
 
 def is_same_file(path: Path, handle: int) -> bool:
-    """Whether a file that was opened is still the one there: the process that had it may have removed it since."""
+    """Whether an open file is still the one at `path`: the process that held it may have removed it since."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -27,19 +27,19 @@ def is_same_file(path: Path, handle: int) -> bool:
 
 @contextmanager
 def locked(path: Path, message: str) -> Iterator[None]:
-    """Keep other processes out while inside, by a lock on a file that is there meanwhile.
+    """Keep other processes out of the block, by a lock on a file that exists only meanwhile.
 
-    The system lets go of it when the process and all that it forked meanwhile have ended, however they end.
+    The system releases it when the process and all that it forked meanwhile have ended, however they end.
 
     Raises:
-        ValueError: another process has it; says `message`. OSError: the file cannot be made there.
+        ValueError: another process holds it; the text is `message`. OSError: the file cannot be created there.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError as refused:
         try:
-            handle = os.open(path, os.O_RDONLY)  # another user's, who may be at it or was killed
-        except FileNotFoundError:  # it is the folder that may not be written
+            handle = os.open(path, os.O_RDONLY)  # another user's, whose process may be running or was killed
+        except FileNotFoundError:  # it is the folder that is not writable
             raise refused from None
     if not (try_lock(lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)) and is_same_file(path, handle)):
         os.close(handle)
@@ -48,7 +48,7 @@ def locked(path: Path, message: str) -> Iterator[None]:
         yield
     finally:
         try:
-            with suppress(PermissionError):  # another user's, in a folder where only its owner may remove a file
+            with suppress(PermissionError):  # another user's, in a folder in which only the owner may remove a file
                 path.unlink(missing_ok=True)
-        finally:  # an interruption must not leave this process with the lock
+        finally:  # an interruption must not leave this process holding the lock
             os.close(handle)

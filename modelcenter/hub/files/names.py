@@ -4,17 +4,17 @@ import re
 from collections.abc import Collection
 
 CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE = "config.json", "generation_config.json", "manifest.json"
-RUN_FILE = "run.json"  # in the checkpoints of a run: its flags and its data
-# Of replaced token detection: the folder of the generator beside that of the model, and its config.json in checkpoints,
-# which hold both.
+RUN_FILE = "run.json"  # in the checkpoints of a run: its flags and data
+# For replaced token detection: the folder of the generator, next to the model's, and the generator's config.json in
+# checkpoints, which hold both models.
 GENERATOR, GENERATOR_FILE = "generator", "generator.json"
-# Of peft.
+# peft's.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")
 CONVERSION_FILE = "conversion.json"
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# Each also as <name>.index.json with shards; the last is ModelCenter's.
+# With shards, each is <name>.index.json instead; the last is ModelCenter's.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 TEMPLATES_FOLDER = "additional_chat_templates"
 TOKENIZER_FILES = (
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     "tokenization_cpm.py",
 )
 
-# Of a model: what an earlier one leaves that would contradict a new one.
+# Files of an earlier model that would contradict a new one.
 _MODEL_FILE = re.compile(
     r"(model|pytorch_model)([-.][^/]*)?\.(safetensors|bin)(\.index\.json)?|tf_model\.h5|flax_model\.msgpack"
     r"|(generation_)?config\.json|manifest\.json|conversion\.json"

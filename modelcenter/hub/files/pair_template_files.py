@@ -1,7 +1,7 @@
-"""Chat templates that write the query and the text of a reranker, as sentence-transformers renders them (from 5.4 on):
-two messages, of the roles "query" and "document", and before them perhaps an instruction, of the role "system".
+"""Chat templates for the query and text of a reranker, as sentence-transformers renders them (from 5.4 on): two
+messages with the roles "query" and "document", optionally preceded by an instruction with the role "system".
 
-The template belongs to the tokenizer, so every copy of a tokenizer takes it along. Imports no torch.
+The template belongs to the tokenizer, so every copy of a tokenizer includes it. Imports no torch.
 """
 
 import json
@@ -15,7 +15,7 @@ from modelcenter.hub.files.names import TOKENIZER_CONFIG_FILE
 
 TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("query", "document")
-# Sets the instruction where no message does. What it sets stays set: blocks of "if" are no scopes in Jinja.
+# Sets the instruction if no message does. The variable stays set, because blocks of "if" are no scopes in Jinja.
 _SET_INSTRUCTION = (
     "{%- if messages[0]['role'] != 'system' -%}"
     "{%- set messages = [{'role': 'system', 'content': INSTRUCTION}] + messages -%}"
@@ -27,29 +27,29 @@ _INSTRUCTION_IS_SET = re.compile(
 
 
 def writes_pairs(template: Any) -> bool:
-    """Whether a chat template is for pairs: it names both roles. Many that are for chats write any role that comes."""
+    """Whether a chat template is for pairs: it names both roles. (Many templates for chats accept any role.)"""
     return isinstance(template, str) and all(re.search(rf"""["']{role}["']""", template) for role in ROLES)
 
 
 def with_instruction(template: str, instruction: str) -> str:
-    """A template for pairs whose usual instruction is this one; it takes the place of one that was given before."""
+    """A template for pairs with this default instruction, which replaces an earlier one."""
     literal = json.dumps(instruction, ensure_ascii=False)
     return _SET_INSTRUCTION.replace("INSTRUCTION", literal) + _INSTRUCTION_IS_SET.sub("", template, count=1)
 
 
 def template_with_prompt(find: FindFile, template: Any) -> Any:
-    """A tokenizer's chat template, which says itself what the files of a cross-encoder say beside it: that pairs come
-    with an instruction. Any other template as it is.
+    """A tokenizer's chat template; one for pairs includes the instruction in the files of a cross-encoder, if there is
+    one. Any other template is unchanged.
 
     Args:
-        find: name of a file -> where it lies, None where there is none.
+        find: name of a file -> its path, or None if it does not exist.
     """
     prompt = default_prompt(find) if writes_pairs(template) else None
     return template if prompt is None else with_instruction(template, prompt)
 
 
 def default_prompt(find: FindFile) -> str | None:
-    """What sentence-transformers puts before the query of each pair, or into a template as the instruction."""
+    """The text that sentence-transformers puts before each query, or into a template as the instruction."""
     path = find(SETTINGS_FILE)
     if path is None or stored_kind(find) != CROSS_ENCODER:
         return None
@@ -60,7 +60,7 @@ def default_prompt(find: FindFile) -> str | None:
 
 
 def stored_template(find: FindFile) -> Any:
-    """The chat template among the files of a tokenizer; None: there is none."""
+    """The chat template in the files of a tokenizer; None if there is none."""
     path = find(TEMPLATE_FILE)
     if path is not None:
         return path.read_text(encoding="utf-8")
@@ -69,10 +69,10 @@ def stored_template(find: FindFile) -> Any:
 
 
 def write_prompt(find: FindFile, directory: Path) -> None:
-    """Put the instruction that the files of a cross-encoder say into the copy of its template in a directory.
+    """Write the instruction in the files of a cross-encoder into the copy of its template in a directory.
 
     Args:
-        find: as of template_with_prompt.
+        find: as in template_with_prompt.
     """
     stored = stored_template(find)
     if (made := template_with_prompt(find, stored)) != stored:

@@ -1,7 +1,7 @@
-"""Tensors of files, read by boxes.
+"""Reading boxes of tensors from files.
 
-A header tells where each tensor lies; elements are then read with positioned reads, straight into their destination
-where that is contiguous. Files are not memory-mapped, so nothing but what was requested is ever resident.
+A header gives the position of each tensor. Elements are then read with positioned reads, directly into their
+destination if it is contiguous. Files are not memory-mapped, so only what was requested is ever resident.
 """
 
 import math
@@ -17,13 +17,13 @@ from modelcenter.convert.pieces import Box, full_box
 from modelcenter.convert.stream import copy_values
 from modelcenter.hub.files.raw_io import as_bytes, read_at
 
-_GAP = 1024  # bytes; rows with a hole at least this long are read one by one
-_BATCH = 8 * 2**20  # bytes of rows that are read at once where their holes are shorter
+_GAP = 1024  # bytes; rows with gaps of at least this size are read one by one
+_BATCH = 8 * 2**20  # bytes of rows that are read at once if their gaps are smaller
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `offset` is the byte of its first element in `file`."""
+    """The position of a tensor: `offset` is the byte of its first element in `file`."""
 
     file: Path
     offset: int
@@ -33,13 +33,13 @@ class TensorInfo:
 
 
 class FileSource:
-    """The tensors of a checkpoint (convert.stream.Source). `bytes_read` counts what was read of their data.
+    """The tensors of a checkpoint (convert.stream.Source). `bytes_read` counts the bytes read of their data.
 
     Several threads may read at once.
 
     Args:
         loaded: tensors of files that cannot be read in part.
-        absent: name that an index lists and its file does not hold -> the error, for who needs that tensor.
+        absent: name that an index lists but its file lacks -> the error, raised if that tensor is needed.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class FileSource:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether tensors are in memory, since their file cannot be read in part."""
+        """Whether tensors are in memory because their file cannot be read in part."""
         return bool(self._loaded)
 
     def copy(self) -> "FileSource":
-        """The same tensors, whose names change apart from those here."""
+        """A source of the same tensors, which can be renamed independently of this one."""
         return FileSource(dict(self.tensors), dict(self._loaded), dict(self.absent))
 
     def add(self, tensors: Mapping[str, TensorInfo], loaded: Mapping[str, torch.Tensor]) -> None:
-        """Add tensors of further files; arguments as of the constructor."""
+        """Add tensors of further files; arguments as in the constructor."""
         self.tensors = {**self.tensors, **tensors}
         self._loaded = {**self._loaded, **loaded}
 
     def hold(self, name: str, values: torch.Tensor, of: str) -> None:
-        """Add a tensor that was computed from the tensor `of`, at whose place in the files it counts."""
+        """Add a tensor that was computed from the tensor `of`, and give it the position of that in the files."""
         info, shape = self.tensors[of], tuple(values.shape)
         place = TensorInfo(info.file, info.offset, values.dtype, shape, row_major_strides(shape))
         self.add({name: place}, {name: values})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Keep the tensors of these names only, under new ones: {name: new name}."""
+        """Keep only the tensors with these names, under new ones: {name: new name}."""
         self.tensors = {new: self.tensors[old] for old, new in names.items() if old in self.tensors}
         self.absent = {new: self.absent[old] for old, new in names.items() if old in self.absent}
         self._loaded = {new: self._loaded[old] for old, new in names.items() if old in self._loaded}
@@ -103,7 +103,7 @@ class FileSource:
         return self.tensors[name].dtype
 
     def cost(self, name: str, box: Box) -> int:
-        """Bytes of the file that reading the box takes."""
+        """Bytes that reading the box reads from the file."""
         info = self.tensors[name]
         order = None if name in self._loaded else _dimension_order(info)
         if order is None:
@@ -111,7 +111,7 @@ class FileSource:
         return _cost(info.dtype.itemsize, [info.shape[d] for d in order], tuple(box[d] for d in order))
 
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
+        """Read a box of a tensor (by default all of it) as a contiguous CPU tensor; into `out` if given."""
         info = self.tensors[name]
         box = full_box(info.shape) if box is None else box
         sizes = [high - low for low, high in box]
@@ -134,7 +134,7 @@ class FileSource:
         return out
 
     def _read_box(self, info: TensorInfo, start: int, shape: Sequence[int], box: Box, out: torch.Tensor) -> None:
-        """Read a box of the row-major tensor of that shape whose first element lies at byte `start` of the file."""
+        """Read a box of the row-major tensor with this shape whose first element is at byte `start` of the file."""
         item, inner, rest = info.dtype.itemsize, shape[1:], box[1:]
         row = item * math.prod(inner)
         if rest == full_box(inner):
@@ -156,7 +156,7 @@ class FileSource:
             out[low - box[0][0] : high - box[0][0]] = rows[(slice(None), *columns)]
 
     def _read_rows(self, info: TensorInfo, start: int, step: int, out: torch.Tensor) -> None:
-        """Read pieces of one length that begin every `step` bytes into the rows of `out`, contiguous."""
+        """Read pieces of equal length that begin every `step` bytes into the rows of `out`, which is contiguous."""
         target = as_bytes(out)
         size, handle, read = len(target) // len(out), self._handle(info.file), os.preadv
         for index in range(len(out)):
@@ -190,7 +190,7 @@ class FileSource:
 
 
 def reading_threads() -> int:
-    """How many threads read a model: as many as torch computes with, as far as that makes it faster."""
+    """The number of threads that read a model: as many as torch computes with, up to where more are not faster."""
     return min(torch.get_num_threads(), 8)
 
 
@@ -204,9 +204,9 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _dimension_order(info: TensorInfo) -> tuple[int, ...] | None:
-    """The order of dimensions in which a tensor lies row by row (of a transposed one not their own), if there is one.
+    """The order of dimensions in which a tensor is stored row by row (if transposed, not their own), if there is one.
 
-    Checkpoints that were made from TensorFlow's or JAX's files hold transposed tensors.
+    Checkpoints converted from TensorFlow's or JAX's files hold transposed tensors.
     """
     order = sorted(range(len(info.shape)), key=lambda d: -info.strides[d])
     dense = row_major_strides([info.shape[d] for d in order])

@@ -1,4 +1,4 @@
-"""The safetensors format: the tensors of a file, planning shards, and the only writer of the project."""
+"""The safetensors format: reading the tensors of a file, planning shards, and the only writer of the project."""
 
 import json
 import os
@@ -37,8 +37,8 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Name, dtype, shape of a tensor to write. A name with a folder before it, "2_Dense/linear.weight", is that of a tensor
-# in the file of that folder, which knows it without.
+# Name, dtype, shape of a tensor to write. A name with a folder, such as "2_Dense/linear.weight", is a tensor in the
+# file of that folder, where its name lacks the folder.
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
@@ -49,7 +49,7 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str
     """The tensors and the metadata of a safetensors file, checked against its size.
 
     Raises:
-        ValueError: see read_header; or torch has not the dtype of a tensor.
+        ValueError: as read_header, or torch does not have the dtype of a tensor.
     """
     entries, metadata = read_header(path)
     for name, entry in entries.items():
@@ -68,7 +68,7 @@ def safetensors_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str
 
 
 def file_head(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
-    """What a safetensors file of these tensors starts with, and the byte at which each, then the file, ends or starts.
+    """The start of a safetensors file with these tensors, and their positions.
 
     Returns:
         (length and header, padded to a multiple of 8 bytes; first byte of each tensor, then the size of the file).
@@ -89,9 +89,9 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class SafetensorsWriter:
-    """Writes a file of known entries, one tensor at a time, in the order given. A context manager.
+    """Writes a file of known entries, one tensor at a time, in the given order. A context manager.
 
-    The header comes first, from the shapes alone, padded so that data starts at a multiple of 8 bytes.
+    The header comes first, computed from the shapes alone, and padded so that data starts at a multiple of 8 bytes.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry]):
@@ -104,7 +104,7 @@ class SafetensorsWriter:
         return self
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor; it has the dtype and shape announced."""
+        """Write the next tensor, which has the dtype and shape of its entry."""
         name, dtype, shape = self._left.pop()
         assert tensor.dtype == dtype and tuple(tensor.shape) == shape, (name, tensor.dtype, tuple(tensor.shape))
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -132,8 +132,8 @@ class FilePlan:
 
 
 def plan_files(entries: Sequence[Entry], max_bytes: int) -> list[FilePlan]:
-    """Deal tensors, in their order, to files of at most `max_bytes` each; a larger tensor has a file of its own. Those
-    of a folder are in one file there.
+    """Distribute tensors, in order, over files of at most `max_bytes` each; a larger tensor has a file of its own.
+    Tensors in a folder share one file there.
 
     Within a file wider dtypes come first, which keeps every tensor aligned to its element size.
     """
@@ -161,7 +161,7 @@ def plan_files(entries: Sequence[Entry], max_bytes: int) -> list[FilePlan]:
 
 
 def write_index(directory: Path, plans: Sequence[FilePlan]) -> None:
-    """Write the index of a checkpoint of several files, those in folders apart. With one there is none to write."""
+    """Write the index of a checkpoint in several files, without those in folders. A single file needs no index."""
     plans = [plan for plan in plans if "/" not in plan.name]
     if len(plans) < 2:
         return
@@ -179,10 +179,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of "5GB", "200MB", "1.5GiB" or a number.
+    """The number of bytes in "5GB", "200MB", "1.5GiB" or a number.
 
     Raises:
-        ValueError: not a positive size.
+        ValueError: it is not a positive size.
     """
     match = re.fullmatch(r"([\d.]+)\s*([KMGT]I?B)?", str(size).strip().upper())
     try:

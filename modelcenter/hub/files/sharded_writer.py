@@ -1,6 +1,6 @@
-"""Export of a sharded model: each rank writes what it holds of every tensor to its place in the final files.
+"""Export of a sharded model: each rank writes its part of every tensor to its place in the final files.
 
-Places follow from shapes alone, so nothing is gathered and no rank waits for another. All ranks must see the files.
+Places follow from the shapes alone, so nothing is gathered and no rank waits for another. All ranks must see the files.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from modelcenter.convert.stream import ReadBuffer, chunks, copy_values
 from modelcenter.hub.files.raw_io import allocate_file, as_bytes, write_at
 from modelcenter.hub.files.safetensors import FilePlan, file_head
 
-_BLOCK_BYTES = 2**20  # of elements that change their order, so that they stay in the cache while they are written
+_BLOCK_BYTES = 2**20  # of reordered elements, small enough to stay in the cache until they are written
 
 
 class _Place(NamedTuple):
-    """Where a piece of one of our parameters goes: which tensor of which file it is a part of."""
+    """The destination of a piece of one of our parameters: a tensor in a file."""
 
     piece: Piece
     file: str
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
 
 class ShardedWriter:
-    """Writes the files of an export from all ranks; every rank makes the same.
+    """Writes the files of an export from all ranks; created alike on every rank.
 
     Args:
         key_of: name in the files -> key of the layout.
@@ -52,7 +52,7 @@ class ShardedWriter:
                     self._places.setdefault(piece.names[NATIVE], []).append(place)
 
     def allocate(self) -> None:
-        """Make the files at their full size, with their headers; on one rank, before any writes."""
+        """Create the files at their full size, with their headers; call it on one rank, before any rank writes."""
         for file in self._files:
             head, places = file_head(file.entries)
             allocate_file(self._directory / file.name, places[-1], head)
@@ -63,7 +63,8 @@ class ShardedWriter:
 
     @torch.no_grad()
     def write(self, model: torch.nn.Module) -> int:
-        """Write what this rank holds and no lower rank does, to the disk; returns the number of elements."""
+        """Write the elements that this rank holds and no lower rank does, and flush them to the disk; returns their
+        number."""
         done, buffer = 0, ReadBuffer()
         with ExitStack() as stack:
             handles: dict[str, int] = {}
@@ -95,7 +96,7 @@ def _write_slice(handle: int, place: _Place, local: torch.Tensor, offsets: Seque
 def _blocks(
     piece: Piece, local: torch.Tensor, offsets: Sequence[int], dtype: torch.dtype, buffer: ReadBuffer
 ) -> Iterator[tuple[Box, memoryview]]:
-    """(block, its bytes) of the box of the file's tensor that a piece of a local slice fills."""
+    """(block, its bytes) of the box that a piece of a local slice fills in the tensor of the file."""
     box = bounds(piece, HUB)
     if local.dtype == dtype and is_plain_copy(piece, local, offsets):
         yield box, as_bytes(view(local, piece, NATIVE, offsets))
@@ -108,11 +109,11 @@ def _blocks(
 
 
 def _put(handle: int, data: memoryview, start: int, box: Box, shape: Sequence[int], item: int) -> None:
-    """Write a box of the tensor of that shape whose first element lies at byte `start`: each run that lies in one."""
-    inner = len(shape)  # dimensions from here on are whole
+    """Write a box of the tensor with this shape whose first element is at byte `start`, by contiguous runs."""
+    inner = len(shape)  # dimensions from here on are covered completely
     while inner and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1
-    outer = max(inner - 1, 0)  # the one before them may be cut and is still one run
+    outer = max(inner - 1, 0)  # the box may cut the dimension before them and still be one run
     steps = [item * prod(shape[d + 1 :]) for d in range(len(shape))]
     size = item * box_numel(box[outer:])
     first = start + sum(low * step for (low, _), step in zip(box, steps, strict=True))

@@ -1,4 +1,4 @@
-"""`modelcenter info`: what is known of a model without loading it, and what it takes. Imports no torch."""
+"""`modelcenter info`: describe a model and the memory it needs, without loading it. Imports no torch."""
 
 from modelcenter.hub.info.render import as_json, render
 from modelcenter.hub.info.report import model_info

@@ -1,4 +1,4 @@
-"""The component of a model, such as attention or mlp, that a tensor belongs to, by its name. Imports no torch."""
+"""The component of a model, such as attention or mlp, to which a tensor belongs, by its name. Imports no torch."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from modelcenter.hub.info.config_fields import SIDES, config_fields
 
 
 def component(native: str) -> str:
-    """The component of one of our parameters, by its name, which is alike in every architecture."""
+    """The component of one of our parameters, by its name; names are alike in every architecture."""
     words = native.split(".")
     if words[0] in SIDES:
         words = words[1:]
@@ -27,9 +27,9 @@ def component(native: str) -> str:
 
 
 def components_of_file(names: Iterable[str], config: Mapping[str, Any], arch: ArchMap) -> dict[str, str | None]:
-    """{tensor of a Hugging Face file: its component}, through the rules.
+    """{tensor of a Hugging Face file: its component}, by the conversion rules.
 
-    None: it holds no parameter (a buffer, a second copy of a tied tensor). What no rule knows is "other".
+    None: it holds no parameter (a buffer, a duplicate of a tied tensor). "other": no rule matches it.
     """
     given = config_fields(config, arch)
     prefixes = {arch.prefix, *(task.prefix for task in arch.tasks.values() if task.prefix)}
@@ -56,7 +56,7 @@ def _of_file(name: str, config: Any, arch: ArchMap, prefixes: set[str]) -> str |
 
 
 def _match(rule: Rule, names: Iterable[str]) -> re.Match[str] | None:
-    """How one of the names is a hub tensor of the rule."""
+    """The match of one of the names with the rule's hub tensor."""
     patterns = [template_regex(template) for template in (*rule.hub_templates(), *rule.aliases)]
     matches = (pattern.fullmatch(name) for pattern in patterns for name in names)
     return next((match for match in matches if match is not None), None)

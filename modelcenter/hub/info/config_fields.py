@@ -1,4 +1,4 @@
-"""The fields of a config.json under our names, with what it leaves out. Imports no torch."""
+"""The fields of a config.json under our names, with defaults for those that it omits. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from modelcenter import registry
 from modelcenter.convert.rules import ArchMap
 
 COMPOSED, SIDES = "encoder-decoder", ("encoder", "decoder")
-OF_TWO = (COMPOSED, "t5gemma")  # whose config holds one for each side
-# Defaults of the fields that published configs leave out.
+OF_TWO = (COMPOSED, "t5gemma")  # their config has a config for each side
+# Defaults of fields that published configs omit.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text"), {"max_positions": 512, "type_vocab_size": 2}
@@ -47,7 +47,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
-    """The fields of a config.json under our names; unknown ones as they are."""
+    """The fields of a config.json under our names; unknown fields keep theirs."""
     given = dict(config) if arch.config.translation is None else arch.config.translation.read(config)
     if (kind := given.pop("feed_forward_proj", None)) is not None:  # T5's
         given.setdefault("is_gated_act", str(kind).startswith("gated-"))
@@ -61,10 +61,10 @@ def our_names(config: Mapping[str, Any], arch: ArchMap) -> dict[str, Any]:
 
 
 def side_of(config: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our names of a side of an encoder-decoder whose config holds two, with what that leaves out, and its config.json.
+    """One side of an encoder-decoder with two configs: fields under our names, with defaults, and its config.json.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: the config lacks that side.
     """
     side, kind = config.get(name), registry.model_type_of(config)
     if not isinstance(side, Mapping):

@@ -1,4 +1,4 @@
-"""How many parameters the heads have whose size a config decides, by family and task. Imports no torch."""
+"""The number of parameters of heads whose sizes follow from the config, by family and task. Imports no torch."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +10,7 @@ def linear_size(inputs: int, outputs: int, bias: bool) -> int:
 
 
 def _words(c: Fields, width: int | None = None) -> int:
-    """The matrix of the vocabulary, where it is not the table of embeddings, whose rows are so wide."""
+    """The vocabulary's matrix, unless it is the embedding table. width: of its rows."""
     return 0 if c.tie_embeddings else c.vocab_size * (c.hidden_size if width is None else width)
 
 
@@ -19,12 +19,12 @@ def _biased_words(c: Fields) -> int:
 
 
 def _own_words(c: Fields) -> int:
-    """CPM-Ant's, which are rows of their own, whatever a config says."""
+    """CPM-Ant's, which are never tied, whatever the config says."""
     return c.vocab_size * c.hidden_size
 
 
 def _words_of_decoder(c: Fields) -> int:
-    """T5Gemma's, whose sides have a width each."""
+    """T5Gemma's, whose sides have different widths."""
     return 0 if c.tie_embeddings else c.vocab_size * c.decoder_hidden_size
 
 
@@ -33,7 +33,7 @@ def _narrow_words(c: Fields) -> int:
 
 
 def _masked_words(c: Fields, width: int | None = None) -> int:
-    """BERT's: a dense layer to the width of the table, a norm, the matrix and a bias."""
+    """BERT's: a dense layer to the width of the embedding table, a norm, the matrix and a bias."""
     width = c.hidden_size if width is None else width
     return linear_size(c.hidden_size, width, True) + 2 * width + _words(c, width) + c.vocab_size
 
@@ -64,7 +64,7 @@ def _replaced_tokens(c: Fields) -> int:
     return linear_size(c.hidden_size, c.hidden_size, True) + linear_size(c.hidden_size, 1, True)
 
 
-Heads = Mapping[str, Callable[[Fields], int]]  # task -> parameters of its head
+Heads = Mapping[str, Callable[[Fields], int]]  # task -> number of parameters of its head
 
 _ROBERTA: Heads = {"masked-lm": _masked_words, "causal-lm": _masked_words}
 _DECODER: Heads = {"causal-lm": _words}

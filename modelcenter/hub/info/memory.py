@@ -1,4 +1,4 @@
-"""What training and inference of a model take, in bytes of each rank, from its parameter counts. Imports no torch."""
+"""The memory for training and inference of a model, in bytes per rank, from parameter counts. Imports no torch."""
 
 from collections.abc import Mapping
 
@@ -7,16 +7,16 @@ _SIXTEEN_BITS_KEPT = ("bf16-params", "bf16-sr")
 
 
 def training_bytes(sizes: Mapping[str, int], layers: int, precision: str, zero: int, ranks: int) -> dict[str, int]:
-    """Bytes that each rank needs for training with AdamW, activations apart.
+    """Bytes that each rank needs for training with AdamW, without activations.
 
     Args:
-        sizes: parameters by component. layers: in which those of attention, mlp and norms are; a unit is one of them.
-            0: they run several times in a forward and are the root's.
-        precision, zero: as engine.Policy. ranks: over which the model is sharded.
+        sizes: parameters by component. layers: number of units that hold the parameters of attention, mlp and norms;
+            0: they run several times in a forward and belong to the root.
+        precision, zero: as in engine.Policy. ranks: over which the model is sharded.
 
     Returns:
-        kept: parameters, gradients and the optimizer's state between steps, as engine.describe counts them. working:
-        gathered parameters and gradients that are not reduced yet, at most.
+        kept: parameters, gradients and optimizer state between steps, as engine.describe counts them. working: maximum
+            of gathered parameters and gradients that are not reduced yet.
     """
     total = sum(sizes.values())
     root = sum(sizes.get(name, 0) for name in ("embeddings", "pooler", "head", "other")) if layers else total
@@ -27,16 +27,16 @@ def training_bytes(sizes: Mapping[str, int], layers: int, precision: str, zero: 
     shard = -(-total // ranks) if zero else total
     kept = shard * (stored + stored + state)
     if ranks == 1 and precision == "fp32":
-        return {"kept": kept, "working": 0}  # a plain module
-    if zero == 3:  # the root stays gathered until backward has passed it; two units are there at once
+        return {"kept": kept, "working": 0}  # a plain module, not sharded
+    if zero == 3:  # the root stays gathered until backward has passed it; at most two units are gathered at a time
         working = (root + 2 * unit) * computed + max(root, unit) * computed
     else:
         copies = 0 if zero == 0 and stored == computed else total * computed
-        whole = {0: 0, 1: total * 4, 2: max(root, unit) * computed}[zero]  # level 1 reduces once a step, from fp32
+        whole = {0: 0, 1: total * 4, 2: max(root, unit) * computed}[zero]  # level 1 reduces once per step, from fp32
         working = copies + whole
     return {"kept": kept, "working": working}
 
 
 def inference_bytes(total: int, width: int, ranks: int = 1) -> int:
-    """Bytes that each of `ranks` ranks keeps of the weights; keys, values and activations apart."""
+    """Bytes of the weights on each of `ranks` ranks, without keys, values and activations."""
     return -(-total // ranks) * width

@@ -1,4 +1,4 @@
-"""What is known of a model without loading it, and what it takes. Imports no torch."""
+"""Describing a model and the memory it needs without loading it. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,15 +38,15 @@ _SHOWN = ("hidden_size", "num_layers", "num_decoder_layers", "num_heads", "num_k
 
 
 def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> dict[str, Any]:
-    """Everything `modelcenter info NAME --json` prints.
+    """Everything that `modelcenter info NAME --json` prints.
 
     Args:
         name: a name of `list_models`, a Hub id, a Hugging Face directory, a run's folder or a distributed checkpoint.
-            A Hub id that no preset stands for takes its config.json from the cache, or from the Hub.
+            For a Hub id without a preset, config.json is read from the cache or the Hub.
         gpus: over which the ZeRO levels shard.
 
     Raises:
-        ValueError: nothing of that name; a file cannot be read; gpus is below 1.
+        ValueError: the name is not found, a file cannot be read, or gpus is below 1.
     """
     options = options or HubOptions()
     if gpus < 1:
@@ -57,7 +57,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
     location, config, weights = _locate(name, options)
     described = _describe_config(config, weights)
     stored = None if weights is None else describe_files(weights, config)
-    # A preset whose sizes nobody published has a file's own config.json to say them.
+    # A preset with unpublished sizes can be sized only from the config.json of a user's directory.
     known = location.get("confirmed") is not False or "hidden_size" in described["sizes"]
     dense = described.get("embedding", {}).get("dense_parameters", 0)
     counts = _count(config, described["task"], stored, known, dense)
@@ -66,7 +66,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
 
 
 def _locate(name: str, options: HubOptions) -> tuple[dict[str, Any], dict[str, Any], Path | None]:
-    """Where a model is, as reported; its config.json; and the directory of its weights, if they are here."""
+    """The location of a model, as reported; its config.json; and the directory of its weights, if it is local."""
     directory = local_directory(name)
     if directory is not None:
         distributed = (directory / MANIFEST_FILE).is_file()
@@ -132,8 +132,8 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
 
 
 def _describe_embedding(directory: Path) -> dict[str, Any]:
-    """What the files beside a model say of its embeddings, and how many parameters its dense layers have; or why it is
-    not supported."""
+    """The embeddings that the files of a model describe, and the number of parameters of its dense layers; or why they
+    are not supported."""
     find = beside(directory)
     try:
         steps = dense_steps(find)
@@ -146,14 +146,14 @@ def _describe_embedding(directory: Path) -> dict[str, Any]:
 
 
 def _size(step: DenseStep) -> int:
-    """Parameters of a dense layer."""
+    """The number of parameters of a dense layer."""
     of = step.settings
     residual = of.residual and step.inputs != of.width
     return linear_size(step.inputs, of.width, of.bias) + residual * linear_size(step.inputs, of.width, False)
 
 
 def _activation(config: Mapping[str, Any], directory: Path | None) -> str | None:
-    """What makes a score of the output of a reranker; None: it is none."""
+    """The function from a reranker's output to its score; None if the model is not a reranker."""
     find: FindFile = (lambda name: None) if directory is None else beside(directory)
     if not is_cross_encoder(config, find):
         return None
@@ -163,10 +163,11 @@ def _activation(config: Mapping[str, Any], directory: Path | None) -> str | None
 def _count(
     config: Mapping[str, Any], task: str | None, stored: Mapping[str, Any] | None, known: bool, dense: int
 ) -> dict[str, Any]:
-    """Parameters by component: by the files where their headers can be read, else by arithmetic.
+    """Parameters by component: from the headers of the files if they can be read, else computed from the config.
 
     Args:
-        known: whether the config says the sizes of the model. dense: parameters of dense layers, of which it says none.
+        known: whether the config gives the sizes of the model. dense: parameters of dense layers, which it does not
+            describe.
     """
     bare = body_sizes(config) if known else None
     whole = task_sizes(config, task) if known else None
@@ -187,11 +188,11 @@ def _count(
 
 
 def _unit_count(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
-    """Units whose parameters are gathered together; 0: all are the root's, as of layers that run at several depths."""
+    """The number of units that are gathered one by one; 0: everything is in the root, as for shared layers."""
     layers = sizes.get("num_layers", 1)
     if str(config.get("model_type")) in ARCHITECTURES:
         fields = config_fields(config)
-        if fields.num_groups:  # of layers, each with parameters of its own
+        if fields.num_groups:  # groups of layers, each with its own parameters
             return layers * fields.group_layers if fields.num_groups == layers else 0
     return layers + sizes.get("num_decoder_layers", 0)
 

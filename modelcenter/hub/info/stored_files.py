@@ -1,4 +1,4 @@
-"""The files of a model on the disk: those of a directory, and the commits in huggingface_hub's cache.
+"""The files of a model on disk: those of a directory, and the commits in huggingface_hub's cache.
 
 Imports no torch.
 """
@@ -22,7 +22,7 @@ from modelcenter.registry import ARCHITECTURES
 
 
 def describe_files(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint directory holds: format, files, bytes, and parameters where headers of safetensors say them.
+    """The content of a checkpoint directory: format, files, bytes, and parameters if safetensors headers list them.
 
     Raises:
         ValueError: a header cannot be read.
@@ -70,7 +70,7 @@ def _read_headers(
     """Parameters by dtype and by component, from the headers of safetensors files.
 
     Args:
-        dense: those of dense layers behind a pooling.
+        dense: the files of dense layers after a pooling.
     """
     shapes: dict[str, tuple[str, int]] = {}
     for path in (*paths, *dense):
@@ -93,7 +93,7 @@ def _read_headers(
 
 
 def cached_files(repo: str, options: HubOptions) -> list[dict[str, Any]]:
-    """The commits of a repository in huggingface_hub's cache, newest first: revision, names of it, files with sizes."""
+    """The commits of a repository in huggingface_hub's cache, newest first: revision, its names, files with sizes."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -116,6 +116,6 @@ def cached_files(repo: str, options: HubOptions) -> list[dict[str, Any]]:
 
 
 def newest_snapshot(cached: list[dict[str, Any]]) -> Path | None:
-    """The directory of the commit that loading by name would take from the cache, if it is there."""
+    """The directory of the commit that loading by name would use from the cache, if there is one."""
     main = [entry for entry in cached if "main" in entry["names"]] or cached
     return Path(main[0]["path"]) if main else None

@@ -1,1 +1,1 @@
-"""Repositories of the Hugging Face Hub: downloading from them and pushing to them."""
+"""Downloading from repositories of the Hugging Face Hub, and pushing to them."""

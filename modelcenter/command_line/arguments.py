@@ -1,4 +1,4 @@
-"""The words of a command line, for argparse: dashes for underscores, numbers below zero, misspelt flags."""
+"""Preparing the words of a command line for argparse: dashes in names, negative numbers, misspelt flags."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ from modelcenter.registry import nearest
 
 
 def spelling(word: str) -> str:
-    """--max-length=a-b -> --max_length=a-b. A text that begins with dashes stays as it is."""
+    """--max-length=a-b -> --max_length=a-b. A text that begins with dashes is unchanged."""
     name, equals, value = word.partition("=")
     if re.fullmatch(r"--[A-Za-z][\w-]*", name) is None:
         return word
@@ -17,7 +17,7 @@ def spelling(word: str) -> str:
 
 
 def with_numbers(words: Sequence[str]) -> list[str]:
-    """`--flag -1e-3` as one word: argparse takes a number below zero for a flag if it has an exponent."""
+    """Join `--flag -1e-3` into one word, because argparse takes a negative number with an exponent for a flag."""
     joined: list[str] = []
     for word in words:
         number = re.fullmatch(r"-(\d+\.?\d*|\.\d+)[eE][-+]?\d+", word)
@@ -29,12 +29,12 @@ def with_numbers(words: Sequence[str]) -> list[str]:
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word that is not the value of a flag is meant as a flag: not a number below zero, and not a text."""
+    """Whether a word that is not a flag's value is meant as a flag: it is neither a negative number nor a text."""
     return re.match(r"-[^\s\d.]", word) is not None and " " not in word.partition("=")[0]
 
 
 def unknown_flag(word: str, known: Iterable[str]) -> ValueError:
-    """The error for a flag that does not exist. known: all that do, with their dashes."""
+    """The error for a flag that does not exist. known: all existing flags, with their dashes."""
     name = word.partition("=")[0]
     return ValueError(f"unknown flag {name}.{nearest(name, list(known), 1)} --help lists all")
 
@@ -52,12 +52,12 @@ class Parser(argparse.ArgumentParser):
         """The values of a command line.
 
         Raises:
-            ValueError: a flag is unknown (with the nearest known one), lacks its value or has a wrong one; words are
-                missing, or too many.
+            ValueError: a flag is unknown (with the nearest known one), lacks its value or has a wrong one; arguments
+                are missing, or there are too many.
         """
         last = words.index("--") if "--" in words else len(words)
         flags = with_numbers([spelling(word) for word in words[:last]])
-        known = self._option_string_actions  # argparse itself reports what is missing before what is misspelt
+        known = self._option_string_actions  # argparse itself reports missing arguments before misspelt flags
         for word in flags:
             if is_flag(word) and word.partition("=")[0] not in known:
                 raise unknown_flag(word, known)

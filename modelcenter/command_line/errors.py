@@ -1,4 +1,4 @@
-"""How a command reports an error that the user can correct: one line, exit code 2."""
+"""Reporting errors that the user can correct: one line, exit code 2."""
 
 import codecs
 import json
@@ -24,19 +24,20 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
 
 
-_SHOW_ANYWAY = "modelcenter.show-anyway"  # how standard output encodes what its encoding lacks
-_HEAD_START = 10.0  # seconds for the rank with the most telling error to report it, until the launcher ends all ranks
+_SHOW_ANYWAY = "modelcenter.show-anyway"  # how standard output encodes characters that its encoding lacks
+_HEAD_START = 10.0  # seconds for the rank with the most informative error to report it, before the launcher ends all
 
 
 @contextmanager
 def user_errors(traceback: bool = False) -> Iterator[None]:
-    """Turn ValueError, OSError and their like into `error: ...` on stderr and exit code 2.
+    """Turn ValueError, OSError and similar errors into `error: ...` on stderr and exit code 2.
 
-    Other errors keep their traceback, and so do these with MODELCENTER_TRACEBACK=1 (or traceback=True). Where every
-    rank fails alike only rank 0 reports it: the others wait, and the launcher ends them meanwhile; an error of one rank
-    alone is reported with its number. A rank that only lost another one also waits before its traceback. Ctrl-C, and a
-    reader of the output that is gone (`| head`), end the program without a message. A UserWarning is a line that starts
-    with `warning:`, without the place in the code. At the end the output has been flushed, or an error tells why not.
+    Other errors keep their traceback, and so do these with MODELCENTER_TRACEBACK=1 (or traceback=True). If every rank
+    fails alike, only rank 0 reports the error: the others wait until the launcher ends them. An error of a single rank
+    is reported with its number. A rank that failed only because it lost another one also waits before its traceback.
+    Ctrl-C, or a closed pipe for the output (`| head`), ends the program without a message. A UserWarning becomes a line
+    that starts with `warning:`, without its place in the code. At the end, output has been flushed, or an error is
+    reported.
     """
     _reopen_closed_streams()
     usual, warnings.formatwarning = warnings.formatwarning, _format_warning
@@ -55,7 +56,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
             raise SystemExit(128 + signal.SIGPIPE) from None
         from_user = isinstance(error, (ValueError, OSError, FloatingPointError, Stopped))
         if shown or not from_user:
-            if "gloo/transport/" in str(error):  # another rank is gone, whose error is the one to read
+            if "gloo/transport/" in str(error):  # another rank has failed; its error is the one to read
                 time.sleep(_HEAD_START)
             raise
         rank = launched_rank()
@@ -70,7 +71,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
 
 @contextmanager
 def flag_in_errors(field: str) -> Iterator[None]:
-    """Prefix a ValueError raised inside with the flag that it is about, unless it names one itself."""
+    """Prefix a ValueError raised inside with the flag it concerns, unless it already names one."""
     try:
         yield
     except ValueError as error:
@@ -88,14 +89,14 @@ def _format_warning(
 
 
 def _encode_anyway(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encode characters that an output has no bytes for (Chinese in a locale of Latin 1, half a surrogate pair).
+    """Encode characters that the output's encoding lacks (Chinese in Latin-1, half a surrogate pair).
 
-    Bytes of a file's name that are not UTF-8 are shown as they are; the rest by JSON's escapes, so that a line of JSON
-    means what it did.
+    Bytes of file names that are not UTF-8 are written unchanged. Other characters are written as JSON escapes, so that
+    a line of JSON keeps its meaning.
     """
     assert isinstance(error, UnicodeEncodeError)
     first = error.object[error.start]
-    if 0xDC80 <= ord(first) <= 0xDCFF:  # as os.fsdecode makes them
+    if 0xDC80 <= ord(first) <= 0xDCFF:  # as os.fsdecode represents them
         return bytes([ord(first) - 0xDC00]), error.start + 1
     return json.dumps(first)[1:-1], error.start + 1
 
@@ -104,7 +105,7 @@ codecs.register_error(_SHOW_ANYWAY, _encode_anyway)
 
 
 def _reopen_closed_streams() -> None:
-    """Open standard streams that the caller closed (`>&-`, some daemons), which are None in Python, on /dev/null."""
+    """Reopen standard streams that the caller closed (`>&-`, some daemons), which are None in Python, on /dev/null."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
@@ -131,11 +132,11 @@ def _discard_unwritable_output() -> None:
 
 
 def _redirect_to_null(out: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), out)  # or Python complains at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)  # otherwise Python complains at exit
 
 
 def _reader_is_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads; if so, what it still holds is discarded."""
+    """Whether standard output is a pipe without a reader; if so, its buffer is discarded."""
     try:
         out = sys.stdout.fileno()
     except OSError:  # not a file
@@ -155,5 +156,5 @@ def _text(error: Exception) -> str:
 
 
 def _printable(text: str) -> str:
-    """A message with what would control the terminal as escapes: it may quote what a file from the Hub holds."""
+    """A message with terminal control characters escaped, because it may quote a file from the Hub."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)

@@ -1,8 +1,8 @@
 """ALBERT's checkpoints: rules and config of transformers' `albert` models.
 
-Files exist with and without the prefix `albert.`. A file holds the layers of a group once, however often they run; ours
-are numbered through all groups. Old files hold the buffer `position_ids` and repeat the word embedding and the bias of
-the masked-LM head under `predictions.decoder`.
+Files exist with and without the prefix `albert.`. They hold the layers of a group once, however often these run; our
+layers are numbered across groups. Old files hold the buffer `position_ids` and repeat the word embedding and the bias
+of the masked-LM head under `predictions.decoder`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from modelcenter.convert.rules import ArchMap, Config, Expansion, Part, Rename, 
 
 @dataclass(frozen=True)
 class _OfLayer(Rename):
-    """A tensor of our layer {i}, which in the file is layer {inner} of group {group}."""
+    """A tensor of our layer {i}, which is layer {inner} of group {group} in the file."""
 
     def expand(
         self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
@@ -70,7 +70,7 @@ CONFIG = ConfigMap(
         "classifier_dropout_prob": "classifier_dropout",
     },
     required={"position_embedding_type": ("absolute",)},
-    # Of Google's code, which no version of transformers reads, and of BERT's first files.
+    # In Google's code, but read by no version of transformers; and in BERT's first files.
     ignored=bert.CONFIG.ignored - {"embedding_size"}
     | frozenset("down_scale_factor gap_size net_structure_type num_memory_blocks".split()),
 )

@@ -1,9 +1,9 @@
 """BART's checkpoints: rules and config of transformers' `bart` models.
 
-The body is under `model.` in files of models with a head. `final_logits_bias` is a buffer of one row there, 0 in every
-published file. Old files repeat the embedding on each side and hold `encoder.version` and `decoder.version`, numbers
-without meaning here. Where the vocabulary has a matrix of its own, transformers 5 does not tie the sides to
-`shared.weight` either, so all three are written.
+Files of models with a head have the body under `model.`. They also hold the buffer `final_logits_bias`, which is 0 in
+every published file. Old files repeat the embedding on each side, and hold the unused numbers `encoder.version` and
+`decoder.version`. If the vocabulary has a matrix of its own, transformers 5 does not tie the sides to `shared.weight`
+either, so all three are written.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def _attention(hub: str, native: str) -> list[Rule]:
 
 
 def layers(side: str) -> list[Rule]:
-    """The words and the blocks of the encoder or the decoder, alike in BART and in what is made as it."""
+    """The word embeddings and layers of the encoder or the decoder, the same in BART and its derivatives."""
     layer = f"{side}.layers.{{i}}"
     across = (
         [
@@ -44,7 +44,7 @@ def layers(side: str) -> list[Rule]:
 
 
 def embeddings(side: str) -> list[Rule]:
-    """The table of positions of a side, and the norm between its embeddings and its blocks."""
+    """The position embeddings of a side, and the norm between its embeddings and its layers."""
     return [
         Rename(f"{side}.embed_positions.weight", f"{side}.position.weight"),
         Rename(f"{side}.layernorm_embedding.*", f"{side}.embed_norm.*"),
@@ -52,7 +52,7 @@ def embeddings(side: str) -> list[Rule]:
 
 
 def final_norm(side: str) -> list[Rule]:
-    """The norm after the blocks of a side, which BART does not have."""
+    """The norm after the layers of a side, which BART does not have."""
     return [Rename(f"{side}.layer_norm.*", f"{side}.final_norm.*")]
 
 
@@ -85,14 +85,14 @@ _FORCED = {"forced_bos_token_id": "bos_token_id", "forced_eos_token_id": "eos_to
 
 @dataclass(frozen=True)
 class BartStyleConfigMap(ConfigMap):
-    """The config.json of BART and what is made as it."""
+    """The config.json of BART and its derivatives."""
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         given = dict(values)
         if "encoder_layers" in given:
-            given.pop("num_hidden_layers", None)  # which files hold beside it, and nothing reads
+            given.pop("num_hidden_layers", None)  # in files next to encoder_layers, but never read
         return super().read(given, config_class, overrides)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
@@ -101,9 +101,9 @@ class BartStyleConfigMap(ConfigMap):
 
 @dataclass(frozen=True)
 class ForcedTokensConfigMap(BartStyleConfigMap):
-    """With the tokens that a text is forced to begin and to end with.
+    """Adds the tokens with which a generated text must begin and end.
 
-    tokens: transformers' defaults of these, and of those that they usually are.
+    tokens: transformers' defaults for these, and for the usual first and last tokens.
     """
 
     tokens: Mapping[str, int] = field(default_factory=dict)
@@ -120,20 +120,20 @@ class ForcedTokensConfigMap(BartStyleConfigMap):
                 given.pop(forced, None)
             as_usual = held.get(forced) is not None and held[forced] == held.get(usual)
             if usual in changes and forced not in changes and as_usual:
-                changes[forced] = changes[usual]  # another tokenizer's token
+                changes[forced] = changes[usual]  # because the tokenizer differs
         return super().read(given, config_class, changes)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         out = super().write(config, hf_class, dtype)
-        out.setdefault("forced_eos_token_id", None)  # else transformers would force a token
+        out.setdefault("forced_eos_token_id", None)  # otherwise transformers would force a token
         return dict(sorted(out.items()))
 
 
 @dataclass(frozen=True)
 class BartConfigMap(ForcedTokensConfigMap):
-    """BART's config.json, with an old field of the first token, and transformers' default of the number of labels.
+    """BART's config.json, with an old field for the first token, and transformers' default for the number of labels.
 
-    labels: of a config.json that says none.
+    labels: number of labels if config.json has none.
     """
 
     tokens: Mapping[str, int] = field(
@@ -157,7 +157,7 @@ class BartConfigMap(ForcedTokensConfigMap):
         return dict(sorted(out.items()))
 
 
-# Of BART and what is made as it.
+# For BART and its derivatives.
 FIELDS = {
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -179,7 +179,7 @@ FIELDS = {
     "init_std": "initializer_range",
 }
 SAME = {"is_encoder_decoder": (True,), "encoder_layerdrop": (0.0,), "decoder_layerdrop": (0.0,)}
-# What transformers never read (add_bias_logits), or reads no longer; the table of positions has its own size.
+# Never read by transformers (add_bias_logits), or no longer; the size of the position table is a separate field.
 IGNORED = frozenset(
     """add_bias_logits classif_dropout extra_pos_embeddings force_bos_token_to_be_generated kobart_version
     num_hidden_layers save_step""".split()
@@ -189,7 +189,7 @@ CONFIG = BartConfigMap(
     fields={**FIELDS, "classifier_dropout": "classifier_dropout"},
     required={
         **SAME,
-        # Of the time when one class made BART, mBART and Marian.
+        # From when one class implemented BART, mBART and Marian.
         "add_final_layer_norm": (False,),
         "do_blenderbot_90_layernorm": (False,),
         "normalize_before": (False,),

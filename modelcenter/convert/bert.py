@@ -1,10 +1,10 @@
 """BERT's checkpoints: rules and config of transformers' `bert` models.
 
-Files exist with and without the prefix `bert.`; old ones say gamma and beta for the weight and bias of a LayerNorm and
-hold the buffer `position_ids`. The decoder of the masked-LM head is the word embedding and its bias is
-`cls.predictions.bias`; a file holds those once, old files may repeat them under `cls.predictions.decoder`. When
-`tie_word_embeddings` is off, the decoder has its own weight and bias, and transformers writes an unused
-`cls.predictions.bias` too.
+Files exist with and without the prefix `bert.`; old ones call the weight and bias of a LayerNorm gamma and beta, and
+hold the buffer `position_ids`. The decoder of the masked-LM head is the word embedding, and its bias is
+`cls.predictions.bias`; a file holds them once, but old files may repeat them under `cls.predictions.decoder`. With
+`tie_word_embeddings` off, the decoder has its own weight and bias, and transformers also writes an unused
+`cls.predictions.bias`.
 """
 
 from modelcenter.convert.config_map import ConfigMap
@@ -39,7 +39,7 @@ BODY: tuple[Rule, ...] = (
 
 
 def masked_lm(head: str, dense: str, norm: str) -> Part:
-    """The head called `head`, whose dense layer and norm have these names in it."""
+    """The masked-LM head with this name, whose dense layer and norm have these names in it."""
     return Part(
         (
             Rename(f"{head}.{dense}.*", "dense.*"),
@@ -69,7 +69,7 @@ PARTS = {
     "pooler": Part((Rename("pooler.dense.*", "*"),), prefixed=True),
     "lm": masked_lm("cls.predictions", "transform.dense", "transform.LayerNorm"),
     "nsp": Part((Rename("cls.seq_relationship.*", "*"),)),
-    # Three heads of one name: which one a file holds, its `architectures` say.
+    # Three heads with the same name; `architectures` tells which one a file holds.
     "classifier": Part((Rename("classifier.*", "*"),)),
     "token classifier": Part((Rename("classifier.*", "*"),)),
     "choice": Part((Rename("classifier.*", "*"),)),
@@ -88,7 +88,7 @@ TASKS = {
     "multiple-choice": Task("BertForMultipleChoice", {"pooler": "pooler.", "choice": "head."}),
 }
 
-# Also of ALBERT and DeBERTa.
+# Also for ALBERT and DeBERTa.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -112,7 +112,7 @@ CONFIG = ConfigMap(
         "add_cross_attention": "cross_attention",
     },
     required={"position_embedding_type": ("absolute",)},
-    # embedding_size is of ELECTRA, emb_size of TinyBERT's search: transformers' BERT has one width.
+    # embedding_size belongs to ELECTRA, emb_size to TinyBERT's search: transformers' BERT has a single width.
     ignored=frozenset(
         """directionality emb_size embedding_size pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
         pooler_size_per_head pooler_type""".split()

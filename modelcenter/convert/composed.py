@@ -1,7 +1,7 @@
-"""Checkpoints of transformers' EncoderDecoderModel: the rules and the config of two architectures, each under its side.
+"""Checkpoints of transformers' EncoderDecoderModel: rules and config of two architectures, one for each side.
 
-The encoder's tensors are under `encoder.` as its bare model has them, the decoder's under `decoder.` as its language
-model has them; `enc_to_dec_proj` is there where the sides have different widths.
+The encoder's tensors are those of its bare model under `encoder.`, the decoder's those of its language model under
+`decoder.`. `enc_to_dec_proj` exists if the sides have different widths.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _DECODERS = ((bert.ARCH,), _ROBERTAS, (gpt2.ARCH,))
 
 
 def _decoder_rule(rule: Rule, hub: Callable[[str], str], place: str, kinds: tuple[str, ...]) -> Rule:
-    """A rule of a decoder of these kinds, under the names it has here."""
+    """A rule of a decoder, if it is of these types, under its names in this checkpoint."""
 
     def applies(config: Any) -> bool:
         return config.decoder.model_type in kinds and (rule.when is None or rule.when(config.decoder))
@@ -36,7 +36,7 @@ def _decoder_rule(rule: Rule, hub: Callable[[str], str], place: str, kinds: tupl
 
 
 def _decoder_rules(archs: tuple[ArchMap, ...]) -> list[Rule]:
-    """The rules of a decoder of these architectures, which differ in nothing but the model_type."""
+    """The rules of a decoder of these architectures, which differ only in the model_type."""
     arch, kinds = archs[0], tuple(arch.model_type for arch in archs)
     body = (*arch.body, *arch.parts[CROSS_ATTENTION].rules)
     of_body = {template for rule in body for template in rule.hub_templates()}
@@ -52,7 +52,7 @@ def _decoder_rules(archs: tuple[ArchMap, ...]) -> list[Rule]:
 
 
 def _encoder_rules() -> list[Rule]:
-    """The rules of BERT's body, which RoBERTa shares, and of its pooler, which nothing reads and some files lack."""
+    """The rules of BERT's body, which RoBERTa shares, and of its pooler, which is unused and missing in some files."""
     rules: list[Rule] = []
     for place, part in (("", bert.BODY), ("pooler.", bert.PARTS["pooler"].rules)):
         for rule in part:
@@ -64,7 +64,7 @@ def _encoder_rules() -> list[Rule]:
 
 @dataclass(frozen=True)
 class ComposedMap(TwoConfigsMap):
-    """Of two families. Whether the vocabulary's matrix is the decoder's table says the decoder's own config."""
+    """For two families. The decoder's own config says whether the vocabulary's matrix is its embedding table."""
 
     left_out: tuple[str, ...] = ("tie_word_embeddings", "tie_embeddings", "vocab_size")
     not_of_sides: tuple[str, ...] = ("tie_encoder_decoder",)
@@ -79,14 +79,14 @@ class ComposedMap(TwoConfigsMap):
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
         given = dict(values)
-        if given.get("model_type") == "encoder_decoder":  # transformers 3 wrote it so
+        if given.get("model_type") == "encoder_decoder":  # as written by transformers 3
             given["model_type"] = config_class.model_type
         return super().read(given, config_class, overrides)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
         out = super().write(config, hf_class, dtype)
         del out["tie_word_embeddings"]
-        out.pop("tie_encoder_decoder", None)  # training parts the sides, and transformers 4 would make them one again
+        out.pop("tie_encoder_decoder", None)  # training unties the sides, but transformers 4 would tie them again
         for side, task in (("encoder", "base"), ("decoder", "causal-lm")):
             own = getattr(config, side)
             arch = SIDES[own.model_type]
@@ -104,11 +104,11 @@ CONFIG = ComposedMap(
         "decoder_start_token_id": "decoder_start_token_id",
         "eos_token_id": "eos_token_id",
     },
-    # Files hold both sides, shared or not.
+    # Files hold both sides, even if they share weights.
     required={"is_encoder_decoder": (True,), "tie_encoder_decoder": (False, True)},
 )
 
-# transformers 3 gave decoders a pooler, too.
+# In transformers 3 decoders also had a pooler.
 _IGNORED = [rf"encoder\.{pattern}" for pattern in bert.ARCH.ignore]
 _IGNORED += [rf"decoder\.{arch.prefix}pooler\.dense\..*" for arch in (bert.ARCH, roberta.ARCH)]
 for _arch in SIDES.values():

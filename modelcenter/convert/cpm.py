@@ -1,10 +1,10 @@
-"""What the checkpoints of the CPM decoders share: names of the layers, fields of the config, code for transformers.
+"""Shared by the checkpoints of CPM decoders: names of layers, fields of the config, code for transformers.
 
-The names are ModelCenter's and CPM-Live's. Files of these two hold the tensors as they are, our directories put the
-name of the model before those of the body, as transformers does ("cpm1.encoder..."); either is read. Fields of
-config.json have the names of transformers' CPM-Ant.
+The names are ModelCenter's and CPM-Live's. Their files hold the tensors under these names; our directories add the name
+of the model to those of the body, as transformers does ("cpm1.encoder..."). Both are read. Fields of config.json have
+the names of transformers' CPM-Ant.
 
-transformers has CPM-Ant alone. Directories of the others bring the code to load them with, which `auto_map` names:
+transformers has only CPM-Ant. Directories of the others include the code to load them, which `auto_map` names:
 AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).
 """
 
@@ -50,14 +50,14 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class CPMConfigMap(ConfigMap):
-    """The config.json of a CPM that transformers does not have. name: of its classes."""
+    """The config.json of a CPM model that transformers does not have. name: of its classes."""
 
     name: str = ""
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
     ) -> ModelConfig:
-        # Whose code another directory names is nothing to this one, which brings its own.
+        # The code that another directory names does not apply to this one, which has its own.
         return super().read({k: v for k, v in values.items() if k != "auto_map"}, config_class, overrides)
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class CPMConfigMap(ConfigMap):
 
 
 def cpm_arch(name: str, body: tuple[Rule, ...], fields: Mapping[str, str], head: tuple[Rule, ...] = ()) -> ArchMap:
-    """An architecture. name: of its classes in config.json; body: beside the layers; head: of its vocabulary."""
+    """An architecture. name: of its classes in config.json; body: rules besides the layers; head: of the vocabulary."""
     model_type = name.lower()
     return ArchMap(
         model_type=model_type,

@@ -1,4 +1,4 @@
-"""CPM-1's checkpoints: rules and config of ModelCenter's. The vocabulary's matrix is its own, or the embedding."""
+"""CPM-1's checkpoints: rules and config of ModelCenter's. The head has its own matrix, or the embedding's."""
 
 from modelcenter.convert.cpm import cpm_arch
 from modelcenter.convert.rules import Rename

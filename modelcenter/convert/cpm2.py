@@ -1,7 +1,7 @@
 """CPM-2's checkpoints: T5's form, which transformers loads, marked by a second class in `architectures`.
 
-A directory that transformers saved again has T5's class alone, and loads as T5: the same network. The published files
-are Megatron's, one for each rank (convert.legacy.megatron).
+A directory that transformers has saved again names only T5's class, and loads as T5: the same network. The published
+files are Megatron's, one for each rank (convert.legacy.megatron).
 """
 
 from collections.abc import Mapping

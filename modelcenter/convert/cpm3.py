@@ -1,4 +1,4 @@
-"""CPM-3's checkpoints: rules and config of ModelCenter's. Prompts are a table beside that of the words."""
+"""CPM-3's checkpoints: rules and config of ModelCenter's. Prompts have a table of their own, besides the words'."""
 
 from modelcenter.convert.cpm import cpm_arch
 from modelcenter.convert.cpm1 import SCALES

@@ -1,6 +1,6 @@
 """CPM-Ant's checkpoints: rules and config of transformers' `cpmant` models.
 
-Prompts stand below the words in one table of embeddings. The head has a matrix of its own in every file, although
+Prompts are below the words in the same embedding table. The head has its own matrix in every file, although
 `tie_word_embeddings` is on. The published config spells the class `CPMAntForCausalLM`.
 """
 

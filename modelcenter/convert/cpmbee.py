@@ -1,5 +1,5 @@
-"""CPM-Bee's checkpoints: rules and config of CPM-Live's, which files on the Hub hold below "cpmbee."; these may repeat
-the embedding as `lm_head`."""
+"""CPM-Bee's checkpoints: rules and config of CPM-Live's. Files on the Hub have the prefix "cpmbee.", and may repeat the
+embedding as `lm_head`."""
 
 from modelcenter.convert.cpm import cpm_arch
 from modelcenter.convert.rules import Rename, Split, Tied

@@ -1,7 +1,7 @@
 """DistilBERT's checkpoints: rules and config of transformers' `distilbert` models.
 
 Files exist with and without the prefix `distilbert.`. Old ones hold the buffer `position_ids`, and repeat the word
-embedding, which the masked-LM head is tied to, as `vocab_projector.weight`.
+embedding, to which the masked-LM head is tied, as `vocab_projector.weight`.
 """
 
 from modelcenter.convert.config_map import ConfigMap
@@ -33,7 +33,7 @@ PARTS = {
             Rename("vocab_projector.weight", "weight", when=untied),
         )
     ),
-    # Heads of one name: which one a file holds, its `architectures` say.
+    # Heads with the same name; `architectures` tells which one a file holds.
     "classifier": Part(_DENSE),
     "token classifier": Part((Rename("classifier.*", "*"),)),
     "choice": Part(_DENSE),
@@ -66,7 +66,7 @@ CONFIG = ConfigMap(
         "pad_token_id": "pad_token_id",
         "initializer_range": "initializer_range",
     },
-    # What the first files called tie_word_embeddings, and no version reads.
+    # The name of tie_word_embeddings in the first files, which no version reads.
     ignored=frozenset(("tie_weights_",)),
 )
 

@@ -1,7 +1,7 @@
 """ELECTRA's checkpoints: rules and config of transformers' `electra` models.
 
-The body has BERT's names under `electra.`. Generators, masked language models, and discriminators are files of their
-own. Old files hold the buffer `position_ids`, and repeat the word embedding, which the generator's head is tied to, as
+The body has BERT's names under `electra.`. Generators (masked language models) and discriminators have separate files.
+Old files hold the buffer `position_ids`, and repeat the word embedding, to which the generator's head is tied, as
 `generator_lm_head.weight`.
 """
 
@@ -56,8 +56,8 @@ TASKS = {
 CONFIG = replace(
     bert.CONFIG,
     fields={**bert.CONFIG.fields, "embedding_size": "embedding_size", "summary_last_dropout": "choice_dropout"},
-    # The model checks the summary_* for multiple choice, which alone reads them. generator_size is a note of those who
-    # trained a pair.
+    # Only multiple choice reads the summary_* fields, and the model checks them there. generator_size is a note in
+    # pairs that were trained together.
     ignored=frozenset(
         """generator_size summary_activation summary_first_dropout summary_proj_to_labels summary_type
         summary_use_proj""".split()

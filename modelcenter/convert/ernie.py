@@ -1,6 +1,5 @@
-"""ERNIE's checkpoints: rules and config of transformers' `ernie` models, which are BERT's with a table of types of
-tasks. A file of a model without that table (`use_task_id` false) may say its size all the same, and does.
-"""
+"""ERNIE's checkpoints: rules and config of transformers' `ernie` models, which are BERT's plus an embedding table of
+task types. The config of a model without that table (`use_task_id` false) may still give its size."""
 
 from dataclasses import replace
 

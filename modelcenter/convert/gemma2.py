@@ -1,6 +1,5 @@
-"""Checkpoints of Gemma 2: rules and config of transformers' `gemma2`, with the names of Gemma 3's body. Files of its
-first days say the window twice, and the activation under Llama's name, too.
-"""
+"""Checkpoints of Gemma 2: rules and config of transformers' `gemma2`, with the names of Gemma 3's body. Early files
+have a second field for the window, and also the activation under Llama's name."""
 
 from modelcenter.convert import llama
 from modelcenter.convert.config_map import ConfigMap

@@ -1,7 +1,7 @@
 """GPT-2's checkpoints: rules and config of transformers' `gpt2` models.
 
-Weights of its projections are Conv1D: (in, out). Published files come without the prefix `transformer.` and with the
-causal masks `attn.bias` and `attn.masked_bias`, which hold nothing to learn.
+Projection weights are Conv1D: (in, out). Published files lack the prefix `transformer.`, and hold the causal masks
+`attn.bias` and `attn.masked_bias`, which have no content.
 """
 
 from modelcenter.convert.config_map import ConfigMap
@@ -88,9 +88,9 @@ CONFIG = ConfigMap(
         "add_cross_attention": "cross_attention",
         "initializer_range": "initializer_range",
     },
-    required={"is_decoder": (False, True)},  # it is one, whatever the file says
-    # reorder_and_upcast_attn changes the order of the same products in half precision, not what is computed. n_special
-    # and predict_special_tokens are of GPT-1, from which the first configs were copied.
+    required={"is_decoder": (False, True)},  # it always is one, whatever the file says
+    # reorder_and_upcast_attn changes the order of products in half precision, not the result. n_special and
+    # predict_special_tokens belong to GPT-1, from which the first configs were copied.
     ignored=frozenset(
         """n_ctx n_special pad_token_id predict_special_tokens reorder_and_upcast_attn summary_activation
         summary_proj_to_labels summary_type summary_use_proj""".split()

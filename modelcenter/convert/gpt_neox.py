@@ -1,8 +1,8 @@
 """GPT-NeoX's checkpoints: rules and config of transformers' `gpt_neox` models (Pythia's too).
 
-Query, key and value of a head stand together in one tensor, head after head. The vocabulary's matrix is called
+Query, key and value of a head are next to each other in one tensor, head after head. The vocabulary's matrix is called
 `embed_out` in files and `lm_head` in transformers' modules; a file may have either. Old files hold masks and
-frequencies, from which there is nothing to learn.
+frequencies, which have no content.
 """
 
 from modelcenter.convert.config_map import ConfigMap
@@ -65,7 +65,7 @@ CONFIG = ConfigMap(
         "classifier_dropout": "classifier_dropout",
         "initializer_range": "initializer_range",
     },
-    # The last four had an effect in no version: dropouts came later, under other names; num_steps is of Polyglot.
+    # The last four had no effect in any version: dropouts came later, under other names; num_steps is Polyglot's.
     ignored=frozenset(
         "pad_token_id attention_probs_dropout_prob hidden_dropout_prob type_vocab_size num_steps".split()
     ),

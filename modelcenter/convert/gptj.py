@@ -1,7 +1,7 @@
 """GPT-J's checkpoints: rules and config of transformers' `gptj` models.
 
-Old files hold the causal masks `attn.bias` and `attn.masked_bias`, and some the table of sines `attn.embed_positions`:
-nothing to learn.
+Old files hold the causal masks `attn.bias` and `attn.masked_bias`, and some also the sine table `attn.embed_positions`:
+these have no content.
 """
 
 from modelcenter.convert.config_map import ConfigMap
@@ -54,7 +54,7 @@ CONFIG = ConfigMap(
         "attn_pdrop": "attention_dropout",
         "initializer_range": "initializer_range",
     },
-    # Every GPT-J is rotary and divides its scores by the root of the head's width.
+    # Every GPT-J is rotary and divides scores by the square root of head_dim.
     required={"rotary": (True,), "scale_attn_weights": (True,)},
     ignored=frozenset(
         """n_ctx pad_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type

@@ -1,4 +1,4 @@
-"""The layout of one model: the rules of its architecture, compiled to pieces for the parameters that it has."""
+"""The layout of one model: the rules of its architecture, compiled to pieces for its parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ class Layout:
     """The compiled rules of one model. Hub tensors go by *keys*: their names without the body's prefix.
 
     Attributes:
-        shapes: key -> shape; the tensors that a file of this model holds, ties apart.
+        shapes: key -> shape, of the tensors in a file of this model, without ties.
         native_shapes: native name -> shape.
         pieces: key -> its pieces (`names[HUB]` is the key).
-        written: key -> the name in a file that we write (ties that are written included).
-        key_parts: key -> part it belongs to, "" for the body. native_parts: native name -> the same.
-        ties: key -> the rule by which it is a tied name of another.
-        renamed: key -> the name in transformers' model, where that is not the one in its files.
-        aliases: key under which a file may hold a tensor -> its key here.
-        optional: keys that a file may lack. buffers: keys of tensors that are no parameters (Rule.buffer).
+        written: key -> the name in a file that we write (including ties that are written).
+        key_parts: key -> its part, "" for the body. native_parts: native name -> its part.
+        ties: key -> the rule that ties it to another.
+        renamed: key -> the name in transformers' model, if it differs from that in its files.
+        aliases: another key under which a file may hold a tensor -> its key here.
+        optional: keys that a file may lack. buffers: keys of tensors that are not parameters (Rule.buffer).
         pads: native name -> boxes that are zero.
         without: see Task.
     """
@@ -49,17 +49,17 @@ class Layout:
 
     @property
     def buffer_names(self) -> set[str]:
-        """The keys of tensors that are no parameters, and our names of them."""
+        """The keys of tensors that are not parameters, and our names of them."""
         return self.buffers.union(*map(self.natives, self.buffers))
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, however it is sharded or stored."""
+        """The number of parameters of the model, however it is sharded or stored."""
         buffers = self.buffer_names
         return sum(math.prod(shape) for name, shape in self.native_shapes.items() if name not in buffers)
 
     def in_model(self, key: str) -> str:
-        """The name of a hub tensor in transformers' model, by which peft knows it."""
+        """The name of a hub tensor in transformers' model, which peft uses."""
         return self.renamed.get(key, self.written[key])
 
 
@@ -67,7 +67,7 @@ def compile_layout(arch: ArchMap, task: str, config: Config, native_shapes: Mapp
     """Apply the rules of an architecture to one model.
 
     Args:
-        native_shapes: name -> shape of every parameter of the model (built on meta is enough).
+        native_shapes: name -> shape of every parameter of the model (which may be on meta).
 
     Raises:
         ValueError: the architecture has no such task; a parameter has no rule, or more than one.
@@ -94,7 +94,7 @@ def _apply_rules(layout: Layout, rules: Sequence[Rule], part: str, place: str, p
     """Add the rules of the body or of a part to a layout.
 
     Args:
-        part: its name, "" for the body. place, prefix: what precedes its native names, and its names in files.
+        part: its name, "" for the body. place, prefix: of its native names, and of its names in files.
     """
     for rule in rules:
         if rule.when is not None and not rule.when(config):
@@ -104,7 +104,7 @@ def _apply_rules(layout: Layout, rules: Sequence[Rule], part: str, place: str, p
             for hub in dict.fromkeys(fill(rule.hub, {"i": str(i)}) for i in every):
                 if hub == rule.to:
                     continue
-                layout.ties[hub] = replace(rule, hub=hub, when=None)  # it holds, and a closure does not pickle
+                layout.ties[hub] = replace(rule, hub=hub, when=None)  # it holds, and a closure cannot be pickled
                 if rule.write:
                     layout.written[hub] = prefix + hub
             continue
@@ -124,7 +124,7 @@ def _apply_rules(layout: Layout, rules: Sequence[Rule], part: str, place: str, p
 
 
 def _claim(layout: Layout, rule: Rule, names: Sequence[str], part: str) -> None:
-    """Note which part the parameters of a rule belong to."""
+    """Record the part to which the parameters of a rule belong."""
     for name in names:
         if name not in layout.native_shapes:
             raise ValueError(f"rule {rule} needs the parameter {name}, which the model lacks")

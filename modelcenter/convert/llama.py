@@ -1,7 +1,7 @@
-"""Checkpoints of Llama, Qwen2, Qwen3 and Mistral: rules and config of transformers' models of these names.
+"""Checkpoints of Llama, Qwen2, Qwen3 and Mistral: rules and config of transformers' models with these names.
 
-Old files hold the buffers `rotary_emb.inv_freq`. Models for question answering say `transformer.` where others say
-`model.` (not Mistral's). `lm_head.weight` is left out where it is the embedding; old files may repeat it.
+Old files hold the buffers `rotary_emb.inv_freq`. Models for question answering have the prefix `transformer.` where
+others have `model.` (except Mistral's). `lm_head.weight` is absent if it is the embedding; old files may repeat it.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ PARTS = {
             Rename("lm_head.weight", "weight", when=untied),
         )
     ),
-    # Two heads of one name: which one a file holds, its `architectures` say.
+    # Two heads with the same name; `architectures` tells which one a file holds.
     "score": Part((Rename("score.*", "*"),)),
     "token score": Part((Rename("score.*", "*"),)),
     "qa": Part((Rename("qa_outputs.*", "*"),)),
@@ -42,8 +42,8 @@ PARTS = {
 
 
 def tasks(name: str, qa_prefix: str = "transformer.") -> dict[str, Task]:
-    """The tasks of an architecture with Llama's body. name: what its classes in transformers begin with."""
-    aliases = ("LLaMAForCausalLM",) if name == "Llama" else ()  # of the first weights converted
+    """The tasks of an architecture with Llama's body. name: prefix of its classes in transformers."""
+    aliases = ("LLaMAForCausalLM",) if name == "Llama" else ()  # used by the first converted weights
     return {
         "base": Task(f"{name}Model", prefix=""),
         "causal-lm": Task(f"{name}ForCausalLM", {"lm": "head."}, class_aliases=aliases),
@@ -76,7 +76,7 @@ WINDOWS = {name: name for name in ("use_sliding_window", "sliding_window", "max_
 
 
 class LlamaFields(RopeFields):
-    """Rotary fields; and a null `attention_dropout` is none, as in transformers."""
+    """Rotary fields; a null `attention_dropout` means none, as in transformers."""
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = super().read(values)
@@ -84,7 +84,7 @@ class LlamaFields(RopeFields):
 
 
 class Qwen2Fields(LlamaFields):
-    """And `head_dim`, which published files of Qwen2 do not have: written where it is another than usual."""
+    """Adds `head_dim`, which published files of Qwen2 lack: it is written if it differs from the default."""
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = super().write(values)
@@ -100,8 +100,8 @@ REQUIRED = {
     "rope_interleaved": (False,),
     "use_mrope": (False,),
 }
-# pretraining_tp: in how many parts Meta's pretraining multiplied each matrix, the same products. Those after
-# is_llama_config have an effect in other models alone; transformers' own test models have them.
+# pretraining_tp: into how many parts Meta's pretraining split each matrix; the products are the same. The fields after
+# is_llama_config have an effect only in other models; transformers' own test models have them.
 IGNORED = frozenset(
     "pretraining_tp is_llama_config attention_probs_dropout_prob hidden_dropout_prob type_vocab_size".split()
 )
@@ -114,7 +114,7 @@ def llama_arch(
     qa_prefix: str = "transformer.",
     translation: LlamaFields = ROPE,
 ) -> ArchMap:
-    """The rules of an architecture with Llama's names, whose config has these fields beside FIELDS."""
+    """The rules of an architecture with Llama's names, whose config has these fields in addition to FIELDS."""
     return ArchMap(
         model_type=model_type,
         prefix="model.",

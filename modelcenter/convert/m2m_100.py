@@ -1,5 +1,5 @@
-"""Checkpoints of M2M100 and NLLB: rules and config of transformers' `m2m_100` models. Their tensors are named as
-mBART's, without what is added to the embeddings; old files hold the sinusoids of positions.
+"""Checkpoints of M2M100 and NLLB: rules and config of transformers' `m2m_100` models. Tensors have mBART's names,
+without the position table and the norm of the embeddings; old files hold the sinusoidal positions.
 """
 
 from modelcenter.convert.bart import FIELDS, SHARED, SIDES, BartStyleConfigMap, final_norm, layers

@@ -1,5 +1,5 @@
-"""mBART's checkpoints: rules and config of transformers' `mbart` models. Their tensors are named as BART's, with a norm
-after the blocks of each side.
+"""mBART's checkpoints: rules and config of transformers' `mbart` models. Tensors have BART's names, with a norm after
+the layers of each side.
 """
 
 from modelcenter.convert.bart import (
@@ -27,7 +27,7 @@ CONFIG = BartConfigMap(
     fields={**FIELDS, "classifier_dropout": "classifier_dropout"},
     required={
         **SAME,
-        # Of the time when one class made BART, mBART and Marian.
+        # From when one class implemented BART, mBART and Marian.
         "add_final_layer_norm": (True,),
         "do_blenderbot_90_layernorm": (False,),
         "normalize_before": (True,),

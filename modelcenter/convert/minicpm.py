@@ -1,7 +1,7 @@
 """Checkpoints of MiniCPM-1B, 2B, MiniCPM4 (`minicpm`, code published with the weights) and MiniCPM3 (transformers').
 
-Tensors have Llama's names. Files of 1B and 2B hold no lm_head and their config.json does not say that it is tied: it is
-unless it says otherwise. `auto_map` names the code to load them with, and is written back.
+Tensors have Llama's names. Files of 1B and 2B hold no lm_head, and their config.json does not say that it is tied: this
+is the default. `auto_map` names the code to load them with, and is written back.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ SCALES = {name: name for name in ("scale_emb", "scale_depth", "dim_model_base")}
 LATENT = {
     name: name for name in "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim".split()
 }
-# mup_denominator: of learning rates.
+# mup_denominator: for learning rates.
 IGNORED = frozenset({"auto_map", "mup_denominator"})
 
 

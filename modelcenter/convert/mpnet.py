@@ -29,7 +29,7 @@ TASKS = {name: task for name, task in roberta.tasks("MPNet").items() if name != 
 
 CONFIG = ConfigMap(
     fields={hub: ours for hub, ours in bert.FIELDS.items() if ours != "type_vocab_size"},
-    # transformers makes a table of so many rows and reads the first 32, or fails.
+    # transformers creates a table with this many rows but reads the first 32, or fails.
     required={"relative_attention_num_buckets": (32,)},
 )
 

@@ -1,7 +1,7 @@
 """OPT's checkpoints: rules and config of transformers' `opt` models.
 
-Body names begin with `model.decoder.`, in files of the bare model and in old ones with `decoder.`. The oldest call the
-last norm `layer_norm` and hold `decoder.version`, a number without meaning here.
+Body names begin with `model.decoder.`, or with `decoder.` in files of the bare model and in old ones. The oldest call
+the last norm `layer_norm`, and hold the unused number `decoder.version`.
 """
 
 from modelcenter.convert.config_map import ConfigMap

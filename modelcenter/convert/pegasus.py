@@ -1,6 +1,5 @@
-"""Checkpoints of PEGASUS: rules and config of transformers' `pegasus` models. Their tensors are named as mBART's,
-without a norm of the embeddings. Google's files lack the tables of positions; those that transformers 5 writes hold
-them.
+"""Checkpoints of PEGASUS: rules and config of transformers' `pegasus` models. Tensors have mBART's names, without a
+norm of the embeddings. Google's files lack the position tables; those that transformers 5 writes hold them.
 """
 
 from modelcenter.convert.bart import (
@@ -23,7 +22,7 @@ TASKS = {
 
 
 def positions(side: str) -> list[Rule]:
-    """The table of positions of a side."""
+    """The position table of a side."""
     return [Rename(f"{side}.embed_positions.weight", f"{side}.position.weight", optional=True)]
 
 
@@ -31,13 +30,13 @@ CONFIG = ForcedTokensConfigMap(
     fields=FIELDS,
     required={
         **SAME,
-        # Of the time when one class made BART, mBART, Marian and PEGASUS.
+        # From when one class implemented BART, mBART, Marian and PEGASUS.
         "add_final_layer_norm": (True,),
         "normalize_before": (True,),
         "normalize_embedding": (False,),
         "static_position_embeddings": (True,),
     },
-    # init_metadata: which layers of its teacher a distilled model began with.
+    # init_metadata: the layers of its teacher from which a distilled model was initialised.
     ignored=IGNORED | {"classifier_dropout", "init_metadata"},
     tokens={"eos_token_id": 1, "forced_eos_token_id": 1},
 )

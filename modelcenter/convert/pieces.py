@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # users of the tables only, such as `modelcenter info`, start without torch
+if TYPE_CHECKING:  # users of the tables alone, such as `modelcenter info`, start without torch
     import torch
 
 Shape = tuple[int, ...]
@@ -100,7 +100,7 @@ def _restrict_axes(piece: Piece, side: int, axes: list[int], low: int, high: int
     k, inner_axes = axes[0], axes[1:]
     size, step = piece.axes[k].size, piece.axes[k].strides[side]
     inner = sum((piece.axes[j].size - 1) * piece.axes[j].strides[side] for j in inner_axes)
-    first, last = max(0, low // step), min(size - 1, (high - 1) // step)  # blocks that may touch
+    first, last = max(0, low // step), min(size - 1, (high - 1) // step)  # blocks that may overlap
     full_first, full_last = max(first, -(-low // step)), min(last, (high - 1 - inner) // step)  # wholly inside
     partial: Iterable[int] = range(first, last + 1)
     if full_first <= full_last:

@@ -1,8 +1,9 @@
 """Checkpoints of RoBERTa, XLM-R, CamemBERT and data2vec's text encoder: rules and config of transformers' `roberta`,
 `xlm-roberta`, `camembert` and `data2vec-text` models.
 
-The body has BERT's names, under `data2vec_text.` in files of the last and under `roberta.` in those of the others. Old
-files hold the buffer `position_ids`, a pooler that no head reads, and repeat the tied decoder under `lm_head.decoder`.
+The body has BERT's names, with the prefix `data2vec_text.` in files of the last and `roberta.` in those of the others.
+Old files hold the buffer `position_ids` and a pooler that no head reads, and repeat the tied decoder under
+`lm_head.decoder`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ HEADS: Mapping[str, Part] = {
 
 
 def tasks(name: str) -> dict[str, Task]:
-    """Of the family whose classes of transformers begin with `name`."""
+    """The tasks of the family whose transformers classes begin with `name`."""
     return {
         "base": Task(f"{name}Model", {"pooler": "pooler."}, prefix=""),
         "masked-lm": Task(f"{name}ForMaskedLM", {"lm": "head."}),
@@ -44,7 +45,7 @@ ARCH = ArchMap(
 
 
 def _named(model_type: str, name: str, prefix: str = ARCH.prefix) -> ArchMap:
-    """RoBERTa under another name, which begins its classes of transformers."""
+    """RoBERTa under another model_type. name: prefix of its classes in transformers."""
     named = with_cross_attention(with_embedding(tasks(name)))
     return replace(ARCH, model_type=model_type, prefix=prefix, tasks=named)
 

@@ -1,9 +1,9 @@
 """Conversion rules: how the tensors of a hub checkpoint correspond to ours, as data.
 
-A rule names a hub tensor and one of ours by templates and says how one is laid out in the other. In a template `{i}`
-stands for a number (a layer, an expert) and `*` for one last name such as `weight` or `bias`. Rules apply to the
-parameters that a model has: a rule whose native template matches none does nothing, so an untied decoder or an absent
-bias needs no condition.
+A rule names a hub tensor and one of ours by templates, and says how one is laid out in the other. In a template, `{i}`
+is a number (a layer, an expert) and `*` is one last name such as `weight` or `bias`. Rules apply to the parameters that
+a model has: a rule whose native template matches none does nothing, so an untied decoder or an absent bias needs no
+condition.
 
 An `ArchMap` holds the rules of an architecture: its body, the parts that heads are made of, and the tasks that combine
 them. `layout.compile_layout` turns it into pieces for one model.
@@ -116,7 +116,7 @@ class Rule:
 
         Args:
             names: the parameters, in the order of `native_templates`.
-            values: of the variables in the templates; `leaf` is what `*` stands for.
+            values: of the variables in the templates; `leaf` is the value of `*`.
             shapes: of all parameters of the model.
 
         Raises:

@@ -1,11 +1,11 @@
 """T5's checkpoints: rules and config of transformers' `t5`, `mt5` and `umt5` models.
 
-Whether the vocabulary's matrix is the embedding, and whether the decoder's outputs are scaled, are two things of which
-files say one: `tie_word_embeddings` was false where neither holds (version 4), and is always true where version 5 wrote
-the file, with `scale_decoder_outputs` beside it; there `lm_head.weight` is in the file if it is not the embedding. We
-write false and both tensors, which both versions read, where it is not the embedding.
+Two properties are independent: whether the vocabulary's matrix is the embedding, and whether the decoder's outputs are
+scaled. Version 4 wrote false as `tie_word_embeddings` if neither holds. Version 5 always writes true, together with
+`scale_decoder_outputs`; `lm_head.weight` is then in the file if it is not the embedding. If it is not, we write false
+and both tensors, which both versions read.
 
-Old files repeat the embedding on each side, and hold a bias of cross-attention that nothing uses.
+Old files repeat the embedding on each side, and hold an unused bias of cross-attention.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -91,10 +91,10 @@ def _tasks(family: str, aliases: tuple[str, ...] = ()) -> dict[str, Task]:
 
 @dataclass(frozen=True)
 class T5ConfigMap(ConfigMap):
-    """T5's config.json, which says by `feed_forward_proj` what `dense_act_fn` and `is_gated_act` say.
+    """T5's config.json, in which `feed_forward_proj` determines `dense_act_fn` and `is_gated_act`.
 
     Attributes:
-        scaled: scale_decoder_outputs of a file that does not say it, from its tie_word_embeddings.
+        scaled: tie_word_embeddings -> scale_decoder_outputs, for a file without the latter.
     """
 
     scaled: Callable[[bool], bool] = bool
@@ -149,14 +149,14 @@ CONFIG = T5ConfigMap(
         "initializer_factor": "initializer_factor",
     },
     required={"is_encoder_decoder": (True, False)},
-    # scalable_attention is of the code that umT5 was trained with.
+    # scalable_attention belongs to the code that umT5 was trained with.
     ignored=frozenset(("n_positions", "scalable_attention")),
 )
 
 
 def _infer_tie(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """An own lm_head in a file of version 5, whose config.json says that embeddings are tied whatever they are."""
-    # Where outputs are scaled, a T5's lm_head is the embedding, which files of version 4 repeat.
+    """Detect a separate lm_head in a file of version 5, whose config.json always says that embeddings are tied."""
+    # If outputs are scaled, T5's lm_head is the embedding, which files of version 4 repeat.
     forced = config.get("tie_word_embeddings") is True and (
         config.get("model_type") != "t5" or config.get("scale_decoder_outputs") is False
     )
@@ -168,11 +168,11 @@ ARCH = ArchMap(
     prefix="transformer.",
     body=_body(per_layer=False),
     parts=PARTS,
-    tasks=_tasks("T5", aliases=("T5WithLMHeadModel",)),  # its first name
+    tasks=_tasks("T5", aliases=("T5WithLMHeadModel",)),  # its original name
     config=CONFIG,
     ignore=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     infer_config=_infer_tie,
 )
-# mT5 is never scaled. umT5 is as T5, in transformers 4 and from 5.24 on; versions between scaled each umT5.
+# mT5 is never scaled. umT5 is like T5 in transformers 4 and from 5.24 on; versions in between scaled every umT5.
 MT5 = replace(ARCH, model_type="mt5", tasks=_tasks("MT5"), config=replace(CONFIG, scaled=lambda tied: False))
 UMT5 = replace(ARCH, model_type="umt5", tasks=_tasks("UMT5"), body=_body(per_layer=True))

@@ -1,4 +1,4 @@
-"""The config.json of an encoder-decoder that holds one for each side."""
+"""The config.json of an encoder-decoder that contains one for each side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from modelcenter.convert.rules import ArchMap
 
 @dataclass(frozen=True)
 class TwoConfigsMap(ConfigMap):
-    """A config.json that holds those of both sides. An override that is not of the whole is of each side.
+    """A config.json that contains those of both sides. An override unknown to the outer config goes to each side.
 
     Attributes:
-        left_out: of the whole, what a side's own says. not_of_sides: of the sides, what the whole says.
+        left_out: outer fields that a side's own replaces. not_of_sides: fields of the sides that the outer replaces.
     """
 
     left_out: tuple[str, ...] = ("vocab_size",)
@@ -26,7 +26,7 @@ class TwoConfigsMap(ConfigMap):
         given = {name: value for name, value in values.items() if name not in self.left_out}
         changes = dict(overrides or {})
         known = {*config_class.field_names(), *self.fields, *COMMON}
-        shared = {name: changes.pop(name) for name in list(changes) if name not in known}  # of both: dropout, sizes
+        shared = {name: changes.pop(name) for name in list(changes) if name not in known}  # e.g. dropout, sizes
         of_decoder: dict[str, Any] = {name: changes.pop(name) for name in self.left_out if name in changes}
         sides = {side: changes.pop(side, given.get(side)) for side in ("encoder", "decoder")}
         for side, inner in sides.items():
@@ -35,7 +35,7 @@ class TwoConfigsMap(ConfigMap):
         held = {name for part in (given, *sides.values()) if isinstance(part, Mapping) for name in part}
         changes |= {name: None for name, value in shared.items() if value is None and name in given}
         for side, inner in sides.items():
-            more: dict[str, Any] = {  # a field is dropped where it is, and unknown where it is nowhere
+            more: dict[str, Any] = {  # None drops a field where it exists; one that exists nowhere is unknown
                 name: value
                 for name, value in shared.items()
                 if value is not None or name not in held or (isinstance(inner, Mapping) and name in inner)
@@ -50,5 +50,5 @@ class TwoConfigsMap(ConfigMap):
         return super().read(given, config_class, changes)
 
     def side_rules(self, side: str, values: Any) -> ArchMap:
-        """The rules of a side, from its config.json. Raises ValueError: it is of no family that can be one."""
+        """The rules of a side, from its config.json. Raises ValueError if its family cannot be one."""
         raise NotImplementedError

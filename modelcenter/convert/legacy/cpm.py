@@ -1,7 +1,7 @@
 """ModelCenter's and CPM-Live's checkpoints of CPM-1, CPM-2, CPM-3 and CPM-Bee.
 
-Tensors of CPM-1, CPM-3 and CPM-Bee have the names of our directories already; CPM-2 has T5's, without a scale. Its
-config.json says no more than T5's does: a vocabulary of 26240 tells it, or the class that the caller loads it with.
+Tensors of CPM-1, CPM-3 and CPM-Bee already have the names in our directories; those of CPM-2 are T5's, without a scale.
+Its config.json is like T5's: it is recognised by a vocabulary of 26240, or by the class that the caller loads it with.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ def _network(
     """A network whose tensors keep their names.
 
     Args:
-        fields: its fields beside those of _FIELDS that `defaults` names.
+        fields: its fields in addition to those of _FIELDS that `defaults` names.
     """
     return LegacyNetwork(
         model_types={name.lower(): name},
@@ -81,7 +81,7 @@ def _network(
         },
         required={**_PLAIN, "absolute_inner_segment": (True,)},
         classes=("ForCausalLM", ""),
-        # A tied head's matrix is the embedding; what a file may hold besides is never read.
+        # A tied head's matrix is the embedding; one that a file also holds is never read.
         unread=lambda config: ("output_projection.weight",) if config.get("tie_word_embeddings", True) else (),
         ignored=frozenset(("max_distance_rate", "max_exact_rate")),
     )
@@ -158,6 +158,6 @@ CPM2 = replace(
         "ffn_activate_fn": "gated_gelu",
     },
     classes=("ForConditionalGeneration", ""),
-    # A tied head reads the decoder's states as they are, unlike T5's.
+    # Unlike T5's, a tied head reads the decoder's states unscaled.
     derived_fields=lambda config: {**T5.derived_fields(config), "scale_decoder_outputs": False, **_CPM2_TOKENS},
 )

@@ -1,4 +1,4 @@
-"""The names that ModelCenter gives to the tensors of its networks, beside those of Hugging Face."""
+"""ModelCenter's names of the tensors of its networks, paired with Hugging Face's."""
 
 from collections.abc import Callable
 
@@ -104,7 +104,7 @@ def llama_rules(config: Config, last: int) -> list[LegacyRule]:
 
 
 def encoder_decoder_rules(scale: float) -> Callable[[Config, int], list[LegacyRule]]:
-    """T5's names, of weights whose hidden states are divided by `scale`."""
+    """T5's names, for weights with hidden states divided by `scale`."""
 
     def rules(config: Config, last: int) -> list[LegacyRule]:
         root = scale**0.5

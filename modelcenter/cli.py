@@ -75,13 +75,13 @@ def _generate(argv: Sequence[str]) -> None:
 
 
 def _mine(argv: Sequence[str]) -> None:
-    """MODEL DATA --output OUT.jsonl: hard negatives for rows of an anchor and its positive, found by embeddings"""
+    """MODEL DATA --output OUT.jsonl: find hard negatives by embeddings for rows with an anchor and a positive"""
     from modelcenter.training.config import MineConfig
 
     about = (
-        "Find hard negatives for rows of an anchor and its positive: of the texts whose embeddings are most like the "
-        "anchor's,\nthose that are not known to belong to it, perhaps scored anew by a reranker. The rows are written "
-        "with a column of\nlists, negatives, as `finetune embedding` and `finetune reranking` read them."
+        "Find hard negatives for rows with an anchor and a positive: the texts with embeddings most similar to the\n"
+        "anchor's that are not known positives, optionally rescored by a reranker. The rows are written with an added\n"
+        "column of lists, negatives, which `finetune embedding` and `finetune reranking` read."
     )
     cfg = MineConfig.from_args(argv, "modelcenter mine", about)
     with left_uncollected():
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _script(name: str) -> ModuleType:
-    """Import a module of scripts/, which is inside the package once installed and beside it in a checkout."""
+    """Import a module of scripts/, which is inside the package once installed and next to it in a checkout."""
     full = f"modelcenter.scripts.{name}"
     try:
         return importlib.import_module(full)

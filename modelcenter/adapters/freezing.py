@@ -52,7 +52,7 @@ def freeze(model: Model, patterns: str | Sequence[str]) -> list[str]:
             every = {place for name, others in names.items() for n in (name, *others) for place in _places(n)}
             raise ValueError(
                 f"freeze: {pattern!r} matches no parameter.{nearest(pattern, sorted(every))} Names are those of "
-                "model.named_parameters() or of Hugging Face's checkpoint; * stands for any characters"
+                "model.named_parameters() or of Hugging Face's checkpoint; * matches any characters"
             )
         frozen.update(dict.fromkeys(hits))
     held = {clean_name(name): parameter for name, parameter in model.named_parameters()}
@@ -75,7 +75,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def trainable_parameters(model: Model) -> str:
-    """A line that says how many parameters are trained, with those of an adapter counted separately."""
+    """A line with the number of trained parameters; those of an adapter are also given separately."""
     trained = model.num_parameters(only_trainable=True)
     own = sum(t.numel() for name, t in all_tensors(model).items() if is_adapter(name))
     if model.adapter is None:

@@ -173,14 +173,12 @@ class AdapterFile:
         """Add the tensor `name`, `key` in the model, to the fully trained parameters."""
         tensor, key = self.tensors[name], layout.aliases.get(key, key)
         if key not in layout.shapes:
-            raise ValueError(
-                f"{self.directory}: tensor {name!r} is none of this model; was it trained on another task?"
-            )
+            raise ValueError(f"{self.directory}: tensor {name!r} is not in this model; was it trained on another task?")
         if tuple(tensor.shape) != layout.shapes[key]:
             fix = "change num_labels"
             if layout.shapes[key][0] == getattr(config, "vocab_size", None):
                 rows = tensor.shape[0] if tensor.dim() else 0
-                fix = f"words were added: call model.resize_token_embeddings({rows}), then load_lora(..., model)"
+                fix = f"tokens were added: call model.resize_token_embeddings({rows}), then load_lora(..., model)"
             raise ValueError(
                 f"{self.directory}: tensor {name!r} has shape {tuple(tensor.shape)}, expected {layout.shapes[key]}; "
                 f"{fix}"
@@ -232,8 +230,8 @@ class AdapterFile:
         start = self.config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(CHANGE_BASE):
             raise ValueError(
-                f"{self.directory}: init_lora_weights is {start!r}, so it belongs to weights that are not those of the "
-                f"base; let peft make it an ordinary one (path_initial_model_for_weight_conversion), or {_MERGE}"
+                f"{self.directory}: init_lora_weights is {start!r}, so it fits only a modified base; let peft convert "
+                f"it (path_initial_model_for_weight_conversion), or {_MERGE}"
             )
 
     def _check_alphas(self) -> None:
@@ -245,7 +243,7 @@ class AdapterFile:
             try:
                 re.compile(f"({name})")  # as in peft
             except re.error as error:
-                raise self.wrong("alpha_pattern", f"regular expressions, and {name!r} is none ({error})") from None
+                raise self.wrong("alpha_pattern", f"regular expressions, but {name!r} is not ({error})") from None
 
     def _check_wrapped(self) -> None:
         """Raise ValueError for a fully trained module that is saved only under the names of peft's wrapper."""
@@ -253,8 +251,8 @@ class AdapterFile:
             module, mark, _ = name.partition(".modules_to_save.")
             if mark and not any(n.startswith(f"{module}.") and not any(w in n for w in _WRAPPED) for n in self.tensors):
                 raise ValueError(
-                    f"{self.directory}: {name!r} is named as in peft's wrapper, and the file has no {module} beside "
-                    "it; save the adapter with peft's save_pretrained"
+                    f"{self.directory}: {name!r} has a name in peft's wrapper, but the file has no {module} itself; "
+                    "save the adapter with peft's save_pretrained"
                 )
 
     def _check_adapted(self, model: Model, layout: Layout, key: str, module: str) -> None:
@@ -334,7 +332,7 @@ def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubO
     tensors |= {prefix + key: tensor for key, tensor in _read_dense(directory, name, options or HubOptions()).items()}
     for key, tensor in tensors.items():
         if not tensor.float().isfinite().all():
-            raise ValueError(f"{weights}: tensor {key!r} has values that are not finite, which would spoil the model")
+            raise ValueError(f"{weights}: tensor {key!r} has values that are not finite, which would corrupt the model")
     return AdapterFile(directory, config, tensors)
 
 
@@ -358,10 +356,10 @@ def _is_number(value: Any) -> bool:
 def _instead(kind: str) -> str:
     """Advice for an adapter of another type than expected, by peft's name of its type."""
     if kind in ("LORA", "PROMPT_TUNING"):
-        return "load_lora reads it" if kind == "LORA" else "load_prompt reads it, and no weights can hold a prompt"
+        return "load_lora reads it" if kind == "LORA" else "load_prompt reads it; no weights can hold a prompt"
     if kind in _NO_WEIGHTS:
-        return "it adds to what the model reads, which no weights can hold; use it with peft"
-    return f"{_MERGE}, if peft can merge its kind"
+        return "it extends the inputs of the model, which no weights can hold; use it with peft"
+    return f"{_MERGE}, if peft can merge this type"
 
 
 def _download(repo: str, options: HubOptions) -> Path:
@@ -369,7 +367,7 @@ def _download(repo: str, options: HubOptions) -> Path:
     config = download_file(repo, CONFIG_FILE, options)
     where = "in the cache (offline)" if is_offline(options) else "in the repository"
     if config is None:
-        raise ValueError(f"adapter {repo}: no {CONFIG_FILE} {where}, so it is no adapter of peft")
+        raise ValueError(f"adapter {repo}: no {CONFIG_FILE} {where}, so it is not an adapter of peft")
     options = replace(options, revision=config.parent.name)
     if all(download_file(repo, name, options) is None for name in (WEIGHTS_FILE, PICKLE_FILE)):
         raise ValueError(f"adapter {repo}: no {WEIGHTS_FILE} {where}")

@@ -254,7 +254,7 @@ def merge_lora(model: Model) -> Model:
     with nullcontext() if whole else together("merging the adapter"):
         for name, tensor in named_tensors(model).items():  # its call reshards what an evaluation left gathered
             if is_adapter(name) and not local_tensor(tensor).isfinite().all():
-                raise ValueError(f"merge: {name} has values that are not finite, which would spoil the weights")
+                raise ValueError(f"merge: {name} has values that are not finite, which would corrupt the weights")
     for layer in lora_layers(model).values():
         local_tensor(layer.base_layer.weight).copy_(merged_weight(layer, state.dora))
     if whole:

@@ -67,7 +67,7 @@ def _indices(piece: Piece, dim: int) -> tuple[Tensor, Tensor]:
     axes = [axis for axis in piece.axes if axis.dims[NATIVE] == dim]
     hub_dims = {axis.dims[HUB] for axis in axes}
     if len(hub_dims) != 1:
-        raise ValueError(f"{piece.names[HUB]}: dimension {dim} of {piece.names[NATIVE]} lies along several of its own")
+        raise ValueError(f"{piece.names[HUB]}: dimension {dim} of {piece.names[NATIVE]} spans several of its own")
     (hub_dim,) = hub_dims
     indices = []
     for side, at in ((HUB, hub_dim), (NATIVE, dim)):
@@ -90,8 +90,8 @@ def hub_modules(layout: Layout, linears: Collection[str]) -> list[HubModule]:
             continue
         if len(layout.shapes[key]) != 2 or not key.endswith(WEIGHT):
             raise ValueError(
-                f"targets: {used[0].names[NATIVE]} is part of the hub tensor {key!r}, which is no weight of a linear "
-                "module, so peft has no adapter for it; leave it out of the targets"
+                f"targets: {used[0].names[NATIVE]} is part of the hub tensor {key!r}, which is not the weight of a "
+                "linear module, so peft has no adapter for it; leave it out of the targets"
             )
         along_rows = {axis.dims[HUB] for axis in used[0].axes if axis.dims[NATIVE] == 0}
         transposed = along_rows == {1}
@@ -118,7 +118,7 @@ def check_dora(layout: Layout, linears: Collection[str]) -> None:
         if not _has_whole_rows(module, module.blocks):
             names = sorted(name.removesuffix(WEIGHT) for name in layout.natives(module.key))
             raise ValueError(
-                f"targets: DoRA of transformers' {module.name} normalises whole rows of it, so it takes all of "
+                f"targets: DoRA normalises whole rows of transformers' {module.name}, which consists of "
                 f"{', '.join(names)}; target all of them, or leave use_dora out"
             )
 

@@ -137,13 +137,13 @@ def _check_complete(model: Any, base: Any, adapter: Any) -> None:
     lacking = [name for name in model.load_report.initialised if name not in model.adapter.trained]
     if lacking:
         raise ValueError(
-            f"{base} lacks {', '.join(lacking[:5])}, and {adapter} does not hold it either. Take the model that the "
-            "adapter was trained on, or name the task that the base has a head for (--task)"
+            f"{base} lacks {', '.join(lacking[:5])}, and {adapter} does not hold it either. Use the model that the "
+            "adapter was trained on, or name a task for which the base has a head (--task)"
         )
 
 
 def _other_base(base: Any, file: AdapterFile, files: ModelFiles) -> str:
-    """A sentence about what the adapter was trained on, if that is not known to be the base."""
+    """A note on the model that the adapter was trained on, if it is not known to be the base."""
     trained_on = file.config.get("base_model_name_or_path")
     here = files.directory.resolve() if files.directory is not None and files.repo is None else None
     known = trained_on in (None, str(base)) or _repo(trained_on) == files.repo or Path(trained_on).resolve() == here
@@ -185,7 +185,7 @@ def _label_options(labels: Sequence[str] | None, blueprint: Blueprint, count: in
         return {} if count is None else {"num_labels": count}
     task, expected = blueprint.task, blueprint.config.num_labels if count is None else count
     if not task.endswith("-classification"):
-        raise ValueError(f"labels: the task {task} has no head of classes; leave them out, or name the task (--task)")
+        raise ValueError(f"labels: the task {task} has no head with classes; leave them out, or name the task (--task)")
     if len(labels) != expected:
         raise ValueError(f"labels: got {len(labels)} names, but the head has {expected} classes")
     return {"id2label": list(labels)}

@@ -47,8 +47,8 @@ def _parameters_of(layout: Layout, parameters: Collection[str], module: str) -> 
     if not chosen:
         modules = {name.rpartition(".")[0] for name in parameters}
         raise ValueError(
-            f"modules_to_save: {module!r} is no module of this model that owns parameters."
-            f"{nearest(module, modules)} (A tied vocabulary head owns none: its matrix is the embedding.)"
+            f"modules_to_save: {module!r} is not a module of this model with its own parameters."
+            f"{nearest(module, modules)} (A tied vocabulary head has none: its matrix is the embedding.)"
         )
     return chosen
 
@@ -93,8 +93,8 @@ def check_modules(layout: Layout, chosen: Collection[str], tied: Collection[str]
     for tie in layout.ties.values():
         if tie.to in modules and tie.compare and tie.hub not in tied:
             raise ValueError(
-                f"modules_to_save: transformers' {layout.written[tie.to]} is {tie.hub}, too, and peft would train and "
-                f"load a copy of {modules[tie.to]} alone; leave {', '.join(layout.natives(tie.to))} out"
+                f"modules_to_save: transformers' {layout.written[tie.to]} is also {tie.hub}, but peft would train and "
+                f"load only a copy of {modules[tie.to]}; leave {', '.join(layout.natives(tie.to))} out"
             )
 
 

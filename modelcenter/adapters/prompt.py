@@ -112,15 +112,15 @@ def _refused(model: Model) -> str | None:
     if getattr(model, "embedding_scale", 1.0) != 1.0 or getattr(model, "structured", False):
         return "scales its embeddings, which peft does not"
     if model.task == "embedding" and not model.config.embedding.include_prompt:
-        return "leaves prompts out of its pooling, where a learnt one would be counted"
+        return "excludes prompts from its pooling, but would include a learned one"
     if model.task in ("multiple-choice", "double-heads"):
-        return f"reads several texts of an example for {model.task}, before which peft puts no prompt"
+        return f"reads several texts per example for {model.task}, to which peft adds no prompt"
     if model.refuses_prompts is not None:
         return model.refuses_prompts
     if model.is_encoder_decoder and model.task in ("sequence-classification", "question-answering"):
         return (
-            f"gives its decoder the input again for {model.task}, and transformers takes no embeddings there, which "
-            "peft's prompt is"
+            f"repeats its input in the decoder for {model.task}, where transformers accepts no embeddings such as "
+            "peft's prompt"
         )
     return None
 

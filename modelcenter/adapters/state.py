@@ -95,12 +95,12 @@ def embedding_width(model: Model) -> int:
 def check_free(model: Model, what: str) -> None:
     """Raise ValueError if an adapter can no longer be added to the model."""
     if model.adapter is not None:
-        remedy = "merge it first" if model.adapter.kind == "lora" else "it takes no other; load the model without it"
+        remedy = "merge it first" if model.adapter.kind == "lora" else "it allows no other; load the model without it"
         raise ValueError(f"{what}: the model has an adapter already ({model.adapter.kind}); {remedy}")
     if is_sharded(model) or model.pipeline is not None:
         raise ValueError(
-            f"{what}: the model is sharded already, and an adapter goes in before: pass it to from_pretrained as "
-            "adapter=, or load with policy=False, add it and call engine.shard"
+            f"{what}: the model is sharded already, and an adapter must be added before: pass it to from_pretrained "
+            "as adapter=, or load with policy=False, add it and call engine.shard"
         )
 
 

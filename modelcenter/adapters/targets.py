@@ -52,7 +52,7 @@ def _layers_of(
         matched.update(hits)
     chosen = [name for name in linears if name in matched]
     if both := [name for name in chosen if f"{name}.weight" in trained]:
-        raise ValueError(f"modules_to_save: {', '.join(both)} would be trained whole and adapted; leave it out of one")
+        raise ValueError(f"modules_to_save: {', '.join(both)} would be both fully trained and adapted; choose one")
     return chosen
 
 

@@ -45,9 +45,9 @@ class UpdateDropout(DrawingModule):
         if self.draws is None or torch.compiler.is_compiling():
             if self.split:
                 raise ValueError(
-                    "lora_dropout: the ranks of tp_size above 1 draw the same masks only in a training loop that says "
-                    "which step and rows these are (as the scripts' does), without compile. Use tp_size=1, or leave "
-                    "lora_dropout out, of a saved adapter by dataclasses.replace(load_lora(path), dropout=0.0)"
+                    "lora_dropout: with tp_size above 1, ranks draw the same masks only in a training loop that names "
+                    "the step and its rows (as the scripts' does), without compile. Use tp_size=1, or leave "
+                    "lora_dropout out (for a saved adapter: dataclasses.replace(load_lora(path), dropout=0.0))"
                 )
             return dropout(x, self.p)
         site, tokens = self.site or 0, self.draws.of(x.shape[0])
@@ -77,7 +77,7 @@ def _before_forward(parent: Any, args: tuple[Any, ...]) -> None:
 
 
 def _after_packing(model: Any, ctx: Packed) -> None:
-    """The same for adapted layers directly in the model that read tokens; a pooler reads sequences."""
+    """Set the draws of adapted layers directly in the model that read tokens; a pooler reads sequences."""
     _note_draws(model, ((name, layer) for name, layer in model.named_children() if not model.is_head(f"{name}.")), ctx)
 
 

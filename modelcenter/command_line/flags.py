@@ -1,7 +1,7 @@
-"""Flags as a dataclass: it is the command line and the keys of a YAML file, with checked types and aliases.
+"""Flags as dataclasses, which define a command line and the keys of a YAML file, with checked types and aliases.
 
-No argparse namespace reaches the code: a subclass of Flags declares fields with `flag`, and an instance is always whole
-and checked. Imports no torch.
+No argparse namespace reaches other code: a subclass of Flags declares fields with `flag`, and an instance is always
+complete and checked. Imports no torch.
 """
 
 import argparse
@@ -28,11 +28,11 @@ def flag(
     means: Mapping[str, Any] | None = None,
     positional: bool | str = False,
 ) -> Any:
-    """A dataclass field with what the command line needs to know of it.
+    """A dataclass field with its properties on the command line.
 
     Args:
-        group: heading in --help. aliases: other names of the flag. choices: values allowed. means: {other spelling of a
-            value: what it means}. positional: given by its place, without its name; "any": a list that may be left out.
+        group: heading in --help. aliases: other names of the flag. choices: allowed values. means: {other spelling of a
+            value: its meaning}. positional: given by position, without its name; "any": a list that may be omitted.
     """
     metadata: dict[str, Any] = {"group": group, "help": help, "aliases": aliases, "choices": choices}
     metadata |= {"means": means or {}, "positional": positional}
@@ -42,9 +42,9 @@ def flag(
 
 
 class Idle(NamedTuple):
-    """When a flag changes nothing, by the others, and what to do about it, in words.
+    """When other flags leave a flag without effect, and what to do about it, in words.
 
-    strict: it may not even be given its default, or what switches it off, as it says something else than what happens.
+    strict: even its default, or a value that switches it off, is refused, because it contradicts what happens.
     """
 
     when: Callable[[Any], bool]
@@ -57,11 +57,11 @@ class Flags:
     """Base of all configurations. Values are converted to the field's type and checked on construction."""
 
     idle: ClassVar[Mapping[str, Idle]] = {}  # flags that others can leave without effect
-    # {flag: its value} of the command line, before `check` settled any. Files may have more flags than a run uses, for
-    # other runs.
+    # {flag: its value} on the command line, before `check` resolves any. Values from files are not included, because a
+    # file may have flags for other runs.
     _given = dict[str, Any]()
-    _idle = frozenset[str]()  # flags that change nothing, given or not
-    words = tuple[str, ...]()  # of a command line that says what a call said; none: there was no call
+    _idle = frozenset[str]()  # flags without effect, given or not
+    words = tuple[str, ...]()  # the arguments of a call, as a command line; empty if there was no call
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -70,25 +70,25 @@ class Flags:
         self._check_idle()
 
     def check(self) -> None:
-        """Raise ValueError where values do not fit together."""
+        """Raise ValueError if values do not fit together."""
 
     def _check_idle(self) -> None:
         for name, (when, remedy, strict) in self.idle.items():
             self.refuse_idle(name, when(self), remedy, strict)
 
     def given(self, name: str) -> Any:
-        """The value that the command line gave a flag, or `--columns ROLE=NAME` the flag ROLE_column; None: none."""
+        """The value given on the command line to a flag, or with `--columns ROLE=NAME` to ROLE_column; None: none."""
         value = self._given.get(name)
         if value is None and name.endswith("_column"):
             return self._given.get("columns", {}).get(name.removesuffix("_column"))
         return value
 
     def refuse_idle(self, name: str, idle: bool, remedy: str, strict: bool = False) -> None:
-        """Raise ValueError for a flag of the command line that changes nothing: its user expects it to. What switches
-        something off, or is so anyway, is welcome.
+        """Raise ValueError for a flag on the command line that has no effect, since its user expects one. Its default,
+        and values that switch it off, are accepted.
 
         Args:
-            idle: it changes nothing, by the other flags or by the data. remedy: what to do about it, in words. strict:
+            idle: it has no effect, because of other flags or the data. remedy: what to do about it, in words. strict:
                 see Idle.
         """
         self._idle = self._idle | {name} if idle else self._idle - {name}
@@ -118,26 +118,26 @@ class Flags:
         """Read a YAML file of flags.
 
         Raises:
-            ValueError: an unknown key (with the nearest), a wrong value, or a file that is no mapping.
+            ValueError: the file is not a mapping, has an unknown key (with the nearest) or a wrong value.
         """
         return cls(**{**read_yaml(cls, Path(path)), **changes})
 
     @classmethod
     def from_args(cls, argv: Sequence[str], prog: str | None = None, description: str | None = None) -> Self:
-        """Read a command line, over the YAML file that its --config names; --help prints and exits.
+        """Read a command line, which overrides the YAML file that its --config names; --help prints and exits.
 
         Raises:
-            ValueError: an unknown flag or key (with the nearest), a wrong value, or a flag that changes nothing.
+            ValueError: a flag or key is unknown (with the nearest), has a wrong value, or has no effect.
         """
         words = list(argv)
-        last = words.index("--") if "--" in words else len(words)  # all behind it is positional
+        last = words.index("--") if "--" in words else len(words)  # all words after it are positional
         flags = _close_switches(cls, with_numbers([spelling(word) for word in words[:last]]))
         _check_spellings(cls, flags)
         namespace, others = parser(cls, prog, description).parse_known_args(flags)
         unknown = next((word for word in others if is_flag(word)), None)
         if unknown is not None:
             if (instead := what_instead(cls, unknown.partition("=")[0].removeprefix("--"))) is not None:
-                raise ValueError(f"{unknown.partition('=')[0]} is no flag here: {instead}")
+                raise ValueError(f"{unknown.partition('=')[0]} is not a flag here: {instead}")
             raise unknown_flag(unknown, [f"--{n}" for n in ("config", *all_spellings(cls), *TRANSLATED)])
         given = vars(namespace)
         path = given.pop("config", None)
@@ -152,10 +152,10 @@ class Flags:
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any]) -> Self:
-        """Read the arguments of a call as a command line is read: by any name of a flag, over the file of `config`.
+        """Read the arguments of a call like a command line: by any name of a flag, overriding the file `config`.
 
         Raises:
-            ValueError: an unknown flag (with the nearest), a wrong value, or a flag that changes nothing.
+            ValueError: a flag is unknown (with the nearest), has a wrong value, or has no effect.
         """
         said = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in keywords.items()}
         path = said.pop("config", None)
@@ -166,7 +166,7 @@ class Flags:
 
     @classmethod
     def _with_given(cls, values: Mapping[str, Any], given: Mapping[str, Any]) -> Self:
-        """An instance of these values. given: those that its user has just said, and not a file."""
+        """An instance with these values. given: those that the user gave directly, not in a file."""
         config = cls(**values)
         fields = [field for field in dataclasses.fields(cls) if field.name in given]
         config._given = {f.name: convert(f, type_of(cls, f.name), given[f.name]) for f in fields}
@@ -184,9 +184,9 @@ def _as_words(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:
-    """Raise ValueError for a flag that is given under two of its names: one would win unseen."""
+    """Raise ValueError for a flag that is given under two of its names: one would win silently."""
     names, seen = all_spellings(cls), dict[str, str]()
-    for word, after in zip(words, [*words[1:], "--"], strict=False):  # of no words nothing follows
+    for word, after in zip(words, [*words[1:], "--"], strict=False):  # not strict: an empty list has no pairs
         if not word.startswith("--"):
             continue
         name, equals, value = word.removeprefix("--").partition("=")
@@ -201,7 +201,7 @@ def _check_spellings(cls: type[Flags], words: Sequence[str]) -> None:
 
 
 def _close_switches(cls: type[Flags], words: Sequence[str]) -> list[str]:
-    """Give each switch without a value one, where the word behind it may be positional; returns the words."""
+    """Add a value to each switch without one, if the word after it may be positional; returns the words."""
     if not any(field.metadata["positional"] for field in dataclasses.fields(cls)):
         return list(words)
     switches = {f"--{name}" for name, field in all_spellings(cls).items() if type_of(cls, field).scalar is bool}
@@ -209,15 +209,15 @@ def _close_switches(cls: type[Flags], words: Sequence[str]) -> list[str]:
     following = [*words[1:], ""]
     return [
         f"{word}=true" if word in switches and after.lower() not in BOOLEANS else word
-        for word, after in zip(words, following, strict=False)  # of no words nothing follows
+        for word, after in zip(words, following, strict=False)  # not strict: an empty list has no pairs
     ]
 
 
 def _positional_values(cls: type[Flags], words: Sequence[str], named: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of positional flags, wherever other flags stand between them.
+    """The values of positional flags, which may have other flags between them.
 
     Raises:
-        ValueError: more words than places.
+        ValueError: there are more words than positional flags.
     """
     left = list(words)
     values: dict[str, Any] = {}
@@ -238,7 +238,7 @@ class _Translate(argparse.Action):
 
 
 def parser(cls: type[Flags], prog: str | None = None, description: str | None = None) -> argparse.ArgumentParser:
-    """The command line of a configuration; flags that were not given are absent from its namespace."""
+    """The parser of a configuration; flags that were not given are absent from its namespace."""
     positional = [field.name.upper() for field in dataclasses.fields(cls) if field.metadata["positional"]]
     result = Parser(
         prog=prog,
@@ -256,7 +256,7 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
         default = None if field.default is dataclasses.MISSING else field.default
         shown = "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default).lower()
         if about["positional"]:
-            # Listed here; read by _positional_values: argparse fills them too early where a flag comes first.
+            # Listed here, but read by _positional_values, because argparse fills them too early if a flag comes first.
             text = f"{about['help']}; or --{field.name}".replace("%", "%%")
             result.add_argument(field.name, metavar=field.name.upper(), help=text, nargs=argparse.SUPPRESS)
             result.add_argument(f"--{field.name}", help=argparse.SUPPRESS, **shape)
@@ -272,7 +272,7 @@ def parser(cls: type[Flags], prog: str | None = None, description: str | None = 
 
 
 def _argument_shape(cls: type[Flags], field: Any) -> dict[str, Any]:
-    """The arguments of argparse's add_argument for how many values a flag takes and how --help shows them."""
+    """Arguments of argparse's add_argument for how many values a flag takes and how --help shows them."""
     kind, choices = type_of(cls, field.name), field.metadata["choices"]
     if kind.scalar is bool:
         return {"nargs": "?", "const": True, "metavar": "BOOL"}

@@ -1,4 +1,4 @@
-"""Other names of flags: aliases of the same values, and flags of other programs whose values are translated too."""
+"""Other names of flags: aliases with the same values, and flags of other programs, whose values are translated."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,8 +7,8 @@ from modelcenter.command_line.values import boolean
 
 
 class Translation(NamedTuple):
-    """What another program's flag means: our flag, {its value: ours; None: says nothing new}, and where other values
-    lead, in words."""
+    """The meaning of another program's flag: our flag, {its value: ours; None: nothing new}, and where other values
+    are accepted, in words."""
 
     ours: str
     values: dict[Any, Any]
@@ -30,53 +30,53 @@ _PACKED = "rows are packed one after another, so there is no padding to save; le
 _FEWER = "rows of a split are named with it, as in --train_split 'train[:1000]' and --eval_split 'validation[:10%]'"
 _SHARDS = "--zero shards the model"
 _FOUR_BITS = "--quantize nf4 keeps the weights under --lora_rank in 4 bits"
-_GPUS = "CUDA_VISIBLE_DEVICES, if empty, hides the GPUs"
-_TOKEN = "HF_TOKEN says it"
-_DTYPE = "weights are trained in fp32, and --precision says the arithmetic"
-# Flags of other programs' training that have no counterpart: what to do instead.
+_GPUS = "an empty CUDA_VISIBLE_DEVICES hides the GPUs"
+_TOKEN = "set HF_TOKEN"
+_DTYPE = "weights are trained in fp32, and --precision sets the arithmetic"
+# Training flags of other programs that have no counterpart: what to do instead.
 INSTEAD = {
-    "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs; leave it out",
+    "attn_implementation": "the kernel of attention is chosen by the installed packages and the inputs; leave it out",
     "cache_dir": "HF_HOME names the folder of downloads, MODELCENTER_CACHE that of tokenised rows",
     "config_name": "with --from_scratch, --model may be a config.json",
-    "data_seed": "--seed says the order of the rows, too",
-    "dataloader_num_workers": "rows are tokenised before training, and a thread makes batches ahead (--prefetch)",
+    "data_seed": "--seed also determines the order of the rows",
+    "dataloader_num_workers": "rows are tokenised before training, and a thread prepares batches ahead (--prefetch)",
     "ddp_find_unused_parameters": "parameters without a gradient are found on any number of ranks; leave it out",
     "deepspeed": "--zero shards the model, and --offload keeps the optimizer's state on the host",
     "do_eval": "data to evaluate on (--eval_data) is evaluated, and `modelcenter evaluate RUN DATA` does only that; "
     "leave it out",
     "do_predict": "`modelcenter predict RUN DATA` does it after the run",
     "dtype": _DTYPE,
-    "fp16": "--precision fp16 computes in it, auto chooses bf16 or fp32",
+    "fp16": "--precision fp16 computes in fp16, auto chooses bf16 or fp32",
     "fsdp": _SHARDS,
     "fsdp_config": _SHARDS,
-    "greater_is_better": "each metric knows; leave it out",
+    "greater_is_better": "each metric defines it; leave it out",
     "group_by_length": _PACKED,
     "hub_token": _TOKEN,
     "load_best_model_at_end": "--best_metric names the metric, and the best model becomes model/",
     "load_in_4bit": _FOUR_BITS,
     "load_in_8bit": _FOUR_BITS,
-    "local_rank": "torchrun says it to each rank; leave it out",
+    "local_rank": "torchrun sets it for each rank; leave it out",
     "logging_dir": "tensorboard and aim write into tracking/ of --output_dir, others where their own settings say",
     "logging_first_step": "it is always logged; leave it out",
-    "logging_strategy": "--log_every says after how many steps",
-    "lr_scheduler_kwargs": "--min_lr says where the schedule ends, and wsd decays over the last tenth of the steps",
+    "logging_strategy": "--log_every sets the interval in steps",
+    "lr_scheduler_kwargs": "--min_lr sets the end of the schedule, and wsd decays over the last tenth of the steps",
     "max_eval_samples": _FEWER,
     "max_predict_samples": "`modelcenter predict` takes rows of a split by its flag split, such as 'test[:1000]'",
     "max_train_samples": _FEWER,
     "no_cuda": _GPUS,
-    "overwrite_cache": "tokens are made again if the rows, the tokenizer or the flags are others; leave it out",
+    "overwrite_cache": "rows are tokenised again if they, the tokenizer or the flags change; leave it out",
     "pad_to_max_length": _PACKED,
     "preprocessing_num_workers": "the tokenizer uses all cores; leave it out",
-    "remove_unused_columns": "columns that the task does not read are passed over; leave it out",
+    "remove_unused_columns": "columns that the task does not read are ignored; leave it out",
     "run_name": "trackers name a run after the folder --output_dir",
     "teacher": "it is for tasks with labels and for language models; embeddings and preferences have none",
     "test_file": "`modelcenter predict RUN DATA` and `modelcenter evaluate RUN DATA` read it after the run",
     "token": _TOKEN,
     "torch_dtype": _DTYPE,
-    "trust_remote_code": "code that comes with a checkpoint is never run; leave it out",
+    "trust_remote_code": "code from a checkpoint is never run; leave it out",
     "use_auth_token": _TOKEN,
     "use_cpu": _GPUS,
-    "use_fast_tokenizer": "a fast tokenizer is used wherever there is one; leave it out",
+    "use_fast_tokenizer": "a fast tokenizer is used if there is one; leave it out",
     "use_peft": "--lora_rank trains low-rank updates",
 }
 
@@ -87,13 +87,13 @@ def all_spellings(cls: Any) -> dict[str, str]:
 
 
 def translated(cls: Any) -> list[str]:
-    """Those flags of other programs that mean a flag of this configuration."""
+    """The flags of other programs that mean a flag of this configuration."""
     names = {field.name for field in dataclasses.fields(cls)}
     return [name for name, meant in TRANSLATED.items() if meant.ours in names]
 
 
 def what_instead(cls: Any, name: str) -> str | None:
-    """What to do instead of a flag that other programs have for training; None: nothing is known of it."""
+    """What to do instead of another program's training flag; None: the flag is unknown."""
     return INSTEAD.get(name) if "epochs" in all_spellings(cls) else None
 
 
@@ -101,7 +101,7 @@ def translate(name: str, value: Any) -> tuple[str, Any]:
     """(our flag, our value) of another program's flag; the value is None if it says nothing new.
 
     Raises:
-        ValueError: a value that the other program does not have.
+        ValueError: the other program does not accept the value.
     """
     ours, values, others = TRANSLATED[name]
     value = boolean(name, value) if True in values else "no" if value is False else value  # YAML reads no as False

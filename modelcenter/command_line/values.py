@@ -1,4 +1,4 @@
-"""The values of flags: from Python, the command line (words) or YAML to the type of their field, checked."""
+"""Converting the values of flags, from Python, the command line (words) or YAML, to the types of their fields."""
 
 import functools
 import re
@@ -14,16 +14,16 @@ BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("fal
 
 
 class Unquoted(str):
-    """A word of YAML without quotes, which may mean a number."""
+    """A word of YAML without quotes, which may be a number."""
 
 
 class FieldType(typing.NamedTuple):
-    """The type of a field, taken apart."""
+    """The type of a field, in its parts."""
 
     container: type | None  # list, dict or None
     scalar: type  # bool, int, float, str, or Any for a dict of anything
     optional: bool
-    words: tuple[str, ...] = ()  # that may stand in place of a number
+    words: tuple[str, ...] = ()  # accepted in place of a number
 
 
 def type_of(cls: type, name: str) -> FieldType:
@@ -37,12 +37,12 @@ def _types(cls: type) -> dict[str, FieldType]:
 
 
 def _taken_apart(hint: Any) -> FieldType:
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # typing's, where one member is a Literal
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # typing's, if one member is a Literal
     members = typing.get_args(hint) if union else (hint,)
     optional = type(None) in members
     literals = [member for member in members if typing.get_origin(member) is typing.Literal]
     others = [member for member in members if member is not type(None) and member not in literals]
-    if not others:  # of texts, which are the choices of the field
+    if not others:  # only texts, which are the choices of the field
         return FieldType(None, str, optional)
     (base,) = others
     container = typing.get_origin(base)
@@ -51,15 +51,15 @@ def _taken_apart(hint: Any) -> FieldType:
 
 
 def convert(field: Any, kind: FieldType, value: Any) -> Any:
-    """A value as the type of its field.
+    """Convert a value to the type of its field.
 
     Raises:
-        ValueError: naming the field, for a value that its type or its choices do not allow.
+        ValueError: the type or choices of the field do not allow the value; names the field.
     """
     name, choices, means = field.name, field.metadata["choices"], field.metadata["means"]
     word = value[0] if isinstance(value, list) and len(value) == 1 and kind.container is list else value
     says_none = isinstance(word, str) and word.lower() in {"none", "null"} - set(means)
-    # A positional value, such as a prompt, is meant as it stands.
+    # A positional value, such as a prompt, is taken literally.
     if value is None or (says_none and kind.optional and not field.metadata["positional"]):
         if kind.optional:
             return None
@@ -88,7 +88,7 @@ def convert(field: Any, kind: FieldType, value: Any) -> Any:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """A switch as people write it (yes, off, 1, ...). Raises ValueError: it is none. name: of the field."""
+    """A switch in any usual spelling (yes, off, 1, ...). Raises ValueError for other values. name: of the field."""
     if str(value).lower() not in BOOLEANS:
         raise ValueError(f"{name}: got {value!r}, expected true or false")
     return BOOLEANS[str(value).lower()]
@@ -99,7 +99,7 @@ def _integer(name: str, value: Any) -> int:
     if number != int(number):
         raise ValueError(f"{name}: got {value!r}, expected a whole number")
     try:
-        return int(value)  # not of the float, which is not exact above 2**53
+        return int(value)  # not int() of the float, which is not exact above 2**53
     except ValueError:  # 2e3
         return int(number)
 
@@ -116,7 +116,9 @@ def _number(name: str, value: Any, expected: str = "a number") -> float:
 
 def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
-        raise ValueError(f"{name}: got {value!r}, expected a text; YAML reads yes, no, on and off so without quotes")
+        raise ValueError(
+            f"{name}: got {value!r}, expected a text; YAML reads yes, no, on and off as booleans: quote it"
+        )
     if not isinstance(value, (str, int, float, Path)):
         raise ValueError(f"{name}: got {value!r}, expected a text")
     return str(value)
@@ -126,7 +128,7 @@ _SCALARS: dict[type, Callable[[str, Any], Any]] = {bool: boolean, int: _integer,
 
 
 def _mapping(name: str, value: Any, scalar: Any) -> dict[str, Any]:
-    """{key: value} of YAML, or KEY=VALUE words; the values of words are read as YAML unless texts are expected."""
+    """{key: value} from YAML or KEY=VALUE words; values in words are read as YAML unless texts are expected."""
     if isinstance(value, (str, list)):
         pairs = [str(word).partition("=") for word in ([value] if isinstance(value, str) else value)]
         for key, equals, text in pairs:
@@ -139,7 +141,7 @@ def _mapping(name: str, value: Any, scalar: Any) -> dict[str, Any]:
 
 
 def _parse_words(name: str, value: Any) -> Any:
-    """A value of YAML with its words read as YAML reads them."""
+    """Read the words in a value of YAML by YAML's own rules."""
     if isinstance(value, dict):
         return {_parse_words(name, key): _parse_words(name, v) for key, v in value.items()}
     if isinstance(value, list):
@@ -155,4 +157,4 @@ def _parse_yaml(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ValueError(f"{name}: got {text!r}, expected a value as YAML writes it") from None
+        raise ValueError(f"{name}: got {text!r}, expected a value in YAML") from None

@@ -10,11 +10,11 @@ from modelcenter.command_line.spellings import all_spellings, translate, transla
 from modelcenter.command_line.values import Unquoted
 from modelcenter.registry import nearest
 
-_MOST_VALUES = 100_000  # in a file
+_MOST_VALUES = 100_000  # per file
 
 
 def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
-    """{flag: value} of a file, by the flags' own names; the values are as YAML or a word gives them.
+    """{flag: value} of a file, under the flags' own names; values are YAML's or words, not converted yet.
 
     Raises:
         ValueError: the file cannot be read, is not a mapping, is for another task, or has a key that is unknown or
@@ -22,20 +22,20 @@ def read_yaml(cls: Any, path: Path) -> dict[str, Any]:
     """
     content = read_mapping(path)
     known = all_spellings(cls)
-    # Of a task's own flags it says whose the file is; elsewhere it may be a flag.
+    # In a file for a task's own flags, `task` names the task; elsewhere it may be a flag.
     file_task, task = (None if "task" in known else content.pop("task", None)), getattr(cls, "task", "")
     if file_task is not None and task and file_task != task:
-        raise ValueError(f"config: {path} is for the task {file_task!r}, this one is {task!r}")
+        raise ValueError(f"config: {path} is for the task {file_task!r}, but this is {task!r}")
     return by_own_names(cls, content, f"config: {path}")
 
 
 def by_own_names(cls: Any, content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """{flag: value} of a mapping whose keys may be other names of the flags, or flags of other programs.
 
-    where: what holds them, for errors.
+    where: its source, for errors.
 
     Raises:
-        ValueError: a key that is unknown (with the nearest) or given twice.
+        ValueError: a key is unknown (with the nearest) or given twice.
     """
     known = all_spellings(cls)
     values = dict[str, Any]()
@@ -46,7 +46,7 @@ def by_own_names(cls: Any, content: Mapping[str, Any], where: str) -> dict[str, 
             if value is None:
                 continue
         if name not in known and (instead := what_instead(cls, name)) is not None:
-            raise ValueError(f"{where}: {key} is no flag here: {instead}")
+            raise ValueError(f"{where}: {key} is not a flag here: {instead}")
         if name not in known:
             raise ValueError(f"{where} has the unknown key {key!r}.{nearest(name, known, 1)}")
         if known[name] in values:
@@ -59,7 +59,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The content of a YAML file, as _loader reads it.
 
     Raises:
-        ValueError: the file cannot be read, is no mapping, is nested too deeply, or its aliases make too much of it.
+        ValueError: the file cannot be read, is not a mapping, is nested too deeply, or its aliases expand too much.
     """
     import yaml
 
@@ -67,7 +67,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _loader(yaml))
         if _count(content, {}) > _MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases stand for more than {_MOST_VALUES} values")
+            raise yaml.YAMLError(f"its aliases expand to more than {_MOST_VALUES} values")
     except (OSError, UnicodeDecodeError) as error:
         shipped = scripts_dir() / "recipes" / path.name
         hint = f"; the recipe of that name is {shipped}" if not path.exists() and shipped.is_file() else ""
@@ -84,8 +84,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _count(value: Any, known: dict[int, int]) -> int:
-    """How many values there are in one, each where it stands: what an alias names counts each time, as it does for
-    whoever goes through them. known: by the identity of a list or dict, what has been counted."""
+    """The number of values in `value`; those behind an alias count each time it occurs, as for code that traverses it.
+    known: {id of a list or dict: its count}."""
     if not isinstance(value, (dict, list)):
         return 1
     if id(value) not in known:
@@ -103,7 +103,7 @@ def yaml_text(values: Mapping[str, Any]) -> str:
         pass
 
     def represent(dumper: Any, text: str) -> Any:
-        # PyYAML writes U+0085 as it is where it may, and reads it as the end of a line. In double quotes it is escaped.
+        # PyYAML writes U+0085 unescaped if it can, but reads it as the end of a line. Double quotes make it escape it.
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\x85" in text else None)
 
     Dumper.add_representer(str, represent)
@@ -111,10 +111,10 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 
 def _loader(yaml: Any) -> Any:
-    """A loader that does not let the second of two equal keys win unseen, and leaves words as they were written.
+    """A loader that refuses duplicate keys, and leaves words as they were written.
 
-    The type of a word depends on its field: YAML would make 45000 of 12:30:00, 1.1 of the revision 1.10, and a text of
-    1e-6. Only its booleans (yes, no, on and off among them), null and << are read as YAML has them.
+    The type of a word depends on its field: YAML would read 12:30:00 as 45000, the revision 1.10 as 1.1, and 1e-6 as a
+    text. Only its booleans (including yes, no, on and off), null and << are read by YAML's rules.
     """
 
     class Loader(yaml.SafeLoader):

@@ -1,7 +1,7 @@
 """BLOOM's checkpoints: rules and config of transformers' `bloom` models.
 
-Query, key and value of a head stand together in one tensor, head after head, as in GPT-NeoX. Published config files
-name layers and heads in either of two ways, the width in two, and tell how Megatron-DeepSpeed trained them.
+Query, key and value of a head are next to each other in one tensor, head after head, as in GPT-NeoX. Published configs
+use one of two names for the numbers of layers and heads and for the width, and record Megatron-DeepSpeed's settings.
 """
 
 from collections.abc import Mapping
@@ -46,27 +46,27 @@ TASKS = {
     "question-answering": Task("BloomForQuestionAnswering", {"qa": "head."}, labels=2),
 }
 
-# In the first files, and those of transformers' own names.
+# Two sets of names: those of the first files, and those of transformers.
 _SPELLINGS = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 class _Fields:
-    """The other names of sizes; and a way to multiply that only transformers has."""
+    """Handles alternative names of sizes, and a mode of multiplication that only transformers has."""
 
     handles = frozenset(_SPELLINGS)
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ValueError where a size is given under two names and they differ, or biases are to be left out."""
+        """Raises ValueError if a size has two names with different values, or if biases would be left out."""
         values = dict(values)
         for other, name in _SPELLINGS.items():
             value = values.pop(other, None)
             if value is not None and values.setdefault(name, value) != value:
-                raise ValueError(f"config field {name!r} is {values[name]!r}, and as {other!r} it is {value!r}")
+                raise ValueError(f"config field {name!r} is {values[name]!r}, but {other!r} is {value!r}")
         parts = values.get("pretraining_tp", 1)
         if values.get("slow_but_exact") and parts != 1:
             raise ValueError(
-                f"config field 'slow_but_exact': got True beside a pretraining_tp of {parts!r}, with which "
-                "transformers leaves out the biases behind attention and feed-forwards; expected False"
+                f"config field 'slow_but_exact': got True with a pretraining_tp of {parts!r}, for which transformers "
+                "leaves out the biases after attention and feed-forward; expected False"
             )
         return values
 
@@ -86,10 +86,10 @@ CONFIG = ConfigMap(
         "classifier_dropout": "classifier_dropout",
         "initializer_range": "initializer_range",
     },
-    # Nobody published a model with the first; the second nothing reads, but it would be another width.
+    # No published model has the first. The second is never read, but would mean another width.
     required={"apply_residual_connection_post_layernorm": (False,), "n_inner": (None,)},
-    # How Megatron-DeepSpeed computed, on how many tokens at once, and a constant that is the same for all keys. The
-    # last two are of transformers' own test models, and had an effect in no version.
+    # Settings of Megatron-DeepSpeed, its sequence length, and a constant that is the same for all keys. The last two
+    # are in transformers' own test models, and had no effect in any version.
     ignored=frozenset(
         """attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi pad_token_id pretraining_tp
         seq_length skip_bias_add skip_bias_add_qkv slow_but_exact n_positions type_vocab_size""".split()

@@ -1,8 +1,8 @@
 """The two-way map between a Hugging Face config.json and our ModelConfig.
 
 Every field of the file is mapped to one of ours, required to have a value that our model implements, or ignored by
-name. Required and ignored fields are kept in `config.extra` and written back. Anything else that says something (that
-is not None, False or empty) is an error that names the field; an override of None drops it.
+name. Required and ignored fields are kept in `config.extra` and written back. Any other field with a value (not None,
+False or empty) is an error that names it; an override of None drops it.
 """
 
 import operator
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 from modelcenter.config import ModelConfig, nearest
 
-# What a tokenizer, a pipeline, a program or a publisher noted in a config.json for itself.
+# Notes of tokenizers, pipelines, programs and publishers in a config.json.
 _METADATA = frozenset(
     """adapters antemplate author badwordsids created_date custom_pipeline custom_pipelines head_dtype language
     license max_sequence_length model_max_length name newlinemode sbert_ce_default_activation_function
     sentence_transformers transformers.js_config unsloth_fixed unsloth_version welcome""".split()
 )
 
-# Settings of generation. Version 4 wrote them into config.json, too; they belong to generation_config.json.
+# Generation settings. Version 4 also wrote them into config.json; they belong in generation_config.json.
 GENERATION = frozenset(
     """bad_words_ids begin_suppress_tokens cache_implementation diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
@@ -31,8 +31,8 @@ GENERATION = frozenset(
     watermarking_config""".split()
 )
 
-# Fields of every transformers config that do not change what our models compute. Names that begin with "_" are
-# transformers' own notes, and need no entry.
+# Fields of every transformers config that do not change what our models compute. Names that begin with "_" are internal
+# to transformers and need no entry.
 IGNORED = _METADATA.union(
     GENERATION,
     """attn_implementation bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id eos_token_id
@@ -41,15 +41,15 @@ IGNORED = _METADATA.union(
     transformers_version unk_token_id use_bfloat16 use_cache use_return_dict xla_device""".split(),
 )
 
-_PLACED = "engine.init_distributed shards a model; one process puts it where .to(device) says"
-_UNQUANTISED = "a checkpoint is loaded as it is; --quantize trains low-rank updates on 4-bit weights"
-# Overrides that transformers knows and that have no effect here, with what to do instead.
+_PLACED = "engine.init_distributed shards a model; in one process, move it with .to(device)"
+_UNQUANTISED = "a checkpoint is loaded unquantised; --quantize trains low-rank updates on 4-bit weights"
+# Overrides that transformers knows and that have no effect here, with the alternative.
 _HINTS = {
-    "attn_implementation": "the kernel of attention is chosen by what is installed and by the inputs",
+    "attn_implementation": "the kernel of attention is chosen by the installed packages and the inputs",
     "device_map": _PLACED,
-    "force_download": "what changed on the Hub is downloaded anyway; delete a cached repository to download it again",
+    "force_download": "changes on the Hub are always downloaded; delete a cached repository to download it again",
     "generation_config": "give its settings one by one: num_beams=4, max_new_tokens=64",
-    "gradient_checkpointing": "engine.Policy(recompute=...), or --recompute in training, computes activations again",
+    "gradient_checkpointing": "engine.Policy(recompute=...), or --recompute in training, recomputes activations",
     "load_in_4bit": _UNQUANTISED,
     "load_in_8bit": _UNQUANTISED,
     "low_cpu_mem_usage": "a model is always filled slice by slice",
@@ -57,15 +57,15 @@ _HINTS = {
     "offload_folder": _PLACED,
     "output_attentions": "attention weights are never held",
     "output_hidden_states": "it is an argument of each call of the model",
-    "proxies": "the environment says it: HTTPS_PROXY",
+    "proxies": "set the environment variable HTTPS_PROXY",
     "quantization_config": _UNQUANTISED,
-    "resume_download": "a download that broke off always goes on",
+    "resume_download": "an interrupted download is always resumed",
     "return_dict": "outputs have attributes, keys and indices at once",
     "subfolder": "download the repository (modelcenter download --all) and give the directory within it",
     "torchscript": "outputs have attributes, keys and indices at once",
-    "trust_remote_code": "code that comes with a checkpoint is never run",
+    "trust_remote_code": "code from a checkpoint is never run",
     "use_auth_token": "its name is token=",
-    "use_safetensors": "either form of weights is read",
+    "use_safetensors": "both formats of weights are read",
     "variant": "download the repository (modelcenter download --all) and give the weight file of the variant",
 }
 
@@ -80,12 +80,12 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 }
 
 _QUANTISED = (
-    ": quantised weights are not supported; load the float16, bfloat16 or float32 checkpoint that they were made from"
+    ": quantised weights are not supported; load the float16, bfloat16 or float32 checkpoint they were made from"
 )
 
-# Spelled alike in every architecture.
+# Spelled the same in every architecture.
 COMMON = {"tie_word_embeddings": "tie_embeddings", "problem_type": "problem_type", "architectures": "architectures"}
-# Fields of ours that only heads, random starts and generation read; null in a file means our default.
+# Our fields that only heads, random initialisation and generation read; null in a file means our default.
 _NULL_IS_DEFAULT = (
     "choice_dropout",
     "classifier_dropout",
@@ -94,16 +94,16 @@ _NULL_IS_DEFAULT = (
     "initializer_factor",
     "initializer_range",
 )
-# Fields that an architecture ignores, but which generation, heads and tasks read in `config.extra`.
+# Fields that an architecture ignores, but that generation, heads and tasks read from `config.extra`.
 _KEPT_ON_OVERRIDE = re.compile("_token_id$|^summary_")
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, ())
 _HANDLED = ("model_type", "dtype", "torch_dtype", "id2label", "label2id", "num_labels", "extra")
 
 
 class FieldTranslation(Protocol):
-    """Another way in which a file may say the same: `read` brings it to the names of `fields`, `write` adds it.
+    """An alternative form of fields in a file: `read` converts it to the names in `fields`, `write` adds it.
 
-    handles: names that `read` takes out.
+    handles: names that `read` removes.
     """
 
     @property
@@ -116,12 +116,12 @@ class FieldTranslation(Protocol):
 
 @dataclass(frozen=True)
 class ConfigMap:
-    """The fields of one architecture, added to those that all have.
+    """The fields of one architecture, in addition to those that all have.
 
     Attributes:
         fields: Hugging Face's name -> ours.
         required: Hugging Face's name -> values that our model implements.
-        ignored: Hugging Face's names without effect here.
+        ignored: Hugging Face's names that have no effect here.
         translation: of fields that files nest in another (convert.rope).
     """
 
@@ -136,15 +136,14 @@ class ConfigMap:
         """Build our config from a config.json, given in Hugging Face's names or ours.
 
         Args:
-            values: the contents of config.json.
+            values: the content of config.json.
             config_class: the ModelConfig subclass to build.
-            overrides: changes, under Hugging Face's names or ours. None for a field of the file that is not understood
-                drops it.
+            overrides: changes, under Hugging Face's names or ours. None drops a field that is not understood.
 
         Raises:
-            ValueError: a field is not understood, has a value that the model does not implement, or an override is
-                unknown or has no effect here (ids of tokens are kept all the same); it names the field and the nearest
-                known ones.
+            ValueError: a field is not understood or has a value that the model does not implement, or an override is
+                unknown or has no effect here (token ids are kept in any case); names the field and the nearest known
+                ones.
         """
         given, changes = self._without_dropped(values, config_class, _with_id2label(overrides or {}))
         model_type = given.pop("model_type", None) or config_class.model_type
@@ -154,7 +153,7 @@ class ConfigMap:
             given["id2label"] = numbered
         ours, extra = self._to_ours(given, config_class, "config field")
         if ours.get("id2label") is not None:
-            ours.pop("num_labels", None)  # as transformers: the names of the labels decide how many there are
+            ours.pop("num_labels", None)  # as in transformers: the names of the labels decide their number
         changed, changed_extra = self._to_ours(changes, config_class, "override")
         count, names = changed.get("num_labels"), changed.get("id2label")
         if names is not None:
@@ -169,9 +168,9 @@ class ConfigMap:
         return config_class.from_dict({**ours, **changed, "extra": {**extra, **changed_extra}}, spelled)
 
     def check_values(self, values: Mapping[str, Any], config_class: type[ModelConfig]) -> None:
-        """Raise ValueError for a field of a config.json with a value of the wrong type, whatever else it has or lacks.
+        """Raise ValueError if a field of a config.json has a value of the wrong type; other errors are not reported.
 
-        Arguments: as of `read`.
+        Arguments: as in `read`.
         """
         mapped = {**COMMON, **self.fields}
         names = {key: mapped.get(key, key) for key in values}
@@ -181,7 +180,7 @@ class ConfigMap:
     def _without_dropped(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The file without what the overrides drop, or replace where it could not be understood; and the others."""
+        """The file without fields that the overrides drop or, if not understood, replace; and the other overrides."""
         given, changes = dict(values), dict(overrides)
         given["extra"] = dict(given.get("extra") or {})
         required = {**REQUIRED, **self.required}
@@ -200,7 +199,7 @@ class ConfigMap:
     def _to_ours(
         self, given: dict[str, Any], config_class: type[ModelConfig], what: str
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(fields of our config, fields to keep in `extra`) of a file or of overrides; `what` names these in errors."""
+        """(fields of our config, fields to keep in `extra`) of a file or of overrides; `what` names them in errors."""
         mapped, names = {**COMMON, **self.fields}, config_class.field_names()
         ours: dict[str, Any] = {}
         extra: dict[str, Any] = dict(given.pop("extra", None) or {})
@@ -214,7 +213,7 @@ class ConfigMap:
             elif key == "label2id":
                 continue  # the inverse of id2label, which our config derives
             elif key == "_name_or_path":
-                continue  # from where transformers loaded it, maybe a path on another machine: version 5 drops it, too
+                continue  # where transformers loaded it, perhaps a path on another machine; version 5 also drops it
             elif key in mapped:
                 key = mapped[key]
             elif key not in names:
@@ -229,7 +228,7 @@ class ConfigMap:
         return ours, extra
 
     def _check_unmapped(self, key: str, value: Any, config_class: type[ModelConfig], what: str) -> None:
-        """Raise ValueError for a field that is none of ours and may change the computation, or an idle override."""
+        """Raise ValueError for a field that is not ours and may change the computation, or an idle override."""
         mapped, names = {**COMMON, **self.fields}, config_class.field_names()
         required, ignored = {**REQUIRED, **self.required}, IGNORED | self.ignored
         if key in required:
@@ -249,7 +248,7 @@ class ConfigMap:
             raise ValueError(f"{what} {_not_understood(key, value, known, has, what != 'override')}")
 
     def write(self, config: ModelConfig, hf_class: str, dtype: str) -> dict[str, Any]:
-        """The config.json of a model, in Hugging Face's names of version 5.
+        """The config.json of a model, under Hugging Face's names in version 5.
 
         Args:
             hf_class: the class for `architectures`.
@@ -271,12 +270,12 @@ class ConfigMap:
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Whether a field of ours is left to its default by the value that a file gives it."""
+    """Whether a file's value leaves one of our fields at its default."""
     return value is None and name in _NULL_IS_DEFAULT
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
-    """Whether an override of an ignored field asks for nothing but what is done anyway."""
+    """Whether an override of an ignored field requests only what is done anyway."""
     return name in IGNORED and (value is None or value is (name == "return_dict"))
 
 
@@ -288,22 +287,22 @@ def _not_understood(key: str, value: Any, known: Iterable[str], has: str, of_fil
     if not of_file:
         return said
     return (
-        f"{said}. If it changes nothing that matters to you, drop it: {key}=None in from_pretrained, --model_config "
-        f"{key}=null in training; or take it out of config.json"
+        f"{said}. If it does not matter to you, drop it: {key}=None in from_pretrained, --model_config "
+        f"{key}=null in training; or remove it from config.json"
     )
 
 
 def _with_id2label(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The overrides, with the names that label2id gives to the labels.
+    """The overrides, with id2label set from label2id if that is given.
 
-    Raises ValueError: it does not number the labels from 0 on, each once, or id2label says otherwise.
+    Raises ValueError if label2id does not number the labels from 0, each once, or contradicts id2label.
     """
     if (numbers := overrides.get("label2id")) is None:
         return overrides
     names = _names_by_number(numbers)
     if names is None:
         raise ValueError(
-            f"label2id: got {numbers!r:.80}, expected the number of each label by its name: 0, 1 and so on, each once"
+            f"label2id: got {numbers!r:.80}, expected {{label: number}} with the numbers 0, 1, ..., each once"
         )
     given = overrides.get("id2label")
     if given is not None and _as_labels(given) != names:
@@ -312,13 +311,13 @@ def _with_id2label(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def names_of_numbers(values: Mapping[str, Any]) -> dict[int, str] | None:
-    """The labels of a config.json that names them by label2id alone, which transformers forgets; None: of any other."""
+    """The labels of a config.json that has only label2id, which transformers ignores; None for any other."""
     names = None if values.get("id2label") else _names_by_number(values.get("label2id"))
     return names if names is not None and values.get("num_labels") in (None, len(names)) else None
 
 
 def _names_by_number(numbers: Any) -> dict[int, str] | None:
-    """The inverse of a label2id; None: it does not number the labels from 0 on, each once."""
+    """The inverse of a label2id; None if it does not number the labels from 0, each once."""
     try:
         names = {operator.index(number): str(name) for name, number in numbers.items()}
     except (AttributeError, TypeError):
@@ -331,4 +330,4 @@ def _as_labels(names: Any) -> dict[int, str]:
         pairs = names.items() if isinstance(names, Mapping) else enumerate(names)
         return {int(index): str(name) for index, name in pairs}
     except (TypeError, ValueError):
-        raise ValueError(f"id2label: got {names!r:.80}, expected the name of each label by its number") from None
+        raise ValueError(f"id2label: got {names!r:.80}, expected {{number: label}}") from None

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, all its heads included, whatever task its config names.
+"""The content of a checkpoint, with all its heads, whichever task its config names.
 
-A file may hold more than one task takes: the hub's BERT has a masked-language-model head and a next-sentence head, and
-`architectures` names one class. Conversion loses none of them. The heads of the named task have the names that a model
-of it has; each further head lies under `other_heads.<part>.`, where the part is the one of ArchMap.parts.
+A file may hold more than one task uses: the hub's BERT has a masked-language-model head and a next-sentence head, but
+`architectures` names one class. Conversion keeps all of them. Heads of the named task have the names they have in a
+model of that task; each further head is under `other_heads.<part>.`, with its name in ArchMap.parts.
 """
 
 import fnmatch
@@ -21,16 +21,16 @@ CompileTask = Callable[[str], Layout]  # task -> its layout for the checkpoint's
 
 @dataclass
 class CheckpointContents:
-    """The tensors of a checkpoint by what they mean to an architecture.
+    """The tensors of a checkpoint, matched with an architecture.
 
     Attributes:
-        task: whose class the converted checkpoint names.
-        layout: of everything that is there: of the task, without parts that are absent, with the further heads.
-        found: name of the layout (hub key or native name, as the checkpoint has them) -> name in the checkpoint.
+        task: the task whose class the converted checkpoint names.
+        layout: of everything in the checkpoint: that of the task, without absent parts, with the further heads.
+        found: name in the layout (hub key or native name, as in the checkpoint) -> name in the checkpoint.
         repeats: (name in a hub file, key) of tensors that must equal another one, and are not written.
-        dropped: tensors without content. unknown: tensors that the architecture has not.
-        further_heads: parts beside those of the task.
-        absent_heads: part of the class that the config names, of which nothing is there -> the names of its tensors.
+        dropped: tensors without content. unknown: tensors that the architecture does not have.
+        further_heads: parts other than the task's.
+        absent_heads: part of the class that the config names, if entirely missing -> the names of its tensors.
     """
 
     task: str
@@ -44,7 +44,7 @@ class CheckpointContents:
 
 
 def native_prefix(arch: ArchMap, task: str, part: str) -> str:
-    """Where the parameters of a part lie in a checkpoint that names `task`."""
+    """The prefix of a part's parameters in a checkpoint that names `task`."""
     places = arch.tasks[task].parts
     return places[part] if part in places else f"{OTHER_HEADS}{part}."
 
@@ -59,11 +59,11 @@ def contents_of_hub(
     """The contents of a file with Hugging Face's names.
 
     Args:
-        shapes: of all tensors in the file. architectures: as its config.json declares.
-        named_task: what other files say in place of these.
+        shapes: of all tensors in the file. architectures: as declared by its config.json.
+        named_task: the task according to other files, which takes precedence.
 
     Raises:
-        ValueError: the file holds a part of a head only, or tensors mean the same one.
+        ValueError: the file holds only some tensors of a head, or several tensors with the same meaning.
     """
     declared = named_task or arch.declared_task(architectures)
     task = declared or _closest_task(arch, compile_task, shapes, architectures)
@@ -110,7 +110,7 @@ def contents_of_native(
     architectures: Sequence[str] | None,
     named_task: str | None = None,
 ) -> CheckpointContents:
-    """The contents of a checkpoint with our names; arguments as of contents_of_hub.
+    """The contents of a checkpoint with our names; arguments as in contents_of_hub.
 
     Raises:
         ValueError: its config names no task of the architecture.
@@ -118,7 +118,7 @@ def contents_of_native(
     task = named_task or arch.declared_task(architectures)
     if task is None:
         raise ValueError(
-            f"its architectures, {architectures}, name no head that {arch.model_type} has here; expected one of "
+            f"its architectures, {architectures}, name no head of {arch.model_type} that exists here; expected one of "
             f"{', '.join(entry.hf_class for entry in arch.tasks.values())}"
         )
     layout = compile_task(task)
@@ -148,8 +148,8 @@ def contents_of_native(
 
 
 def _is_held(layout: Layout, part: str, place: str, names: Collection[str]) -> bool:
-    """Whether `names` has the parameters of the part, which is at `place` in the layout, as a further head; it may lack
-    optional ones."""
+    """Whether `names` has the parameters of a part that is at `place` in the layout, as a further head. Optional ones
+    may be missing."""
     own = [name for name, owner in layout.native_parts.items() if owner == part]
     held = {name for name in own if f"{OTHER_HEADS}{part}.{name.removeprefix(place)}" in names}
     optional = {name for key in layout.optional for name in layout.natives(key)}
@@ -159,7 +159,7 @@ def _is_held(layout: Layout, part: str, place: str, names: Collection[str]) -> b
 def _closest_task(
     arch: ArchMap, compile_task: CompileTask, shapes: Mapping[str, Shape], architectures: Sequence[str] | None
 ) -> str:
-    """The task that takes most of a file whose class is none of ours, and of equals the one that lacks least."""
+    """The task that uses most of a file whose class is unknown here; in a tie, the one with the fewest missing."""
 
     def fit(task: str) -> tuple[int, int]:
         match = match_names(arch, compile_task(task), shapes, architectures)
@@ -169,13 +169,13 @@ def _closest_task(
 
 
 def _absent_parts(layout: Layout, keys: Collection[str]) -> set[str]:
-    """The parts of which the checkpoint, which holds `keys`, has nothing."""
+    """The parts none of whose tensors are in a checkpoint that holds `keys`."""
     parts = {part for part in layout.key_parts.values() if part}
     return {part for part in parts if not any(layout.key_parts[key] == part for key in keys)}
 
 
 def _names_of_parts(part_of: Mapping[str, str], parts: Collection[str]) -> dict[str, list[str]]:
-    """Each of the parts that has any of the names -> those names."""
+    """{part: those of `names` that belong to it}, for `parts` that have any."""
     names: dict[str, list[str]] = {}
     for name, part in part_of.items():
         if part in parts:
@@ -203,8 +203,8 @@ def _without_parts(layout: Layout, absent: Collection[str]) -> Layout:
 
 
 def _match_part(arch: ArchMap, layout: Layout, part: str, shapes: Mapping[str, Shape]) -> Match | None:
-    """The tensors among `shapes` that make the part whole, with its repetitions, and those of them that the network
-    never reads (`ignored`); None where they do not fit it."""
+    """The tensors in `shapes` that form the whole part, its repeated tensors, and those that the network never reads
+    (`ignored`); None if they do not fit."""
     expected = [key for key, owner in layout.key_parts.items() if owner == part]
     match = match_names(arch, layout, shapes)
     found = {key: match.found[key] for key in expected if key in match.found}
@@ -212,7 +212,7 @@ def _match_part(arch: ArchMap, layout: Layout, part: str, shapes: Mapping[str, S
         return None
     if any(key not in found and key not in layout.optional for key in expected):
         return None
-    # A tied tensor stood in for what it repeats, as that is not among the names left.
+    # A tied tensor stood in for the one it repeats, which is not among the remaining names.
     ties = {key: tie for key, tie in layout.ties.items() if belongs_to_part(arch, part, key)}
     tied = [(name, key) for key, name in match.found.items() if key not in found and key in layout.shapes]
     repeats = [(name, key) for name, key in [*tied, *match.repeats] if key in {tie.to for tie in ties.values()}]
@@ -221,9 +221,9 @@ def _match_part(arch: ArchMap, layout: Layout, part: str, shapes: Mapping[str, S
 
 
 def _add_part(target: Layout, source: Layout, arch: ArchMap, task: str, other: str, part: str) -> None:
-    """Add a part to the layout of `task` as `source`, the layout of the task `other`, has it.
+    """Add a part of the layout `source`, of the task `other`, to the layout of `task`.
 
-    Its parameters get the names that they have in a checkpoint of `task`.
+    Its parameters get their names in a checkpoint of `task`.
     """
     here, there = native_prefix(arch, task, part), arch.tasks[other].parts[part]
     prefix = arch.prefix if arch.tasks[task].prefix is None else arch.tasks[task].prefix
@@ -258,7 +258,7 @@ def _add_part(target: Layout, source: Layout, arch: ArchMap, task: str, other: s
 
 
 def missing_keys(contents: CheckpointContents, side: int) -> list[str]:
-    """Names of the layout, on the checkpoint's side, that it lacks. Optional ones are not missing."""
+    """The names in the layout, on the checkpoint's side, that the checkpoint lacks, except optional ones."""
     layout = contents.layout
     if side == HUB:
         return [key for key in layout.shapes if key not in contents.found and key not in layout.optional]
@@ -267,12 +267,12 @@ def missing_keys(contents: CheckpointContents, side: int) -> list[str]:
 
 
 def ignored_names(patterns: Sequence[str], names: Collection[str]) -> list[str]:
-    """The names that a shell pattern (`*`, `?`, `[...]`) of the list matches whole."""
+    """The names that fully match one of the shell patterns (`*`, `?`, `[...]`)."""
     return [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
 
 
 def check_patterns(patterns: Sequence[str], names: Collection[str]) -> None:
-    """Raise ValueError for a pattern that matches none of the names, which is probably a slip."""
+    """Raise ValueError for a pattern that matches none of the names, which is probably a mistake."""
     for pattern in patterns:
         if not any(_matches(pattern, name) for name in names):
             raise ValueError(f"--ignore: {pattern!r} matches no tensor of the checkpoint")

@@ -1,9 +1,9 @@
-"""DeBERTa's checkpoints: rules and config of transformers' `deberta-v2` models, v3 and mDeBERTa among them.
+"""DeBERTa's checkpoints: rules and config of transformers' `deberta-v2` models, including v3 and mDeBERTa.
 
-The vocabulary's head has two spellings, of the same arithmetic: `cls.predictions`, and with `legacy` off
-`lm_predictions.lm_head`. Published v3 files have the second, and configs that do not say so, which makes transformers
-start a new head. Either is read; what is written follows `legacy`. `mask_predictions` is the head that told replaced
-tokens when v3 was trained; transformers has no class with it, and its others leave it out.
+The vocabulary's head has two spellings with the same arithmetic: `cls.predictions` and, with `legacy` off,
+`lm_predictions.lm_head`. Published v3 files have the second, but their configs do not say so, and transformers
+initialises a new head. Both are read; `legacy` decides which is written. `mask_predictions` is the head that detected
+replaced tokens when v3 was trained; no class of transformers has it, so it is left out.
 """
 
 import re
@@ -94,7 +94,7 @@ TASKS = {
     "token-classification": Task("DebertaV2ForTokenClassification", {"token classifier": "head."}),
     "question-answering": Task("DebertaV2ForQuestionAnswering", {"qa": "head."}, labels=2),
     "multiple-choice": Task("DebertaV2ForMultipleChoice", {"choice": "head."}),
-    # Of its authors' code: transformers has none.
+    # In its authors' code; not in transformers.
     "pretraining": Task("ReplacedTokenDetectionModel", {"replaced": "head."}, loaded_by="DebertaV2Model"),
 }
 
@@ -102,14 +102,14 @@ _KINDS, _NORMS = "pos_att_type", "norm_rel_ebd"
 
 
 class _Fields:
-    """Lists that files write as "p2c|c2p" too, numbers where -1 says none, and sizes that follow from others."""
+    """Handles lists written as "p2c|c2p", numbers where -1 means none, and sizes that follow from others."""
 
     handles = frozenset({"attention_head_size", "embedding_size", "pooler_hidden_size"})
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """
         Raises:
-            ValueError: a size that only the model of Microsoft's own code has, or a norm that is none.
+            ValueError: a size is possible only in Microsoft's own code, or a norm is unknown.
         """
         values = dict(values)
         width, heads = values.get("hidden_size"), values.get("num_attention_heads")
@@ -118,14 +118,14 @@ class _Fields:
         for name, expected in usual.items():
             given = values.pop(name, None)
             if given is not None and expected is not None and given != expected:
-                said = f"config field {name!r} is {given!r}, this model implements {expected} (by hidden_size)"
+                said = f"config field {name!r} is {given!r}, but this model implements {expected} (by hidden_size)"
                 raise ValueError(said)
         if isinstance(kinds := values.get(_KINDS), str):
             values[_KINDS] = [kind.strip() for kind in kinds.lower().split("|") if kind.strip()]
         norms = values.pop(_NORMS, None)
         if norms is not None:
             if norms not in ("layer_norm", "none"):
-                raise ValueError(f"config field {_NORMS!r} is {norms!r}, this model implements 'layer_norm' or 'none'")
+                raise ValueError(f"config field {_NORMS!r} is {norms!r}, expected 'layer_norm' or 'none'")
             values[_NORMS] = norms == "layer_norm"
         for name in ("max_relative_positions", "position_buckets"):
             if isinstance(number := values.get(name), int) and number < 1:
@@ -133,7 +133,7 @@ class _Fields:
         return values
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """As transformers and the published files write it."""
+        """In the form that transformers and the published files use."""
         values = dict(values)
         values[_NORMS] = "layer_norm" if values[_NORMS] else "none"
         for name in ("max_relative_positions", "position_buckets"):
@@ -170,6 +170,6 @@ ARCH = ArchMap(
     parts=PARTS,
     tasks=with_embedding(TASKS),
     config=CONFIG,
-    # Some files hold a table of positions that their config turns off.
+    # Some files hold a position table that their config turns off.
     ignore=(*bert.IGNORE, re.escape(_POSITIONS)),
 )

@@ -1,9 +1,9 @@
 """ESM's checkpoints: rules and config of transformers' `esm` models.
 
-Published files hold in every layer the frequencies of its rotary angles. They are read, as those of ESM-2 are not the
-formula's: they were rounded to fp16 when it was trained. transformers 5 calls them `rotary_embeddings.inv_freq`, reads
-them from the layers too, and writes those of a layer `*`, beside gamma and beta of some norms. Files of rotary models
-may hold a table of positions that nothing reads, and old ones the buffer `position_ids`.
+Every layer in published files holds the frequencies of its rotary angles. They are read, because those of ESM-2 differ
+from the formula: they were rounded to fp16 in training. transformers 5 calls them `rotary_embeddings.inv_freq` but also
+reads those of the layers; it writes them for a layer named `*`, and some norms with gamma and beta. Files of rotary
+models may hold an unused position table, and old ones the buffer `position_ids`.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ PARTS = {
             Rename("lm_head.decoder.weight", "weight", when=untied),
         )
     ),
-    # Two heads of one name: which one a file holds, its `architectures` say.
+    # Two heads with the same name; `architectures` tells which one a file holds.
     "classifier": Part((Rename("classifier.dense.*", "dense.*"), Rename("classifier.out_proj.*", "*"))),
     "token classifier": Part((Rename("classifier.*", "*"),)),
 }
@@ -72,16 +72,16 @@ TASKS = {
 
 
 class _NoFolding:
-    """Refuses ESMFold, whose language model is one part among others."""
+    """Refuses ESMFold, of which the language model is only one component."""
 
     handles: frozenset[str] = frozenset()
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields as they are. Raises ValueError: they are ESMFold's."""
+        """The fields, unchanged. Raises ValueError if they are ESMFold's."""
         if values.get("is_folding_model"):
             raise ValueError(
-                "config field 'is_folding_model': got True, which is ESMFold (EsmForProteinFolding); here are language "
-                "models of proteins only, such as the one it is made of: facebook/esm2_t36_3B_UR50D"
+                "config field 'is_folding_model': got True (ESMFold, EsmForProteinFolding); only language models of "
+                "proteins are supported, such as its own: facebook/esm2_t36_3B_UR50D"
             )
         return dict(values)
 
@@ -98,7 +98,7 @@ CONFIG = ConfigMap(
         "token_dropout": "token_dropout",
         "mask_token_id": "mask_token_id",
     },
-    # Of ESMFold, and of BERT, from which the class was copied.
+    # Fields of ESMFold, and of BERT, from which the class was copied.
     ignored=frozenset(("classifier_dropout", "esmfold_config", "is_folding_model", "vocab_list")),
     translation=_NoFolding(),
 )

@@ -1,8 +1,8 @@
 """EuroBERT's checkpoints: rules and config of transformers' `eurobert` models, whose body has Llama's names.
 
-The published config.json names code of its authors (`auto_map`), whose tensors and arithmetic are those of
-transformers' own class: it is left out of what is written. Some that were fine-tuned with that code say `clf_pooling`
-for `classifier_pooling`.
+The published config.json names its authors' code (`auto_map`), whose tensors and arithmetic are those of transformers'
+own class; `auto_map` is therefore not written. Some models that were fine-tuned with that code say `clf_pooling`
+instead of `classifier_pooling`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from modelcenter.convert.rules import ArchMap, Part, Rename, Task, with_embeddin
 
 PARTS = {
     "lm": Part((*llama.PARTS["lm"].rules, Rename("lm_head.bias", "bias"))),
-    # Two heads of one name: which one a file holds, its `architectures` say.
+    # Two heads with the same name; `architectures` tells which one a file holds.
     "classifier": Part((Rename("dense.*", "dense.*"), Rename("classifier.*", "*"))),
     "token classifier": Part((Rename("classifier.*", "*"),)),
 }
@@ -28,7 +28,7 @@ TASKS = {
 
 
 class _Fields(llama.LlamaFields):
-    """Llama's, and the authors' name of the pooling."""
+    """Llama's fields, and the authors' name of the pooling."""
 
     @property
     def handles(self) -> frozenset[str]:
@@ -39,7 +39,7 @@ class _Fields(llama.LlamaFields):
         values.pop("auto_map", None)
         given = values.pop("clf_pooling", None)
         if given is not None and (found := values.setdefault("classifier_pooling", given)) != given:
-            raise ValueError(f"config field 'classifier_pooling' is {found!r}, and 'clf_pooling' says {given!r}")
+            raise ValueError(f"config field 'classifier_pooling' is {found!r}, but 'clf_pooling' is {given!r}")
         return values
 
 
@@ -51,7 +51,7 @@ CONFIG = ConfigMap(
         "classifier_pooling": "pooling",
     },
     required={"hidden_dropout": (0.0,), "is_causal": (False,)},
-    # The words of special tokens, which are the tokenizer's; how Meta's pretraining multiplied.
+    # The texts of special tokens, which belong to the tokenizer; a setting of Meta's pretraining.
     ignored=frozenset("bos_token eos_token mask_token pad_token pretraining_tp".split()),
     translation=_Fields({"rope_theta": "rope_theta"}),
 )

@@ -1,9 +1,9 @@
 """Checkpoints of Gemma 1 and of Gemma 3's text models: rules and config of transformers' `gemma` and `gemma3_text`.
 
-Tensors have Llama's names; Gemma 3's `post_attention_layernorm` stands where the name says, which in Llama and Gemma 1
-it does not. Version 4 of transformers wrote two bases of angles into a config.json of Gemma 3 (`rope_theta`, and of
-layers with a window `rope_local_base_freq`) and a scaling of the first; version 5 writes both, for each type of layers,
-into `rope_parameters`.
+Tensors have Llama's names. Gemma 3's `post_attention_layernorm` is where its name says, unlike in Llama and Gemma 1.
+Version 4 of transformers wrote two bases of rotary angles into Gemma 3's config.json (`rope_theta`, and
+`rope_local_base_freq` for layers with a window) and a scaling of the first; version 5 writes both into
+`rope_parameters`, by type of layer.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ SANDWICH_BODY: tuple[Rule, ...] = (
 
 
 class GemmaFields(llama.LlamaFields):
-    """Rotary fields, and two names of the activation. The first files say "gelu" and mean its approximation."""
+    """Rotary fields, and two names of the activation. The first files say "gelu" but mean its approximation."""
 
     @property
     def handles(self) -> frozenset[str]:
@@ -37,7 +37,7 @@ class GemmaFields(llama.LlamaFields):
         if first == "gelu":
             values["hidden_act"] = "gelu_pytorch_tanh"
         if second is not None and values.setdefault("hidden_act", second) != second:
-            raise ValueError(f"config field 'hidden_act' is {first!r}, and 'hidden_activation' says {second!r}")
+            raise ValueError(f"config field 'hidden_act' is {first!r}, but 'hidden_activation' is {second!r}")
         return values
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,27 +46,27 @@ class GemmaFields(llama.LlamaFields):
 
 
 class _Gemma3Fields(llama.LlamaFields):
-    """Both versions' ways to write which layers see all tokens, and how their angles turn."""
+    """Both versions' forms of which layers have full attention, and of their rotary angles."""
 
     @property
     def handles(self) -> frozenset[str]:
         return super().handles | set(_THETAS.values())
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The form of version 4, but for types of layers that it cannot say.
+        """The form of version 4, except for types of layers that it cannot express.
 
         Raises:
             ValueError: as `RopeFields.read`, or angles of layers with a window are scaled.
         """
         values = dict(values)
         types, every = values.get("layer_types"), values.get(_EVERY)
-        # Of another length than the file's layers they are an error of the config.
+        # If their number differs from that of the file's layers, the config is wrong.
         if isinstance(types, list) and len(types) == values.get("num_hidden_layers", len(types)):
             found = _period(types, every)
             values |= {} if found is None else {_EVERY: found, "layer_types": None}
         kinds = values.pop("rope_parameters", None) or {}
         if not isinstance(kinds, Mapping) or not all(isinstance(kinds.get(name), Mapping | None) for name in _THETAS):
-            raise ValueError(f"rope_parameters: got {kinds!r:.80}, expected an object for each type of layers")
+            raise ValueError(f"rope_parameters: got {kinds!r:.80}, expected an object for each type of layer")
         if unknown := sorted(set(kinds) - set(_THETAS)):
             raise ValueError(
                 f"rope_parameters: got {', '.join(unknown)}, expected types of layers: {', '.join(_THETAS)}"
@@ -79,11 +79,11 @@ class _Gemma3Fields(llama.LlamaFields):
         for kind, name in _THETAS.items():
             theta = (kinds.get(kind) or {}).get("rope_theta")
             if theta is not None and values.setdefault(name, theta) != theta:
-                raise ValueError(f"config field {name!r} is {values[name]!r}, and in rope_parameters {theta!r}")
+                raise ValueError(f"config field {name!r} is {values[name]!r}, but in rope_parameters {theta!r}")
         return super().read(values | {"rope_parameters": kinds.get(_FULL)})
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same in the forms of both versions, where version 4 has one."""
+        """The fields in both versions' forms, if version 4 has one."""
         values = super().write(values)
         if values["layer_types"] is None:
             values["layer_types"] = _layer_types(values[_EVERY], values["num_hidden_layers"])
@@ -98,7 +98,7 @@ def _layer_types(every: int, layers: int) -> list[str]:
 
 
 def _period(types: list[Any], likely: Any) -> int | None:
-    """After how many layers one with full attention comes, if that describes them all; `likely` is tried first."""
+    """The period of layers with full attention, if one describes all layers; `likely` is tried first."""
     tried = (likely if isinstance(likely, int) and likely > 0 else 6, *range(1, len(types) + 2))
     return next((n for n in tried if _layer_types(n, len(types)) == types), None)
 
@@ -143,7 +143,7 @@ GEMMA3 = ArchMap(
             "query_pre_attn_scalar": "query_pre_attn_scalar",
             "use_bidirectional_attention": "use_bidirectional_attention",
         },
-        # transformers does not cap attention's scores whatever the config says, but other programs may.
+        # transformers does not cap attention scores whatever the config says, but other programs may.
         required={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
         translation=_Gemma3Fields(ROPE_THETA),
     ),

@@ -1,10 +1,10 @@
 """GTE's checkpoints: rules and config of transformers' `gte` models, and of their authors' `new` models.
 
-Files, also those that transformers writes, have the names of the authors' code: query, key and value are one tensor,
-and so are the two halves of the gated feed-forward. In transformers' model they are apart, under the names that
-NomicBERT's have there. The authors' models with a head have the prefix `new.`.
+Files, including those that transformers writes, have the names of the authors' code: query, key and value are one
+tensor, and so are the two halves of the gated feed-forward. In transformers' model they are separate, with the names
+they have in its NomicBERT. The authors' models with a head have the prefix `new.`.
 
-The authors' config.json names code of theirs (`auto_map`), which does not know what is written here: it is left out.
+The authors' config.json names their code (`auto_map`), which cannot read the files written here: it is left out.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from modelcenter.convert.config_map import ConfigMap
 from modelcenter.convert.rope import RopeFields
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
-# What the authors' files say for `gte`.
+# The authors' name of `gte`.
 AUTHORS = "new"
 
 _LAYER = "encoder.layer.{i}"
@@ -46,7 +46,7 @@ PARTS = {
             Rename("lm_head.decoder.bias", "bias"),
         )
     ),
-    # Two heads of one name: which one a file holds, its `architectures` say.
+    # Two heads with the same name; `architectures` tells which one a file holds.
     "classifier": Part((Rename("classifier.*", "*"),)),
     "token classifier": Part((Rename("classifier.*", "*"),)),
 }
@@ -79,7 +79,7 @@ class _Fields(RopeFields):
 
 @dataclass(frozen=True)
 class GteConfigMap(ConfigMap):
-    """transformers' config.json, and the authors'."""
+    """The config.json of transformers and that of the authors."""
 
     def read(
         self, values: Mapping[str, Any], config_class: type[ModelConfig], overrides: Mapping[str, Any] | None = None
@@ -87,8 +87,7 @@ class GteConfigMap(ConfigMap):
         """As ConfigMap.read.
 
         Raises:
-            ValueError: as there; a file of the authors that leaves out rope_theta, or scales angles as they cannot be
-                scaled here.
+            ValueError: as there; or a file of the authors omits rope_theta, or scales angles in an unsupported way.
         """
         given = dict(values)
         if given.get("model_type") == AUTHORS:
@@ -97,7 +96,7 @@ class GteConfigMap(ConfigMap):
         of_authors = isinstance(named, list) and any(str(name).startswith("New") for name in named)
         if of_authors and given.get("rope_theta") is None and not given.get("rope_parameters"):
             raise ValueError(
-                "rope_theta: this config.json of the authors' code leaves it out, and its default there is not that of "
+                "rope_theta: this config.json of the authors' code omits it, and their default differs from that of "
                 "transformers' gte; write it into config.json"
             )
         return _without_ntk(super().read(given, config_class, overrides))
@@ -105,10 +104,10 @@ class GteConfigMap(ConfigMap):
 
 def _without_ntk(config: Any) -> Any:
     """The config with the authors' scaling "ntk" in transformers' terms: another base of the angles, all of which are
-    slowed ("linear"). It is in their code NTKScalingRotaryEmbedding, which scales texts of any length.
+    slowed ("linear"). It is NTKScalingRotaryEmbedding in their code, and applies to texts of any length.
 
     Raises:
-        ValueError: a factor that is none, or one that grows from pair to pair (`mixed_b`).
+        ValueError: the factor is invalid, or grows from pair to pair (`mixed_b`).
     """
     scaling = config.rope_scaling or {}
     if scaling.get("rope_type") != "ntk":
@@ -117,8 +116,8 @@ def _without_ntk(config: Any) -> Any:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
         raise ValueError(f"rope_scaling: rope_type 'ntk' needs a factor, a number above 0; got {scaling}")
     if more := {name: value for name, value in scaling.items() if name not in ("rope_type", "factor") and value}:
-        raise ValueError(f"rope_scaling: got {more} beside rope_type 'ntk', of which only factor is known here")
-    if factor <= 1:  # their code then leaves angles alone
+        raise ValueError(f"rope_scaling: got {more} with rope_type 'ntk', of which only factor is supported")
+    if factor <= 1:  # their code leaves angles unchanged then
         return config.replace(rope_scaling=None)
     slowed = {"rope_type": "linear", "factor": factor ** (2 / config.head_dim)}
     return config.replace(rope_theta=config.rope_theta * factor, rope_scaling=slowed)
@@ -131,14 +130,14 @@ CONFIG = GteConfigMap(
         "rope_scaling": "rope_scaling",
         "classifier_dropout": "classifier_dropout",
     },
-    # Of the authors' code: other nets.
+    # Options of the authors' code, for other networks.
     required={
         "layer_norm_type": ("layer_norm",),
         "logn_attention_scale": (False,),
         "pack_qkv": (True,),
         "position_embedding_type": ("rope",),
     },
-    # How the authors' code computes, and what it reads only beside a logn_attention_scale.
+    # Performance options of the authors' code, and a field that it reads only with logn_attention_scale.
     ignored=frozenset("logn_attention_clip1 unpad_inputs use_memory_efficient_attention".split()),
     translation=_Fields({"rope_theta": "rope_theta"}),
 )

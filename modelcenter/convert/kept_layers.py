@@ -1,8 +1,8 @@
-"""Some of the layers of a checkpoint (layer dropping, depth pruning): the beginning of a student that is taught by the
-whole, as DistilBERT's and DistilBART's.
+"""Keeping some layers of a checkpoint (layer dropping, depth pruning): the initial student when the whole model is the
+teacher, as for DistilBERT and DistilBART.
 
-The layers that are kept move together, and everything else stays. What a layer is by its place, such as whether it sees
-a window, goes with it as far as the config of its family can say so; else the layers are refused.
+The kept layers are renumbered, and everything else stays. Properties that a layer has by its position, such as a
+window, move with it if the config of its family can express that; otherwise the layers are refused.
 """
 
 import re
@@ -16,15 +16,15 @@ from modelcenter.convert.match import to_key
 from modelcenter.convert.rules import ArchMap, Rule, template_regex
 
 ENCODER, DECODER = "encoder.", "decoder."
-_LAYER = re.compile(r"(?:.*\.)?layers\.\{i\}\.")  # of our names
+_LAYER = re.compile(r"(?:.*\.)?layers\.\{i\}\.")  # in our names
 
 
 @dataclass(frozen=True)
 class KeptLayers:
-    """Which layers, by their numbers from 0.
+    """The layers to keep, by their numbers from 0.
 
     Attributes:
-        layers: of an encoder-decoder those of the encoder. decoder_layers: of an encoder-decoder. None: all.
+        layers: in an encoder-decoder, those of the encoder. decoder_layers: in an encoder-decoder. None: all.
     """
 
     layers: tuple[int, ...] | None = None
@@ -32,11 +32,11 @@ class KeptLayers:
 
     @classmethod
     def of(cls, layers: Sequence[int] | None, decoder_layers: Sequence[int] | None) -> "KeptLayers | None":
-        """None: both are None. Raises ValueError: numbers that do not rise."""
+        """None if both are None. Raises ValueError if numbers do not increase."""
         for name, numbers in (("keep_layers", layers), ("keep_decoder_layers", decoder_layers)):
             whole = numbers is None or all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
             if numbers is not None and not (whole and len(numbers) and [*numbers] == sorted({*numbers})):
-                raise ValueError(f"{name}: got {numbers!r:.80}, expected numbers of layers from 0, each above the last")
+                raise ValueError(f"{name}: got {numbers!r:.80}, expected increasing numbers of layers, from 0")
         if layers is None and decoder_layers is None:
             return None
         return cls(*(None if numbers is None else tuple(numbers) for numbers in (layers, decoder_layers)))
@@ -46,10 +46,10 @@ def config_of_kept(arch: ArchMap, config: ModelConfig, values: Mapping[str, Any]
     """The config.json of a model with these layers.
 
     Args:
-        config: of the whole, made of `values`, its config.json.
+        config: of the whole model, made from `values`, its config.json.
 
     Raises:
-        ValueError: there are no such layers, or they depend on their number in a way that no config can say.
+        ValueError: a layer does not exist, or depends on its number in a way that no config can express.
     """
     task = arch.declared_task(values.get("architectures")) or next(iter(arch.tasks))
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
@@ -59,8 +59,8 @@ def config_of_kept(arch: ArchMap, config: ModelConfig, values: Mapping[str, Any]
 
 
 def _shortened(config: Any, kept: KeptLayers) -> ModelConfig:
-    """The config with as many layers as are kept."""
-    if isinstance(getattr(config, "encoder", None), ModelConfig):  # one of its own for each side
+    """The config with the number of kept layers."""
+    if isinstance(getattr(config, "encoder", None), ModelConfig):  # each side has a config of its own
         changes: dict[str, Any] = {}
         for side, numbers in (("encoder", kept.layers), ("decoder", kept.decoder_layers)):
             name = "keep_layers" if side == "encoder" else "keep_decoder_layers"
@@ -88,25 +88,25 @@ def _of_one_side(config: Any, numbers: tuple[int, ...], field: str, name: str) -
         )
     if getattr(config, "scale_attention_by_layer", False):
         raise ValueError(
-            f"{name}: with scale_attn_by_inverse_layer_idx a layer of {kind} computes by its number, which changes"
+            f"{name}: with scale_attn_by_inverse_layer_idx a layer of {kind} depends on its number, which changes"
         )
     changes: dict[str, Any] = {field: len(numbers)}
     if hasattr(config, "layer_types"):
         types = config.types_of_layers()
         changes["layer_types"] = [types[number] for number in numbers]
-    if hasattr(config, "scale_depth"):  # over the root of the number of layers: what each one adds stays as it was
+    if hasattr(config, "scale_depth"):  # divided by sqrt(number of layers): each layer adds the same as before
         changes["scale_depth"] = config.scale_depth * (len(numbers) / count) ** 0.5
     return config.replace(**changes)
 
 
 def names_of_kept(arch: ArchMap, names: Collection[str], kept: KeptLayers, prefix: str = "") -> dict[str, str]:
-    """{name in a file: the name that it has beside the layers that are kept}, without those of the others.
+    """{name in a file: name among the kept layers}, without the tensors of other layers.
 
     Args:
-        names: of all tensors of the file. prefix: of the names, which is no part of them.
+        names: of all tensors in the file. prefix: of the names, not part of them.
 
     Raises:
-        ValueError: a layer has other tensors than the one in whose place it comes, so they are of different kinds.
+        ValueError: a layer has other tensors than the one it replaces, so their types differ.
     """
     places = _places(arch)
     literals = [template_regex(hub) for rule in _rules(arch) for hub in rule.hub_templates() if "{i}" not in hub]
@@ -133,16 +133,16 @@ def names_of_kept(arch: ArchMap, names: Collection[str], kept: KeptLayers, prefi
 
 
 def _check_alike(arch: ArchMap, tensors: Mapping[tuple[str, int], set[str]], kept: KeptLayers) -> None:
-    """Raise ValueError where a layer has other tensors than the one in whose place it comes. tensors: of (side,
-    number), without what precedes them."""
+    """Raise ValueError if a layer has other tensors than the one it replaces. tensors: {(side, number): names without
+    the prefix of the layer}."""
     for side, numbers in ((DECODER, kept.decoder_layers), (ENCODER, kept.layers)):
         for place, number in enumerate(numbers or ()):
             known = (side, place) in tensors and (side, number) in tensors
             if known and (other := tensors[side, place] ^ tensors[side, number]):
                 raise ValueError(
                     f"keep_{'decoder_' if side == DECODER else ''}layers: layers {place} and {number} of "
-                    f"{arch.model_type} are not alike ({', '.join(sorted(other)[:3])} is in one alone), so {number} "
-                    f"cannot come in the place of {place}"
+                    f"{arch.model_type} are not alike (only one has {', '.join(sorted(other)[:3])}), so {number} "
+                    f"cannot replace {place}"
                 )
 
 
@@ -152,7 +152,7 @@ def _is_of_all(literal: re.Pattern[str], key: str, match: re.Match[str]) -> bool
 
 
 def _places(arch: ArchMap) -> dict[re.Pattern[str], str]:
-    """What names of layers begin with in files -> DECODER, or ENCODER for the only side too."""
+    """{prefix of layers' names in files: DECODER, or ENCODER, also for a single side}."""
     found: dict[re.Pattern[str], str] = {}
     for rule in _rules(arch):
         for native in rule.native_templates():

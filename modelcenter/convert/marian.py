@@ -1,6 +1,5 @@
-"""Marian's checkpoints: rules and config of transformers' `marian` models. Their tensors are named as BART's, without a
-norm of the embeddings; files of the time before transformers 5, and those of a bare model, hold the sinusoids of
-positions.
+"""Marian's checkpoints: rules and config of transformers' `marian` models. Tensors have BART's names, without a norm of
+the embeddings; files from before transformers 5, and those of a bare model, hold the sinusoidal positions.
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ class MarianConfigMap(ForcedTokensConfigMap):
         if target not in (None, size := given.get("vocab_size")):
             raise ValueError(
                 f"config field 'decoder_vocab_size': got {target}, but this marian implements vocab_size ({size}): "
-                "one vocabulary for what is read and what is written"
+                "a single vocabulary for both sides"
             )
         return super().read(given, config_class, overrides)
 
@@ -43,7 +42,7 @@ CONFIG = MarianConfigMap(
     required={
         **SAME,
         "share_encoder_decoder_embeddings": (True,),
-        # Of the time when one class made BART, mBART and Marian.
+        # From when one class implemented BART, mBART and Marian.
         "add_final_layer_norm": (False,),
         "normalize_before": (False,),
         "normalize_embedding": (False,),

@@ -1,4 +1,4 @@
-"""What the names in a file mean to a model: to load, of another head, ignored, or unknown."""
+"""Matching the tensor names of a file with a model: to load, of another head, ignored, or unknown."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ from modelcenter.convert.rules import ArchMap, template_regex
 
 @dataclass
 class Match:
-    """The tensors of a file against a layout.
+    """The tensors of a file, matched with a layout.
 
     Attributes:
-        found: key -> name in the file, for the tensors to load.
-        repeats: (name in the file, key): repetitions that must equal the tensor loaded for `key`.
-        skipped: tensors of heads that this task has not. ignored: tensors without content. unknown: all others.
-        missing: keys that the file lacks. resized: keys of heads whose tensor was set aside for its shape.
+        found: key -> name in the file, of the tensors to load.
+        repeats: (name in the file, key) of duplicates that must equal the tensor loaded for `key`.
+        skipped: tensors of heads that this task does not have. ignored: tensors without content. unknown: all others.
+        missing: keys that the file lacks. resized: keys of heads whose tensor was set aside because of its shape.
     """
 
     found: dict[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Match:
 
 
 def to_key(arch: ArchMap, name: str) -> str:
-    """The key of a name in a file: old spellings translated, the base model's prefix taken off."""
+    """The key of a name in a file: old spellings translated, the base model's prefix removed."""
     for pattern, replacement in arch.old_spellings:
         name = re.sub(pattern, replacement, name)
     for prefix in {arch.prefix, *(task.prefix or "" for task in arch.tasks.values())} - {""}:
@@ -41,7 +41,7 @@ def to_key(arch: ArchMap, name: str) -> str:
 
 
 def belongs_to_part(arch: ArchMap, part: str, key: str) -> bool:
-    """Whether a key is a tensor of the part, in any form of it."""
+    """Whether a key is a tensor of the part, in any of its forms."""
     templates = (t for rule in arch.parts[part].rules for t in (*rule.hub_templates(), *rule.aliases))
     return any(template_regex(t).fullmatch(key) for t in templates)
 
@@ -49,14 +49,14 @@ def belongs_to_part(arch: ArchMap, part: str, key: str) -> bool:
 def match_names(
     arch: ArchMap, layout: Layout, names: Iterable[str], architectures: Sequence[str] | None = None
 ) -> Match:
-    """Sort the tensors of a file.
+    """Match the tensors of a file with a layout.
 
     Args:
         names: of all tensors in the file.
-        architectures: what its config declares. Where heads share tensor names, it decides whose they are.
+        architectures: declared by its config. If heads share tensor names, it decides to which they belong.
 
     Raises:
-        ValueError: two tensors of the file mean the same one.
+        ValueError: two tensors of the file have the same meaning.
     """
     declared = arch.declared_parts(architectures)
     match, ties = Match(), {}
@@ -91,7 +91,7 @@ def match_names(
 
 
 def _is_foreign(arch: ArchMap, part: str, key: str, declared: tuple[str, ...] | None) -> bool:
-    """Whether a declared head of another kind owns this tensor."""
+    """Whether the tensor belongs to a declared head of another type."""
     if not part or declared is None or part in declared:
         return False
     return any(belongs_to_part(arch, other, key) for other in declared)
@@ -110,24 +110,24 @@ def unknown_message(arch: ArchMap, layout: Layout, match: Match, where: Mapping[
     ) + _hint(arch, layout, match.unknown)
 
 
-# What checkpoints of GPTQ, AWQ, bitsandbytes and compressed-tensors hold in the place of a weight, or beside it.
+# What checkpoints of GPTQ, AWQ, bitsandbytes and compressed-tensors hold instead of a weight, or in addition to it.
 _QUANTISED = ("qweight", "qzeros", "g_idx", "SCB", "absmax", "quant_map", "weight_scale", "weight_packed", "bnb_4bit")
 
 
 def _hint(arch: ArchMap, layout: Layout, unknown: Sequence[str]) -> str:
-    """What may be the matter with unknown tensors: weights that are quantised, or a prefix that some wrapper added."""
+    """A possible cause of unknown tensors: quantised weights, or a prefix added by a wrapper."""
     if any(part.startswith(_QUANTISED) for name in unknown for part in name.split(".")):
-        return "\nThese are quantised weights, which are not supported; load the checkpoint that they were made from"
+        return "\nThese are quantised weights, which are not supported; load the checkpoint they were made from"
     first = unknown[0]
     for prefix in (first[: end + 1] for end, char in enumerate(first) if char == "."):
         short = [name.removeprefix(prefix) for name in unknown if name.startswith(prefix)]
         if sum(to_key(arch, name) in layout.shapes for name in short) * 2 > len(unknown):
-            how = f"prefix={prefix!r} (convert: --prefix), behind one that is given already, takes it off"
+            how = f"prefix={prefix!r} (convert: --prefix), after any prefix already given, removes it"
             return f"\nThey are known without {prefix!r}: {how}"
     return ""
 
 
 def shape_errors(layout: Layout, match: Match, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
-    """Loaded tensors whose shape is wrong: key -> (shape in the file, shape expected)."""
+    """Loaded tensors with a wrong shape: key -> (shape in the file, expected shape)."""
     found = {key: (tuple(shapes[name]), layout.shapes[key]) for key, name in match.found.items()}
     return {key: pair for key, pair in found.items() if pair[0] != pair[1]}

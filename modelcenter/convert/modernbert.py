@@ -1,8 +1,8 @@
 """ModernBERT's checkpoints: rules and config of transformers' `modernbert` models.
 
-Query, key and value are one tensor, and so are gate and up. Version 4 of transformers wrote how many layers one with
-full attention follows after (`global_attn_every_n_layers`) and two bases of angles (`global_rope_theta`,
-`local_rope_theta`); version 5 writes `layer_types` and, inside `rope_parameters`, a base for each type.
+Query, key and value are one tensor, and so are gate and up. Version 4 of transformers wrote the period of layers with
+full attention (`global_attn_every_n_layers`) and two bases of rotary angles (`global_rope_theta`, `local_rope_theta`);
+version 5 writes `layer_types` and, inside `rope_parameters`, a base for each type.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ BODY: tuple[Rule, ...] = (
 )
 
 PARTS = {
-    # What is before every head, and learnt with that of the vocabulary.
+    # Precedes every head, and is pretrained with that of the vocabulary.
     "transform": Part((Rename("head.dense.*", "dense.*"), Rename("head.norm.*", "norm.*"))),
     "lm": Part(
         (
@@ -33,7 +33,7 @@ PARTS = {
             Rename("decoder.bias", "bias"),
         )
     ),
-    # Four heads of one name: which one a file holds, its `architectures` say.
+    # Four heads with the same name; `architectures` tells which one a file holds.
     "classifier": Part((Rename("classifier.*", "*"),)),
     "token classifier": Part((Rename("classifier.*", "*"),)),
     "choice": Part((Rename("classifier.*", "*"),)),
@@ -63,15 +63,15 @@ def _layer_types(every: int, layers: int) -> list[str]:
 
 
 class ModernBertFields:
-    """Both versions' ways to write which layers see all tokens, and the bases of their angles."""
+    """Both versions' forms of which layers have full attention, and of the bases of their rotary angles."""
 
     handles = frozenset({"rope_parameters", "rope_scaling"})
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The form of version 4, but for types of layers that it cannot say.
+        """The form of version 4, except for types of layers that it cannot express.
 
         Raises:
-            ValueError: a field of another kind than these have, angles that are scaled, or two bases that differ.
+            ValueError: a field has an unknown form, angles are scaled, or two bases differ.
         """
         values = dict(values)
         types, every = values.get("layer_types"), values.get(_EVERY)
@@ -87,11 +87,11 @@ class ModernBertFields:
         for kind, name in _THETAS.items():
             theta = (parameters.get(kind) or {}).get("rope_theta")
             if theta is not None and values.setdefault(name, theta) != theta:
-                raise ValueError(f"config field {name!r} is {values[name]!r}, and in rope_parameters {theta!r}")
+                raise ValueError(f"config field {name!r} is {values[name]!r}, but in rope_parameters {theta!r}")
         return values
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same in the forms of both versions, where version 4 has one."""
+        """The fields in both versions' forms, if version 4 has one."""
         values = dict(values)
         if values["layer_types"] is None:
             values["layer_types"] = _layer_types(values[_EVERY], values["num_hidden_layers"])
@@ -102,7 +102,7 @@ class ModernBertFields:
 
 
 def _period(types: list[Any], likely: Any) -> int | None:
-    """After how many layers one with full attention follows, if that describes them all; `likely` is tried first."""
+    """The period of layers with full attention, if one describes all layers; `likely` is tried first."""
     tried = (likely if isinstance(likely, int) and likely > 0 else 3, *range(1, len(types) + 1))
     return next((n for n in tried if _layer_types(n, len(types)) == types), None)
 
@@ -136,8 +136,7 @@ FIELDS = {
     "initializer_cutoff_factor": "initializer_cutoff",
 }
 
-# How transformers computes, or the code that Ettin was trained with; and two fields of BERT, without an effect from the
-# first version on.
+# How transformers computes, or Ettin's training code; and two of BERT's fields, which never had an effect.
 IGNORED = frozenset(
     """deterministic_flash_attn masked_prediction reference_compile repad_logits_with_grad sparse_prediction
     sparse_pred_ignore_index layer_norm_eps position_embedding_type""".split()

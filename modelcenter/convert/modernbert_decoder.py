@@ -1,8 +1,8 @@
 """Checkpoints of ModernBERT's decoder: rules and config of transformers' `modernbert-decoder` models.
 
-Unlike ModernBERT's, queries, keys and values are a tensor each, and what stands before the vocabulary's matrix has
-another name than what stands before a classifier. Files say how many tokens a window holds in one of two ways or both:
-twice that (`local_attention`), or that (`sliding_window`), by which transformers goes where it is there.
+Unlike ModernBERT's, queries, keys and values are separate tensors, and the layers before the vocabulary's matrix and
+those before a classifier have different names. Files give the tokens in a window in one of two ways, or both: as twice
+their number (`local_attention`), or as their number (`sliding_window`), which takes precedence in transformers.
 """
 
 from collections.abc import Mapping
@@ -44,12 +44,12 @@ TASKS = {
 
 
 class _Fields(modernbert.ModernBertFields):
-    """And both ways to write how much a window holds."""
+    """Adds both ways to write the size of a window."""
 
     handles = modernbert.ModernBertFields.handles | {"sliding_window"}
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ValueError as ModernBERT's, or for two windows that differ, of which transformers 5 takes
+        """Raises ValueError as ModernBERT's, or for two windows that differ, of which transformers 5 uses
         `sliding_window`."""
         values = super().read(values)
         if (window := values.pop("sliding_window", None)) is None:
@@ -59,8 +59,8 @@ class _Fields(modernbert.ModernBertFields):
         both = values.setdefault("local_attention", 2 * window)
         if isinstance(both, int) and both // 2 != window:
             raise ValueError(
-                f"config field 'sliding_window' is {window}, and local_attention {both}, of which it is the half; make "
-                "them agree"
+                f"config field 'sliding_window' is {window}, but local_attention is {both}, expected twice "
+                "sliding_window"
             )
         return values
 
@@ -75,7 +75,7 @@ ARCH = ArchMap(
     body=BODY,
     parts=PARTS,
     tasks=with_embedding(TASKS),
-    # Ettin's files say what an encoder's classifiers read, which a decoder's does not ask, and name tokens.
+    # Ettin's files have fields of an encoder's classifiers, which a decoder's do not read, and name tokens.
     config=ConfigMap(
         modernbert.FIELDS,
         required={"causal_mask": (True,), "is_causal": (True,)},

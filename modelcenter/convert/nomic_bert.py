@@ -1,11 +1,11 @@
-"""NomicBERT's checkpoints: rules and config of transformers' `nomic_bert` models, which are those of its authors.
+"""NomicBERT's checkpoints: rules and config of transformers' `nomic_bert` models, and of their authors'.
 
-Files, also those that transformers writes, have the names of the authors' code: query, key and value are one tensor. In
-transformers' model they are three, and most names differ (`IN_MODEL`). The authors' models with a head have the prefix
-`bert.`, and no biases in the head of the vocabulary: those that a file lacks start at zero, which computes the same.
+Files, including those that transformers writes, have the names of the authors' code: query, key and value are one
+tensor. In transformers' model they are three, and most names differ (`IN_MODEL`). The authors' models with a head have
+the prefix `bert.`, and no biases in the vocabulary's head: biases that a file lacks start at zero, which is equivalent.
 
-The authors' config.json has GPT-2's names, or today these beside those of transformers; transformers' are written. It
-also names their code (`auto_map`), which does not read what transformers writes of models with a head: it is left out.
+The authors' config.json has GPT-2's names or, today, these and those of transformers; transformers' are written. It
+also names their code (`auto_map`), which cannot read what transformers writes for models with a head: it is left out.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ PARTS = {
             Tied(f"{_HEAD}.bias", to=f"{_HEAD}.decoder.bias", compare=False, write=True, when=untied),
         )
     ),
-    # Two heads of one name: which one a file holds, its `architectures` say.
+    # Two heads with the same name; `architectures` tells which one a file holds.
     "classifier": Part((Rename("classifier.*", "*"),)),
     "token classifier": Part((Rename("classifier.*", "*"),)),
 }
@@ -86,9 +86,9 @@ _AUTHORS = {
     "attn_pdrop": "attention_probs_dropout_prob",
     "rotary_emb_base": "rope_theta",
 }
-# What an activation is called there, of a gated feed-forward.
+# The authors' names of activations of a gated feed-forward.
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
-# To which the width of a feed-forward is rounded up there.
+# The authors' code rounds the width of a feed-forward up to a multiple of this.
 _MULTIPLE = 256
 
 
@@ -100,10 +100,10 @@ class _Fields(RopeFields):
         return super().handles | {*_AUTHORS, "activation_function", "auto_map", "rotary_scaling_factor"}
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same in transformers' names, in the form of version 4.
+        """The fields under transformers' names, in the form of version 4.
 
         Raises:
-            ValueError: a field is there under both names with two values, or a feed-forward is not gated.
+            ValueError: a field has two names with different values, or a feed-forward is not gated.
         """
         values = super().read(values)
         values.pop("auto_map", None)
@@ -122,11 +122,11 @@ class _Fields(RopeFields):
 
 
 def _say(values: dict[str, Any], name: str, value: Any, spelled: str) -> None:
-    """Note what a field of another name, `spelled`, says. Raises ValueError: the file says something else, too."""
+    """Set a field from one with another name, `spelled`. Raises ValueError if the file contradicts it."""
     if values.get(name) is None:
         values[name] = value
     elif values[name] != value:
-        raise ValueError(f"config field {name!r} is {values[name]!r}, and {spelled!r} says {value!r}")
+        raise ValueError(f"config field {name!r} is {values[name]!r}, but {spelled!r} is {value!r}")
 
 
 CONFIG = ConfigMap(
@@ -137,7 +137,7 @@ CONFIG = ConfigMap(
         "rope_scaling": "rope_scaling",
         "classifier_dropout": "classifier_dropout",
     },
-    # Of the authors' code: other nets, the experts of nomic-embed-text-v2-moe among them.
+    # Options of the authors' code for other networks, including the experts of nomic-embed-text-v2-moe.
     required={
         "causal": (False,),
         "embd_pdrop": (0.0,),
@@ -155,8 +155,8 @@ CONFIG = ConfigMap(
         "rotary_head_dim": (False,),
         "use_rms_norm": (False, None),
     },
-    # How the authors' code computes, fields of GPT-2 that it does not read, and notes. n_positions is what a text may
-    # have at most where angles are scaled; the sizes of the vocabulary in a file are rounded up already.
+    # Performance options of the authors' code, fields of GPT-2 that it does not read, and notes. n_positions is the
+    # maximum length of a text if angles are scaled; vocabulary sizes in files are rounded up already.
     ignored=frozenset(
         """add_pooling_layer dense_seq_output fused_bias_fc fused_dropout_add_ln n_positions
         pad_vocab_size_multiple parallel_block_tied_norm reorder_and_upcast_attn scale_attn_by_inverse_layer_idx

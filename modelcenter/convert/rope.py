@@ -1,4 +1,4 @@
-"""Fields of rotary embeddings in config.json: transformers 5 keeps them in `rope_parameters`, version 4 one by one."""
+"""Fields of rotary embeddings in config.json: in transformers 5 inside `rope_parameters`, in version 4 separate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RopeFields:
-    """The names that version 4 gave to fields which version 5 keeps inside `rope_parameters`.
+    """The names in version 4 of fields that version 5 keeps inside `rope_parameters`.
 
     Attributes:
-        names: name inside `rope_parameters` -> version 4's name in config.json itself. What has no name here is of
+        names: name inside `rope_parameters` -> version 4's name in config.json itself. Other fields belong to
             `rope_scaling`. Late files of version 4 have both names there.
     """
 
@@ -21,11 +21,11 @@ class RopeFields:
         return frozenset({"rope_parameters", *self.names})
 
     def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same fields in version 4's form: `rope_scaling` is None for an embedding that is not scaled.
+        """The fields in version 4's form: `rope_scaling` is None for an embedding that is not scaled.
 
         Raises:
-            ValueError: a field is there under both names, or in both forms, and they differ, or it scales what no model
-                here scales.
+            ValueError: a field has two names, or both forms, that differ, or its scaling is not supported by any model
+                here.
         """
         values = dict(values)
         for name, flat_name in self.names.items():
@@ -41,7 +41,7 @@ class RopeFields:
                 raise ValueError(f"rope_scaling: got {form!r:.80}, expected an object with a rope_type, or none")
         parameters, other = forms[0], forms[-1]
         scaling = _one_spelling({key: value for key, value in parameters.items() if key not in self.names})
-        # files for both versions have both; someone who adds a rope_scaling to a file of version 5 has two that differ
+        # files for both versions have both; a user who adds rope_scaling to a file of version 5 makes them differ
         if not _one_spelling(other).items() <= _one_spelling(parameters).items():
             raise ValueError(
                 f"config fields 'rope_parameters' and 'rope_scaling' differ: {parameters!r:.80} and {other!r:.80}. "
@@ -49,13 +49,14 @@ class RopeFields:
             )
         values |= {self.names[key]: value for key, value in parameters.items() if key in self.names}
         factor = scaling.pop("partial_rotary_factor", None)
-        if factor not in (None, 1) and scaling["rope_type"] != "default":  # which, in transformers too, turns all
-            raise ValueError(f"rope_scaling: partial_rotary_factor is {factor!r}, but here every channel is turned")
+        # With "default", transformers also rotates all channels.
+        if factor not in (None, 1) and scaling["rope_type"] != "default":
+            raise ValueError(f"rope_scaling: partial_rotary_factor is {factor!r}, but here every channel is rotated")
         values["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
         return values
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The same fields in both forms and spellings, so that either version reads them."""
+        """The fields in both forms and spellings, so that either version reads them."""
         values = dict(values)
         scaling = values.get("rope_scaling")
         parameters = {"rope_type": "default", **(scaling or {})}
@@ -66,7 +67,7 @@ class RopeFields:
 
 
 def _one_spelling(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_type`, which was first called `type`; files of MiniCPM have both."""
+    """Rename `type`, the first name of `rope_type`; files of MiniCPM have both."""
     scaling = dict(scaling)
     kind = scaling.pop("type", "default")
     return {"rope_type": kind, **scaling}

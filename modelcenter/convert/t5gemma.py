@@ -1,8 +1,8 @@
-"""Checkpoints of T5Gemma: rules and config of transformers' `t5gemma`, whose config.json holds those of two Gemmas 2.
+"""Checkpoints of T5Gemma: rules and config of transformers' `t5gemma`, whose config.json contains two of Gemma 2.
 
-Dropouts stand in the config of the whole, and transformers writes them over those of the sides. Classes without a
-decoder need `is_encoder_decoder` false: transformers' classifiers of tokens have one where it is true, which ours have
-not, and those of texts have none where it is false.
+Dropouts are in the outer config, and transformers copies them to the sides. Classes without a decoder need
+`is_encoder_decoder` false: if it is true, transformers' token classifiers have a decoder, unlike ours; if it is false,
+its text classifiers have none.
 """
 
 from collections.abc import Mapping
@@ -80,13 +80,13 @@ SIDE = ArchMap(
 
 @dataclass(frozen=True)
 class T5GemmaMap(TwoConfigsMap):
-    """T5Gemma's config.json. The width of what the decoder reads is the encoder's, whatever the file says."""
+    """T5Gemma's config.json. The decoder's cross-attention reads the encoder's width, whatever the file says."""
 
     not_of_sides: tuple[str, ...] = (*_OF_THE_WHOLE, "cross_attention_hidden_size")
 
     def side_rules(self, side: str, values: Any) -> ArchMap:
         if not isinstance(values, Mapping):
-            raise ValueError(f"config field {side!r}: got {values!r:.80}, expected an object: the fields of a Gemma 2")
+            raise ValueError(f"config field {side!r}: got {values!r:.80}, expected an object with Gemma 2's fields")
         return SIDE
 
     def read(
@@ -94,14 +94,14 @@ class T5GemmaMap(TwoConfigsMap):
     ) -> ModelConfig:
         """
         Raises:
-            ValueError: as ConfigMap.read; or a class has a decoder that it has not here, or lacks it.
+            ValueError: as ConfigMap.read; is_encoder_decoder does not fit the class.
         """
         decodes = values.get("is_encoder_decoder", True)
         for name in values.get("architectures") or ():
             has = name not in _WITHOUT_DECODER
             if name != "T5GemmaModel" and decodes is not has:
                 raise ValueError(
-                    f"config field 'is_encoder_decoder': got {decodes!r} beside {name}, which here "
+                    f"config field 'is_encoder_decoder': got {decodes!r} with {name}, which here "
                     f"{'has a' if has else 'has no'} decoder; expected {str(has).lower()}"
                 )
         return super().read(values, config_class, overrides)

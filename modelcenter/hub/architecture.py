@@ -65,7 +65,7 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
     kind = model_type_of(config) or architecture
     if kind is None:
         raise ValueError(
-            f"{origin}: config.json names no model_type, and no class in its architectures that is known here; say it: "
+            f"{origin}: config.json has no model_type, and no known class in its architectures; set it: "
             "model_type='bert' in from_pretrained, --model_config model_type=bert in training, or in config.json. "
             f"Known: {', '.join(ARCHITECTURES)}"
         )
@@ -73,7 +73,7 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
         raise ValueError(f"{origin} has the model_type {kind!r}, expected {architecture!r}; load it with its own class")
     spec = registry.get(kind, config.get("architectures"))
     if architecture not in (None, spec.model_type):
-        held = repr(kind) if kind == spec.model_type else f"{kind!r} and is of {spec.model_type!r}"
+        held = repr(kind) if kind == spec.model_type else f"{kind!r} (here {spec.model_type!r})"
         raise ValueError(f"{origin} has the model_type {held}, expected {architecture!r}; load it with its own class")
     return spec
 
@@ -102,8 +102,8 @@ def choose_task(
     declared = arch.declared_task(config.get("architectures"))
     if declared is None:
         raise ValueError(
-            f"{origin}: its architectures, {config.get('architectures')}, name no head that {arch.model_type} has "
-            f"here; pass task=, one of {', '.join(arch.tasks)}, or name its class in the architectures of config.json"
+            f"{origin}: its architectures, {config.get('architectures')}, name no head of {arch.model_type} that "
+            f"exists here; pass task=, one of {', '.join(arch.tasks)}, or name its class there"
         )
     return declared
 
@@ -149,4 +149,4 @@ def on_meta(spec: ArchSpec, config: ModelConfig, task: str) -> Any:
         with torch.device("meta"), _NoInit():
             return spec.model_class()(config, task)
     except RuntimeError as error:
-        raise ValueError(f"the sizes in the config make no {config.model_type}: {error}") from error
+        raise ValueError(f"the sizes in the config are not possible for {config.model_type}: {error}") from error

@@ -19,7 +19,7 @@ PIPELINES = {
     "masked-lm": "fill-mask",
     "pretraining": "fill-mask",
     "causal-lm": "text-generation",
-    "seq2seq-lm": "text-generation",  # what the Hub made of text2text-generation, which stays as a tag
+    "seq2seq-lm": "text-generation",  # the Hub's name for what was text2text-generation, which is kept as a tag
     "sequence-classification": "text-classification",
     "token-classification": "token-classification",
     "question-answering": "question-answering",
@@ -151,7 +151,7 @@ def read_card(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not in UTF-8 ({error}); save it so, as the Hub expects") from None
+        raise ValueError(f"{path} is not in UTF-8 ({error}), as the Hub requires; convert it") from None
 
 
 def check_card(text: str, where: Any) -> None:

@@ -39,7 +39,7 @@ def _source_flags(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="GLOB",
-        help="tensors to leave out, or of a head that may be absent; can be repeated",
+        help="tensors to leave out, or of heads that may be absent; can be repeated",
     )
 
 
@@ -114,14 +114,14 @@ def convert_main(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="DST", help="directory to write")
     parser.add_argument("--to", required=True, choices=("hf", "distributed"), help="format of DST")
     _source_flags(parser)
-    for flag, of in (("--keep_layers", "; of an encoder-decoder the encoder's"), ("--keep_decoder_layers", "")):
+    for flag, of in (("--keep_layers", "; for an encoder-decoder, the encoder's"), ("--keep_decoder_layers", "")):
         whose = "a decoder's layers" if "decoder" in flag else "the layers"
         parser.add_argument(
             flag,
             nargs="+",
             type=_layer_numbers,
             metavar="N",
-            help=f"take only {whose} of these numbers, from 0, such as 0,2,4{of} (default: all)",
+            help=f"keep only {whose} with these numbers, from 0, such as 0,2,4{of} (default: all)",
         )
     _work_flags(parser)
     args = parser.read(list(argv))
@@ -168,7 +168,7 @@ def export_main(
         print(json.dumps(done) if args.json else message)
         return 0
     if args.keep_adapter:
-        raise ValueError(f"keep_adapter: {args.source} is of no run with an adapter (--lora_rank)")
+        raise ValueError(f"keep_adapter: {args.source} does not belong to a run with an adapter (--lora_rank)")
     _show(args, export(args.source, args.target, step=args.step, **_work(args)))
     return 0
 
@@ -214,7 +214,7 @@ def _check_adapter_flags(parser: Parser, args: argparse.Namespace) -> None:
     idle = ["task", "labels"] if args.adapter is None else ["workers", "verify", "keep_adapter"]
     why = "--adapter merges in memory, in one process; leave it out"
     if args.adapter is None:
-        why = "it is for the model that --adapter makes; give --adapter too, or leave it out"
+        why = "it works only with --adapter; give that too, or leave it out"
     for name in idle:
         if getattr(args, name) != parser.get_default(name):
             raise ValueError(f"--{name}: {why}")

@@ -29,7 +29,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype).removeprefix("torch."))
     if found not in _DTYPES.values():
-        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}, or auto: as the file says")
+        raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(_DTYPES)}, or auto for that of the file")
     return found
 
 
@@ -46,7 +46,7 @@ def common_dtype(dtypes: set[torch.dtype], config: Mapping[str, Any]) -> torch.d
         named = parse_dtype(config.get(key))
     except ValueError as error:
         raise ValueError(
-            f"the weights are of several dtypes and config.json says {key}={config.get(key)!r}, which no model can "
+            f"the weights have several dtypes and config.json says {key}={config.get(key)!r}, which no model can "
             "have: pass the dtype to load in (dtype='float32')"
         ) from error
     if named in dtypes:

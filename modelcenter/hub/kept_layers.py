@@ -26,9 +26,7 @@ def with_kept_layers(files: ModelFiles, kept: KeptLayers, architecture: str | No
     """
     if files.distributed or files.legacy is not None:
         what = "a distributed checkpoint" if files.distributed else "a checkpoint of ModelCenter"
-        raise ValueError(
-            f"keep_layers: {files.origin} is {what}; `modelcenter convert --to hf` makes files of it first"
-        )
+        raise ValueError(f"keep_layers: {files.origin} is {what}; convert it first with `modelcenter convert --to hf`")
     spec = find_spec(files.config, architecture, files.origin)
     arch: ArchMap = spec.arch_map()
     try:

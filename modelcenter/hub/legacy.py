@@ -86,8 +86,8 @@ def open_hf_source(files: ModelFiles) -> FileSource:
         for name, other in duplicates:
             if not torch.equal(base.read(name), base.read(other)):
                 raise ValueError(
-                    f"{name!r} and {other!r} differ: training separated them, and {entry.model_type} has one "
-                    "tensor for both, so this checkpoint cannot be expressed"
+                    f"{name!r} and {other!r} differ: training separated them, but {entry.model_type} has a single "
+                    "tensor for both, so this checkpoint cannot be converted"
                 )
     except ValueError as error:
         base.close()
@@ -122,7 +122,7 @@ def in_hf_form(files: ModelFiles, model_type: str | None = None) -> ModelFiles:
         if not (has_legacy_names(shapes) or is_megatron(shapes)):
             if kind is None and (prefix := legacy_prefix(shapes)):
                 raise ValueError(
-                    f"{files.origin}: a checkpoint of ModelCenter, whose names begin with {prefix!r} here; say it: "
+                    f"{files.origin}: a checkpoint of ModelCenter whose names begin with {prefix!r}; pass it: "
                     f"prefix={prefix!r} in from_pretrained, --prefix {prefix} in convert"
                 )
             return files

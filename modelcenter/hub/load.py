@@ -118,18 +118,18 @@ def load_model(
     model = blueprint.model
     if files.directory is not None and (files.directory / GENERATION_FILE).is_file():
         tokens = {name: value for name, value in config_overrides.items() if name.endswith("_token_id")}
-        model.generation_config = read_json(files.directory / GENERATION_FILE) | tokens  # generate looks there first
+        model.generation_config = read_json(files.directory / GENERATION_FILE) | tokens  # generate reads these first
     model.set_generation_defaults(generation)
     model.base_name, model.base_revision = files.repo or str(files.directory or files.origin), files.revision
     with open_weights(files, blueprint, sidecar.file) as weights:
         weights.check(strict, ignore_mismatched_sizes, head_requested=task is not None)
         parameter_dtype = parse_dtype(dtype) or common_dtype(weights.dtypes(), files.config)
-        buffers = blueprint.layout.buffer_names  # which have their values from the start
+        buffers = blueprint.layout.buffer_names  # these already have their values
         drawn = [name for name in weights.fresh if name not in buffers]
         _place(model, parameter_dtype, policy, adapters, drawn)
         weights.fill(model)
         fresh = [name for name in _without_saved(drawn, model) if name not in model.constants]
-    if drawn:  # values that are in no file
+    if drawn:  # values that no file has
         engine.init.init_parameters_(model, seed, drawn)
     _start(model, policy, adapters, seed)
     report = _report(files, sidecar, blueprint, weights, fresh, time.perf_counter() - began)
@@ -177,7 +177,7 @@ def build_model(
 def _requested_dtype(dtype: str | torch.dtype | None, old: str | torch.dtype | None) -> str | torch.dtype | None:
     """The dtype of the parameters. Raises ValueError if torch_dtype, its name in transformers 4, differs."""
     if old is not None and dtype is not None and parse_dtype(old) != parse_dtype(dtype):
-        raise ValueError(f"dtype is {dtype!r} and torch_dtype, its old name, {old!r}; give either")
+        raise ValueError(f"dtype is {dtype!r} but torch_dtype, its old name, is {old!r}; give one")
     return old if dtype is None else dtype
 
 
@@ -197,8 +197,8 @@ def _adapter_list(adapter: Any) -> list[Any]:
     for each in given:
         if not hasattr(each, "attach"):
             raise ValueError(
-                f"adapter: got {each!r:.80}, expected Lora(...), PromptTuning(...) or Freeze(...); a saved one is read "
-                "by modelcenter.adapters.load_lora or load_prompt"
+                f"adapter: got {each!r:.80}, expected Lora(...), PromptTuning(...) or Freeze(...); load a saved one "
+                "with modelcenter.adapters.load_lora or load_prompt"
             )
     return given
 
@@ -246,8 +246,8 @@ def check_same_commit(name: str, commit: str | None) -> None:
     other = next((rank for rank, found in enumerate(every) if found != every[0]), None)
     if other is not None:
         raise ValueError(
-            f"{name}: rank 0 found the commit {every[0]} and rank {other} {every[other]}; give one "
-            "that all are to load as the revision, and download it on every node (modelcenter download --revision)"
+            f"{name}: rank 0 found the commit {every[0]} but rank {other} {every[other]}; pass the one that all should "
+            "load as the revision, and download it on every node (modelcenter download --revision)"
         )
 
 
@@ -318,10 +318,10 @@ def _log_report(report: LoadReport, adapters: Sequence[Any]) -> None:
         return
     log.log(logging.WARNING if report.initialised or report.unknown else logging.INFO, "%s", report)
     beside = report.repo is None and report.directory is not None and (report.directory / ADAPTER_CONFIG_FILE).is_file()
-    if beside and not any(getattr(each, "saved", None) for each in adapters):  # transformers would add it
+    if beside and not any(getattr(each, "saved", None) for each in adapters):  # transformers would apply it
         log.warning(
-            "%s: an adapter lies beside the model (%s), which is loaded without it; modelcenter.adapters.load_lora or "
-            "load_prompt adds it",
+            "%s: the directory also holds an adapter (%s), and the model is loaded without it; "
+            "modelcenter.adapters.load_lora or load_prompt adds it",
             report.source,
             ADAPTER_CONFIG_FILE,
         )

@@ -90,11 +90,10 @@ def repo_of(name: str) -> tuple[str, str | None]:
     if entry.get("hub") is None:
         if entry.get("parameters") is None:
             raise ValueError(
-                f"{name!r} was published nowhere, nor were its sizes; name a directory that holds its config.json and "
-                "weights"
+                f"weights and sizes of {name!r} were never published; name a directory with its config.json and weights"
             )
         raise ValueError(
-            f"{name!r} is a preset without weights: modelcenter.from_config({name!r}) makes a random start, as "
+            f"{name!r} is a preset without weights: modelcenter.from_config({name!r}) initialises it at random, as "
             "--from_scratch does in training"
         )
     return entry["hub"], entry.get("revision")
@@ -123,17 +122,17 @@ def local_directory(name: str) -> Path | None:
         raise ValueError(_why_no_checkpoint(path))
     if path.is_file() and own_preset(name) is None:
         if path.name.endswith((*WEIGHT_SUFFIXES, ".index.json")):
-            raise ValueError(f"{path} is a weight file; here the directory is wanted that it lies in: {path.parent}")
+            raise ValueError(f"{path} is a weight file; expected its directory: {path.parent}")
         raise ValueError(
             f"{path} is a file; give the directory that holds {CONFIG_FILE} and the weights, or a weight file "
             f"({', '.join(WEIGHT_SUFFIXES)})"
         )
     if not path.exists():
-        # If put_in_place cannot exchange names, there is a moment in which nothing has this name.
+        # If put_in_place cannot exchange names, nothing has this name for a moment.
         for old in path.parent.glob(f".{glob.escape(path.name)}.replaced-*"):
             raise ValueError(
-                f"no such directory: {path}. A save that was killed was replacing it; {old} is it: rename it, or save "
-                "there again"
+                f"no such directory: {path}. A save that was replacing it was killed; {old} is the old directory: "
+                "rename it, or save there again"
             )
         if is_hub_id(name):
             return None
@@ -156,7 +155,7 @@ def _why_no_checkpoint(directory: Path) -> str:
     if adapter.is_file():
         return f"{directory} is {describe_adapter(adapter)}"
     inner = next((path.parent for path in sorted(directory.glob("*/" + CONFIG_FILE))), None)
-    if inner is None and (adapter := directory / "adapter" / ADAPTER_CONFIG_FILE).is_file():  # of a run in 4 bits
+    if inner is None and (adapter := directory / "adapter" / ADAPTER_CONFIG_FILE).is_file():  # of a 4-bit run
         return f"{adapter.parent} is {describe_adapter(adapter)}"
     hint = f" Did you mean {str(inner)!r}?" if inner is not None else ""
     return f"{directory} is a directory without {CONFIG_FILE}, so not a checkpoint.{hint}"
@@ -187,7 +186,7 @@ def resolve_file(path: Path, config: Any = None, options: HubOptions | None = No
     beside = path.parent / CONFIG_FILE
     if config is None and not beside.is_file():
         raise ValueError(
-            f"{path} is a file without a {CONFIG_FILE} beside it; pass config=, the name of a model or a JSON file"
+            f"there is no {CONFIG_FILE} next to the file {path}; pass config=, the name of a model or a JSON file"
         )
     values = read_model_config(beside) if config is None else read_config(config, options)
     return ModelFiles(str(path), values, path.parent, weights=path)
@@ -197,7 +196,7 @@ def name_of(name_or_path: Any) -> str:
     """The name or path of a model as a string. Raises ValueError for another type."""
     name = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
     if not isinstance(name, str):
-        raise ValueError(f"got {name_or_path!r:.80}, expected a name or the path of a model, as a text or a Path")
+        raise ValueError(f"got {name_or_path!r:.80}, expected a name or the path of a model, as a str or Path")
     return name
 
 
@@ -209,7 +208,7 @@ def resolve(
     Args:
         name_or_path: a directory, a weight file, a name of `list_models`, or a Hub id.
         weights: False: its config only.
-        config: used instead of the config.json in a local directory or beside a local file (read_config).
+        config: used instead of the config.json in a local directory or next to a local file (read_config).
 
     Raises:
         ValueError: there is no such model (the message suggests the nearest names), or files are missing.
@@ -223,8 +222,8 @@ def resolve(
         weight_file = None if distributed else find_weights(path)
         return ModelFiles(name, read_config(config, options), path, weights=weight_file, distributed=distributed)
     if config is not None:
-        local_directory(name)  # says what is the matter with a file that is no weight file
-        raise ValueError(f"config: {name!r} is no local file or directory, so its config comes with it; leave it out")
+        local_directory(name)  # reports what is wrong with a file that is not a weight file
+        raise ValueError(f"config: {name!r} is not a local file or directory; it has its own config, so leave it out")
     directory = local_directory(name)
     if directory is not None:
         distributed = (directory / MANIFEST_FILE).is_file()

@@ -163,7 +163,7 @@ def _check_adapter(model: Any, format: str) -> None:
     if adapter is not None and not adapter.merged:
         merge = ", or merge it with merge_lora first" if adapter.kind == "lora" else "; it cannot be merged"
         raise ValueError(
-            f"the model has an adapter ({adapter.kind}): save that with modelcenter.adapters.save_adapter{merge}"
+            f"the model has an adapter ({adapter.kind}): save it with modelcenter.adapters.save_adapter{merge}"
         )
     if format == "distributed" and adapter is not None:
         raise ValueError("format: a sharded model whose adapter was merged saves with format='hf' only")
@@ -198,7 +198,7 @@ class _Export:
             if first:
                 writer.allocate()
         if not all(gather_objects(writer.is_visible())):
-            log.info("%s is on no file system that all ranks share: rank 0 gathers and writes the model", directory)
+            log.info("not all ranks can access %s: rank 0 gathers and writes the model", directory)
             with together(activity):
                 self._write_gathered(directory) if first else deque(self._gathered(), maxlen=0)
         else:

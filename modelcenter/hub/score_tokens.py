@@ -1,6 +1,7 @@
-"""Rerankers that are language models, as classifiers: for the last hidden state h of a pair, the logit of "yes" minus
-that of "no" is h (w_yes - w_no), so a head with one label, whose weight is the difference of these rows, gives the same
-score.
+"""Loading rerankers that are language models as classifiers.
+
+For the last hidden state h of a pair, the logit of "yes" minus that of "no" is h (w_yes - w_no). A head with one label,
+whose weight is the difference of these two rows, therefore gives the same score.
 
 The model then computes no logits over the vocabulary, and transformers loads it as a sequence classifier. Qwen's
 rerankers are also published in this form, converted in the same way.
@@ -29,7 +30,7 @@ def token_numbers(words: Sequence[str | int], name: Any, **options: Any) -> tupl
         ValueError: there are not one or two words, they are equal, or a word is not a single token.
     """
     if isinstance(words, str) or len(words) not in (1, 2) or len({*words}) < len(words):
-        raise ValueError(f"score_tokens: got {words!r}, expected the word for yes, and perhaps another one for no")
+        raise ValueError(f"score_tokens: got {words!r}, expected the word for yes, and optionally another for no")
     if all(isinstance(word, int) for word in words):
         return tuple(int(word) for word in words)
     tokenizer = load_tokenizer(name, **options)
@@ -68,14 +69,14 @@ def add_score_head(source: FileSource, blueprint: Blueprint, architectures: Sequ
     if not tokens or any(to_key(arch, name) in keys for name in source.tensors):
         return ""
     if LM not in arch.tasks:
-        raise ValueError(f"score_tokens: {origin} is of {arch.model_type}, expected a decoder with a vocabulary's head")
+        raise ValueError(f"score_tokens: {origin} is {arch.model_type}, expected a decoder with a vocabulary head")
     model = on_meta(registry.get(arch.model_type), blueprint.config, LM)
     head = {name for name, _ in model.named_parameters() if name.startswith("head.")}
     if head - {"head.weight"} or model.head.cap is not None or len(keys) != 1:
         raise ValueError(
-            f"score_tokens: logits of {arch.model_type} are more than a product with the vocabulary's matrix (a layer "
-            "before it, a bias, or a limit of their size), so no head with one label gives the same score; leave it "
-            "out to train a new one (beside a published pair_template, which has words, give --score_tokens new-head)"
+            f"score_tokens: logits of {arch.model_type} are not just a product with the vocabulary's matrix (a layer "
+            "before it, a bias, or a cap on them), so no head with one label gives the same score; leave it out to "
+            "train a new one (with a published pair_template, which names words, give --score_tokens new-head)"
         )
     layout = compile_layout(arch, LM, blueprint.config, {name: tuple(p.shape) for name, p in model.named_parameters()})
     table = "head.weight" if head else "embed.weight"

@@ -87,7 +87,7 @@ class SidecarFiles:
     def _do_without(self, error: ValueError) -> None:
         """Warn why nothing can be downloaded, and use only the cache from here on."""
         why = "the Hub cannot be reached" if isinstance(error, UnreachableError) else error
-        log.warning("%s: of its tokenizer, card and other texts only what is cached is taken: %s", self._repo, why)
+        log.warning("%s: using only the cached files of its tokenizer, card and so on: %s", self._repo, why)
         self._options = replace(self._options, local_files_only=True)
 
 

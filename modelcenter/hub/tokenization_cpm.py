@@ -1,12 +1,12 @@
 """Tokenizers of ModelCenter's CPM-1 and CPM-2 and of CPM-Bee, written for transformers 5.
 
-`modelcenter` loads them for a directory of these models that holds their vocab.txt; beside a saved tokenizer they are
-what transformers loads with AutoTokenizer.from_pretrained(path, trust_remote_code=True). After ModelCenter's
+`modelcenter` loads them for a directory of these models that holds vocab.txt. This file is saved with a tokenizer, so
+that transformers loads it with AutoTokenizer.from_pretrained(path, trust_remote_code=True). Follows ModelCenter's
 cpm1_tokenizer.py and cpm2_tokenizer.py, CPM-2-Finetune's tokenization_enc_dec.py and CPM-Live's tokenizers/bee.py.
 
-vocab.txt has a token on each line, and its number is that of the line. Spaces and ends of lines are tokens of their
-own: "</_>" and "</n>", of CPM-2 U+2582 and U+2583. CPM-1 and CPM-2 cut a text into words with jieba first, and then
-take from each word the longest token that it begins with, again and again; CPM-Bee takes it from the text.
+vocab.txt has one token per line; its id is the number of the line. Spaces and newlines have their own tokens: "</_>"
+and "</n>"; in CPM-2, U+2582 and U+2583. CPM-1 and CPM-2 first split a text into words with jieba, and then repeatedly
+take the longest token that the rest of a word begins with; CPM-Bee does the same with the whole text.
 """
 
 import os
@@ -15,20 +15,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizer
 
-try:  # CPM-Bee needs none
+try:  # CPM-Bee does not need it
     import rjieba
 except ImportError:
     rjieba = None  # type: ignore[assignment]
 
-_MARK = re.compile(r"<<|<[^<>]*>|<")  # of CPM-Bee
+_MARK = re.compile(r"<<|<[^<>]*>|<")  # CPM-Bee's
 _LONGEST_WORD = 200  # characters; a longer word is unknown as a whole
-# ASCII that is as wide as a Chinese character, but for the punctuation of Chinese.
+# Full-width ASCII, except Chinese punctuation.
 _KEPT_WIDE = "，！（）？；："
 _HALF_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if chr(code) not in _KEPT_WIDE} | {0x3000: 0x20}
 
 
 class _VocabularyTokenizer(PreTrainedTokenizer):
-    """Longest matches in a vocabulary of lines."""
+    """Longest match in a vocabulary with one token per line."""
 
     vocab_files_names = {"vocab_file": "vocab.txt"}
     model_input_names = ["input_ids", "attention_mask"]
@@ -37,12 +37,12 @@ class _VocabularyTokenizer(PreTrainedTokenizer):
     def __init__(self, vocab_file: str, space: str, newline: str, unk_token: str, **kwargs: Any):
         """
         Args:
-            vocab_file: see the module. space, newline: how it spells a space and the end of a line.
-            kwargs: the other special tokens, and what transformers takes. Special tokens that the vocabulary lacks are
-                left out, as they would have numbers that the model does not know.
+            vocab_file: see the module. space, newline: its tokens for a space and a newline.
+            kwargs: the other special tokens, and transformers' arguments. Special tokens that the vocabulary lacks are
+                left out, because their ids would be unknown to the model.
 
         Raises:
-            ValueError: the vocabulary has no token for spaces, ends of lines or what is unknown.
+            ValueError: the vocabulary has no token for spaces, newlines or unknown words.
         """
         with open(vocab_file, encoding="utf-8", newline="\n") as lines:
             self._lines = [line.removesuffix("\n") for line in lines]
@@ -54,7 +54,7 @@ class _VocabularyTokenizer(PreTrainedTokenizer):
                 raise ValueError(f"{vocab_file}: it has no {token!r} ({name}); is it the vocabulary of another model?")
         self._white = {space: " ", newline: "\n"}
         self._special = {word for word in self._numbers if re.fullmatch(r"<[^<>\s]+>", word)}
-        # What a text is matched with: characters -> token. Special tokens are found by their names before.
+        # Matched texts: characters -> token. Special tokens are found by name before.
         self._found = {word: word for word in self._numbers if word and word not in self._special}
         self._found |= {" ": space, "\n": newline}
         self._longest = max(map(len, self._found))
@@ -72,7 +72,7 @@ class _VocabularyTokenizer(PreTrainedTokenizer):
         return self._numbers | self.added_tokens_encoder
 
     def pieces(self, text: str) -> list[str | None]:
-        """The tokens of a text; None: a character that begins none."""
+        """The tokens of a text; None: a character with which no token begins."""
         out: list[str | None] = []
         start = 0
         while start < len(text):
@@ -89,7 +89,7 @@ class _VocabularyTokenizer(PreTrainedTokenizer):
         return self._numbers.get(token, self._numbers[str(self.unk_token)])
 
     def _convert_id_to_token(self, index: int) -> str:
-        # A model may have more rows than there are words.
+        # A model may have more rows than the vocabulary has tokens.
         return self._words[index] if 0 <= index < len(self._words) else str(self.unk_token)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
@@ -104,7 +104,7 @@ class _VocabularyTokenizer(PreTrainedTokenizer):
 
 
 class CPM1Tokenizer(_VocabularyTokenizer):
-    """Of ModelCenter's CPM-1. Nothing is added to a text; `<eod>` ends one."""
+    """ModelCenter's CPM-1. Nothing is added to a text; `<eod>` ends one."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class CPM1Tokenizer(_VocabularyTokenizer):
         half_width: bool = False,
         **kwargs: Any,
     ):
-        """half_width: make full-width ASCII narrow first, but for the punctuation of Chinese, as CPM-2's own code."""
+        """half_width: first convert full-width ASCII, but not Chinese punctuation, to half width, as CPM-2's code."""
         if rjieba is None:
-            raise ValueError(f"{type(self).__name__} cuts texts into words with rjieba; pip install rjieba")
+            raise ValueError(f"{type(self).__name__} splits texts into words with rjieba; pip install rjieba")
         self._half_width = half_width
         kwargs.setdefault("special_tokens_pattern", "none")
         more = {"eos_token": eos_token, "pad_token": pad_token, "half_width": half_width}
@@ -138,7 +138,7 @@ class CPM1Tokenizer(_VocabularyTokenizer):
 
 
 class CPM2Tokenizer(CPM1Tokenizer):
-    """Of CPM-2: `<s>` starts what the decoder writes, `<eod>` ends it and each text, `<s_0>`, `<s_1>`, ... are gaps."""
+    """CPM-2: `<s>` starts the decoder's text, `<eod>` ends it and each input, `<s_0>`, `<s_1>`, ... are gaps."""
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ class CPM2Tokenizer(CPM1Tokenizer):
 
 
 class CPMBeeTokenizer(_VocabularyTokenizer):
-    """Of CPM-Bee. A text that it is called with has no structure: nothing is added, no "<" means anything, and what is
-    unknown is one `<unk>` on end. `parts` is for the texts of its structured input."""
+    """CPM-Bee. A call takes plain text: nothing is added, "<" has no meaning, and a run of unknown characters is one
+    `<unk>`. `parts` is for the texts of its structured input."""
 
     blank_lines_count = False
 
@@ -184,13 +184,13 @@ class CPMBeeTokenizer(_VocabularyTokenizer):
         return [str(self.unk_token) if token is None else token for token in kept]
 
     def parts(self, text: str) -> list[tuple[str, str]]:
-        """The tokens of a text of a structured input, with what each stands for in this input alone.
+        """The tokens of a text in a structured input, each with its meaning in this input.
 
         There `<mask_0>` is a token, ("<mask>", "<mask_0>"), `<<` is a "<", and a run of unknown characters is
-        ("<unk>", the run). A token that means the same in every input stands for "".
+        ("<unk>", the run). The meaning of a token that is the same in every input is "".
 
         Raises:
-            ValueError: a "<" that is neither doubled nor begins a token of the vocabulary.
+            ValueError: a "<" is neither doubled nor the start of a token of the vocabulary.
         """
         out: list[tuple[str, str]] = []
         plain, end = "", 0
@@ -204,7 +204,7 @@ class CPMBeeTokenizer(_VocabularyTokenizer):
             known = self._special - set(self._white)
             name = mark if mark in known else f"<{mark[1:-1].split('_', 1)[0]}>"
             if name not in known:
-                raise ValueError(f"{mark!r} in {text!r:.80} is no token of CPM-Bee; write a '<' of the text as '<<'")
+                raise ValueError(f"{mark!r} in {text!r:.80} is not a token of CPM-Bee; write '<' in a text as '<<'")
             out.append((name, "" if mark in known else mark))
         return out + self._plain(plain + text[end:])
 
@@ -224,6 +224,6 @@ class CPMBeeTokenizer(_VocabularyTokenizer):
         return out
 
     def written(self, token: int) -> str:
-        """A token as the texts of a structured input spell it: a "<" that is no mark is doubled."""
+        """A token as spelled in the texts of a structured input: a "<" that is not a mark is doubled."""
         word = self._convert_id_to_token(token)
         return word if word in self._special - set(self._white) else self._white.get(word, word).replace("<", "<<")

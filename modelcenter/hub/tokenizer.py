@@ -1,4 +1,4 @@
-"""Tokenizers are transformers' own, but for CPM's (tokenization_cpm); names are resolved here."""
+"""Loading tokenizers by name: transformers' own, except CPM's (tokenization_cpm)."""
 
 import copy
 import os
@@ -20,14 +20,14 @@ from modelcenter.hub.resolve import WEIGHT_SUFFIXES, local_directory, name_of, r
 from modelcenter.registry import ARCHITECTURES, model_type_of
 
 VOCABULARY_FILE = "vocab.txt"
-# What reads the vocab.txt of a model that no file names a tokenizer for; CpmAntTokenizer is transformers' own.
+# Readers of the vocab.txt of a model without tokenizer files; CpmAntTokenizer is transformers' own.
 _CPM_CLASSES = {
     "cpm1": "CPM1Tokenizer",
     "cpm2": "CPM2Tokenizer",
     "cpm3": "CpmAntTokenizer",
     "cpmbee": "CPMBeeTokenizer",
 }
-# Spellings in tokenizer_config.json -> class. The last is of the code published with CPM-Bee.
+# Spellings in tokenizer_config.json -> class. The last is that of the code published with CPM-Bee.
 _OWN_CLASSES = {name: name for name in _CPM_CLASSES.values() if name != "CpmAntTokenizer"} | {
     "CpmBeeTokenizer": "CPMBeeTokenizer"
 }
@@ -35,14 +35,14 @@ _OWN_CLASSES = {name: name for name in _CPM_CLASSES.values() if name != "CpmAntT
 
 @dataclass(frozen=True)
 class _TokenizerFiles:
-    """Where the files of a tokenizer are. source: what transformers is given, the directory or the Hub id."""
+    """The location of a tokenizer's files. source: the argument for transformers, a directory or Hub id."""
 
     directory: Path | None  # None: on the Hub
     source: str
     options: HubOptions
 
     def find(self, name: str) -> Path | None:
-        """A file of the directory or the repository; None if it is not there."""
+        """A file of the directory or the repository; None if it does not exist."""
         if self.directory is None:
             return download_file(self.source, name, self.options)
         return self.directory / name if (self.directory / name).is_file() else None
@@ -60,23 +60,23 @@ class _TokenizerFiles:
 def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """transformers' AutoTokenizer, or one of CPM's, for a directory, a weight file, a name of `list_models`, a Hub id.
 
-    A directory of CPM-1, CPM-2, CPM-3 or CPM-Bee needs no more than a vocab.txt.
+    A directory of CPM-1, CPM-2, CPM-3 or CPM-Bee needs only a vocab.txt.
 
     Args:
-        kwargs: passed on (revision, token, cache_dir, local_files_only, use_fast, ...).
+        kwargs: for transformers (revision, token, cache_dir, local_files_only, use_fast, ...).
 
     Raises:
-        ValueError: no such directory or model, or it holds no tokenizer.
+        ValueError: the directory or model does not exist, or has no tokenizer.
     """
     from transformers import AutoTokenizer
 
     directory, source, pinned = _locate(name_or_path)
     if pinned is not None:
         kwargs.setdefault("revision", pinned)
-    kwargs.setdefault("trust_remote_code", False)  # transformers would ask on the terminal about the code of a model
+    kwargs.setdefault("trust_remote_code", False)  # transformers would ask the user whether to run a model's code
     files = _TokenizerFiles(directory, source, _options(kwargs))
     if directory is None and files.are_cached() and not is_reachable(source, TOKENIZER_CONFIG_FILE, files.options):
-        # transformers would look half a minute for each file that is not there
+        # transformers would search half a minute for each missing file
         kwargs["local_files_only"] = True
         files = replace(files, options=_options(kwargs))
     cpm_class = _cpm_class(files)
@@ -88,16 +88,16 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
             return cpm_class.from_pretrained(source, **kwargs)
         masks = _masks_of_pegasus(files) if model_type_of(fields) == "pegasus" and "mask_token" not in kwargs else None
         if masks is not None:
-            kwargs |= {"mask_token": masks.sentence, "mask_token_sent": masks.token}  # in the order of their numbers
+            kwargs |= {"mask_token": masks.sentence, "mask_token_sent": masks.token}  # in the order of their ids
         kwargs = {**_auto_arguments(files, fields, kwargs["trust_remote_code"]), **kwargs}
         made = _with_eos(AutoTokenizer.from_pretrained(source, **kwargs), fields)
         if writes_pairs(getattr(made, "chat_template", None)):
             made.chat_template = template_with_prompt(files.find, made.chat_template)
         return made if masks is None else masks.put_right(made)
-    except Exception as error:  # the tokenizers library raises that and no other; transformers KeyErrors and more
+    except Exception as error:  # the tokenizers library raises only this type; transformers KeyErrors and others
         for path in files.held():
             if path.suffix == ".json":
-                read_json(path)  # a file that was cut off says so itself
+                read_json(path)  # reports a truncated file itself
         if config_file is not None:
             _check_config(fields, config_file)
         if directory is None and is_offline(files.options) and not files.are_cached():
@@ -106,10 +106,10 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """tokenizer.save_pretrained, with an OSError where a file cannot be written.
+    """tokenizer.save_pretrained, with an OSError if a file cannot be written.
 
-    The tokenizers library, which writes tokenizer.json, raises an Exception that only its text tells from others. A
-    tokenizer in Python is copied first: CpmAntTokenizer loses its spaces and ends of lines as it writes them.
+    The tokenizers library, which writes tokenizer.json, raises an Exception that can be recognised only by its text. A
+    tokenizer in Python is copied first, because CpmAntTokenizer loses its spaces and newlines when it writes them.
     """
     if not getattr(tokenizer, "is_fast", True):
         tokenizer = copy.deepcopy(tokenizer)
@@ -123,13 +123,13 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def _locate(name_or_path: str | os.PathLike[str]) -> tuple[Path | None, str, str | None]:
-    """(directory, source, commit): a directory, checked to hold a tokenizer, or a repository of the Hub."""
+    """(directory, source, commit): a directory, checked to hold a tokenizer, or a Hub repository."""
     name = name_of(name_or_path)
     folder = Path(expanduser(name))
     if folder.is_file() and folder.name.endswith(WEIGHT_SUFFIXES):
         folder = folder.parent
         name = str(folder)
-    # A directory with a tokenizer is taken without a model beside it.
+    # A directory with a tokenizer need not contain a model.
     directory = folder if (folder / TOKENIZER_CONFIG_FILE).is_file() else local_directory(name)
     if directory is None:
         return None, *repo_of(name)
@@ -137,7 +137,7 @@ def _locate(name_or_path: str | os.PathLike[str]) -> tuple[Path | None, str, str
         refuse_broken_link(directory / file_name)
     held = _tokenizer_files(directory)
     if not held:
-        # transformers would make one without words for some families
+        # for some families, transformers would make one without words
         raise ValueError(
             f"{directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); put one there with "
             "tokenizer.save_pretrained"
@@ -152,14 +152,14 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 
 def _auto_arguments(files: _TokenizerFiles, fields: Mapping[str, Any], trust_remote_code: bool) -> dict[str, Any]:
-    """What AutoTokenizer is told that it would get wrong by itself. fields: of the config beside the tokenizer."""
+    """Arguments for AutoTokenizer that it would get wrong by itself. fields: of the config in the same directory."""
     from transformers.utils import is_mistral_common_available
 
     arguments: dict[str, Any] = {}
     if not trust_remote_code and (config := _config_that_transformers_lacks(fields)) is not None:
         arguments["config"] = config
     if is_mistral_common_available() and files.find("tokenizer.json") is not None:
-        # of two forms of one vocabulary transformers takes Mistral's own, which lacks what training asks for
+        # of two forms of a vocabulary, transformers prefers Mistral's own, which lacks what training needs
         arguments["mistral_format"] = False
     if model_type_of(fields) == "albert":
         arguments |= _albert_arguments(files)
@@ -167,8 +167,8 @@ def _auto_arguments(files: _TokenizerFiles, fields: Mapping[str, Any], trust_rem
 
 
 def _albert_arguments(files: _TokenizerFiles) -> dict[str, Any]:
-    """Of a vocab.txt, as Chinese ALBERTs have it, transformers' ALBERT tokenizer reads not one word; and from version 5
-    on it leaves out the types of tokens, which tell the texts of a pair apart."""
+    """From the vocab.txt of Chinese ALBERTs, transformers' ALBERT tokenizer reads no words; and from version 5 on it
+    omits the token types, which tell the texts of a pair apart."""
     path = files.find(TOKENIZER_CONFIG_FILE)
     settings = read_json(path) if path is not None else {}
     arguments: dict[str, Any] = {}
@@ -182,13 +182,13 @@ def _albert_arguments(files: _TokenizerFiles) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PegasusMasks:
-    """What stands for a sentence and for a token that is left out, in the order of their numbers in the vocabulary."""
+    """The mask tokens for a sentence and for a token, in the order of their ids in the vocabulary."""
 
     sentence: str
     token: str
 
     def put_right(self, tokenizer: Any) -> Any:
-        """The tokenizer, which was made with the two exchanged, with each under its own name."""
+        """The tokenizer, which was built with the two masks exchanged, with each under its own name."""
         tokenizer.mask_token = self.token
         tokenizer.add_special_tokens({"extra_special_tokens": [self.sentence]}, replace_extra_special_tokens=False)
         tokenizer.init_kwargs |= {"mask_token": self.token, "mask_token_sent": self.sentence}
@@ -196,9 +196,11 @@ class _PegasusMasks:
 
 
 def _masks_of_pegasus(files: _TokenizerFiles) -> _PegasusMasks | None:
-    """Those of a SentencePiece model without a tokenizer.json, from which transformers 5 makes a vocabulary with the
-    mask of tokens before that of sentences; and where the files name the former alone, without the latter, so that the
-    numbers of all that follow are one too small."""
+    """The masks of a SentencePiece model without tokenizer.json; None for other files.
+
+    From such a model, transformers 5 makes a vocabulary with the mask of tokens before that of sentences; if the files
+    name only the former, it omits the latter, so that all later ids are too small by one.
+    """
     if files.find("tokenizer.json") is not None or files.find("spiece.model") is None:
         return None
     named: dict[str, Any] = {"mask_token_sent": "<mask_1>", "mask_token": "<mask_2>"}
@@ -210,43 +212,43 @@ def _masks_of_pegasus(files: _TokenizerFiles) -> _PegasusMasks | None:
 
 
 def _why_not_loaded(files: _TokenizerFiles, error: Exception, class_is_known: bool) -> str:
-    """What to tell a user whose tokenizer `error` kept from loading."""
+    """The text that explains to the user why `error` prevented the tokenizer from loading."""
     if message := _lacks_packages(files):
         return f"no tokenizer could be loaded from {files.source}: {message}"
     why = " ".join(str(error).split())
     why = f"no tokenizer could be loaded from {files.source}: {why}{'' if why.endswith('.') else '.'}"
-    if class_is_known or isinstance(error, ImportError):  # which says what it needs
+    if class_is_known or isinstance(error, ImportError):  # the error names what it needs
         return why
     return (
-        f"{why} A vocabulary alone does not say whose it is: tokenizer_config.json names the class, and some have "
-        "none in transformers. A file of newer versions needs newer versions here: pip install -U tokenizers "
+        f"{why} A vocabulary alone does not identify its tokenizer: tokenizer_config.json names the class, and some "
+        "have none in transformers. A file of newer versions needs newer versions here: pip install -U tokenizers "
         "transformers"
     )
 
 
 def _lacks_packages(files: _TokenizerFiles) -> str | None:
-    """What a tokenizer that is only a SentencePiece model lacks here; None if it is another or all is installed.
-    transformers takes such a file for one of tiktoken then, and asks for that."""
+    """The packages missing for a tokenizer that is only a SentencePiece model; None if it is another or all are
+    installed. Without them, transformers takes such a file for one of tiktoken, and asks for that."""
     from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
     available = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     missing = [package for package, installed in available.items() if not installed]
     if not missing:
         return None
-    files = replace(files, options=replace(files.options, local_files_only=True))  # what there is was downloaded
+    files = replace(files, options=replace(files.options, local_files_only=True))  # existing files are cached by now
     held = [name for name in TOKENIZER_FILES if files.find(name) is not None]
     models = [name for name in held if name.endswith(".model")]
     if not models or "tokenizer.json" in held:
         return None
     return (
-        f"{models[0]} is read by the packages sentencepiece and protobuf, of which {' and '.join(missing)} "
+        f"{models[0]} is read by the packages sentencepiece and protobuf, but {' and '.join(missing)} "
         f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'modelcenter[sentencepiece]'"
     )
 
 
 def _check_config(fields: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError for a value of the wrong type in the config of a family that is known here: transformers reads
-    it for the tokenizer beside it, too, and fails with an error of its own."""
+    """Raise ValueError for a value of the wrong type in the config of a known family: transformers also reads it for
+    the tokenizer, and fails with an unrelated error."""
     kind = model_type_of(fields)
     if str(kind) in ARCHITECTURES:
         spec = registry.get(kind, fields.get("architectures"))
@@ -257,8 +259,8 @@ def _check_config(fields: Mapping[str, Any], path: Path) -> None:
 
 
 def _config_that_transformers_lacks(fields: Mapping[str, Any]) -> Any:
-    """What the config of a family that only we have says of its tokenizer, as transformers' config: it would warn of a
-    model that it cannot use. None: it is to read the config itself."""
+    """The tokenizer's fields of a config whose family only we have, as a transformers config: otherwise transformers
+    would warn of a model that it cannot use. None: transformers can read the config itself."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     kind = str(fields.get("model_type"))
@@ -268,8 +270,8 @@ def _config_that_transformers_lacks(fields: Mapping[str, Any]) -> Any:
 
 
 def _with_eos(tokenizer: Any, fields: Mapping[str, Any]) -> Any:
-    """The tokenizer; beside an encoder and a decoder that were made apart, what begins and separates texts (BERT's
-    tokenizers name no more) begins and ends those that are written, too. fields: of the config beside it."""
+    """The tokenizer. For a composed encoder-decoder, tokens that begin and separate texts, if it has no others (as
+    BERT's), also begin and end generated texts. fields: of the config in the same directory."""
     if tokenizer.eos_token is None and tokenizer.sep_token is not None and model_type_of(fields) == "encoder-decoder":
         tokenizer.eos_token = tokenizer.sep_token
         tokenizer.bos_token = tokenizer.bos_token or tokenizer.cls_token
@@ -277,8 +279,8 @@ def _with_eos(tokenizer: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _cpm_class(files: _TokenizerFiles) -> Any:
-    """The tokenizer class of a CPM model; None where transformers' AutoTokenizer knows it."""
-    path = files.find(TOKENIZER_CONFIG_FILE)  # fails at once for a name that is not there, or without a network
+    """The tokenizer class of a CPM model; None if transformers' AutoTokenizer knows it."""
+    path = files.find(TOKENIZER_CONFIG_FILE)  # fails immediately if the name does not exist, or without a network
     settings = read_json(path) if path is not None else {}
     name = _OWN_CLASSES.get(settings.get("tokenizer_class", ""))
     if name is None and not settings and (directory := files.directory) is not None:
@@ -295,7 +297,7 @@ def _cpm_class(files: _TokenizerFiles) -> Any:
     from modelcenter.hub import tokenization_cpm
 
     found = getattr(tokenization_cpm, name)
-    found.register_for_auto_class("AutoTokenizer")  # save_pretrained writes its code beside it, for transformers
+    found.register_for_auto_class("AutoTokenizer")  # save_pretrained also writes its code, for transformers
     return found
 
 
@@ -305,23 +307,21 @@ def _options(kwargs: Mapping[str, Any]) -> HubOptions:
 
 
 def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_multiple_of: int | None = None) -> int:
-    """Add words to a tokenizer, and rows for them to a model that is not sharded yet; returns how many are new.
+    """Add words to a tokenizer, and rows for them to a model that is not sharded yet; returns the number of new words.
 
-    A model that has rows enough already (many tables are padded) keeps them as they are.
+    A model that already has enough rows (many tables are padded) is not changed.
 
     Args:
-        tokenizer: transformers' (load_tokenizer); it is changed. Save it with the model.
+        tokenizer: transformers' (load_tokenizer); it is modified. Save it with the model.
         model: one of ours; see Model.resize_token_embeddings.
 
     Raises:
-        ValueError: an empty or repeated token, or a model that cannot be resized.
+        ValueError: a token is empty or repeated, or the model cannot be resized.
     """
     wrong = [token for token in tokens if not isinstance(token, str) or not token.strip()]
     if wrong or len(set(tokens)) != len(tokens):
         what = repr(wrong[0]) if wrong else repr(next(token for token in tokens if list(tokens).count(token) > 1))
-        raise ValueError(
-            f"add_tokens: got {what}{'' if wrong else ' twice'}, expected different words that are not empty"
-        )
+        raise ValueError(f"add_tokens: got {what}{'' if wrong else ' twice'}, expected distinct, non-empty words")
     before = len(tokenizer)
     tokenizer.add_tokens(list(tokens))
     fit_vocabulary(model, tokenizer, pad_to_multiple_of=pad_to_multiple_of)
@@ -329,7 +329,7 @@ def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_mult
 
 
 def fit_vocabulary(model: Any, tokenizer: Any, *, pad_to_multiple_of: int | None = None) -> bool:
-    """Give a model rows for every token of its tokenizer, if it has fewer; returns whether it had."""
+    """Add rows to a model if it has fewer than its tokenizer has tokens; returns whether it did."""
     if len(tokenizer) <= model.config.vocab_size:
         return False
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of)

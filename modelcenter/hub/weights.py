@@ -91,7 +91,7 @@ def blueprint_of(
 
     Raises:
         ValueError: the config names no known architecture or head, or a field is not understood; score_tokens are given
-            for another kind of head.
+            for another type of head.
     """
     spec = find_spec(files.config, architecture, files.origin)
     arch: ArchMap = spec.arch_map()
@@ -102,8 +102,8 @@ def blueprint_of(
     overrides, values = dict(overrides or {}), files.config
     if score_tokens and (chosen != "sequence-classification" or overrides.get("num_labels", 1) != 1):
         raise ValueError(
-            "score_tokens: they make the head of a model of the task sequence-classification with num_labels 1; leave "
-            "them out for another"
+            "score_tokens: they build the head of the task sequence-classification with num_labels 1; leave them out "
+            "for any other"
         )
     if chosen == "sequence-classification":
         values = with_stored_activation(values, find)
@@ -130,15 +130,15 @@ def open_weights(files: ModelFiles, blueprint: Blueprint, find: FindFile) -> Ite
         find: as in blueprint_of.
 
     Raises:
-        ValueError: a file is missing, damaged or incomplete; two tensors of a file stand for the same one; a
-            distributed checkpoint is of a model with an adapter, or its config declares no task of the architecture.
+        ValueError: a file is missing, damaged or incomplete; two tensors of a file have the same meaning; a distributed
+            checkpoint is of a model with an adapter, or its config declares no task of the architecture.
     """
     if files.distributed:
         assert files.directory is not None
         if blueprint.score_tokens and blueprint.arch.declared_task(files.config.get("architectures")) != blueprint.task:
             raise ValueError(
-                f"score_tokens: {files.directory} is a distributed checkpoint, whose head cannot be made of words; "
-                "`modelcenter convert --to hf` writes what can"
+                f"score_tokens: {files.directory} is a distributed checkpoint, whose head cannot be built from words; "
+                "`modelcenter convert --to hf` makes one that can"
             )
         with open_model(files.directory) as stored:
             yield DistributedWeights(stored, blueprint, files)
@@ -152,7 +152,7 @@ class FileWeights:
 
     def __init__(self, source: FileSource, blueprint: Blueprint, files: ModelFiles, made: str = ""):
         """made: name of a tensor that is in no file, see add_score_head. Raises ValueError if two tensors of the file
-        stand for the same one."""
+        have the same meaning."""
         self._made = made
         self._source, self._blueprint, self._files = source, blueprint, files
         self._arch, self._layout = blueprint.arch, blueprint.layout
@@ -351,7 +351,9 @@ class DistributedWeights:
         if wrong:
             lines = [f"  {n!r} has shape {shapes[n]}, expected {expected[n]}" for n in wrong[:20]]
             fix = (
-                "\nPass ignore_mismatched_sizes=True to initialise the head anew" if all(map(parts.get, wrong)) else ""
+                "\nPass ignore_mismatched_sizes=True to initialise the head at random"
+                if all(map(parts.get, wrong))
+                else ""
             )
             raise ValueError(f"{self._origin}: {len(wrong)} of the wrong shape:\n" + "\n".join(lines) + fix)
 

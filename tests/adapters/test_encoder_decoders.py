@@ -260,19 +260,24 @@ def test_a_prompt_before_embeddings_narrower_than_the_model(tmp_path):
 @pytest.mark.parametrize(
     "family, task, adapter, says",
     [
-        ("mt5", "seq2seq-lm", Lora(modules_to_save=["shared"]), "shared.weight is encoder.embed_tokens.weight, too"),
-        ("encoder-decoder", "seq2seq-lm", Lora(modules_to_save=["decoder.embed"]), "is decoder.cls.predictions.dec"),
-        ("encoder-decoder", "seq2seq-lm", Lora(modules_to_save=["head"]), "decoder.bias, too, and peft would"),
+        ("mt5", "seq2seq-lm", Lora(modules_to_save=["shared"]), "shared.weight is also encoder.embed_tokens.weight"),
+        (
+            "encoder-decoder",
+            "seq2seq-lm",
+            Lora(modules_to_save=["decoder.embed"]),
+            "is also decoder.cls.predictions.dec",
+        ),
+        ("encoder-decoder", "seq2seq-lm", Lora(modules_to_save=["head"]), "decoder.bias, but peft would"),
         ("gpt2", "causal-lm", Lora(modules_to_save=["layers.0.attn.q"]), "h.0.attn.c_attn also holds layers.0.attn.k"),
         (
             "t5",
             "seq2seq-lm",
             Lora(targets=["q"], modules_to_save=["EncDecAttention"]),
-            "cross.q.* trained whole and adapted",
+            "cross.q.* both fully trained and adapted",
         ),
-        ("t5", "sequence-classification", PromptTuning(4), "T5 gives its decoder the input again"),
-        ("mt5", "question-answering", PromptTuning(4), "transformers takes no embeddings there"),
-        ("bert", "multiple-choice", PromptTuning(4), "Bert reads several texts of an example"),
+        ("t5", "sequence-classification", PromptTuning(4), "T5 repeats its input in the decoder"),
+        ("mt5", "question-answering", PromptTuning(4), "where transformers accepts no embeddings"),
+        ("bert", "multiple-choice", PromptTuning(4), "Bert reads several texts per example"),
         ("cpmbee", "causal-lm", PromptTuning(4), "CPMBee scales its embeddings"),
     ],
 )
@@ -305,7 +310,7 @@ def test_an_adapter_that_holds_the_table_of_both_sides(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft.get_peft_model(transformers_model(base, family, "seq2seq-lm"), config).save_pretrained(tmp_path / "a")
-    with pytest.raises(ValueError, match="modules_to_save: .*shared.weight is encoder.embed_tokens.weight, too"):
+    with pytest.raises(ValueError, match="modules_to_save: .*shared.weight is also encoder.embed_tokens.weight"):
         load_lora(tmp_path / "a", mc.from_pretrained(base))
 
 

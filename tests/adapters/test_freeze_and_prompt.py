@@ -238,7 +238,7 @@ def test_models_that_take_no_prompt(tmp_path):
         load_prompt(tmp_path / "adapter", mc.from_config("tiny/gpt2", "causal-lm", hidden_size=64, num_heads=4))
     with pytest.raises(ValueError, match="merge: the model has a prompt"):
         merge_lora(model)
-    with pytest.raises(ValueError, match=r"already \(prompt\); it takes no other"):  # nor is it merged first
+    with pytest.raises(ValueError, match=r"already \(prompt\); it allows no other"):  # nor is it merged first
         add_lora(model)
 
 

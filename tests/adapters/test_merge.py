@@ -111,13 +111,13 @@ def test_a_16_bit_base_is_rounded_once(bases, tmp_path):
         ({"lora_alpha": math.inf}, [], "adapter_config.json: lora_alpha is inf, expected a finite number"),
         ({"peft_type": "IA3"}, [], "peft_type is 'IA3', expected 'LORA'; merge it with peft"),
         ({"peft_type": "PREFIX_TUNING"}, [], "no weights can hold; use it with peft"),
-        ({"init_lora_weights": "pissa"}, [], "init_lora_weights is 'pissa', so it belongs to"),
+        ({"init_lora_weights": "pissa"}, [], "init_lora_weights is 'pissa', so it fits only"),
         ({"task_type": "SEQ_CLS"}, [], "base lacks head.weight, and .*adapter does not hold it either"),
-        ({}, ["--labels", "a", "b"], "labels: .* no head of classes"),
+        ({}, ["--labels", "a", "b"], "labels: .* no head with classes"),
         ({}, ["--task", "masked-lm"], "task: got 'masked-lm', llama has"),
         ({}, ["--keep_adapter"], "--keep_adapter: --adapter merges in memory"),
         ({}, ["--output", "BASE"], "is the base itself; name another"),
-        ({}, ["--output", "ADAPTER"], "an adapter lies there"),
+        ({}, ["--output", "ADAPTER"], "it holds an adapter"),
     ],
 )
 def test_what_cannot_be_merged_is_refused_and_leaves_nothing(change, words, says, bases, tmp_path):
@@ -147,7 +147,7 @@ def test_an_adapter_is_not_merged_into_the_model_that_its_run_merged_it_into(bas
 
 
 def test_flags_of_a_merge_without_an_adapter(tmp_path):
-    with pytest.raises(ValueError, match="--labels: it is for the model that --adapter makes; give --adapter too"):
+    with pytest.raises(ValueError, match="--labels: it works only with --adapter; give that too"):
         cli.run(["export", str(tmp_path), "--output", str(tmp_path / "out"), "--labels", "a", "b"])
 
 

@@ -51,14 +51,14 @@ def test_a_table_that_grew_comes_with_the_adapter(family, options, bases, tmp_pa
     base = bases[family]
     rows = mc.from_pretrained(base).config.vocab_size + 5
     expected = trained(base, family, tmp_path, rows, **options)
-    with pytest.raises(ValueError, match=rf"words were added: call model.resize_token_embeddings\({rows}\)"):
+    with pytest.raises(ValueError, match=rf"tokens were added: call model.resize_token_embeddings\({rows}\)"):
         load_lora(tmp_path, mc.from_pretrained(base))
     model = mc.from_pretrained(base)
     model.resize_token_embeddings(rows)
     load_lora(tmp_path, model).eval()
     same(ours(model, family), expected)
     if family == "gpt2":
-        with pytest.raises(ValueError, match="peft would train and load a copy of transformer.wte alone"):
+        with pytest.raises(ValueError, match="peft would train and load only a copy of transformer.wte"):
             save_adapter(model, tmp_path / "again")
         assert not (tmp_path / "again").exists()
     same(ours(merge_lora(model), family), expected)
@@ -142,7 +142,7 @@ def test_a_head_that_was_saved_by_hand_is_not_left_out(bases, tmp_path):
     assert load_lora(tmp_path, mc.from_pretrained(bases["llama"])).adapter.trained == ["head.weight"]
     del tensors[name]
     save_file(tensors | wrapped, file)
-    with pytest.raises(ValueError, match=r"lm_head\.modules_to_save.* has no base_model.model.lm_head beside it; save"):
+    with pytest.raises(ValueError, match=r"lm_head\.modules_to_save.* has no base_model.model.lm_head itself; save"):
         load_lora(tmp_path, mc.from_pretrained(bases["llama"]))
 
 
@@ -163,7 +163,7 @@ def test_a_malformed_adapter_is_one_error_that_names_the_field_or_tensor(bases, 
         (load_lora, lora, "use_rslora", ["no", 1], "use_rslora is ('no'|1), expected true or false"),
         (load_lora, lora, "use_dora", ["no"], "use_dora is 'no', expected true or false"),
         (load_lora, lora, "alpha_pattern", ["x", {"q": None}, {"q": math.inf}, {"q": 0}], "alpha_pattern is"),
-        (load_lora, lora, "alpha_pattern", [{"(": 3}], r"alpha_pattern is .*regular expressions, and '\(' is none"),
+        (load_lora, lora, "alpha_pattern", [{"(": 3}], r"alpha_pattern is .*regular expressions, but '\(' is not \("),
         (load_prompt, prompt, "num_virtual_tokens", [0, 2.5, 5, math.nan], "num_virtual_tokens is .*, expected a"),
     ):
         config = folder / "adapter_config.json"

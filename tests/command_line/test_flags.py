@@ -83,11 +83,11 @@ def test_other_spellings(words, name, value, tmp_path):
     [
         ("--lrr 3", r"unknown flag --lrr\. Did you mean '--lr'\?"),
         ("--learning_rat 3", r"Did you mean '--learning_rate'\?"),
-        ("--load_best_model_at_end --do_train", "--load_best_model_at_end is no flag here: --best_metric names"),
+        ("--load_best_model_at_end --do_train", "--load_best_model_at_end is not a flag here: --best_metric names"),
         ("--do_train false", "do_train: got False, expected True; `modelcenter evaluate` and `predict` do not train"),
-        ("--do_eval", "--do_eval is no flag here: data to evaluate on"),
-        ("--fp16 True --bf16 False", "--fp16 is no flag here: --precision fp16"),
-        ("--max-train-samples 100", "--max_train_samples is no flag here: rows of a split are named with it"),
+        ("--do_eval", "--do_eval is not a flag here: data to evaluate on"),
+        ("--fp16 True --bf16 False", "--fp16 is not a flag here: --precision fp16"),
+        ("--max-train-samples 100", "--max_train_samples is not a flag here: rows of a split are named with it"),
         ("--lea 3", "unknown flag --lea"),  # no guessing from a beginning
         ("train.csv", "unexpected argument 'train.csv'"),
         ("--batch_size 3.5", "batch_size: got '3.5', expected a whole number or auto"),
@@ -247,7 +247,7 @@ _DOUBLED = "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)
         ("lr: [1]", r"lr: got \['1'\], expected a number"),
         ("batch_size: true", "batch_size: got True, expected a whole number"),
         ("model: true", "model: got True, expected a text"),
-        ("eval_every: no", "eval_every: got False, expected a text; YAML reads yes, no, on and off so without quotes"),
+        ("eval_every: no", "eval_every: got False, expected a text; YAML reads yes, no, on and off as booleans: quote"),
         ("lr: 1e-4\nepochs: 2\nlr: 1e-5", "line 3 gives lr again"),
         ("model_config: {dropout: 0, dropout: 1}", "line 1 gives dropout again"),
         ("columns: 3", "columns: got '3', expected KEY=VALUE"),
@@ -257,7 +257,7 @@ _DOUBLED = "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)
         ("lr: &a [*a]", "is nested too deeply"),
         (
             "a: &a0 [1]\n" + _DOUBLED,
-            "its aliases stand for more than 100000 values",
+            "its aliases expand to more than 100000 values",
         ),
     ],
     ids=lambda text: text[:40],

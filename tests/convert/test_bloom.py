@@ -32,10 +32,10 @@ def test_every_spelling_says_the_same():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"hidden_size": 64, "n_embed": 48}, "'hidden_size' is 64, and as 'n_embed' it is 48"),
+        ({"hidden_size": 64, "n_embed": 48}, "'hidden_size' is 64, but 'n_embed' is 48"),
         ({"n_head": 5}, "hidden_size is 48, expected a multiple of n_head=5"),
         ({"apply_residual_connection_post_layernorm": True}, "post_layernorm': got True, but this bloom implements"),
-        ({"slow_but_exact": True, "pretraining_tp": 4}, "'slow_but_exact': got True beside a pretraining_tp of 4"),
+        ({"slow_but_exact": True, "pretraining_tp": 4}, "'slow_but_exact': got True with a pretraining_tp of 4"),
         ({"n_inner": 64}, "'n_inner': got 64, but this bloom implements None"),
         ({"hidden_dropout": 1.5}, "hidden_dropout is 1.5, expected a probability"),
         ({"max_position_embeddings": 512}, "config field not understood: 'max_position_embeddings' = 512"),

@@ -133,7 +133,7 @@ def test_missing_size():
         ("layer_norm_eps", -1.0, "layer_norm_eps is -1.0, expected a finite number of at least 0"),
         ("tie_word_embeddings", "false", "tie_word_embeddings is 'false', expected true or false"),
         ("is_decoder", 2, "is_decoder is 2, expected true or false"),
-        ("id2label", {"a": "x"}, "id2label: got {'a': 'x'}, expected the name of each label by its number"),
+        ("id2label", {"a": "x"}, "id2label: got {'a': 'x'}, expected {number: label}"),
         ("id2label", 3, "id2label: got 3, expected"),
         ("num_labels", 1, "problem_type: got 'single_label_classification' with num_labels=1"),
     ],
@@ -249,10 +249,13 @@ def test_none_drops_it_on_the_side_that_has_it(place):
         ({"output_hidden_states": True}, "it is an argument of each call of the model"),
         ({"return_dict": False}, "'return_dict': it has no effect here"),
         ({"device_map": "auto"}, "'device_map': it has no effect here, leave it out: engine.init_distributed"),
-        ({"trust_remote_code": False}, "code that comes with a checkpoint is never run"),
-        ({"force_download": True}, "'force_download': it has no effect here, leave it out: what changed on the Hub"),
+        ({"trust_remote_code": False}, "code from a checkpoint is never run"),
+        ({"force_download": True}, "'force_download': it has no effect here, leave it out: changes on the Hub"),
         ({"proxies": {}}, "'proxies': it has no effect here, leave it out: .*HTTPS_PROXY"),
-        ({"resume_download": True}, "'resume_download': it has no effect here, leave it out: a download"),
+        (
+            {"resume_download": True},
+            "'resume_download': it has no effect here, leave it out: an interrupted download is",
+        ),
         ({"max_memory": {0: "1GB"}}, "'max_memory': it has no effect here, leave it out: engine.init_distributed"),
         ({"offload_folder": "x"}, "'offload_folder': it has no effect here, leave it out: engine.init_distributed"),
         ({"quantization_config": {"bits": 4}}, "it has no effect here, leave it out: a checkpoint .*--quantize trains"),
@@ -291,7 +294,7 @@ def test_names_and_numbers_of_labels_must_agree():
     for numbers, says in (
         ({"x": 0, "y": 1}, "label2id is .* but id2label .*; give either"),
         *(
-            (wrong, "label2id: got .*, expected the number of each label by its name: 0, 1 and so on, each once")
+            (wrong, "label2id: got .*, expected {label: number} with the numbers 0, 1, ..., each once")
             for wrong in ({"x": 0, "y": 0}, {"x": 1, "y": 2}, {"x": 0.7, "y": 1.2}, {"x": "0", "y": None}, ["x", "y"])
         ),
     ):

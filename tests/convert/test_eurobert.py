@@ -80,7 +80,7 @@ def test_a_file_with_buffers_and_other_heads(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"clf_pooling": "mean", "classifier_pooling": "bos"}, "'classifier_pooling' is 'bos', and 'clf_pooling' says"),
+        ({"clf_pooling": "mean", "classifier_pooling": "bos"}, "'classifier_pooling' is 'bos', but 'clf_pooling' is"),
         ({"clf_pooling": "max"}, "pooling is 'max', expected one of late, mean, bos"),
         ({"hidden_dropout": 0.1}, "'hidden_dropout': got 0.1"),
         ({"is_decoder": True}, "'is_decoder': got True"),

@@ -151,7 +151,7 @@ def test_activations_of_the_first_files(tmp_path):
     assert read("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh") == read("gemma")
     assert read("gemma", hidden_activation="relu").hidden_act == "relu"
     assert written(read("gemma"), "GemmaModel")["hidden_activation"] == "gelu_pytorch_tanh"
-    with pytest.raises(ValueError, match="'hidden_act' is 'relu', and 'hidden_activation' says 'silu'"):
+    with pytest.raises(ValueError, match="'hidden_act' is 'relu', but 'hidden_activation' is 'silu'"):
         read("gemma", hidden_act="relu", hidden_activation="silu")
     theirs, ids = saved("gemma", "causal-lm", tmp_path), torch.arange(19)[None]
     edit(tmp_path / "config.json", hidden_act="gelu")
@@ -180,17 +180,17 @@ def test_activations_of_the_first_files(tmp_path):
             "of layers with a window are not scaled here",
         ),
         ("gemma3_text", {"rope_parameters": {FULL: {"rope_type": "spiral"}}}, "rope_type is 'spiral', expected one of"),
-        ("gemma3_text", {"rope_parameters": {FULL: 5.0}}, "expected an object for each type of layers"),
+        ("gemma3_text", {"rope_parameters": {FULL: 5.0}}, "expected an object for each type of layer"),
         (
             "gemma3_text",
             {"rope_parameters": {"rope_theta": 5.0}},
             "got rope_theta, expected types of layers: full_att",
         ),
-        ("gemma3_text", {"rope_parameters": "default"}, "got 'default', expected an object for each type of layers"),
+        ("gemma3_text", {"rope_parameters": "default"}, "got 'default', expected an object for each type of layer"),
         (
             "gemma3_text",
             {"rope_local_base_freq": 5.0, "rope_parameters": ANGLES},
-            "'rope_local_base_freq' is 5.0, and in rope_parameters 20.0",
+            "'rope_local_base_freq' is 5.0, but in rope_parameters 20.0",
         ),
         (
             "gemma3_text",

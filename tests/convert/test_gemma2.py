@@ -65,8 +65,8 @@ def test_caps_may_be_left_out():
             "layer_types is .*, expected 3 .*of full_attention or sliding_attention",
         ),
         ("gemma2", {"use_bidirectional_attention": True}, "'use_bidirectional_attention': got True"),
-        ("gemma2", {"hidden_act": "silu"}, "'hidden_act' is 'silu', and 'hidden_activation' says 'gelu_pytorch_tanh'"),
-        ("t5gemma", {"encoder": None}, "config field 'encoder': got None, expected an object: the fields of a Gemma 2"),
+        ("gemma2", {"hidden_act": "silu"}, "'hidden_act' is 'silu', but 'hidden_activation' is 'gelu_pytorch_tanh'"),
+        ("t5gemma", {"encoder": None}, "config field 'encoder': got None, expected an object with Gemma 2's fields"),
         (
             "t5gemma",
             {"decoder": {"model_type": "gemma2"}},
@@ -77,12 +77,12 @@ def test_caps_may_be_left_out():
         (
             "t5gemma",
             {"architectures": ["T5GemmaForTokenClassification"]},
-            "'is_encoder_decoder': got True beside T5GemmaForTokenClassification, which here has no decoder",
+            "'is_encoder_decoder': got True with T5GemmaForTokenClassification, which here has no decoder",
         ),
         (
             "t5gemma",
             {"architectures": ["T5GemmaForSequenceClassification"], "is_encoder_decoder": False},
-            "got False beside T5GemmaForSequenceClassification, which here has a decoder; expected true",
+            "got False with T5GemmaForSequenceClassification, which here has a decoder; expected true",
         ),
     ],
 )

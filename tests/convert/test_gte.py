@@ -128,7 +128,7 @@ def test_what_the_authors_call_it(tmp_path):
         mc.Bert.from_pretrained(tmp_path)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]
     edit(tmp_path, {name: value for name, value in AUTHORS.items() if name != "rope_theta"})
-    with pytest.raises(ValueError, match="rope_theta: this config.json of the authors' code leaves it out"):
+    with pytest.raises(ValueError, match="rope_theta: this config.json of the authors' code omits it"):
         mc.from_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
@@ -208,12 +208,12 @@ NTK = {"type": "ntk", "factor": 2.0}
         ({"pack_qkv": False}, "'pack_qkv': got False"),
         ({"position_embedding_type": "absolute"}, "'position_embedding_type': got 'absolute'"),
         ({"is_decoder": True}, "'is_decoder': got True"),
-        ({"rope_theta": None}, "rope_theta: this config.json of the authors' code leaves it out"),
+        ({"rope_theta": None}, "rope_theta: this config.json of the authors' code omits it"),
         ({"rope_scaling": {"type": "ntk"}}, "rope_scaling: rope_type 'ntk' needs a factor, a number above 0; got"),
         ({"rope_scaling": NTK | {"factor": "2"}}, "rope_scaling: rope_type 'ntk' needs a factor"),
         ({"rope_scaling": NTK | {"factor": True}}, "rope_scaling: rope_type 'ntk' needs a factor"),
         ({"rope_scaling": NTK | {"factor": -2}}, "rope_scaling: rope_type 'ntk' needs a factor"),
-        ({"rope_scaling": NTK | {"mixed_b": 0.6}}, "got {'mixed_b': 0.6} beside rope_type 'ntk'"),
+        ({"rope_scaling": NTK | {"mixed_b": 0.6}}, "got {'mixed_b': 0.6} with rope_type 'ntk'"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_type is 'spiral', expected one of"),
         ({"head_dim": 10}, "head_dim is 10, expected hidden_size / num_attention_heads, 8: GTE has no field"),
         ({"num_attention_heads": 16}, "head_dim is 3, expected an even number"),

@@ -68,7 +68,10 @@ def test_an_override_of_a_window_is_not_compared_with_the_files():
     [
         ({"local_attention": 1}, "local_attention is 1, expected at least 2"),
         ({"sliding_window": 0}, "local_attention is 0, expected at least 2"),
-        ({"local_attention": 10, "sliding_window": 4}, "'sliding_window' is 4, and local_attention 10, of which it is"),
+        (
+            {"local_attention": 10, "sliding_window": 4},
+            "'sliding_window' is 4, but local_attention is 10, expected twice sliding_window",
+        ),
         ({"sliding_window": "4"}, "'sliding_window': got '4', expected a number of tokens"),
         ({"hidden_size": 54}, "num_attention_heads is 6, expected heads of an even width"),
         ({"layer_types": [NEAR]}, r"layer_types is .*expected 4 \(num_hidden_layers\)"),

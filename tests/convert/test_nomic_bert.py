@@ -181,8 +181,8 @@ def test_defaults_are_those_of_transformers():
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"n_embd": 64}, "config field 'hidden_size' is 48, and 'n_embd' says 64"),
-        ({"rotary_emb_base": 7}, "config field 'rope_theta' is 20.0, and 'rotary_emb_base' says 7"),
+        ({"n_embd": 64}, "config field 'hidden_size' is 48, but 'n_embd' is 64"),
+        ({"rotary_emb_base": 7}, "config field 'rope_theta' is 20.0, but 'rotary_emb_base' is 7"),
         ({"hidden_act": "silu", "activation_function": "geglu"}, "'hidden_act' is 'silu', .* 'activation_function'"),
         ({"activation_function": "gelu"}, "activation_function: got 'gelu', expected one of swiglu, geglu"),
         ({"activation_function": "glu"}, "activation_function: got 'glu', expected one of swiglu, geglu"),

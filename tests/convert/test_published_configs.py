@@ -168,7 +168,7 @@ def test_notes_change_nothing(kind, notes):
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor is 0.5, but here every channel is turned",
+            "partial_rotary_factor is 0.5, but here every channel is rotated",
         ),
         ("gpt2", {"attn_pdrop": None}, "gpt2 config: attn_pdrop is None, expected a number"),
         ("llama", {"rms_norm_eps": None}, "llama config: rms_norm_eps is None, expected a number"),
@@ -218,7 +218,7 @@ def test_a_config_that_says_its_class_alone(tmp_path):
     assert read_config(tmp_path / "config.json")["model_type"] == "minicpm"
     del values["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    says = "names no model_type.*model_type='bert' in from_pretrained.*Known: albert, bert, "
+    says = "has no model_type.*model_type='bert' in from_pretrained.*Known: albert, bert, "
     with pytest.raises(ValueError, match=says):
         mc.from_pretrained(tmp_path, "causal-lm")
     assert mc.from_pretrained(tmp_path, "causal-lm", model_type="minicpm").config.model_type == "minicpm"

@@ -99,8 +99,8 @@ def test_what_is_deep_counts_to_seven(encoder):
         ("a", "got 'a', expected an object"),
         ({"input": 3, "<ans>": ""}, "'input': got 3, expected a text, or an object of texts"),
         ({"input": {"a": ["b"]}, "<ans>": ""}, r"'input.a': got \['b'\]"),
-        ({"input": "a < b", "<ans>": ""}, "'<' in 'a < b' is no token of CPM-Bee; write a '<' of the text as '<<'"),
-        ({"input": "<b>", "<ans>": ""}, "'<b>' in '<b>' is no token"),
+        ({"input": "a < b", "<ans>": ""}, "'<' in 'a < b' is not a token of CPM-Bee; write '<' in a text as '<<'"),
+        ({"input": "<b>", "<ans>": ""}, "'<b>' in '<b>' is not a token"),
         ({"input": "a", "<ans>": {}}, "'<ans>': got {}, expected a text"),
     ],
 )

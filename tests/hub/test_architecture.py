@@ -18,7 +18,7 @@ def test_the_class_fixes_the_architecture(saved, config_of):
     assert type(mc.Bert.from_pretrained(path)).__name__ == "Bert"
     assert type(mc.from_pretrained(path)).__name__ == "Bert"  # its architectures say it
     config_of(path, architectures=None)
-    with pytest.raises(ValueError, match="names no model_type, and no class .* model_type='bert' in from_pretrained"):
+    with pytest.raises(ValueError, match="no model_type, and no known class .* model_type='bert' in from_pretrained"):
         mc.from_pretrained(path)
 
 

@@ -361,8 +361,8 @@ def test_parts_of_several_dtypes_are_converted_to_one_that_is_named(tmp_path):
     model = mc.from_config("tiny/gpt2", "causal-lm", seed=2)
     model.layers[0].attn.k.bfloat16()
     model.save_pretrained(tmp_path / "parts", "distributed")
-    with pytest.raises(ValueError, match="'h.0.attn.c_attn.weight' is one tensor, but layers.0.attn.q.weight is torch.f"
-                       ".*k.weight is torch.bfloat16.*; choose one with --dtype"):  # fmt: skip
+    with pytest.raises(ValueError, match="'h.0.attn.c_attn.weight' is a single tensor, but layers.0.attn.q.weight is "
+                       "torch.f.*k.weight is torch.bfloat16.*; choose a dtype with --dtype"):  # fmt: skip
         convert(tmp_path / "parts", tmp_path / "out", "hf", workers=1)
     convert(tmp_path / "parts", tmp_path / "out", "hf", workers=1, dtype="fp32")
     attn = model.layers[0].attn
@@ -505,7 +505,7 @@ def test_training_checkpoints(tmp_path):
     testing.run(save_sharded, 2, tmp_path / "hub", run / "checkpoints", {}, {}, True)
     step = run / "checkpoints" / "step-00000007"
     bare = engine.save_checkpoint(tmp_path / "bare", mc.from_pretrained(tmp_path / "hub"), extra=lambda path: None)
-    with pytest.raises(ValueError, match="has no config.json; say with --config"):
+    with pytest.raises(ValueError, match="has no config.json; name its model with --config"):
         convert(bare, tmp_path / "out", "hf")
     request = Request(config=str(tmp_path / "hub" / "config.json"))
     export(bare, tmp_path / "out", request=request, workers=1)

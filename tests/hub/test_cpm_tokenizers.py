@@ -33,7 +33,7 @@ def model_with(tmp_path):
 
 def test_what_a_tokenizer_needs_is_all_that_is_said(model_with, monkeypatch):
     monkeypatch.setattr("modelcenter.hub.tokenization_cpm.rjieba", None)
-    with pytest.raises(ValueError, match="CPM1Tokenizer cuts texts into words with rjieba; pip install rjieba.$"):
+    with pytest.raises(ValueError, match="CPM1Tokenizer splits texts into words with rjieba; pip install rjieba.$"):
         mc.AutoTokenizer.from_pretrained(model_with("cpm1"))
 
 

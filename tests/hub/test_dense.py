@@ -155,13 +155,13 @@ def spoil(directory, mistake):
 
 
 MISTAKES = {
-    "missing": r"2_Dense: no model.safetensors or pytorch_model.bin, .* modules.json lists",
+    "missing": r"2_Dense: no model.safetensors or pytorch_model.bin with .* modules.json lists",
     "truncated": r"2_Dense/model.safetensors",
     "garbage": r"2_Dense/model.safetensors",
-    "no bias": r"2_Dense/model.safetensors holds linear.weight \(24, 48\); by .*config.json it is to hold linear.bias",
+    "no bias": r"2_Dense/model.safetensors holds linear.weight \(24, 48\); by .*config.json, expected linear.bias",
     "more": r"2_Dense/model.safetensors holds .*linear.extra \(2,\)",
-    "other width": r"2_Dense/model.safetensors holds .*linear.weight \(24, 47\); by .* hold .*linear.weight \(24, 48\)",
-    "other inputs": r"2_Dense/config.json: in_features is 47, but the pooling 'cls' of this model gives 48 elements",
+    "other width": r"2_Dense/model.safetensors holds .*weight \(24, 47\); by .*, expected .*linear.weight \(24, 48\)",
+    "other inputs": r"2_Dense/config.json: in_features is 47, but the pooling 'cls' .* returns vectors of size 48",
     "quantised": r"2_Dense/linear.weight",
 }
 
@@ -181,7 +181,8 @@ def test_damaged_layers_are_one_error(saved, tmp_path, mistake):
 
 def test_other_widths_than_those_that_are_there(saved):
     _, directory = saved
-    with pytest.raises(ValueError, match="in_features is 48, but the pooling 'cls\\+max' of this model gives 96"):
+    says = "in_features is 48, but the pooling 'cls\\+max' of this model returns vectors of size 96"
+    with pytest.raises(ValueError, match=says):
         mc.from_pretrained(directory, embedding={"pooling": "cls+max"})
     with pytest.raises(ValueError, match="dense: got 9:tanh, but the model has 24:tanh 10:identity, with weights"):
         mc.from_pretrained(directory, embedding={"dense": ["9"]})
@@ -258,7 +259,7 @@ def test_adapters_have_them_beside(tmp_path):
     merged = mc.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(merged(ids, mask).embeddings, expected, rtol=1e-5, atol=1e-5)
     assert merged.config.embedding.query_prompt == "q: "
-    with pytest.raises(ValueError, match="2_Dense/linear.weight' is none of this model"):
+    with pytest.raises(ValueError, match="2_Dense/linear.weight' is not in this model"):
         mc.from_pretrained(tmp_path / "base", "embedding", adapter=load_lora(tmp_path / "adapter"))
 
 
@@ -274,7 +275,7 @@ def test_learnt_prompts_have_them_beside(tmp_path):
     for (name, p), (other, q) in zip(again.named_parameters(), model.named_parameters(), strict=True):
         assert name == other and torch.equal(p, q), name
     options["embedding"] = SETTINGS | {"include_prompt": False}
-    with pytest.raises(ValueError, match="prompt tuning: Bert leaves prompts out of its pooling"):
+    with pytest.raises(ValueError, match="prompt tuning: Bert excludes prompts from its pooling"):
         mc.from_pretrained(tmp_path / "base", **options, adapter=PromptTuning(count=3))
 
 

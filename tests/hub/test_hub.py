@@ -224,16 +224,16 @@ out["tokenizer"] = attempt(lambda: mc.AutoTokenizer.from_pretrained("me/missing"
         ("me/private", "does not exist or is private", "token=", "HF_TOKEN"),
         ("me/gated", "is gated", "accept", f"{hub.url}/me/gated"),
         ("me/empty", "no weights in the repository", "model.safetensors"),
-        ("me/evil", "'../../secret'", "expected the name of a file beside it"),
+        ("me/evil", "'../../secret'", "expected a file name without a folder"),
         ("me/cut", "truncated", f"expected {len(data)} bytes, the file has {len(data) - 5}"),
         ("me/none", "no config.json"),
-        ("me/adapter", f"{hub.url}/me/adapter is an adapter for me/base, no model by itself"),
+        ("me/adapter", f"{hub.url}/me/adapter is an adapter for me/base, not a model by itself"),
         ("bert-base-uncasd", "does not exist", "Did you mean 'bert-base-uncased'"),
         ("a b!", "cannot be a Hub id"),
         ("tiny/bert", "preset without weights", "modelcenter.from_config('tiny/bert')"),
         ("token", "me/private", "token"),
-        ("read", "pushing to", "may write there"),
-        ("tokenizer", "'me/missing' is no local directory, and"),
+        ("read", "pushing to", "write access"),
+        ("tokenizer", "'me/missing' is not a local directory, and"),
     ):
         assert out[name].startswith("ValueError: "), out[name]
         for word in words:
@@ -302,8 +302,8 @@ out["texts"] = [pathlib.Path(name, "vocab.txt").is_file() for name in ("saved", 
     run(hub, home, fill, "tiny", "pickled", "adapter")
     out = run(hub, home, load, HF_ENDPOINT="http://127.0.0.1:9")
     assert out["tiny"] == out["pickled"] == digest(mc.from_pretrained(tmp_path / "tiny"))
-    assert "the cache lacks its model.safetensors, and http://127.0.0.1:9 cannot be reached" in out["partial"]
-    assert "'me/nothing' is no local directory, and" not in out["nothing"] and "cannot be reached" in out["nothing"]
+    assert "its model.safetensors is not in the cache, and http://127.0.0.1:9 cannot be reached" in out["partial"]
+    assert "'me/nothing' is not a local directory, and" not in out["nothing"] and "cannot be reached" in out["nothing"]
     assert out["adapter"] == 2 and out["words"] == [[2, 5, 6, 3]] * 2 and out["texts"] == [True, True]
 
 
@@ -333,7 +333,7 @@ out = {
 """
     out = run(hub, home, code, str(one), str(two), READ, second)
     assert [out[name] for name in ("shards", "hub", "exported", "other")] == [0, 0, 0, 1]
-    assert "with the token given" in out["refused"] and "not in the cache" in out["offline"]
+    assert "with the given token" in out["refused"] and "not in the cache" in out["offline"]
     assert "no revision (branch, tag or commit) 'nope'" in out["branch"]
     assert not (home / "x").exists() and (home / "shards" / "vocab.txt").read_text() == "good"
     said = json.loads((home / "half" / "conversion.json").read_text())
@@ -425,7 +425,7 @@ out["dense"] = [dense(), dense(local_files_only=True)]
     assert out["dense"] == [digest(vectors.head)] * 2
     assert out["made"] == ["me/base", hub.repos["me/base"].branches["main"]]  # what peft is to load under it
     assert "does not exist or is private" in out["private"]
-    assert "no adapter_config.json in the repository, so it is no adapter of peft" in out["none"]
+    assert "no adapter_config.json in the repository, so it is not an adapter of peft" in out["none"]
     assert "no adapter_config.json in the cache (offline)" in out["offline"]
 
 

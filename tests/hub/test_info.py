@@ -187,17 +187,17 @@ def test_an_architecture_of_somebody_else(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     about = model_info(str(tmp_path))
     assert about["parameters"] is None and about["memory"] is None
-    assert "'funnel' is no architecture that is known here" in render(about)
+    assert "'funnel' is not an architecture known here" in render(about)
     (tmp_path / "config.json").write_text('{"dim_model": 24, "num_layers": 2}')
-    assert "its config names no model_type; one of the original ModelCenter" in render(model_info(str(tmp_path)))
+    assert "its config has no model_type; for original ModelCenter" in render(model_info(str(tmp_path)))
 
 
 def test_presets_say_where_they_are_from(monkeypatch):
     assert "source       preset of google-bert/bert-base-uncased; confirmed\n" in render(
         model_info("bert-base-uncased")
     )
-    assert "preset of no weights; from_config makes a random start; confirmed\n" in render(model_info("cpm-bee-3b"))
-    nothing = "preset of no weights and no sizes; a directory with a config.json of its own loads; UNCONFIRMED"
+    assert "preset of no weights; from_config initialises it at random; confirmed\n" in render(model_info("cpm-bee-3b"))
+    nothing = "preset of no weights and no sizes; load it from a directory with its own config.json; UNCONFIRMED"
     assert nothing in render(model_info("cpm1-large"))
     entry = {**preset("tiny/bert"), "confirmed": False}
     monkeypatch.setattr("modelcenter.hub.info.report.preset", lambda name: entry)
@@ -223,7 +223,10 @@ def test_a_mistake_is_one_line_that_names_it(words, says, capsys):
     ("config", "says"),
     [
         ({"model_type": "bert", "hidden_size": 4}, "config.json of a bert lacks num_layers"),
-        ({"model_type": "gpt2", "n_embd": "x", "n_layer": 2, "n_head": 2, "vocab_size": 5}, "no number"),
+        (
+            {"model_type": "gpt2", "n_embd": "x", "n_layer": 2, "n_head": 2, "vocab_size": 5},
+            "a size that is not a number",
+        ),
         (
             {
                 "model_type": "llama",
@@ -233,7 +236,7 @@ def test_a_mistake_is_one_line_that_names_it(words, says, capsys):
                 "intermediate_size": 8,
                 "vocab_size": 5,
             },
-            "no number",
+            "a size that is not a number",
         ),
         ({"model_type": "gpt2", "architectures": [3]}, "architectures: got .3., expected a list of class names"),
     ],

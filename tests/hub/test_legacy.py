@@ -456,9 +456,9 @@ def test_bare_files_prefixes_and_ignored_tensors(tmp_path):
     path = tmp_path / "my.pt"
     torch.save(whole, path)
     (tmp_path / "mine.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"without a config.json beside it; pass config="):
+    with pytest.raises(ValueError, match=r"there is no config.json next to the file .*; pass config="):
         mc.from_pretrained(path)
-    with pytest.raises(ValueError, match=r"whose names begin with 'bert.' here; say it: prefix='bert.'"):
+    with pytest.raises(ValueError, match=r"whose names begin with 'bert.'; pass it: prefix='bert.'"):
         mc.from_pretrained(path, config=config)
     with pytest.raises(ValueError, match=r"'dense.weight' in my.pt"):
         mc.Bert.from_pretrained(path, config=config, prefix="bert.")
@@ -503,7 +503,7 @@ def test_tensors_that_do_not_fit(tmp_path):
     _, config, tensors = make("gpt2")
     lost = tensors.pop("encoder.layers.0.self_att.self_attention.project_v.bias")
     with pytest.raises(
-        ValueError, match=r"needs 'encoder\.layers\.0\.self_att\.self_attention\.project_v\.bias' beside"
+        ValueError, match=r"is incomplete without 'encoder\.layers\.0\.self_att\.self_attention\.project_v\.bias'"
     ):
         mc.from_pretrained(save(tmp_path / "gpt2", config, tensors))
     tensors["encoder.layers.0.self_att.self_attention.project_v.bias"] = lost

@@ -207,10 +207,10 @@ def test_ranks_that_found_other_commits_do_not_load_a_mixture(monkeypatch):
     monkeypatch.setattr(load.engine, "world_size", lambda: 2)
     monkeypatch.setattr(load, "gather_objects", lambda mine: [mine, commits[1]])
     monkeypatch.setattr(load, "resolve", lambda *_, **__: ModelFiles("me/m", {}, repo="me/m", revision=commits[0]))
-    with pytest.raises(ValueError, match="me/m: rank 0 found the commit aaa.* and rank 1 bbb.*revision"):
+    with pytest.raises(ValueError, match="me/m: rank 0 found the commit aaa.* but rank 1 bbb.*revision"):
         mc.from_pretrained("me/m")
     monkeypatch.setattr(load, "gather_objects", None)  # a rank that loads a plain model for itself waits for nobody
-    with pytest.raises(ValueError, match="me/m@aaa.*: config.json names no model_type"):
+    with pytest.raises(ValueError, match="me/m@aaa.*: config.json has no model_type"):
         mc.from_pretrained("me/m", policy=False)
 
 

@@ -140,7 +140,7 @@ def test_a_broken_download_goes_on(hub, home, tmp_path):
     env = hub.environment(home, None, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     done = warm.run(["modelcenter", "download", "me/tiny", "--json"], env, home)
     if done.returncode:  # huggingface_hub 1.5 does not go on by itself
-        assert "broke off" in done.stderr and "run it again: what has arrived stays" in done.stderr
+        assert "was interrupted" in done.stderr and "run it again: downloaded data is kept" in done.stderr
         assert "Did you mean" not in done.stderr
         done = warm.run(["modelcenter", "download", "me/tiny", "--json"], env, home)
     found = json.loads(done.stdout)
@@ -154,7 +154,7 @@ def test_a_broken_upload_goes_on(hub, home, tmp_path):
     shards = {p.name for p in path.glob("model-*")}
     hub.refused = 2
     _, told = verb(hub, home, "push", path, "me/tiny", token=WRITE, ok=False)
-    assert "another push goes on from there" in told and "the storage is full" in told
+    assert "another push continues from there" in told and "the storage is full" in told
     assert not shards & set(hub.files("me/tiny")), "nothing that looks whole"
     already = len(hub.large)
     assert already == 2 < len(shards)
@@ -174,7 +174,7 @@ def test_one_format_and_its_shards(hub, home, tmp_path):
         (path / name).write_bytes(b"x")
     hub.add("me/many", path)
     verb(hub, home, "download", "me/many")
-    assert "none of a tokenizer" in verb(hub, home, "download", "me/many", HF_HUB_OFFLINE="1")[1]
+    assert "no tokenizer" in verb(hub, home, "download", "me/many", HF_HUB_OFFLINE="1")[1]
     assert sorted(hub.downloaded()) == ["config.json", "model.safetensors"]
     (path / "model.safetensors").unlink()
     hub.add("me/pickled", path)
@@ -193,7 +193,7 @@ def test_one_format_and_its_shards(hub, home, tmp_path):
     hub.add("me/data", path)
     for name, says in (
         ("me/none", "no weights in the repository"),
-        ("me/gone", "model-00001-of-00002.safetensors is not there"),
+        ("me/gone", "model-00001-of-00002.safetensors is missing"),
         ("me/data", "no config.json"),
     ):
         assert says in verb(hub, home, "download", name, ok=False)[1]
@@ -218,12 +218,12 @@ def test_names_and_tokens_that_the_hub_refuses_are_explained_in_one_line(hub, ho
         (["download", "bert-base-uncasd"], "Did you mean 'bert-base-uncased'"),
         (["download", "a b!"], "cannot be a Hub id"),
         (["download", "tiny/bert"], "preset without weights"),
-        (["download", str(path)], "is a directory already"),
+        (["download", str(path)], "is a local directory"),
         (["download", "me/tiny", "--revision", "nope"], "no revision (branch, tag or commit) 'nope'"),
         (["info", "me/gated"], "is gated"),
-        (["push", str(path), "me/x", "--token", READ], "A token that may write there is needed"),
+        (["push", str(path), "me/x", "--token", READ], "A token with write access is needed"),
         (["push", str(path), "a/b/c"], "Give it as owner/name"),
-        (["push", "nowhere", "me/x"], "is not there; give a directory to push"),
+        (["push", "nowhere", "me/x"], "is missing; give a directory to push"),
         (["push", str(path)], "the following arguments are required: REPO_ID"),
     ]
     offline = [
@@ -276,13 +276,13 @@ print(json.dumps(out))
         (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pytorch_model.bin, which may run code"),
         (lambda d: (d / "model.safetensors").unlink(), "has no weights"),
         (lambda d: (d / "config.json").unlink(), "has no config.json"),
-        (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "is an adapter, and only whole models"),
+        (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "is an adapter, but only complete models"),
         (lambda d: (d / "adapter_config.json").write_text("{}"), "holds a model and an adapter"),
         (lambda d: (d / "config.json").write_text("{"), "config.json cannot be read as JSON"),
-        (lambda d: (d / "x.incomplete").write_bytes(b""), "the rest of something unfinished"),
+        (lambda d: (d / "x.incomplete").write_bytes(b""), "an unfinished download or save"),
         (lambda d: os.truncate(d / "model.safetensors", 5000), "model.safetensors is not a valid safetensors file"),
         (lambda d: (d / "a.txt").symlink_to("/etc/hostname"), "outside the directory; copy the file"),
-        (lambda d: (d / "a.txt").symlink_to("nowhere"), "a link that leads nowhere"),
+        (lambda d: (d / "a.txt").symlink_to("nowhere"), "a broken link"),
         (lambda d: (d / "manifest.json").write_text("{}"), "is a distributed checkpoint"),
         (lambda d: _without(d, "bert.encoder.layer.0.output.dense.bias"), "bert.encoder.layer.0.output.dense.bias"),
         (lambda d: _without(d, "classifier.bias"), "classifier.bias"),
@@ -317,7 +317,7 @@ def _config(path: Path, **changes) -> None:
 def test_a_shard_away(tmp_path):
     path = small(tmp_path / "m", max_shard_size="60KB")
     next(path.glob("model-*")).unlink()
-    with pytest.raises(ValueError, match="of which 1 are missing"):
+    with pytest.raises(ValueError, match="but 1 are missing"):
         check_directory(path)
 
 
@@ -334,7 +334,7 @@ def test_code_that_is_not_there_is_said(tmp_path):
     _config(path, auto_map={"AutoModel": "modeling_x.X", "AutoConfig": "them/theirs--configuration_x.XConfig"})
     said: list[str] = []
     check_directory(path, said.append)
-    assert len(said) == 1 and "names modeling_x.py (auto_map), which is not there" in said[0]
+    assert len(said) == 1 and "names modeling_x.py (auto_map), which is missing" in said[0]
     (path / "modeling_x.py").write_text("")
     check_directory(path, said.append)
     assert len(said) == 1
@@ -356,7 +356,7 @@ def test_a_run_pushes_its_model(hub, home, tmp_path):
     """What would keep it from that is said at once; after a failure the error names the command that goes on."""
     words = ["finetune", "classification", *command(flags(write_folder(tmp_path), max_steps=1))]
     for token, repo, env, says in [
-        (None, "me/run", {}, "pushing to me/run needs a token that may write there: HF_TOKEN or `hf auth login`"),
+        (None, "me/run", {}, "pushing to me/run needs a token with write access: HF_TOKEN or `hf auth login`"),
         (WRITE, "me/run", {"HF_HUB_OFFLINE": "1"}, "pushing to me/run needs the Hub, but HF_HUB_OFFLINE is set"),
         (WRITE, "me/a/run", {}, "pushing to me/a/run would fail: .* Give it as owner/name"),
     ]:
@@ -548,7 +548,7 @@ def test_a_branch_is_made_and_the_files_looked_at_are_its_own(api, tmp_path):
 
 def test_a_public_repository_is_not_pushed_to_as_a_private_one(api, tmp_path):
     small(tmp_path / "m")
-    with pytest.raises(ValueError, match="me/x exists and is public.*--private.*nothing was sent"):
+    with pytest.raises(ValueError, match="me/x exists and is public.*--private.*nothing was uploaded"):
         upload(tmp_path / "m", "me/x", private=True)
     assert api.deleted is None
     api.private = True
@@ -559,7 +559,7 @@ def test_a_public_repository_is_not_pushed_to_as_a_private_one(api, tmp_path):
 def test_an_upload_that_breaks_in_hf_xet_is_explained(api, tmp_path):
     api.error = RuntimeError("Data processing error: CAS service error : Request failed after 5 retries")
     small(tmp_path / "m")
-    with pytest.raises(ValueError, match="me/x failed: Data processing error: CAS.* goes on from there; HF_HUB_DISABL"):
+    with pytest.raises(ValueError, match="me/x failed: Data processing error: CAS.* continues from there; HF_HUB_DIS"):
         upload(tmp_path / "m", "me/x")
 
 

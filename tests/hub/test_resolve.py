@@ -39,7 +39,7 @@ def test_directories(saved, tmp_path, monkeypatch):
         ("~/nothing-of-this-name", "no such directory"),
         ("{tmp}", "is a directory without config.json, so not a checkpoint. Did you mean '.*/theirs'"),
         ("{tmp}/theirs/config.json", "is a file; give the directory"),
-        ("cpm1-large", "'cpm1-large' was published nowhere, nor were its sizes; name a directory"),
+        ("cpm1-large", "weights and sizes of 'cpm1-large' were never published; name a directory"),
         ("tiny/bert", "'tiny/bert' is a preset without weights: modelcenter.from_config"),
     ],
 )
@@ -60,18 +60,18 @@ def test_a_weight_file_where_its_directory_is_wanted(saved):
     weights, index = (saved("base") / f"model.safetensors{suffix}" for suffix in ("", ".index.json"))
     index.write_text("{}")
     for path, ask in ((weights, mc.from_config), (weights, model_info), (index, model_info)):
-        with pytest.raises(ValueError, match=f"{path} is a weight file; .* directory is wanted .*: {path.parent}$"):
+        with pytest.raises(ValueError, match=f"{path} is a weight file; expected its directory: {path.parent}$"):
             ask(str(path))
 
 
 def test_what_a_killed_save_was_replacing_is_named(saved, tmp_path, monkeypatch):
     saved("base").rename(tmp_path / ".out.replaced-0123")
     with pytest.raises(
-        ValueError, match="no such directory: .*/out. A save that was killed .*/.out.replaced-0123 is it"
+        ValueError, match="no such directory: .*/out. A save .* was killed; .*/.out.replaced-0123 is the old directory"
     ):
         mc.from_pretrained(tmp_path / "out")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="A save that was killed"):
+    with pytest.raises(ValueError, match="A save that was replacing it was killed"):
         mc.from_pretrained("out")  # it could be a name on the Hub, too
 
 
@@ -81,13 +81,13 @@ def test_an_adapter_is_told_from_a_model(saved, tmp_path, caplog):
     for folder in (alone, of_run):
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base", "peft_type": "LORA"}')
-    with pytest.raises(ValueError, match=r"is an adapter for me/base, no model by itself.*export me/base --adapter "):
+    with pytest.raises(ValueError, match=r"an adapter for me/base, not a model by itself.*export me/base --adapter "):
         mc.from_pretrained(alone)
     (alone / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base", "peft_type": "IA3"}')
-    with pytest.raises(ValueError, match=r"is an adapter for me/base, no model by itself \(peft_type 'IA3'\)$"):
+    with pytest.raises(ValueError, match=r"is an adapter for me/base, not a model by itself \(peft_type 'IA3'\)$"):
         mc.from_pretrained(alone)
     (alone / "adapter_config.json").write_text('{"base_model_name_or_path": ["me/base"]}')
-    with pytest.raises(ValueError, match=r"is an adapter for BASE, no model by itself"):
+    with pytest.raises(ValueError, match=r"is an adapter for BASE, not a model by itself"):
         mc.from_pretrained(alone)
     base.rename(tmp_path / "run" / "model")
     with pytest.raises(ValueError, match=r"is an adapter for me/base; .*/run/model is the model with it merged"):
@@ -96,7 +96,7 @@ def test_an_adapter_is_told_from_a_model(saved, tmp_path, caplog):
     assert not caplog.text
     (tmp_path / "run" / "model" / "adapter_config.json").write_text("{}")
     mc.from_pretrained(tmp_path / "run" / "model")
-    assert caplog.text.count("an adapter lies beside the model (adapter_config.json), which is loaded without it") == 1
+    assert caplog.text.count("also holds an adapter (adapter_config.json), and the model is loaded without it") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
@@ -227,7 +227,7 @@ def test_a_dead_network_is_not_a_missing_file(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", dead)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", dead)
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
-    with pytest.raises(ValueError, match="the cache lacks its model.safetensors.*cannot be reached .no connection."):
+    with pytest.raises(ValueError, match="its model.safetensors is not in the cache.*be reached .no connection."):
         download.download_file("me/tiny", "model.safetensors", download.HubOptions())
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *a, **k: huggingface_hub._CACHED_NO_EXIST)
     assert download.download_file("me/tiny", "model.safetensors", download.HubOptions()) is None
@@ -286,7 +286,7 @@ def test_a_connection_that_breaks_off_is_no_hub_that_cannot_be_reached():
     class RemoteProtocolError(errors.HTTPError):
         """As the one of httpx or httpx2, whichever huggingface_hub uses."""
 
-    told = r"downloading files of .*me/tiny broke off \(peer closed\).* run it again: what has arrived stays$"
+    told = r"downloading files of .*me/tiny was interrupted \(peer closed\).* run it again: downloaded data is kept$"
     with pytest.raises(download.UnreachableError, match=told):
         with download.explain_errors("me/tiny", download.HubOptions()):
             raise RemoteProtocolError("peer closed")
@@ -295,7 +295,7 @@ def test_a_connection_that_breaks_off_is_no_hub_that_cannot_be_reached():
 @pytest.mark.parametrize(
     "status, fix",
     [
-        (429, "Run it again later; signed in .* one may ask more often"),
+        (429, "Run it again later; logged-in users .* may send more requests"),
         (503, "Run it again later"),
         (403, "Check HF_ENDPOINT and the token's rights"),
     ],
@@ -307,7 +307,8 @@ def test_a_hub_that_answers_with_a_status_can_be_reached(status, fix):
 
     answered = errors.HTTPError(f"{status} for url:\nhttp://hub.")
     answered.response = types.SimpleNamespace(status_code=status)
-    told = rf"does not give model.safetensors of me/tiny, which the cache lacks: {status} for url: http://hub. {fix}$"
+    what = "does not serve model.safetensors of me/tiny, which is not in the cache"
+    told = rf"{what}: {status} for url: http://hub. {fix}$"
     with pytest.raises(download.UnreachableError, match=told):
         with download.explain_errors("me/tiny", download.HubOptions(), "model.safetensors"):
             raise errors.LocalEntryNotFoundError("check your connection") from answered
@@ -362,7 +363,7 @@ def test_what_is_cached_loads_without_the_token_that_it_was_downloaded_with(kind
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", cached)
     found = resolve("me/gated", HubOptions(cache_dir=tmp_path))
     assert found.directory == held and found.weights == held / "model.safetensors"
-    assert "me/gated: the Hub gives nothing of it now; what the cache has of it is taken" in caplog.text
+    assert "me/gated: the Hub now denies access to it; using the cached files" in caplog.text
     (held / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="is gated" if kind == "GatedRepoError" else "does not exist or is private"):
         resolve("me/gated", HubOptions(cache_dir=tmp_path))
@@ -404,7 +405,7 @@ def test_a_shard_that_is_not_there(saved, tmp_path, monkeypatch):
             "CAS service error.*run it again.*HF_HUB_DISABLE_XET=1",
         ),
         (OSError("Consistency check failed: file should be of size 9"), "should be of size 9. Run it again"),
-        (NotADirectoryError(20, "Not a directory", "x"), "name a directory that can be written"),
+        (NotADirectoryError(20, "Not a directory", "x"), "name a writable directory"),
     ],
 )
 def test_a_download_that_breaks_says_what_to_do(error, says, monkeypatch):

@@ -196,7 +196,7 @@ def test_a_model_is_not_saved_where_an_adapter_lies(model, saved, tmp_path):
         lambda: model.save_pretrained(tmp_path / "out"),
         lambda: convert(saved("base"), tmp_path / "out", "hf"),
     ):
-        with pytest.raises(ValueError, match="out: an adapter lies there .adapter_config.json.*another directory"):
+        with pytest.raises(ValueError, match="out: it holds an adapter .adapter_config.json.*another directory"):
             work()
     assert tree(tmp_path / "out") == before
 
@@ -422,10 +422,10 @@ def test_a_tokenizer_of_a_newer_library(tokenizer, tmp_path):
 def test_a_tokenizer_that_the_cache_lacks_offline(tmp_path):
     """It says so as for a model, and does not advise newer packages."""
     says = (
-        r"^'google-bert/bert-base-uncased' is no local directory, and its tokenizer( at revision '\w+')? is not in the "
+        r"^'google-bert/bert-base-uncased' is not a local directory, and its tokenizer( at revision '\w+')? is not in "
     )
     with pytest.raises(
-        ValueError, match=says + r"cache \(.*\) while offline .*\. Download it once online, or give"
+        ValueError, match=says + r"the cache \(.*\) while offline .*\. Download it once online, or give"
     ) as error:
         mc.AutoTokenizer.from_pretrained("bert-base-uncased", local_files_only=True, cache_dir=tmp_path)
     assert "newer versions" not in str(error.value)
@@ -441,7 +441,7 @@ def test_a_sentencepiece_tokenizer_without_its_packages(tmp_path, monkeypatch):
         mc.AutoTokenizer.from_pretrained(tmp_path)
     assert str(error.value) == (
         f"no tokenizer could be loaded from {tmp_path}: spiece.model is read by the packages sentencepiece and "
-        "protobuf, of which protobuf is not installed: pip install 'modelcenter[sentencepiece]'"
+        "protobuf, but protobuf is not installed: pip install 'modelcenter[sentencepiece]'"
     )
     (tmp_path / "tokenizer.json").write_text("{}")  # damaged, which no package mends
     for _ in range(2):  # beside the other one, and alone

@@ -169,7 +169,7 @@ def test_revisions(pair, monkeypatch):
         (["convert", "nowhere/at/all", "x", "--to", "hf"], "no such directory"),
         (["convert", "{path}", "{path}", "--to", "hf"], "is the source itself"),
         (["convert", "{path}", "/proc/x/y", "--to", "hf"], "converting to /proc/x/y failed"),
-        (["convert", "{path}", "x", "--to", "hf", "--dtype", "int8"], "float64, or auto: as the file says"),
+        (["convert", "{path}", "x", "--to", "hf", "--dtype", "int8"], "float64, or auto for that of the file"),
         (["convert", "{path}", "x", "--to", "hf", "--workers", "0"], "--workers: got 0"),
         (["convert", "{path}", "x", "--to", "hf", "--max_shard_size", "big"], "max_shard_size: got 'big'"),
         (["convert", "{path}", "x", "--to", "gguf"], "invalid choice: 'gguf'"),

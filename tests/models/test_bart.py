@@ -182,7 +182,7 @@ def test_the_bias_of_logits_is_not_trained(tmp_path):
     mc.from_config("tiny/bart").save_pretrained(tmp_path)  # as bart-base is published
     assert mc.from_pretrained(tmp_path, "seq2seq-lm", adapter=Lora(2)).adapter.trained == []
     for name in ("head", "head.bias"):
-        with pytest.raises(ValueError, match=f"modules_to_save: '{name}' is no module of this model that owns"):
+        with pytest.raises(ValueError, match=f"modules_to_save: '{name}' is not a module of this model with its own"):
             mc.from_config("tiny/bart", "seq2seq-lm", adapter=Lora(2, modules_to_save=[name]))
     untied = mc.from_config("tiny/bart", "seq2seq-lm", tie_embeddings=False, adapter=Lora(2, modules_to_save=["head"]))
     assert untied.adapter.trained == ["head.weight"]
@@ -226,7 +226,7 @@ def test_values_that_would_compute_something_else(field, says):
 
 def test_a_decoder_alone_is_one_clear_error(tmp_path):
     transformers.BartForCausalLM(transformers.BartConfig(**SIZES)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"\['BartForCausalLM'\], name no head that bart has here; pass task="):
+    with pytest.raises(ValueError, match=r"\['BartForCausalLM'\], name no head of bart that exists here; pass task="):
         mc.from_pretrained(tmp_path)
 
 

@@ -169,7 +169,7 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, mo
     for words in (["convert", last, str(folder / "x"), "--to", "hf"], ["predict", last, str(folder / "data")]):
         with pytest.raises(ValueError, match=r"of a run with an adapter .*; `modelcenter export .*last DST` merges it"):
             cli.run(words)
-    with pytest.raises(ValueError, match="keep_adapter: .* is of no run with an adapter"):
+    with pytest.raises(ValueError, match="keep_adapter: .* does not belong to a run with an adapter"):
         cli.run(["export", str(folder / "gone"), str(folder / "x"), "--keep_adapter"])
 
 
@@ -267,7 +267,7 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     assert not done.value.code
     model = mc.from_pretrained(merged)
     assert model.task == "sequence-classification" and model.config.id2label == {0: "bad", 1: "good"}
-    with pytest.raises(ValueError, match="left no model: .*4 bits"):
+    with pytest.raises(ValueError, match="without a final model: .*4-bit weights"):
         model_directory(folder / "run")
     # Verbs that would merge, and those that find the run by its folder or its checkpoint, give commands that work.
     run, last, out = str(folder / "run"), str(folder / "run" / "checkpoints" / "last"), str(folder / "out")

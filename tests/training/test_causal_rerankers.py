@@ -152,7 +152,7 @@ def test_words_are_tokens(tmp_path):
     assert token_numbers(["Ġfood"], tmp_path) == token_numbers([" food"], tmp_path) == (vocabulary["Ġfood"],)
     assert token_numbers([7, "no"], tmp_path) == (7, vocabulary["no"])
     for words in ("yes", ["a", "b", "c"], [], [3, 3]):
-        with pytest.raises(ValueError, match="expected the word for yes, and perhaps another one for no"):
+        with pytest.raises(ValueError, match="expected the word for yes, and optionally another for no"):
             token_numbers(words, tmp_path)
 
 
@@ -316,10 +316,10 @@ def test_their_files_with_one_word(tmp_path):
 
 def test_mistakes_in_their_files(tmp_path):
     named = as_of_theirs(tmp_path / "st", {"true_token_id": "yes"})
-    with pytest.raises(ValueError, match=r"true_token_id and false_token_id are \['yes', None\], expected numbers"):
+    with pytest.raises(ValueError, match=r"true_token_id and false_token_id are \['yes', None\], expected token ids"):
         mc.from_pretrained(named)
     (named / "1_LogitScore" / "config.json").write_text('{"false_token_id": 5}')
-    with pytest.raises(ValueError, match=r"true_token_id and false_token_id are \[None, 5\], expected numbers"):
+    with pytest.raises(ValueError, match=r"true_token_id and false_token_id are \[None, 5\], expected token ids"):
         mc.from_pretrained(named)
     (named / "1_LogitScore" / "config.json").unlink()
     with pytest.raises(ValueError, match="lists the step 1_LogitScore, but 1_LogitScore/config.json is missing"):
@@ -449,7 +449,7 @@ def test_a_published_template_without_its_words(folder, family):
         main(command(words))
         assert predicted(folder, folder / "words") != found
     else:
-        with pytest.raises(ValueError, match="beside a published pair_template, which has words, give --score_tokens"):
+        with pytest.raises(ValueError, match="with a published pair_template, which names words, give --score_tokens"):
             main(command(words))
 
 
@@ -523,7 +523,7 @@ def test_mistakes(folder):
     write_data(folder)
     cases = {
         "score_tokens: 'maybe so' is": {"score_tokens": ["maybe so", "no"]},
-        "expected the word for yes, and perhaps another": {"score_tokens": ["yes", "yes"]},
+        "expected the word for yes, and optionally another": {"score_tokens": ["yes", "yes"]},
         "pair_template: got 'qwen', expected qwen3, bge-gemma or a Jinja file": {"pair_template": "qwen"},
         "writes no messages of the roles": {"pair_template": str(folder / "plain.jinja")},
         "instruction: this model reads pairs without a template": {"pair_template": None},
@@ -536,14 +536,14 @@ def test_mistakes(folder):
         values = {name: value for name, value in flags(folder, **changes).items() if value is not None}
         with pytest.raises(ValueError, match=message):
             main(command(values))
-    others = {"gemma2": "limit of their size", "gptj": "a bias", "modernbert-decoder": "a layer before it"}
+    others = {"gemma2": "a cap on them", "gptj": "a bias", "modernbert-decoder": "a layer before it"}
     for family, message in others.items():
         lm = save_lm(folder / family, family=family, **OTHER_SIZES.get(family, {}))
         with pytest.raises(ValueError, match=message):
             mc.from_pretrained(lm, "sequence-classification", score_tokens=("yes", "no"))
-    with pytest.raises(ValueError, match="they make the head of a model of the task sequence-classification"):
+    with pytest.raises(ValueError, match="they build the head of the task sequence-classification"):
         mc.from_pretrained(folder / "lm", "causal-lm", score_tokens=(1, 2))
     model = mc.from_pretrained(folder / "lm")
     model.save_pretrained(folder / "dcp", format="distributed")
-    with pytest.raises(ValueError, match="is a distributed checkpoint, whose head cannot be made of words"):
+    with pytest.raises(ValueError, match="is a distributed checkpoint, whose head cannot be built from words"):
         mc.from_pretrained(folder / "dcp", "sequence-classification", score_tokens=(1, 2))

@@ -416,8 +416,8 @@ def test_teachers_that_are_refused(tmp_path):
         ("finetune token-classification", {"teacher": "t", "teacher_weight": 1, "class_weights": "O=2"},
          "class_weights: changes nothing beside teacher_weight 1"),
         ("pretrain mlm", {"teacher": "t", "next_sentence": True}, "teacher: it teaches to predict hidden words alone"),
-        ("finetune embedding", {"teacher": "t"}, "--teacher is no flag here: it is for tasks with labels"),
-        ("finetune dpo", {"teacher": "t"}, "--teacher is no flag here: it is for tasks with labels"),
+        ("finetune embedding", {"teacher": "t"}, "--teacher is not a flag here: it is for tasks with labels"),
+        ("finetune dpo", {"teacher": "t"}, "--teacher is not a flag here: it is for tasks with labels"),
     ],
 )  # fmt: skip
 def test_flags_that_are_refused(words, more, said):

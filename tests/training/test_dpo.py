@@ -387,7 +387,7 @@ def test_pairs_without_both_answers_are_left_out(folder, caplog):
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing: belongs to loss_type sigmoid, not to ipo"),
         ({"loss_type": "hinge"}, "loss_type: got 'hinge', expected one of sigmoid, ipo"),
         ({"chosen_column": "better"}, "chosen_column: .* has no column 'better'"),
-        ({"reference": "nowhere/at-all"}, "^reference: 'nowhere/at-all' is no local directory"),
+        ({"reference": "nowhere/at-all"}, "^reference: 'nowhere/at-all' is not a local directory"),
         ({"model": "tiny/cpmant", "from_scratch": True}, "--tokenizer is needed"),
     ],
 )

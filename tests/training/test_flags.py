@@ -295,7 +295,7 @@ def test_optimizers_of_fp32_weights_alone_say_so_at_once(optimizer, precision):
 
 def test_flags_of_other_programs_in_a_file_are_answered(tmp_path):
     (tmp_path / "flags.yaml").write_text("deepspeed: zero3.json")
-    with pytest.raises(ValueError, match="flags.yaml: deepspeed is no flag here: --zero shards the model"):
+    with pytest.raises(ValueError, match="flags.yaml: deepspeed is not a flag here: --zero shards the model"):
         TASKS["classification"].flags().from_args(["--config", str(tmp_path / "flags.yaml")])
     with pytest.raises(ValueError, match="unknown flag --deepspeed"):
         GenerateConfig.from_args(["run", "--deepspeed", "x"])

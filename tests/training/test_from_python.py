@@ -53,7 +53,7 @@ def test_a_file_of_flags_and_a_dry_run(folder, capsys):
         ("clasification", {}, "task: got 'clasification', expected one of .*Did you mean 'classification'"),
         ("classification", {"lrr": 3}, "the call has the unknown key 'lrr'. Did you mean 'lr'?"),
         ("classification", {"learning_rate": 3}, "the call gives lr twice, the second time as 'learning_rate'"),
-        ("classification", {"fp16": True}, "the call: fp16 is no flag here: --precision fp16 computes in it"),
+        ("classification", {"fp16": True}, "the call: fp16 is not a flag here: --precision fp16 computes in fp16"),
         ("classification", {"lr": "fast"}, "lr: got 'fast', expected a number"),
         ("classification", {"model": None}, "--model is needed"),
         ("classification", {"max_steps": 3}, "epochs: changes nothing beside max_steps"),

@@ -210,7 +210,7 @@ def test_rows_and_prompts_that_cannot_be_encoded_are_named(folder, tmp_path, cap
             cli(words)
 
     train = ["finetune", "lm", "--output_dir", str(tmp_path / "run"), "--model", start]
-    fails([*train, "--train_data", bad], r"bad.jsonl, line 1: '<' in 'a < b' is no token of CPM-Bee")
+    fails([*train, "--train_data", bad], r"bad.jsonl, line 1: '<' in 'a < b' is not a token of CPM-Bee")
     fails([*train, "--train_data", data, "--max_length", "9"], "line 1: neither this row nor any other has 9 tokens")
     fails([*train, "--train_data", data, "--max_length", "9", "--too_long", "error"], "line 1: the row has .* tokens")
     fails(["predict", start, data, "--max_length", "9"], "line 1: the row has .* tokens, expected at most 9")

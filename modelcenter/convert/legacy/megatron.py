@@ -1,8 +1,9 @@
-"""CPM-2 as TsinghuaAI published it: files of Megatron's tensor parallelism, `mp_rank_00_model_states.pt` and so on.
+"""CPM-2 as published by TsinghuaAI: files of Megatron's tensor parallelism, `mp_rank_00_model_states.pt` and so on.
 
-hub.files puts the number of the file before each name ("2:word_embeds.weight"). Each holds a part of every matrix:
-rows of the embeddings and of what reads the hidden states, columns of what writes them, heads of the position bias, and
-a copy of each norm. Queries, keys and values are one matrix in which those of each rank stand together.
+hub.files puts the number of the file before each name ("2:word_embeds.weight"). Each file holds a part of every matrix:
+rows of the embeddings and of layers that read the hidden states, columns of those that write them, heads of the
+position bias; and a copy of each norm. Queries, keys and values are one matrix in which those of each rank are
+together.
 """
 
 import re
@@ -14,7 +15,7 @@ from modelcenter.convert.pieces import Axis, Piece, Shape
 _ATTN, _CROSS, _FF = "self_attn.self_attn", "cross_attn.cross_attn", "ff.dense_relu_dense"
 _WHERE = r"(?P<side>encoder|decoder)\.blocks\.(?P<i>\d+)\."
 
-# Pattern of a name -> T5's names of what stands in it along `dim`, which the ranks share. None: each has all of it.
+# Pattern of a name -> T5's names of the matrices in it along `dim`, split over ranks. None: every rank has all of it.
 _Rule = tuple[str, tuple[str, ...], int | None]
 
 
@@ -42,19 +43,19 @@ def _rules() -> list[_Rule]:
 
 
 def is_megatron(shapes: Mapping[str, Shape]) -> bool:
-    """Whether these are the names of such files."""
+    """Whether these are names in such files."""
     return "0:word_embeds.weight" in shapes
 
 
 def merge_ranks(shapes: Mapping[str, Shape]) -> tuple[dict[str, TranslatedTensor], list[tuple[str, str]]]:
-    """How the tensors of all files make T5's (as translation.translate_tensors).
+    """Build T5's tensors from those of all files (as translation.translate_tensors).
 
     Raises:
-        ValueError: a file lacks a tensor of the others, or its part does not fit theirs.
+        ValueError: a file lacks a tensor that others have, or its part does not fit theirs.
     """
     ranks = sorted({int(name.partition(":")[0]) for name in shapes})
     if ranks != list(range(len(ranks))):
-        raise ValueError(f"the files of ranks {', '.join(map(str, ranks))} are there, expected 0 to {ranks[-1]}")
+        raise ValueError(f"the files of ranks {', '.join(map(str, ranks))} exist, expected ranks 0 to {ranks[-1]}")
     translated: dict[str, TranslatedTensor] = {}
     duplicates: list[tuple[str, str]] = []
     rules = _rules()
@@ -67,7 +68,7 @@ def merge_ranks(shapes: Mapping[str, Shape]) -> tuple[dict[str, TranslatedTensor
             continue
         matched = next(((m, rule) for rule in rules if (m := re.fullmatch(rule[0], name))), None)
         if matched is None:
-            translated[name] = _copied(parts[0], name, shapes)  # which is then said to be unknown
+            translated[name] = _copied(parts[0], name, shapes)  # it is reported as unknown later
             continue
         match, (_, theirs, dim) = matched
         values = match.groupdict()
@@ -89,11 +90,11 @@ def _copied(old: str, name: str, shapes: Mapping[str, Shape]) -> TranslatedTenso
 def _split_over_ranks(
     parts: Sequence[str], names: Sequence[str], dim: int, shapes: Mapping[str, Shape]
 ) -> dict[str, TranslatedTensor]:
-    """Tensors side by side in each part, of which the parts have equal shares."""
+    """Tensors side by side in each part, with equal shares in every part."""
     first = tuple(shapes[parts[0]])
     for part in parts:
         if tuple(shapes[part]) != first or len(first) != 2:
-            raise ValueError(f"{part!r} has shape {tuple(shapes[part])}, that of rank 0 has {first}")
+            raise ValueError(f"{part!r} has shape {tuple(shapes[part])}, but that of rank 0 has {first}")
     if first[dim] % len(names):
         raise ValueError(f"{parts[0]!r} has {first[dim]} rows, not a multiple of the {len(names)} matrices in it")
     share = first[dim] // len(names)

@@ -1,4 +1,4 @@
-"""ModelCenter's networks that transformers has: T5, RoBERTa, BERT, OPT, Llama, GPT-2 and GPT-J."""
+"""ModelCenter's networks that exist in transformers: T5, RoBERTa, BERT, OPT, Llama, GPT-2 and GPT-J."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from modelcenter.convert.legacy.tensor_rules import (
 from modelcenter.convert.legacy.translation import Config, LegacyNetwork
 from modelcenter.convert.pieces import Shape
 
-T5_SCALE = 100.0  # of hidden states; the square root of it is in each matrix of a feed-forward network
+T5_SCALE = 100.0  # of hidden states; each matrix of a feed-forward network takes its square root
 _ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
 
 
@@ -31,8 +31,8 @@ def _t5_fields(config: Config) -> dict[str, Any]:
     act, gated, tied = _activation(config), str(config["ffn_activate_fn"]).startswith("gated_"), bool(config["tied"])
     if not gated and act != "relu":
         raise ValueError(
-            f"ModelCenter config field 'ffn_activate_fn': got {act!r} without a gate; the weights of such a network "
-            "cannot be brought back from their scale, which relu and the gated ones allow"
+            f"ModelCenter config field 'ffn_activate_fn': got {act!r} without a gate; the scaling of such a network's "
+            "weights cannot be undone, as it can for relu and gated activations"
         )
     if config.get("scale") and not tied:
         raise ValueError("ModelCenter config field 'scale': got true with tied false, which no T5 of transformers has")
@@ -57,14 +57,14 @@ def _llama_fields(config: Config) -> dict[str, Any]:
         )
     if config["dropout_p"]:
         raise ValueError(
-            f"ModelCenter config field 'dropout_p': got {config['dropout_p']!r}, expected 0: a Llama of transformers "
-            "has no dropout after attention and feed-forward. Set it to 0 in config.json; it changes training only"
+            f"ModelCenter config field 'dropout_p': got {config['dropout_p']!r}, expected 0: transformers' Llama has "
+            "no dropout after attention and feed-forward. Set it to 0 in config.json; it affects training only"
         )
     kv_heads = config["num_heads_kv"]
     return {"hidden_act": act, "num_key_value_heads": config["num_heads"] if kv_heads == -1 else kv_heads}
 
 
-_HEAD_BIAS = frozenset(("proj_bias",))  # a head here has the bias that the file has
+_HEAD_BIAS = frozenset(("proj_bias",))  # a head has the bias if the file has it
 _COMMON: dict[str, Any] = {"tied": True, "cls_head": None}
 _GPT_FIELDS = {
     "vocab_size": ("vocab_size",),
@@ -111,13 +111,13 @@ def _bert(prefix: str, head: tuple[str, str, str], defaults: dict[str, Any], **k
 
 
 def _is_roberta(config: Config, shapes: Mapping[str, Shape]) -> bool:
-    """RoBERTa has BERT's names; one type of token, or its padding token, tells it."""
+    """RoBERTa has BERT's names, but a single token type or a pad_token_id."""
     types = shapes.get("token_type_embedding.weight")
     return types is not None and (types[0] == 1 or "pad_token_id" in config)
 
 
 def _turns_positions(shapes: Mapping[str, Shape]) -> bool:
-    """Llama's and GPT-J's rotary positions have no tensors; the norms of GPT-J have biases."""
+    """Llama's and GPT-J's rotary positions have no tensors; GPT-J's norms have biases."""
     return not any("position" in name or "segment" in name for name in shapes)
 
 
@@ -236,7 +236,7 @@ OPT = LegacyNetwork(
     },
     classes=("ForCausalLM", ""),
     derived_fields=_gpt_fields,
-    ignored=_HEAD_BIAS | {"tied", "prefix"},  # its head is the embedding whatever `tied` says
+    ignored=_HEAD_BIAS | {"tied", "prefix"},  # its head is the embedding, whatever `tied` says
 )
 LLAMA = LegacyNetwork(
     model_types={"llama": "Llama"},

@@ -1,4 +1,4 @@
-"""How a checkpoint of ModelCenter's is said to be in Hugging Face's form, and the translation by that."""
+"""Describing how ModelCenter's checkpoints correspond to Hugging Face's form, and translating them."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from modelcenter.convert.rules import fill, template_regex
 
 Config = Mapping[str, Any]
 
-# Fields that change nothing of a trained network: the start of its training, and types of numbers.
+# Fields without effect on a trained network: its initialisation, and types of numbers.
 _IGNORED = frozenset(
     """emb_init_mean emb_init_std pos_init_mean pos_init_std norm_init_var att_init_mean att_init_std ffn_init_mean
     ffn_init_std proj_init_mean proj_init_std att_mask_value half dtype model_type""".split()
@@ -21,14 +21,14 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {"int8": (False,), "length_scale": (Fals
 
 @dataclass(frozen=True)
 class LegacyRule:
-    """A tensor of the Hugging Face form and those of ModelCenter that it is made of.
+    """A tensor in Hugging Face's form, and ModelCenter's tensors from which it is made.
 
     Args:
         hub: its name; `{i}` is a layer and `*` the last part of a name, as in convert.rules; `{before}` is i - 1.
-        legacy: ModelCenter's names. Several lie side by side along the last dimension of `hub`.
-        transpose: each has its dimensions reversed.
-        factor: what its values are multiplied by.
-        duplicate: a name of ModelCenter's that must hold the same values.
+        legacy: ModelCenter's names. Several are side by side along the last dimension of `hub`.
+        transpose: the dimensions of each are reversed.
+        factor: by which its values are multiplied.
+        duplicate: a ModelCenter name of a tensor that must hold the same values.
     """
 
     hub: str
@@ -39,13 +39,13 @@ class LegacyRule:
 
 
 def rename(hub: str, legacy: str, factor: float = 1.0) -> LegacyRule:
-    """The rule of one tensor under another name."""
+    """The rule for one tensor under another name."""
     return LegacyRule(hub, (legacy,), factor=factor)
 
 
 @dataclass(frozen=True)
 class TranslatedTensor:
-    """One tensor of the Hugging Face form: its pieces lead from ModelCenter's names (HUB side) to it (NATIVE side)."""
+    """A tensor in Hugging Face's form: its pieces map ModelCenter's tensors (HUB side) to it (NATIVE side)."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -53,7 +53,7 @@ class TranslatedTensor:
 
     @property
     def plain_source(self) -> str | None:
-        """ModelCenter's name of the same tensor, if this is no more than another name for it."""
+        """ModelCenter's name of the same tensor, if only the names differ."""
         piece = self.pieces[0]
         straight = all(axis.dims[0] == axis.dims[1] for axis in piece.axes) and piece.offsets[0] == piece.offsets[1]
         return self.pieces[0].names[HUB] if len(self.pieces) == 1 and self.factor == 1 and straight else None
@@ -64,17 +64,17 @@ class LegacyNetwork:
     """One of ModelCenter's networks.
 
     Attributes:
-        model_types: the architectures here that it can be loaded as, with what transformers' classes of each begin
-            with; the first unless the caller says.
-        recognises: (config.json, shapes of the tensors) -> whether a checkpoint is of it.
-        rules: (config in Hugging Face's form, number of the last layer) -> how its tensors are made.
-        defaults: ModelCenter's values of the fields that a config.json leaves out.
-        fields: its field -> those of Hugging Face with the same value.
-        required: fields with the values that the network can have here.
-        classes: how the class of `architectures` ends, and that of a checkpoint with `cls_head` ("": there is none).
-        derived_fields: (ModelCenter's config with its defaults) -> fields of Hugging Face that follow from several.
+        model_types: {architecture here as which it can be loaded: prefix of its classes in transformers}; the first is
+            the default.
+        recognises: (config.json, shapes of the tensors) -> whether a checkpoint holds this network.
+        rules: (config in Hugging Face's form, number of the last layer) -> the rules of its tensors.
+        defaults: ModelCenter's values of fields that a config.json omits.
+        fields: its field -> Hugging Face's fields with the same value.
+        required: fields, with the values that are supported here.
+        classes: suffix of the class in `architectures`, and that for a checkpoint with `cls_head` ("": there is none).
+        derived_fields: (ModelCenter's config with its defaults) -> Hugging Face's fields that follow from several.
         unread: (config in Hugging Face's form) -> patterns of ModelCenter's names that its network never reads.
-        ignored: fields without effect, beside those that no network reads.
+        ignored: fields without effect, in addition to those that no network reads.
     """
 
     model_types: Mapping[str, str]
@@ -90,7 +90,7 @@ class LegacyNetwork:
 
     @property
     def model_type(self) -> str:
-        """The architecture that it is loaded as where nobody says."""
+        """The architecture as which it is loaded by default."""
         return next(iter(self.model_types))
 
 
@@ -98,7 +98,7 @@ def hf_config(network: LegacyNetwork, config: Config, model_type: str | None = N
     """A ModelCenter config.json in Hugging Face's form.
 
     Raises:
-        ValueError: a field is unknown, or has a value that the network cannot have here.
+        ValueError: a field is unknown, or has a value that is not supported here.
     """
     values = _checked_fields(network, config)
     kind = model_type or network.model_type
@@ -113,7 +113,7 @@ def hf_config(network: LegacyNetwork, config: Config, model_type: str | None = N
 
 
 def _checked_fields(network: LegacyNetwork, config: Config) -> dict[str, Any]:
-    """The fields of a ModelCenter config.json and the defaults of those that it leaves out."""
+    """The fields of a ModelCenter config.json, with defaults for those that it omits."""
     required = {**_REQUIRED, **network.required}
     for name, value in config.items():
         known = name in network.defaults or name in required or name in _IGNORED or name in network.ignored
@@ -128,12 +128,12 @@ def _checked_fields(network: LegacyNetwork, config: Config) -> dict[str, Any]:
         if name in values and values[name] not in allowed:
             expected = " or ".join(map(repr, allowed))
             raise ValueError(f"ModelCenter config field {name!r}: got {values[name]!r}, expected {expected}")
-    if "dim_head" not in network.fields:  # the width of a head follows from the others
+    if "dim_head" not in network.fields:  # the size of a head follows from other fields
         width = values["dim_model"]
         if values["num_heads"] * values["dim_head"] != width:
             raise ValueError(
                 f"ModelCenter config: num_heads {values['num_heads']} times dim_head {values['dim_head']} is not "
-                f"dim_model {width}, which {network.model_type} needs"
+                f"dim_model {width}, as {network.model_type} requires"
             )
     return values
 
@@ -141,17 +141,17 @@ def _checked_fields(network: LegacyNetwork, config: Config) -> dict[str, Any]:
 def translate_tensors(
     network: LegacyNetwork, config: Config, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, TranslatedTensor], list[tuple[str, str]]]:
-    """How the tensors of a checkpoint make those of the Hugging Face form.
+    """Determine how the tensors of a checkpoint form those of Hugging Face's form.
 
     Args:
         config: in Hugging Face's form. shapes: of ModelCenter's tensors.
 
     Returns:
-        {Hugging Face's name: TranslatedTensor}, with names that no rule knows as they are; and pairs of ModelCenter's
-        names that must hold the same values.
+        {Hugging Face's name: TranslatedTensor}, with names that no rule matches unchanged; and pairs of ModelCenter's
+        names of tensors that must hold the same values.
 
     Raises:
-        ValueError: tensors that belong side by side are not all there, or do not fit.
+        ValueError: some tensors that are to be joined are missing, or their shapes do not fit.
     """
     numbers = [int(m[1]) for name in shapes if (m := re.search(r"\.layers\.(\d+)\.", name))]
     translated: dict[str, TranslatedTensor] = {}
@@ -163,12 +163,12 @@ def translate_tensors(
             values = match.groupdict()
             values |= {"before": str(int(values["i"]) - 1)} if "i" in values else {}
             if values.get("before") == "-1" and "{before}" in rule.hub:
-                continue  # layer 0 has a rule of its own
+                continue  # layer 0 has its own rule
             names = [fill(template, values) for template in rule.legacy]
             hub = fill(rule.hub, values)
             absent = [name for name in names if name not in shapes]
             if absent:
-                raise ValueError(f"the tensor {names[0]!r} needs {', '.join(map(repr, absent))} beside it: missing")
+                raise ValueError(f"the tensor {names[0]!r} is incomplete without {', '.join(map(repr, absent))}")
             translated[hub] = _join(hub, names, shapes, rule)
             used.update(names)
             if rule.duplicate is not None and (other := fill(rule.duplicate, values)) in shapes:
@@ -178,13 +178,13 @@ def translate_tensors(
     for name in shapes:
         if name not in used and not any(re.fullmatch(pattern, name) for pattern in unread):
             if name in translated:
-                raise ValueError(f"the file holds both {name!r} and what it is made of")
+                raise ValueError(f"the file holds both {name!r} and the tensors it is made of")
             translated[name] = _join(name, [name], shapes, rename(name, name))
     return translated, duplicates
 
 
 def _join(hub: str, names: Sequence[str], shapes: Mapping[str, Shape], rule: LegacyRule) -> TranslatedTensor:
-    """ModelCenter's tensors `names` side by side along the last dimension of `hub`."""
+    """Join ModelCenter's tensors `names` along the last dimension of `hub`."""
     first = shapes[names[0]]
     rank, start, pieces = len(first), 0, []
     for name in names:
@@ -192,7 +192,7 @@ def _join(hub: str, names: Sequence[str], shapes: Mapping[str, Shape], rule: Leg
         ours = tuple(reversed(shape)) if rule.transpose else tuple(shape)
         known = tuple(reversed(first)) if rule.transpose else tuple(first)
         if len(shape) != rank or ours[:-1] != known[:-1]:
-            raise ValueError(f"{name!r} of shape {tuple(shape)} does not fit beside {names[0]!r} of {tuple(first)}")
+            raise ValueError(f"{name!r} of shape {tuple(shape)} cannot be joined with {names[0]!r} of {tuple(first)}")
         axes = tuple(Axis(n, (rank - 1 - d if rule.transpose else d, d)) for d, n in enumerate(ours))
         offset = tuple(start if d == rank - 1 else 0 for d in range(rank))
         pieces.append(Piece((name, hub), axes, ((0,) * rank, offset)))

@@ -1,4 +1,4 @@
-"""A checkpoint of any kind, open for conversion: named tensors that are read by boxes, and what they mean."""
+"""A checkpoint in any format, opened for conversion: tensors read by boxes, matched with an architecture."""
 
 import functools
 import itertools
@@ -55,24 +55,24 @@ SIDES = {HUB: "hf", NATIVE: "distributed"}
 
 
 class TensorSource(Source, Protocol):
-    """A source that lists its tensors. Reading must be safe in a forked process."""
+    """A source that lists its tensors. Reading must work in a forked process."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """Name -> its shape and dtype."""
+        """{name: info with the tensor's shape and dtype}."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """How the user wants a checkpoint to be read.
+    """How to read a checkpoint, as requested by the user.
 
     Attributes:
-        config: a name, directory or JSON file whose config.json to take in place of the checkpoint's.
-        prefix: what precedes the names in the file and is no part of them ("module.").
+        config: a name, directory or JSON file whose config.json replaces the checkpoint's.
+        prefix: text before the names in the file that is not part of them ("module.").
         ignore: shell patterns of tensors to leave out.
-        kept: the layers to take; None: all.
+        kept: the layers to keep; None: all.
     """
 
     config: str | None = None
@@ -87,11 +87,11 @@ class Checkpoint:
     """An open checkpoint: its tensors and their meaning. A context manager.
 
     Attributes:
-        source: its tensors under the names it has.
-        side: whose names those are after `names`: HUB or NATIVE. names: layout name -> name in `source`.
-        files: where it lies, and its config.json. arch, config, whole: see ArchMap, ModelConfig and CheckpointContents.
+        source: its tensors under their stored names.
+        side: HUB or NATIVE, the side of the keys of `names`. names: name in the layout -> name in `source`.
+        files: its location and config.json. arch, config, whole: see ArchMap, ModelConfig and CheckpointContents.
         ignored: tensors that the user left out.
-        absent_heads: as in `whole`, but for those that the user left out.
+        absent_heads: as in `whole`, without those that the user left out.
     """
 
     source: TensorSource
@@ -123,17 +123,17 @@ class Checkpoint:
 
     @functools.cached_property
     def sidecar(self) -> SidecarFiles:
-        """The files that lie beside the weights, such as the tokenizer's."""
+        """The files other than weights, such as the tokenizer's."""
         return _sidecar(self.files, self.options)
 
     def hub_keys(self) -> list[str]:
-        """The hub keys that this checkpoint fills."""
+        """The hub keys of the tensors in this checkpoint."""
         if self.side == HUB:
             return [key for key in self.layout.shapes if key in self.names]
         return [key for key in self.layout.shapes if all(n in self.names for n in self.layout.natives(key))]
 
     def native_names(self) -> list[str]:
-        """The parameters that this checkpoint fills."""
+        """The names of the parameters in this checkpoint."""
         if self.side == NATIVE:
             return [name for name in self.layout.native_shapes if name in self.names]
         filled = {name for key in self.hub_keys() for name in self.layout.natives(key)}
@@ -158,26 +158,26 @@ class Checkpoint:
         return list(dict.fromkeys(self.names[piece.names[1 - side]] for piece in self.pieces(side, name)))
 
     def check_heads(self) -> None:
-        """Raise ValueError for a head that the class in config.json has and of which nothing is there: files may be
-        lost that no index lists."""
+        """Raise ValueError if the class in config.json has a head, but the checkpoint none of its tensors: without an
+        index, nothing else shows that a file is missing."""
         if not self.absent_heads:
             return
         names = [name for part in self.absent_heads.values() for name in part]
         shown = ", ".join(names[:10]) + (", ..." if names[10:] else "")
         patterns = " ".join(shlex.quote(_common_pattern(part)) for part in self.absent_heads.values())
         raise ValueError(
-            f"{self.origin}: {self.arch.tasks[self.whole.task].hf_class}, which its config names, has a head of which "
-            f"nothing is there: {shown}. If that is as it should be, --ignore {patterns} goes on without it"
+            f"{self.origin}: {self.arch.tasks[self.whole.task].hf_class}, which its config names, has a head, but all "
+            f"its tensors are missing: {shown}. If this is intended, convert without it: --ignore {patterns}"
         )
 
     def check_repeats(self) -> None:
-        """Raise ValueError for a tensor that should repeat another, and differs."""
+        """Raise ValueError if a tensor that should repeat another differs from it."""
         for name, key in self.whole.repeats:
             first = self.names[key]
             if not _same_values(self.source, name, first):
                 raise ValueError(
                     f"{self.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values differ. "
-                    "If the checkpoint is meant to be untied, say so in its config.json: tie_word_embeddings false"
+                    "If the checkpoint is meant to be untied, set tie_word_embeddings to false in its config.json"
                 )
 
 
@@ -186,10 +186,10 @@ def _sidecar(files: ModelFiles, options: HubOptions) -> SidecarFiles:
 
 
 def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
-    """Open a checkpoint of any kind, or the last one of a training run.
+    """Open a checkpoint in any format, or the last one of a training run.
 
     Raises:
-        ValueError: there is nothing that can be read; it is damaged; tensors are missing, unknown or misshapen.
+        ValueError: there is nothing readable, it is damaged, or tensors are missing, unknown or of the wrong shape.
     """
     request = request or Request()
     place = str(find_step(path, None))
@@ -200,32 +200,32 @@ def open_checkpoint(path: Any, request: Request | None = None) -> Checkpoint:
 
 
 def _open_distributed(directory: Path, request: Request) -> Checkpoint:
-    """A distributed checkpoint, of a model or of training."""
+    """Open a distributed checkpoint of a model or of training."""
     refuse_two_models(directory)
     source = open_model(directory)
     values = None if request.config is None else read_config(request.config, request.options)
     if values is None:
         if not (directory / CONFIG_FILE).is_file():
-            raise ValueError(f"{directory} has no {CONFIG_FILE}; say with --config NAME|FILE of which model it is")
+            raise ValueError(f"{directory} has no {CONFIG_FILE}; name its model with --config NAME|FILE")
         values = read_json(directory / CONFIG_FILE)
     files = ModelFiles(str(directory), values, directory, distributed=True)
     if request.kept is not None:
         source.close()
-        files = with_kept_layers(files, request.kept)  # which says what to do
+        files = with_kept_layers(files, request.kept)  # raises the error
     return _interpret(source, NATIVE, files, request)
 
 
 def _open_hf(path: str, request: Request) -> Checkpoint:
-    """A Hugging Face directory, a model of `modelcenter list` or a Hub id; ModelCenter's and Megatron's files."""
+    """Open a Hugging Face directory, a model of `modelcenter list`, a Hub id, or ModelCenter's and Megatron's files."""
     files = resolve(path, request.options, config=request.config)
     if request.kept is not None:
         files = with_kept_layers(in_hf_form(files), request.kept)
     renamed = in_hf_form(replace(files, prefix=request.prefix, ignore=request.ignore))
-    if renamed.legacy is not None:  # its names are taken apart already
+    if renamed.legacy is not None:  # the prefix and ignored tensors are removed already
         return _interpret(open_hf_source(renamed), HUB, renamed, replace(request, prefix="", ignore=()))
-    if request.prefix or request.ignore:  # interpreted with the names it has
+    if request.prefix or request.ignore:  # interpreted under its own names
         assert files.weights is not None
-        del renamed  # a file that can only be read whole is not held twice
+        del renamed  # so that a file that can only be read whole is not in memory twice
         source = open_weight_files(files.weights)
         if request.kept is not None:
             keep_layers(source, files, request.kept, request.prefix)
@@ -233,14 +233,15 @@ def _open_hf(path: str, request: Request) -> Checkpoint:
     return _interpret(open_hf_source(renamed), HUB, files, request)
 
 
-# -- what the tensors mean -------------------------------------------------------------------------------------------
+# -- matching tensors with the architecture ---------------------------------------------------------------------------
 
 
 def _interpret(source: TensorSource, side: int, files: ModelFiles, request: Request) -> Checkpoint:
-    """Find what the tensors of a source mean, and check that they are all there with the right shapes.
+    """Match the tensors of a source with its architecture, and check that all exist with the right shapes.
 
     Raises:
-        ValueError: tensors are missing, unknown, misshapen or quantised; the config is not understood. All are listed.
+        ValueError: tensors are missing, unknown, quantised or of the wrong shape (all are listed), or the config is not
+            understood.
     """
     try:
         return _match_source(source, side, files, request)
@@ -254,16 +255,16 @@ def _interpret(source: TensorSource, side: int, files: ModelFiles, request: Requ
 
 
 def _match_source(source: TensorSource, side: int, files: ModelFiles, request: Request) -> Checkpoint:
-    """What the tensors of an opened checkpoint mean to its architecture. Raises ValueError: they do not make it up."""
+    """Match the tensors of an open source with its architecture. Raises ValueError if they do not fit."""
     spec = find_spec(files.config, None, files.origin)
     arch: ArchMap = spec.arch_map()
     find = _sidecar(files, request.options).file
     dense = dense_steps(find) if "embedding" in arch.tasks and files.legacy is None else []
-    named_task = "embedding" if dense else None  # whose layers the class in the config does not have
+    named_task = "embedding" if dense else None  # the class in the config has no dense layers
     if dense and side == HUB:
         assert isinstance(source, FileSource)
         add_dense_weights(source, dense, find)
-    absent: dict[str, str] = getattr(source, "absent", {})  # of files with an index
+    absent: dict[str, str] = getattr(source, "absent", {})  # listed by an index, but in no file
     ignored = ignored_names(request.ignore, [*source.tensors, *absent])
     kept = _without_prefix([name for name in source.tensors if name not in set(ignored)], request.prefix)
     shapes = {short: tuple(source.tensors[name].shape) for short, name in kept.items()}
@@ -282,7 +283,7 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     if named_task is not None:
         check_dense_inputs(dense, blueprint(named_task).model)
     whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"), named_task)
-    # Of ModelCenter's files no config names a class.
+    # The config of ModelCenter's files names no class.
     heads = {} if files.legacy is not None else whole.absent_heads
     if heads and not dense and makes_embeddings(arch, find):
         bare = {**files.config, "architectures": [arch.tasks["embedding"].hf_class]}
@@ -304,24 +305,24 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
 
 
 def _is_ignored(arch: ArchMap, part: str, names: Sequence[str], ignored: Sequence[str], request: Request) -> bool:
-    """Whether the caller leaves a part out: by patterns for its tensors, `names`, or for some that are there."""
+    """Whether the user leaves a part out: with patterns that match all of `names`, or existing tensors of the part."""
     if len(ignored_names(request.ignore, names)) == len(names):
         return True
     return any(belongs_to_part(arch, part, to_key(arch, name.removeprefix(request.prefix))) for name in ignored)
 
 
 def _without_prefix(names: Sequence[str], prefix: str) -> dict[str, str]:
-    """Name without the prefix -> name."""
+    """{name without the prefix: name}."""
     if prefix and not any(name.startswith(prefix) for name in names):
-        raise ValueError(f"--prefix: no tensor begins with {prefix!r}; they are {', '.join(names[:5])}, ...")
+        raise ValueError(f"--prefix: no tensor name begins with {prefix!r}; the names are {', '.join(names[:5])}, ...")
     short = {name.removeprefix(prefix): name for name in names}
     if len(short) < len(names):
-        raise ValueError(f"--prefix: without {prefix!r} two tensors have one name")
+        raise ValueError(f"--prefix: without {prefix!r} two tensors have the same name")
     return short
 
 
 def _is_needed(arch: ArchMap, compile_task: CompileTask, whole: CheckpointContents, name: str) -> bool:
-    """Whether a tensor of this name, which is not there, would be one that nothing else in the checkpoint holds."""
+    """Whether a missing tensor of this name would hold values that nothing else in the checkpoint holds."""
     for task, entry in arch.tasks.items():
         if task == whole.task or any(belongs_to_part(arch, part, to_key(arch, name)) for part in entry.parts):
             key = represented_key(arch, layout := compile_task(task), name)

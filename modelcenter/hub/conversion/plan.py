@@ -1,4 +1,4 @@
-"""What a conversion writes: files in which every byte has its place before the first is written."""
+"""Planning a conversion: the files of the target, in which the position of every byte is known in advance."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from modelcenter.hub.files.raw_io import allocate_file
 from modelcenter.hub.files.safetensors import Entry, FilePlan, file_head, plan_files
 from modelcenter.hub.files.torch_archive import archive_frame
 
-_PART_BYTES = 256 * 2**20  # of a tensor in a distributed checkpoint; torch reads a part whole
-_SHARDS_BYTES = 256 * 2**20  # about, of one file of a distributed checkpoint, the work of one process at a time
+_PART_BYTES = 256 * 2**20  # maximum size of a part of a tensor in a distributed checkpoint; torch reads a part whole
+_SHARDS_BYTES = 256 * 2**20  # approximate size of a file of a distributed checkpoint, written by one process at a time
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A box of a tensor that lies in one piece, in row-major order, from byte `start` of the file."""
+    """A box of a tensor, stored contiguously in row-major order from byte `start` of the file."""
 
     box: Box
     start: int
@@ -33,7 +33,7 @@ class Job:
 
     Attributes:
         name: in the target. key: in the layout, on the target's side. file: relative to the target.
-        framed: each segment is an archive of its own, as torch.distributed.checkpoint has them.
+        framed: each segment is an archive of its own, as in torch.distributed.checkpoint.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass
 class Plan:
-    """The files of weights of a target: their sizes, what each starts with, and the tensors to fill in."""
+    """The weight files of a target: their sizes, their first bytes, and the tensors to fill in."""
 
     side: int
     sizes: dict[str, int]
@@ -59,7 +59,7 @@ class Plan:
     jobs: list[Job]
 
     def prepare(self, directory: Path) -> None:
-        """Make the files at their full size, with all but the tensors; raises OSError where the disk is too full."""
+        """Create the files at full size, with everything but the tensors; raises OSError if the disk is too full."""
         for name, size in self.sizes.items():
             path = directory / name
             head = self.heads.get(name, b"")
@@ -71,7 +71,7 @@ class Plan:
 
 
 def _is_made(path: Path, size: int, head: bytes) -> bool:
-    """Whether an interrupted run made the file; its beginning may be lost although its size is not (no power)."""
+    """Whether an interrupted run created the file. A power cut may lose its first bytes although its size is right."""
     if not path.is_file() or path.stat().st_size != size:
         return False
     with open(path, "rb") as file:
@@ -79,10 +79,10 @@ def _is_made(path: Path, size: int, head: bytes) -> bool:
 
 
 def target_dtype(checkpoint: Checkpoint, side: int, key: str, requested: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor of the target: `requested`, else, and of buffers, that of the tensors it is made of.
+    """The dtype of a tensor of the target: `requested`; if None, and for buffers, that of the tensors it consists of.
 
     Raises:
-        ValueError: it is made of tensors of several dtypes, and none is requested.
+        ValueError: it consists of tensors with different dtypes, and none is requested.
     """
     if requested is not None and key not in checkpoint.layout.buffer_names:
         return requested
@@ -90,12 +90,12 @@ def target_dtype(checkpoint: Checkpoint, side: int, key: str, requested: torch.d
     dtypes = {checkpoint.source.dtype(name) for name in parts}
     if len(dtypes) > 1:
         held = ", ".join(f"{name} is {checkpoint.source.dtype(name)}" for name in parts)
-        raise ValueError(f"{checkpoint.origin}: {key!r} is one tensor, but {held}; choose one with --dtype")
+        raise ValueError(f"{checkpoint.origin}: {key!r} is a single tensor, but {held}; choose a dtype with --dtype")
     return next(iter(dtypes))
 
 
 def plan_hub(checkpoint: Checkpoint, dtype: torch.dtype | None, shard_bytes: int) -> tuple[Plan, list[FilePlan]]:
-    """A Hugging Face directory of everything that `checkpoint` holds; also its FilePlans, for the index."""
+    """Plan a Hugging Face directory with everything in `checkpoint`; also returns its FilePlans, for the index."""
     layout = checkpoint.layout
     keys = {layout.written[key]: key for key in checkpoint.hub_keys()}
     held = set(keys.values())
@@ -115,7 +115,7 @@ def plan_hub(checkpoint: Checkpoint, dtype: torch.dtype | None, shard_bytes: int
 
 
 def plan_distributed(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Plan:
-    """A distributed checkpoint of everything that `checkpoint` holds."""
+    """Plan a distributed checkpoint with everything in `checkpoint`."""
     shapes = checkpoint.layout.native_shapes
     dtypes = {name: target_dtype(checkpoint, NATIVE, name, dtype) for name in checkpoint.native_names()}
     jobs, sizes = [], {}
@@ -129,7 +129,7 @@ def plan_distributed(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Plan:
 
 
 def _even_groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Tensors, in their order, in groups of about one size, so that processes that take one each end together."""
+    """Group tensors, in order, into groups of similar size, so that processes with one each finish together."""
     total = sum(sizes.values())
     share = max(1, total // max(1, round(total / _SHARDS_BYTES)))
     group: list[str] = []
@@ -145,7 +145,7 @@ def _even_groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def _archive_segments(dtype: torch.dtype, shape: tuple[int, ...], at: int) -> tuple[tuple[Segment, ...], int]:
-    """The archives of a tensor, one after the other from byte `at` of a file on; also where they end."""
+    """The archives of a tensor, one after another from byte `at` of a file on; also returns where they end."""
     segments = []
     for box in chunks(full_box(shape), max(1, _PART_BYTES // dtype.itemsize)):
         before, after = archive_frame(dtype, tuple(high - low for low, high in box), 0)

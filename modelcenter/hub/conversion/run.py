@@ -1,8 +1,8 @@
-"""Convert a checkpoint between Hugging Face's form and the distributed one, tensor by tensor.
+"""Converting a checkpoint between Hugging Face's format and the distributed one, tensor by tensor.
 
-No module with memory is built and no tensor is held whole. Everything is written to a directory beside the target,
-whose name follows from what is converted and how. An interrupted conversion finds that directory, reads again what is
-there, compares the hashes, and continues. The target appears when all is complete.
+No model is allocated and no large tensor is held in memory as a whole. Everything is written to a directory next to
+the target, whose name is derived from the source and the options. After an interruption, the same conversion finds that
+directory, reads it, compares the hashes, and continues. The target appears when everything is complete.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ FORMATS = {name: side for side, name in SIDES.items()}
 
 @dataclass
 class Conversion:
-    """What a conversion did; `asdict` is what --json prints.
+    """The result of a conversion; `asdict` is what --json prints.
 
     Attributes:
-        tensors: written. parameters, bytes: of them. continued: of them, those found whole from an interrupted run.
-        further_heads: heads beside those of the named class. dropped: tensors without content, ignored: by --ignore.
-        tied: tensors that repeat another and are not written. seconds: wall time; peak_bytes: the largest of a process.
-        verified: written tensors whose files were read again.
+        tensors, parameters, bytes: written. continued: tensors kept from an interrupted run.
+        further_heads: heads other than the named class's. dropped: tensors without content. ignored: by --ignore.
+        tied: tensors that repeat another and are not written. seconds: wall time. peak_bytes: maximum of any process.
+        verified: written tensors that were read back.
     """
 
     source: str
@@ -77,8 +77,8 @@ class Conversion:
             f"{self.source} -> {self.target} ({self.format}): {self.tensors} tensors, {self.parameters:,} parameters, "
             f"{readable(self.bytes)} in {self.seconds:.1f} s ({rate:.0f} MB/s)"
         )
-        text += f"; {self.continued} were there from an interrupted conversion" if self.continued else ""
-        for what, names in (("heads beside the named one", self.further_heads), ("dropped", self.dropped),
+        text += f"; {self.continued} were kept from an interrupted conversion" if self.continued else ""
+        for what, names in (("further heads", self.further_heads), ("dropped", self.dropped),
                             ("ignored", self.ignored), ("tied", self.tied)):  # fmt: skip
             if names:
                 text += f"\n  {len(names)} {what}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
@@ -97,20 +97,20 @@ def convert(
     max_shard_size: int | str = "5GB",
     progress: bool = False,
 ) -> Conversion:
-    """Convert a checkpoint with all the heads it holds.
+    """Convert a checkpoint with all its heads.
 
     Args:
         source: a name, a Hugging Face directory, a distributed or training checkpoint, or a run's folder.
         target: a directory to make or replace. to: "hf" or "distributed".
-        request: see Request. dtype: of the tensors; None: as they are.
-        workers: processes; None: one for each processor, at most 8.
-        verify: read the files again once they are written, and compare every tensor with what was read.
-        max_shard_size: of one file of format "hf".
+        request: see Request. dtype: of the tensors; None: unchanged.
+        workers: number of processes; None: one for each processor, at most 8.
+        verify: read the files back after writing, and compare every tensor with the source.
+        max_shard_size: maximum size of a file in format "hf".
         progress: print bytes, throughput and the time left to stderr.
 
     Raises:
-        ValueError: the source or an argument is wrong, or the target cannot be written; nothing is left then.
-        KeyboardInterrupt, ChildProcessError (a worker was killed), RuntimeError: what is written stays beside the
+        ValueError: the source or an argument is wrong, or the target cannot be written; nothing is left behind.
+        KeyboardInterrupt, ChildProcessError (a worker was killed), RuntimeError: written tensors are kept next to the
             target, and the same call continues.
     """
     if to not in FORMATS:
@@ -135,7 +135,7 @@ def export(source: Any, target: Any, *, step: str | None = None, **options: Any)
 
 
 class _Run:
-    """One conversion: what is to be written, in how many processes, and what became of it."""
+    """One conversion: its plan, its number of processes, and its result."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _Run:
             self.plan, self.files = plan_hub(checkpoint, dtype, shard_bytes)
         else:
             self.plan = plan_distributed(checkpoint, dtype)
-        # In which it loads: as the source does.
+        # The dtype in which it loads: that of the source.
         self.loaded_dtype = common_dtype({job.dtype for job in self.plan.jobs}, checkpoint.files.config)
         content = checkpoint.whole
         self.result = Conversion(
@@ -190,7 +190,7 @@ class _Run:
         except ChildProcessError:
             raise
         except OSError as error:
-            place = error.filename2 or error.filename  # of a copy that does not fit, its source comes first
+            place = error.filename2 or error.filename  # for a copy that does not fit, the source comes first
             why = f"{error.strerror or error}" + (f" ({place})" if place else "")
             raise ValueError(f"converting to {self.target} failed: {why}; nothing was changed there") from error
         self.result.seconds = round(time.perf_counter() - began, 3)
@@ -198,17 +198,17 @@ class _Run:
         return self.result
 
     def _fingerprint(self) -> str:
-        """Names what is converted and how, so that only the same conversion continues what is there."""
+        """Identifies the source and the options, so that only the same conversion continues from existing files."""
         source, location = self.checkpoint.source, self.checkpoint.files
         files = sorted({source.position(name)[0] for name in source.tensors})
         stats = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [_stat(location.directory, f)] if s is not None]
-        # One file may hold a model twice, under two prefixes; and layers that are kept have the names of others.
+        # One file may hold a model twice, under two prefixes; and kept layers have the names of other layers.
         read = [self.checkpoint.names, location.prefix, location.kept]
         content = [__version__, stats, [asdict(job) for job in self.plan.jobs], location.config, read]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def _fill(self, scratch: Path) -> None:
-        for path in scratch.iterdir():  # texts of a run that was killed at its end: a manifest would name itself
+        for path in scratch.iterdir():  # other files of a run killed near its end: the manifest would list itself
             if path.is_file() and path.name not in self.plan.sizes:
                 path.unlink()
         self.plan.prepare(scratch)
@@ -240,7 +240,7 @@ class _Run:
         progress.close()
 
     def _intact(self, scratch: Path, recorded: dict[str, str]) -> dict[str, str]:
-        """The tensors that an interrupted run wrote and that are there as it wrote them: name -> sha256."""
+        """The tensors that an interrupted run wrote and that are still intact: name -> sha256."""
         jobs = [job for job in self.plan.jobs if job.name in recorded]
         if not jobs:
             return {}
@@ -250,13 +250,13 @@ class _Run:
                 try:
                     return hash_tensor(reader, job.name, report)
                 except ValueError:
-                    return ""  # the archive around it was not finished
+                    return ""  # the archive around it is incomplete
 
-            hashes = {jobs[index].name: value for index, value in self._each("looking at what is there", look, jobs)}
+            hashes = {jobs[index].name: value for index, value in self._each("checking existing tensors", look, jobs)}
         return {name: value for name, value in hashes.items() if value == recorded[name]}
 
     def _reader(self, scratch: Path) -> Any:
-        """The written files, by the reader that users' programs have."""
+        """The written files, opened with the reader that loading uses."""
         if self.side == NATIVE:
             return DCPSource(scratch)
         write_index(scratch, self.files)
@@ -270,7 +270,7 @@ class _Run:
         if self.verify:
             self._verify(scratch, hashes)
         journal.remove()
-        # A README.md where no checkpoint was is somebody's: it stays.
+        # A README.md that does not belong to a checkpoint is the user's, and is kept.
         keep_card = (self.target / CARD_FILE).is_file() and not (self.target / CONFIG_FILE).is_file()
         write_model_files(self.checkpoint, scratch, self.loaded_dtype, keep_card)
         write_conversion_record(self.checkpoint, self.plan, scratch, self.dtype, hashes)
@@ -284,7 +284,7 @@ class _Run:
         put_in_place(scratch, self.target)
 
     def _verify(self, scratch: Path, hashes: dict[str, str]) -> None:
-        """Read all files again; raises ValueError for a tensor that is not there as it was written."""
+        """Read all files back; raises ValueError for a tensor that differs from what was written."""
         with self._reader(scratch) as reader:
 
             def look(job: Job, report: Report) -> str:
@@ -300,7 +300,7 @@ class _Run:
 class _Journal:
     """The tensors that each process of a conversion has written, so that an interrupted one can continue.
 
-    Each process appends lines to a file of its own: the name of a tensor and the sha256 of its elements.
+    Each process appends lines to its own file: the name of a tensor and the sha256 of its elements.
     """
 
     def __init__(self, scratch: Path):
@@ -312,14 +312,14 @@ class _Journal:
         recorded: dict[str, str] = {}
         for journal in self._folder.iterdir():
             for line in journal.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # the last line of a process that was killed
+                with contextlib.suppress(ValueError):  # the last line of a killed process
                     name, sha256 = json.loads(line)
                     recorded[name] = sha256
         return recorded
 
     @contextlib.contextmanager
     def entries(self) -> Iterator[Callable[[str, str], None]]:
-        """Gives what appends an entry of this process."""
+        """Yield a function that appends an entry of this process."""
         with open(self._folder / str(os.getpid()), "a", buffering=1) as file:
 
             def record(name: str, sha256: str) -> None:
@@ -332,7 +332,7 @@ class _Journal:
 
 
 def _stat(root: Path | None, file: str) -> os.stat_result | None:
-    # Those of a distributed checkpoint have no folder, and the current directory may be one such, too.
+    # Files of a distributed checkpoint have no folder; in the current directory there may be another's.
     for path in (*([root / "model" / file] if root is not None else []), Path(file)):
         if path.is_file():
             return path.stat()
@@ -341,7 +341,7 @@ def _stat(root: Path | None, file: str) -> os.stat_result | None:
 
 @contextlib.contextmanager
 def _claimed(target: Path, scratch: Path) -> Iterator[None]:
-    """The scratch directory, for this process alone; those of other conversions to `target` are removed.
+    """The scratch directory, locked for this process; those of other conversions to `target` are removed.
 
     Raises:
         ValueError: another conversion to `target` is running.

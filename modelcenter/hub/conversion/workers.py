@@ -1,4 +1,4 @@
-"""Work on many tensors in several processes: shared out as they become free, with progress; the first error ends it."""
+"""Working on many tensors in several processes, each of which takes the next when free; the first error stops all."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ Work = Callable[[Any, Report], Any]
 
 
 def can_fork() -> bool:
-    """Whether worker processes may be forked: CUDA is unused, and no other thread works (a progress bar's may wait)."""
+    """Whether worker processes may be forked: CUDA is unused, and no other thread runs (a progress bar's may wait)."""
     others = [t for t in threading.enumerate() if t is not threading.current_thread() and not t.daemon]
     return not others and not torch.cuda.is_initialized()
 
@@ -30,16 +30,16 @@ def can_fork() -> bool:
 def imap_unordered(
     work: Work, items: Sequence[Any], workers: int, progress: Progress, peaks: list[int] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Do `work(item, report)` for every item; yields (index, result) as they come.
+    """Call `work(item, report)` for every item; yields (index, result) in the order of completion.
 
-    With one worker, or where forking is not safe, in this process; else in `workers` forked ones, which take the next
-    item when they are free. What `work` refers to is inherited, not sent.
+    With one worker, or if forking is not safe, this happens in this process; else in `workers` forked ones, each of
+    which takes the next item when free. Objects that `work` refers to are inherited, not sent.
 
     Args:
-        peaks: gets the largest resident size of each worker, in bytes.
+        peaks: receives the maximum resident size of each worker, in bytes.
 
     Raises:
-        ValueError, OSError: as a worker raised it. ChildProcessError: one died. The other workers are ended.
+        ValueError, OSError: raised by a worker. ChildProcessError: a worker died. The other workers are killed.
     """
     workers = min(workers, len(items))
     if workers > 1 and can_fork():
@@ -52,28 +52,28 @@ def imap_unordered(
 
 
 def keep_memory() -> None:
-    """Tell glibc to use freed buffers again and not to fetch pages anew for each, which costs as much as reading."""
+    """Tell glibc to reuse freed buffers, instead of getting new pages for each, which costs as much as reading."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at most this
+        set_option(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its maximum
         set_option(-1, 512 * 2**20)  # M_TRIM_THRESHOLD
 
 
 def make_lock() -> AbstractContextManager[Any]:
-    """A lock among the forked workers. (Where two write one file, the kernel's own makes the waiting one spin.)"""
+    """A lock shared by forked workers. (If two write to one file, the kernel's own lock makes the waiting one spin.)"""
     if not can_fork():
         return threading.Lock()
     try:
         return multiprocessing.get_context("fork").Lock()
-    except OSError:  # containers without a /dev/shm that can be written: only the waiting costs more
+    except OSError:  # a container without a writable /dev/shm: waiting only costs more
         return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def flushing(files: Sequence[Path], pause: float = 0.2) -> Iterator[None]:
-    """Bring files to the disk while they are being written, by a process of its own, so that no one waits at the end.
+    """Flush files to the disk while they are being written, in a separate process, so that nothing is left for the end.
 
-    Does nothing where forking is not safe.
+    Does nothing if forking is not safe.
     """
     if not can_fork():
         yield
@@ -93,7 +93,7 @@ def _flush(files: Sequence[Path], pause: float) -> None:
     while os.getppid() == parent:
         time.sleep(pause)
         for path in files:
-            with contextlib.suppress(OSError):  # whoever writes the file reports it
+            with contextlib.suppress(OSError):  # the process that writes the file reports it
                 with open(path, "rb") as file:
                     os.fdatasync(file.fileno())
 
@@ -124,7 +124,7 @@ def _forked(
                     progress.add(value)
                 elif kind == "error":
                     raise value
-                elif kind == "peak":  # the last that a worker says
+                elif kind == "peak":  # a worker's last message
                     running.pop(pipe).join()
                     if peaks is not None:
                         peaks.append(value)
@@ -139,25 +139,25 @@ def _forked(
 
 
 def _give(pipe: Any, waiting: list[int]) -> None:
-    """Send a worker its next item, or None at the end. Of one that has died, recv says so."""
+    """Send a worker its next item, or None at the end. If it has died, recv reports it."""
     with contextlib.suppress(ConnectionError):
         pipe.send(waiting.pop() if waiting else None)
 
 
 def _died(status: int) -> str:
     if status == -signal.SIGKILL:
-        return "a worker process was killed, perhaps for want of memory: use fewer with --workers"
+        return "a worker process was killed, perhaps because memory ran out: use fewer with --workers"
     return f"a worker process ended with status {status}"
 
 
 def _worker(work: Work, items: Sequence[Any], pipe: Any, others: Sequence[Any]) -> None:
     for other in others:
         other.close()  # so that this process ends when its parent does
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     torch.set_num_threads(1)
     keep_memory()
     status = 1
-    with contextlib.suppress(BrokenPipeError, ConnectionError, EOFError):  # the parent is gone
+    with contextlib.suppress(BrokenPipeError, ConnectionError, EOFError):  # the parent has died
         try:
             while (index := pipe.recv()) is not None:
                 pipe.send(("done", (index, work(items[index], lambda count: pipe.send(("progress", count))))))
@@ -171,4 +171,4 @@ def _worker(work: Work, items: Sequence[Any], pipe: Any, others: Sequence[Any]) 
                 pipe.send(("error", OSError(error.errno, error.strerror, error.filename)))
             else:
                 pipe.send(("error", kind(str(error)) if kind else RuntimeError(f"{type(error).__name__}: {error}")))
-    os._exit(status)  # nothing of the parent's is to be run or flushed here
+    os._exit(status)  # skips the parent's exit handlers and buffers

@@ -1,4 +1,4 @@
-"""Directories that are whole or absent: filled beside their place, and renamed when complete."""
+"""Replacing a directory atomically: it is filled next to the old one, and renamed when complete."""
 
 import glob
 import os
@@ -13,21 +13,20 @@ from engine.checkpoint.files import exchange_names, fsync, is_irreplaceable, ren
 from modelcenter.hub.files.locks import locked
 from modelcenter.hub.files.names import GENERATOR_FILE, MANIFEST_FILE, RUN_FILE, is_replaced
 
-# Of a distributed checkpoint, beside what every model has: it goes with the manifest, without which these names may be
-# anybody's.
+# Files that only distributed checkpoints have. A save removes them only if they come with a manifest: without one,
+# files of these names may be the user's own.
 _PARTS = ("model", "optim", "state", RUN_FILE, GENERATOR_FILE)
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory beside `target` to fill; it takes the place of `target` when the block ends, or vanishes if it fails.
+    """A directory next to `target` to fill; it replaces `target` when the block ends, or is removed if the block fails.
 
     An existing `target` loses the config and weights of an earlier checkpoint, if the new directory is one. Its other
     files stay unless the new directory has them: a tokenizer saved there before, a card, logs.
 
     Raises:
-        ValueError: the place cannot be written, another process is saving there, or `target` is not a directory that
-            may be replaced.
+        ValueError: the location is not writable, another process is saving there, or `target` must not be replaced.
     """
     target = checked_target(target)
     scratch = target.parent / f".{target.name}.saving-{secrets.token_hex(4)}"
@@ -36,7 +35,7 @@ def new_directory(target: Path) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             lock = target.parent / f".{target.name}.saving"
             stack.enter_context(locked(lock, f"cannot save to {target}: another process is saving there"))
-            for left in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):  # of a process that was killed
+            for left in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):  # of a killed process
                 shutil.rmtree(left, ignore_errors=True)
             finish_replacing(target)
             scratch.mkdir()
@@ -56,7 +55,7 @@ def checked_target(target: Path) -> Path:
     """The absolute path of a directory to make or replace.
 
     Raises:
-        ValueError: it is something that must not be replaced.
+        ValueError: it must not be replaced.
     """
     target = Path(expanduser(target))
     target = target.resolve() if target.exists() else target.absolute()
@@ -72,11 +71,11 @@ def checked_target(target: Path) -> Path:
 
 
 def put_in_place(scratch: Path, target: Path) -> None:
-    """Give a finished directory the name `target`, once all of it is on the disk; see new_directory.
+    """Rename a finished directory to `target`, once all of it is on the disk; see new_directory.
 
     Raises:
-        OSError: nothing was changed. ValueError: it has its name, but the disk did not take that, or a file of the old
-            one could not be moved to it.
+        OSError: nothing was changed. ValueError: it was renamed, but the disk may not keep the name, or a file of the
+            old directory could not be moved to it.
     """
     if not target.exists():
         sync_to_disk(scratch)
@@ -86,7 +85,7 @@ def put_in_place(scratch: Path, target: Path) -> None:
     place = target.parent / f".{target.name}.exchanged-{secrets.token_hex(4)}"
     _mark(place, scratch).touch()
     sync_to_disk(scratch)
-    with suppress(OSError):  # file systems without permissions
+    with suppress(OSError):  # some file systems have no permissions
         shutil.copymode(target, scratch)
     old = place
     if not _exchange(scratch, target, place):
@@ -97,14 +96,14 @@ def put_in_place(scratch: Path, target: Path) -> None:
         _carry_over(old, target)
     except OSError as error:
         raise ValueError(
-            f"{target} is complete, but {error.filename} could not be moved to it: {error.strerror}. What is missing "
-            f"there is in {old}; the next save tries again"
+            f"{target} is complete, but {error.filename} could not be moved to it: {error.strerror}. The missing "
+            f"files are in {old}; the next save tries again"
         ) from error
 
 
 def _keep_name(target: Path) -> None:
-    """Bring the name of a directory to the disk: a save that has returned, or removes what was there, is to outlive a
-    power cut. Raises ValueError: the disk fails."""
+    """Flush the name of a directory to the disk: it must survive a power cut before a save returns or removes the old
+    directory. Raises ValueError if the disk fails."""
     try:
         fsync(target.parent)
     except OSError as error:
@@ -112,27 +111,27 @@ def _keep_name(target: Path) -> None:
 
 
 def _mark(place: Path, directory: Path) -> Path:
-    """A file of the new one of two directories that exchange their names by way of `place`.
+    """A file in the new one of two directories that exchange their names via `place`.
 
-    After a kill it tells which of them has this name: the numbers of directories do not, as some file systems number
-    anew what is renamed. It begins with a period, so that no upload takes it along.
+    After a kill it tells which of them has this name. Inode numbers do not, because some file systems renumber a
+    renamed directory. Its name begins with a period, so no upload includes it.
     """
     return directory / place.name
 
 
 def _exchange(scratch: Path, target: Path, place: Path) -> bool:
-    """Let the two exchange their names at once, so that readers always find one of them; the old one is at `place`.
+    """Exchange the names of the two in one step, so that readers always find one of them; the old one is then `place`.
 
-    False, with nothing changed but the mark gone, if the system has no such step, or does not allow it.
+    Returns False, with nothing changed except that the mark is removed, if the system cannot exchange names.
     """
     exchanged = None
     try:
         scratch.rename(place)
         exchanged = exchange_names(place, target)
     except OSError:
-        pass  # the renames may be allowed, or say what is wrong
+        pass  # the caller's renames may still work, or they report the cause
     finally:
-        if exchanged is None:  # an interruption, for one, may also come when they are exchanged
+        if exchanged is None:  # e.g. an interruption, which may also come after the exchange
             exchanged = place.exists() and not _mark(place, place).exists()
         if not exchanged and place.exists():
             place.rename(scratch)
@@ -144,14 +143,14 @@ def _exchange(scratch: Path, target: Path, place: Path) -> bool:
 def finish_replacing(target: Path) -> None:
     """Finish what put_in_place began in a process that was killed.
 
-    Where it had not named the new directory yet, the old one keeps its name or gets it back; else its files that stay
-    move over.
+    If the new directory had not been renamed yet, the old one keeps its name or gets it back; otherwise the files to
+    keep are moved over from it.
     """
     for left in target.parent.glob(f".{glob.escape(target.name)}.discarded-*"):
         shutil.rmtree(left, ignore_errors=True)
     replaced = [*target.parent.glob(f".{glob.escape(target.name)}.replaced-*")]
     for place in target.parent.glob(f".{glob.escape(target.name)}.exchanged-*"):
-        if _mark(place, place).exists():  # the new one: they were not exchanged
+        if _mark(place, place).exists():  # it is the new one: the names were not exchanged
             _discard(place, target)
         else:
             replaced.append(place)
@@ -163,10 +162,10 @@ def finish_replacing(target: Path) -> None:
 
 
 def _carry_over(old: Path, target: Path) -> None:
-    """Move to `target` the files of the directory that it replaced, but those of its checkpoint; remove the rest."""
+    """Move the files of a replaced directory to `target`, except those of its checkpoint; remove the rest."""
     _mark(old, target).unlink(missing_ok=True)
     new = {path.name for path in target.iterdir()}
-    # Beside an adapter all of it stays.
+    # An adapter replaces no checkpoint: all files stay.
     parts = _PARTS if (old / MANIFEST_FILE).is_file() and is_replaced(MANIFEST_FILE, new) else ()
     for path in old.iterdir():
         if path.name not in new and path.name not in parts and not is_replaced(path.name, new):
@@ -175,7 +174,7 @@ def _carry_over(old: Path, target: Path) -> None:
 
 
 def _discard(path: Path, target: Path) -> None:
-    """Remove a directory beside `target`, under a name that says so: half removed, nothing would tell what it was."""
+    """Remove a directory next to `target`, renaming it first: a half-removed directory must not be taken for a save."""
     discarded = path.with_name(f".{target.name}.discarded-{secrets.token_hex(4)}")
     path.rename(discarded)
     shutil.rmtree(discarded, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""What files of sentence-transformers say of a cross-encoder, a model that reads two texts together and scores them.
+"""The files in which sentence-transformers describes a cross-encoder, a model that reads two texts and scores the pair.
 
-Its weights, config.json and tokenizer are those of a classifier with one label. What makes a score of the output is
-said by an entry of config.json in versions 4 and 5 (before, by a field of its own), and later by the files that models
-of embeddings have, too. All are read; the entry of config.json is written, which all versions from 4 on read.
+Its weights, config.json and tokenizer are those of a classifier with one label. The function from output to score is in
+an entry of config.json in versions 4 and 5 (before, in a field of its own), and later in the files that embedding
+models also have. All are read; the entry of config.json is written, because all versions from 4 on read it.
 
-From 5.4 on it may also be a language model, whose score is the logit that it gives to one token after the pair, perhaps
-less that of another (the step LogitScore). Imports no torch.
+From 5.4 on it may also be a language model, whose score is the logit of one token after the pair, optionally minus that
+of another (the step LogitScore). Imports no torch.
 """
 
 import re
@@ -25,17 +25,17 @@ from modelcenter.hub.files.pair_template_files import default_prompt, stored_tem
 
 _PATHS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "torch.nn.modules.linear.Identity"}
 ACTIVATIONS = tuple(_PATHS)
-ENTRY = "sentence_transformers"  # of config.json
+ENTRY = "sentence_transformers"  # a field of config.json
 _OLD_FIELD = "sbert_ce_default_activation_function"
-_VERSION = "4.0.0"  # the first that reads the entry
+_VERSION = "4.0.0"  # the first version that reads the entry
 _WORD_STEPS = ["Transformer", "LogitScore"]
 
 
 def is_cross_encoder(config: Mapping[str, Any], find: FindFile) -> bool:
-    """Whether files say that a model was trained as a cross-encoder with one score.
+    """Whether the files describe a cross-encoder with one score.
 
     Args:
-        config: contents of config.json. find: name of a file -> where it lies, None where there is none.
+        config: content of config.json. find: name of a file -> its path, or None if it does not exist.
     """
     if stored_score_tokens(find):
         return True
@@ -43,10 +43,10 @@ def is_cross_encoder(config: Mapping[str, Any], find: FindFile) -> bool:
 
 
 def with_stored_activation(config: Mapping[str, Any], find: FindFile) -> dict[str, Any]:
-    """The contents of config.json, in which the entry says what the other files do, where there are some.
+    """The content of config.json, its entry updated from the other files, if there are any.
 
     Raises:
-        ValueError: they describe a model that is more than a classifier.
+        ValueError: they describe more than a classifier.
     """
     modules, settings = find(MODULES_FILE), find(SETTINGS_FILE)
     if modules is None or settings is None or stored_kind(find) != CROSS_ENCODER:
@@ -56,12 +56,12 @@ def with_stored_activation(config: Mapping[str, Any], find: FindFile) -> dict[st
         return {**config}
     if kinds not in (["Transformer"], _WORD_STEPS):
         raise ValueError(
-            f"{modules}: the steps are {', '.join(kinds)}; supported of a cross-encoder are Transformer and perhaps "
-            "LogitScore"
+            f"{modules}: the steps are {', '.join(kinds)}; supported for a cross-encoder are Transformer and, "
+            "optionally, LogitScore"
         )
     if (prompt := default_prompt(find)) is not None and not writes_pairs(stored_template(find)):
         raise ValueError(
-            f"{settings}: queries begin with the prompt {prompt!r:.60}, and here with none; write it into the "
+            f"{settings}: queries begin with the prompt {prompt!r:.60}, which is not supported; write it into the "
             "queries of the data, and make default_prompt_name null"
         )
     values = read_json(settings)
@@ -70,14 +70,14 @@ def with_stored_activation(config: Mapping[str, Any], find: FindFile) -> dict[st
 
 
 def stored_score_tokens(find: FindFile) -> tuple[int, ...]:
-    """The tokens whose logits make the score of a language model: the one for yes, and perhaps the one for no. Empty:
-    the files describe no such model.
+    """The tokens whose logits give the score of a language model: the one for yes, and optionally the one for no. Empty
+    if the files do not describe such a model.
 
     Args:
-        find: as of is_cross_encoder.
+        find: as in is_cross_encoder.
 
     Raises:
-        ValueError: they describe one, but not by the numbers of tokens.
+        ValueError: they describe one, but without token ids.
     """
     modules = find(MODULES_FILE)
     if modules is None or stored_kind(find) != CROSS_ENCODER or step_kinds(modules) != _WORD_STEPS:
@@ -89,18 +89,18 @@ def stored_score_tokens(find: FindFile) -> tuple[int, ...]:
     numbers = [values.get("true_token_id"), values.get("false_token_id")]
     tokens = [number for number in numbers if number is not None]
     if numbers[0] is None or not all(type(number) is int and number >= 0 for number in tokens):
-        raise ValueError(f"{path}: true_token_id and false_token_id are {numbers}, expected numbers of tokens")
+        raise ValueError(f"{path}: true_token_id and false_token_id are {numbers}, expected token ids")
     return tuple(tokens)
 
 
 def activation_of(config: Mapping[str, Any]) -> str | None:
-    """What makes a score of the output of a model, one of ACTIVATIONS; None: nothing says it.
+    """The function from a model's output to its score, one of ACTIVATIONS; None: no field names one.
 
     Args:
-        config: contents of config.json, or what of them a ModelConfig keeps in `extra`.
+        config: content of config.json, or the part of it that a ModelConfig keeps in `extra`.
 
     Raises:
-        ValueError: another function.
+        ValueError: the function is not supported.
     """
     if (path := activation_path(config)) is None:
         return None
@@ -114,13 +114,13 @@ def activation_of(config: Mapping[str, Any]) -> str | None:
 
 
 def with_activation(extra: Mapping[str, Any], activation: str) -> dict[str, Any]:
-    """The fields of config.json that a model keeps, with one of ACTIVATIONS."""
+    """The fields of config.json that a model keeps, with this one of ACTIVATIONS."""
     kept = {name: value for name, value in extra.items() if name != _OLD_FIELD}
     return {**kept, ENTRY: {"activation_fn": _PATHS[activation], "version": _VERSION}}
 
 
 def activation_path(config: Mapping[str, Any]) -> str | None:
-    """The path of the function that a config.json names; None: it names none."""
+    """The path of the function that a config.json names; None if it names none."""
     entry = config.get(ENTRY)
     path = entry.get("activation_fn") if isinstance(entry, Mapping) else None
     path = config.get(_OLD_FIELD) if path is None else path

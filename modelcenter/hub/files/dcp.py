@@ -1,4 +1,4 @@
-"""The tensors of a distributed checkpoint, read by boxes: each part of a tensor straight from its place in a file."""
+"""The tensors of a distributed checkpoint, read by boxes: each part of a tensor directly from its place in a file."""
 
 import uuid
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ MODEL_FOLDER = "model"  # where engine.checkpoint puts the parameters
 
 @dataclass(frozen=True)
 class DCPTensorInfo:
-    """A tensor: its shape and dtype, and (box, file, first byte, length) of the parts it is stored in."""
+    """A tensor: its shape and dtype, and (box, file, first byte, length) of its stored parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class DCPSource:
     """The model in a distributed checkpoint, saved on any mesh (convert.stream.Source)."""
 
     def __init__(self, directory: Path):
-        """Reads the descriptions, no tensor. Raises ValueError: damaged, or the parts of a tensor do not make it up."""
+        """Read the descriptions, but no tensor. Raises ValueError if one is damaged, or parts do not cover a tensor."""
         self._root = (directory / MODEL_FOLDER).resolve()
         self.tensors = _read_infos(stored_metadata(directory, MODEL_FOLDER), directory / MODEL_FOLDER)
         self._located: dict[str, list[tuple[Box, str]]] = {}
@@ -63,7 +63,7 @@ class DCPSource:
         return sum(self._parts.cost(part, inside) for part, inside in found if inside is not None)
 
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A box of a tensor (all of it by default) as a contiguous CPU tensor; into `out` if given."""
+        """Read a box of a tensor (by default all of it) as a contiguous CPU tensor; into `out` if given."""
         info = self.tensors[name]
         box = full_box(info.shape) if box is None else box
         sizes = [high - low for low, high in box]
@@ -87,7 +87,7 @@ class DCPSource:
         return out
 
     def _locate(self, name: str) -> list[tuple[Box, str]]:
-        """(box in the tensor, name of the part among `self._parts`), found when first needed."""
+        """(box in the tensor, name of the part in `self._parts`) of each part; the parts are located on first use."""
         if name not in self._located:
             info, found = self.tensors[name], []
             for number, (box, file, start, length) in enumerate(info.parts):
@@ -97,8 +97,8 @@ class DCPSource:
                 shape = tuple(high - low for low, high in box)
                 if part.shape != shape or part.dtype != info.dtype:
                     raise ValueError(
-                        f"{path}: part {number} of tensor {name!r} has shape {part.shape} and dtype {part.dtype}, its "
-                        f"metadata says {shape} and {info.dtype}"
+                        f"{path}: part {number} of tensor {name!r} has shape {part.shape} and dtype {part.dtype}, "
+                        f"but its metadata says {shape} and {info.dtype}"
                     )
                 self._parts.tensors[key] = part
                 found.append((box, key))
@@ -107,10 +107,10 @@ class DCPSource:
 
 
 def open_model(directory: Path) -> DCPSource:
-    """The model in a distributed checkpoint.
+    """Open the model in a distributed checkpoint.
 
     Raises:
-        ValueError: the checkpoint is incomplete or damaged, or is of a model with an adapter.
+        ValueError: the checkpoint is incomplete or damaged, or belongs to a model with an adapter.
     """
     check_manifest(directory)
     source = DCPSource(directory)
@@ -119,7 +119,7 @@ def open_model(directory: Path) -> DCPSource:
 
 
 def _overlap(own: Box, box: Box) -> Box | None:
-    """What `box` of a tensor takes of the part that is its box `own`, counted from the part's beginning."""
+    """The overlap of `box` of a tensor with the part that is its box `own`, relative to the start of that part."""
     inside = tuple((max(a, c) - a, min(b, d) - a) for (a, b), (c, d) in zip(own, box, strict=True))
     return inside if all(low < high for low, high in inside) else None
 
@@ -130,7 +130,7 @@ def _read_infos(metadata: Any, where: Path) -> dict[str, DCPTensorInfo]:
     try:
         places = {(index.fqn, tuple(index.offset)): info for index, info in storage.items() if index.offset is not None}
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"{where}/.metadata does not say where tensors lie: {error}") from error
+        raise ValueError(f"{where}/.metadata does not locate the tensors: {error}") from error
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, stand_in(METADATA, "TensorStorageMetadata")):
             continue
@@ -150,17 +150,17 @@ def _read_info(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]
     boxes = [box for box, *_ in parts]
     inside = all(0 <= a <= b <= n for box in boxes for (a, b), n in zip(box, shape, strict=True))
     if not inside or not _are_disjoint(boxes) or sum(box_numel(box) for box in boxes) != prod(shape):
-        raise ValueError(f"its parts do not make up its shape {shape} once")
+        raise ValueError(f"its parts do not cover its shape {shape} exactly once")
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
         raise ValueError(f"it has the name {name!r} and the dtype {dtype!r}")
     return DCPTensorInfo(shape, dtype, tuple(part for part in parts if box_numel(part[0])))
 
 
 def _are_disjoint(boxes: Iterable[Box]) -> bool:
-    """Whether no element lies in two boxes.
+    """Whether no element is in two boxes.
 
-    They are gone through along the dimension in which they are cut most, and each is compared with those alone that
-    reach as far: of a tensor in one part on each of many ranks, looking at all pairs would take longer than reading it.
+    Boxes are swept along the dimension with the most cuts, and each is compared only with those that overlap it there:
+    for a tensor with a part on each of many ranks, comparing all pairs would take longer than reading it.
     """
     held = [box for box in boxes if box and box_numel(box)]
     if not held:
@@ -177,12 +177,12 @@ def _are_disjoint(boxes: Iterable[Box]) -> bool:
 
 def _plain_name(name: Any) -> str:
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise ValueError(f"it names the file {name!r}, expected one beside it")
+        raise ValueError(f"it names the file {name!r}, expected one in the same folder")
     return name
 
 
 def write_metadata(directory: Path, infos: Mapping[str, DCPTensorInfo]) -> None:
-    """Write the description of tensors whose files lie in `directory`, for torch.distributed.checkpoint to read."""
+    """Write the description of tensors whose files are in `directory`, for torch.distributed.checkpoint to read."""
 
     def describe(name: str, **attributes: Any) -> Described:
         return stand_in(METADATA, name)(state=attributes)
@@ -198,7 +198,7 @@ def write_metadata(directory: Path, infos: Mapping[str, DCPTensorInfo]) -> None:
             place = {"relative_path": file, "offset": start, "length": length}
             index = describe("MetadataIndex", fqn=name, offset=offsets, index=number)
             places[index] = stand_in(FILES, "_StorageInfo")(state=place)
-        # As TensorProperties gives its state: dtype, layout, requires_grad, memory format (0: contiguous), pinned.
+        # The state of TensorProperties: dtype, layout, requires_grad, memory format (0: contiguous), pinned.
         kind = (info.dtype, torch.strided, False, stand_in(METADATA, MEMORY_FORMAT)(0), False)
         properties = stand_in(METADATA, "TensorProperties")(state=kind)
         size = torch.Size(info.shape)

@@ -1,4 +1,4 @@
-"""The weights of the dense layers behind a pooling, which lie in folders of their own beside those of the model."""
+"""The weights of the dense layers after the pooling, which have folders of their own in the model's directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,23 +14,23 @@ def add_dense_weights(source: FileSource, steps: Sequence[DenseStep], find: Find
     """Add the tensors of dense layers to those of a checkpoint, under names such as "2_Dense/linear.weight".
 
     Args:
-        find: name of a file -> where it lies, None where there is none.
+        find: name of a file -> its path, or None if it does not exist.
 
     Raises:
-        ValueError: a file is missing, truncated or malformed, or holds other tensors than its config.json says.
+        ValueError: a file is missing, truncated or malformed, or its tensors differ from those in its config.json.
     """
     for number, step in enumerate(steps, FIRST_DENSE):
         weights = next((path for name in DENSE_WEIGHTS if (path := find(f"{step.folder}/{name}")) is not None), None)
         if weights is None:
             raise ValueError(
-                f"{step.config.parent}: no {' or '.join(DENSE_WEIGHTS)}, with the weights of the dense layer that "
+                f"{step.config.parent}: no {' or '.join(DENSE_WEIGHTS)} with the weights of the dense layer that "
                 "modules.json lists"
             )
         _check_shapes(weights, step, add_folder(source, dense_folder(number), weights))
 
 
 def _check_shapes(weights: Path, step: DenseStep, held: dict[str, Shape]) -> None:
-    """Raise ValueError unless a file holds the tensors that the config.json beside it describes."""
+    """Raise ValueError unless a file holds the tensors that the config.json in its folder describes."""
     of, width = step.settings, step.settings.width
     expected: dict[str, Shape] = {"linear.weight": (width, step.inputs)}
     if of.bias:
@@ -39,4 +39,4 @@ def _check_shapes(weights: Path, step: DenseStep, held: dict[str, Shape]) -> Non
         expected["residual.weight"] = (width, step.inputs)
     if held != expected:
         found, wanted = (", ".join(f"{name} {shape}" for name, shape in sorted(t.items())) for t in (held, expected))
-        raise ValueError(f"{weights} holds {found or 'nothing'}; by {step.config} it is to hold {wanted}")
+        raise ValueError(f"{weights} holds {found or 'nothing'}; by {step.config}, expected {wanted}")

@@ -1,7 +1,7 @@
-"""The files of sentence-transformers that say how embeddings are made of a model's hidden states. Imports no torch.
+"""The files in which sentence-transformers describes how a model computes embeddings. Imports no torch.
 
-`modules.json` lists the steps: a transformer, a pooling, perhaps dense layers and a normalisation, each with a folder
-of its own. They are read in the forms of all versions from 2 on, and written in the older one, which all of them read.
+`modules.json` lists the steps: a transformer, a pooling, and optionally dense layers and a normalisation, each with its
+own folder. The forms of all versions from 2 on are read; the older form is written, because all of them read it.
 """
 
 import re
@@ -19,15 +19,15 @@ MODULES_FILE = "modules.json"
 SETTINGS_FILE = "config_sentence_transformers.json"
 TRANSFORMER_FILE = "sentence_bert_config.json"
 _STEP_FOLDER = re.compile(r"\d+_\w+")
-_STEP_FILE = re.compile(rf"{_STEP_FOLDER.pattern}/config\.json")  # of a step that has a folder
-CROSS_ENCODER = "CrossEncoder"  # the kind of a model that reads two texts together, see cross_encoder_files
+_STEP_FILE = re.compile(rf"{_STEP_FOLDER.pattern}/config\.json")  # of a step with a folder
+CROSS_ENCODER = "CrossEncoder"  # the type of a model that scores pairs of texts, see cross_encoder_files
 
-# theirs -> ours
+# their names -> ours
 _POOLINGS = {
     "mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max", "mean_sqrt_len_tokens": "mean_sqrt_len",
     "weightedmean": "weighted_mean",
 }  # fmt: skip
-# The same as switches. Those that are on are joined in this order.
+# The same as switches. Those that are on are concatenated in this order.
 _SWITCHES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -36,15 +36,15 @@ _SWITCHES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Classes of torch.nn, which files name with the module that they are in.
+# Classes of torch.nn, which the files name with their module.
 _ACTIVATIONS = {
     "Tanh": "tanh", "Identity": "identity", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu", "Sigmoid": "sigmoid",
     "LeakyReLU": "leaky_relu", "ELU": "elu",
 }  # fmt: skip
 _QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query", "s2p_query"), ("document", "passage", "corpus")
-_VECTOR = "sentence_embedding"  # what steps behind the pooling read and write
+_VECTOR = "sentence_embedding"  # the feature that steps after the pooling read and write
 
-DENSE_WEIGHTS = WEIGHT_FILES[:2]  # of which each layer has one
+DENSE_WEIGHTS = WEIGHT_FILES[:2]  # each layer has one of them
 POOLING_FOLDER = "1_Pooling"
 USUAL_FILES = (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE, f"{POOLING_FOLDER}/config.json")
 
@@ -53,11 +53,11 @@ FindFile = Callable[[str], Path | None]
 
 @dataclass(frozen=True)
 class DenseStep:
-    """A dense layer as files describe it.
+    """A dense layer as the files describe it.
 
     Attributes:
-        folder: that it has in the model's directory. config: its config.json. inputs: elements of the vectors it reads.
-        settings: what else the config says.
+        folder: its folder in the model's directory. config: its config.json. inputs: size of its input vectors.
+        settings: the rest of the config.
     """
 
     folder: str
@@ -67,17 +67,17 @@ class DenseStep:
 
 
 def dense_folder(number: int | str) -> str:
-    """The folder of a dense layer in what we write, by its number among the steps."""
+    """The folder of a dense layer in our files, by its number among the steps."""
     return f"{number}_Dense"
 
 
 def is_embedding_file(name: str) -> bool:
-    """Whether a file of a model's directory is one of these, weights apart. name: within the directory."""
+    """Whether a file is one of these, except weights. name: within the model's directory."""
     return name in (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE) or _STEP_FILE.fullmatch(name) is not None
 
 
 def dense_weight_files(names: Collection[str]) -> list[str]:
-    """Those of the files of a repository that hold the weights of steps behind the transformer, in one format each."""
+    """The files of a repository with the weights of steps after the transformer, each in one format only."""
     folders = sorted({name.partition("/")[0] for name in names if _STEP_FILE.fullmatch(name) and name[0] != "0"})
     choices = [[f"{folder}/{name}" for name in DENSE_WEIGHTS] for folder in folders]
     found = [next((name for name in names_of_one if name in names), None) for names_of_one in choices]
@@ -85,20 +85,20 @@ def dense_weight_files(names: Collection[str]) -> list[str]:
 
 
 def makes_embeddings(arch: Any, find: FindFile) -> bool:
-    """Whether the files say that a checkpoint makes embeddings, which its architecture (an ArchMap) can. Of such
-    checkpoints config.json often names a head that their files do not hold.
+    """Whether the files describe embeddings, and the architecture (an ArchMap) can compute them. The config.json of
+    such a checkpoint often names a head that its files do not hold.
 
     Args:
-        find: as of read_embedding_files.
+        find: as in read_embedding_files.
     """
     return "embedding" in arch.tasks and _modules(find) is not None
 
 
 def stored_kind(find: FindFile) -> str | None:
-    """The class of sentence-transformers that the files say a model is of; None: they say none, as before version 5.
+    """The class of sentence-transformers that the files name for a model; None: they name none, as before version 5.
 
     Args:
-        find: as of read_embedding_files.
+        find: as in read_embedding_files.
     """
     settings = find(SETTINGS_FILE)
     kind = None if settings is None else read_json(settings).get("model_type")
@@ -106,12 +106,12 @@ def stored_kind(find: FindFile) -> str | None:
 
 
 def step_kinds(modules: Path) -> list[str]:
-    """The classes of the steps in modules.json, by their names alone."""
+    """The names of the classes of the steps in modules.json, without their modules."""
     return [str(step.get("type", "")).rpartition(".")[2] for step in read_json_objects(modules)]
 
 
 def beside(directory: Path) -> FindFile:
-    """Finds the files of a model's directory."""
+    """A function that finds the files in a model's directory."""
     return lambda name: found if (found := directory / name).is_file() else None
 
 
@@ -119,13 +119,13 @@ def beside(directory: Path) -> FindFile:
 
 
 def read_embedding_files(find: FindFile) -> dict[str, Any]:
-    """The fields of EmbeddingSettings that the files of a model say.
+    """The fields of EmbeddingSettings in the files of a model.
 
     Args:
-        find: name of a file -> where it lies, None where there is none.
+        find: name of a file -> its path, or None if it does not exist.
 
     Raises:
-        ValueError: they describe steps that are not supported here.
+        ValueError: they describe steps that are not supported.
     """
     if (modules := _modules(find)) is None:
         return {}
@@ -141,7 +141,7 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
         values = read_json(settings)
         prompts = values.get("prompts") or {}
         if not isinstance(prompts, dict):
-            raise ValueError(f"{settings}: prompts is {prompts!r:.60}, expected an object of texts by their names")
+            raise ValueError(f"{settings}: prompts is {prompts!r:.60}, expected an object with a text for each name")
         for role, names in (("query_prompt", _QUERY_PROMPTS), ("document_prompt", _DOCUMENT_PROMPTS)):
             found[role] = next((prompts[name] for name in names if prompts.get(name)), "")
         if (similarity := values.get("similarity_fn_name")) is not None:
@@ -153,8 +153,8 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
 
 
 def dense_steps(find: FindFile) -> list[DenseStep]:
-    """The dense layers that the files of a model describe, in their order. Raises ValueError: as read_embedding_files,
-    or two that do not fit together."""
+    """The dense layers that the files of a model describe, in order. Raises ValueError as read_embedding_files, or if
+    two of them do not fit together."""
     modules = _modules(find)
     steps: list[DenseStep] = []
     for kind, folder in [] if modules is None else _steps(modules):
@@ -162,48 +162,48 @@ def dense_steps(find: FindFile) -> list[DenseStep]:
             steps.append(_dense_of(find, folder, modules))
             if len(steps) > 1 and steps[-1].inputs != (width := steps[-2].settings.width):
                 raise ValueError(
-                    f"{steps[-1].config}: in_features is {steps[-1].inputs}, but {steps[-2].folder} before it gives "
-                    f"{width} elements"
+                    f"{steps[-1].config}: in_features is {steps[-1].inputs}, but {steps[-2].folder} before it "
+                    f"returns vectors of size {width}"
                 )
     return steps
 
 
 def check_dense_inputs(steps: Sequence[DenseStep], model: Any) -> None:
-    """Raise ValueError where the first dense layer reads vectors of another width than a model's pooling makes."""
+    """Raise ValueError if the input of the first dense layer differs in size from the output of the model's pooling."""
     if steps and steps[0].inputs != model.pooled_width:
         raise ValueError(
             f"{steps[0].config}: in_features is {steps[0].inputs}, but the pooling {model.pooling!r} of this model "
-            f"gives {model.pooled_width} elements"
+            f"returns vectors of size {model.pooled_width}"
         )
 
 
 def _modules(find: FindFile) -> Path | None:
-    """modules.json of a model of embeddings; None: there is none, or it is of another kind of model."""
+    """The modules.json of an embedding model; None if there is none, or it describes another type of model."""
     modules = find(MODULES_FILE)
     return None if modules is None or stored_kind(find) == CROSS_ENCODER else modules
 
 
 def _steps(modules: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each step. Raises ValueError: one that is not supported, or not in that place."""
+    """(type, folder) of each step. Raises ValueError if one is not supported, or not in this position."""
     listed = read_json_objects(modules)
     kinds = step_kinds(modules)
     folders = [str(step.get("path") or f"{i}_{kind}") for i, (step, kind) in enumerate(zip(listed, kinds, strict=True))]
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
     if kinds != expected:
         wrong = next((i for i, kind in enumerate(kinds) if expected[i : i + 1] != [kind]), None)
-        at = "" if wrong is None else f"; {kinds[wrong]} in {folders[wrong]} is none of them, or not in its place"
+        at = "" if wrong is None else f"; {kinds[wrong]} in {folders[wrong]} is not one of them, or not in this order"
         raise ValueError(
             f"{modules}: the steps are {', '.join(kinds)}; supported are Transformer, Pooling, any number of Dense, "
-            f"and after them Normalize{at}"
+            f"and then optionally Normalize{at}"
         )
     for folder in folders[1:]:
         if not _STEP_FOLDER.fullmatch(folder):
-            raise ValueError(f"{modules}: path is {folder!r}, expected a folder beside it such as {POOLING_FOLDER}")
+            raise ValueError(f"{modules}: path is {folder!r}, expected a folder next to it such as {POOLING_FOLDER}")
     return list(zip(kinds, folders, strict=True))
 
 
 def _pooling_of(path: Path) -> dict[str, Any]:
-    """What the config.json of a pooling says, in our words. Raises ValueError: of another kind."""
+    """The config.json of a pooling, under our names. Raises ValueError if the pooling is not supported."""
     values = read_json(path)
     modes = values.get("pooling_mode")
     if modes is None:
@@ -220,7 +220,7 @@ def _pooling_of(path: Path) -> dict[str, Any]:
 
 
 def _dense_of(find: FindFile, folder: str, modules: Path | None) -> DenseStep:
-    """The dense layer in a folder. Raises ValueError: its config.json is missing, or not understood."""
+    """The dense layer in a folder. Raises ValueError if its config.json is missing or not understood."""
     path = find(f"{folder}/config.json")
     if path is None:
         raise ValueError(f"{modules} lists the step {folder}, but {folder}/config.json is missing")
@@ -258,10 +258,10 @@ def _dense_of(find: FindFile, folder: str, modules: Path | None) -> DenseStep:
 
 
 def write_embedding_files(directory: Path, config: EmbeddingSettings, pooling: str, width: int) -> None:
-    """Write the files for a model, weights apart.
+    """Write the files for a model, except weights.
 
     Args:
-        pooling: the one it has. width: of its hidden states.
+        pooling: of the model. width: of its hidden states.
     """
     kinds = ["Transformer", "Pooling", *["Dense"] * len(config.dense), *(["Normalize"] if config.normalizes else [])]
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds) if i)]
@@ -286,7 +286,7 @@ def write_embedding_files(directory: Path, config: EmbeddingSettings, pooling: s
 
 
 def _mode_fields(poolings: Sequence[str]) -> dict[str, Any]:
-    """Poolings as the fields of a config.json: switches, or where these would join them in another order, names."""
+    """Poolings as fields of a config.json: as switches or, if switches would change their order, by their names."""
     theirs = [name for pooling in poolings for name, ours in _POOLINGS.items() if ours == pooling]
     if theirs != [mode for mode in _SWITCHES.values() if mode in theirs]:
         return {"pooling_mode": theirs}
@@ -301,12 +301,12 @@ def _dense_fields(layer: DenseSettings, inputs: int) -> dict[str, Any]:
         "out_features": layer.width,
         "bias": layer.bias,
         "activation_function": f"torch.nn.modules.{home}.{kind}",
-        **({"use_residual": True} if layer.residual else {}),  # which versions before 5.7 do not know
+        **({"use_residual": True} if layer.residual else {}),  # unknown to versions before 5.7
     }
 
 
 def use_own_folders(directory: Path) -> None:
-    """Give dense layers, in the files of a directory, the folders into which their weights are written."""
+    """Rename the folders of dense layers, in the files of a directory, to those that hold their weights."""
     steps = read_json_objects(directory / MODULES_FILE)
     moved = {}
     for number, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Places that are not a model's, where none is saved."""
+"""Folders into which no model may be saved, because they belong to an adapter or a run."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE
 
 
 def refuse_occupied(target: Path) -> None:
-    """Raise ValueError for an adapter's or a run's folder: what reads these would take a model that is saved there for
-    a part of them. (transformers would add the adapter; predict, push and the like would use this model for the run's,
-    also after more training.)"""
+    """Raise ValueError for the folder of an adapter or a run, whose readers would take a model saved there for part of
+    it. (transformers would apply the adapter to the model; predict, push and others would use this model as the run's,
+    even after more training.)"""
     if (target / ADAPTER_CONFIG_FILE).is_file():
         raise ValueError(
-            f"cannot save a model to {target}: an adapter lies there ({ADAPTER_CONFIG_FILE}), and transformers would "
-            "add it to the model, into which it may be merged already; name another directory or move the adapter away"
+            f"cannot save a model to {target}: it holds an adapter ({ADAPTER_CONFIG_FILE}), and transformers would "
+            "apply it to the model, in which it may be merged already; name another directory or move the adapter away"
         )
     if (target / "config.yaml").is_file() and any((target / name).is_dir() for name in ("checkpoints", "model")):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 from modelcenter.hub.files.git_lfs import refuse_lfs_pointer
 from modelcenter.hub.files.json_files import unique_keys
 
-# Bits of an element by the format's name of its dtype; torch has some of them only.
+# Bits per element, by the format's name of the dtype; torch has only some of them.
 _BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -20,12 +20,12 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-_HEADER_LIMIT = 100 * 2**20  # as the safetensors library
+_HEADER_LIMIT = 100 * 2**20  # as in the safetensors library
 
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """A tensor: the format's name of its dtype, its shape, and the byte of the file at which it begins."""
+    """A tensor: the format's name of its dtype, its shape, and the first byte of its data in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ def read_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """The tensors of a safetensors file, and its metadata.
 
     Raises:
-        ValueError: not a safetensors file, truncated (with the expected and actual sizes), or inconsistent.
+        ValueError: it is not a safetensors file, truncated (with the expected and actual sizes), or inconsistent.
     """
     refuse_lfs_pointer(path)
     header, data_start = _parse(path)
@@ -60,7 +60,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], int]:
     with open(path, "rb") as file:
         start = file.read(8)
         if len(start) < 8:
-            raise _invalid(path, f"it has {actual} bytes, a header takes at least 8")
+            raise _invalid(path, f"it has {actual} bytes, but a header has at least 8")
         (length,) = struct.unpack("<Q", start)
         if length > _HEADER_LIMIT:
             raise _invalid(path, f"its header claims {length} bytes (the limit is {_HEADER_LIMIT})")
@@ -77,7 +77,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _parse_entry(path: Path, name: str, entry: Any) -> tuple[str, list[int], int, int]:
-    """dtype, shape, first byte and end of a tensor, counted from the start of the data."""
+    """dtype, shape, first byte and end of a tensor, relative to the start of the data."""
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         plain = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
@@ -96,7 +96,7 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[str, list[int], int
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_start: int) -> None:
-    """Raise unless the tensors follow one another without gaps and end where the file does."""
+    """Raise ValueError unless the tensors are contiguous and end where the file does."""
     position = 0
     for begin, end, name in sorted(spans):
         if begin != position:

@@ -1,8 +1,8 @@
-"""Tensors inside the files of a distributed checkpoint: each is what `torch.save` writes, a zip archive of its own.
+"""Tensors inside the files of a distributed checkpoint: each is written by `torch.save`, as a zip archive of its own.
 
-`locate_tensor` finds where the elements lie, so that any part of them can be read without unpickling anything but a
-description. `archive_frame` gives the bytes around the elements of a tensor to write, from its dtype and shape alone,
-so that elements can be streamed between them.
+`locate_tensor` finds the position of the elements, so that any part of them can be read while only a description is
+unpickled. `archive_frame` returns the bytes before and after the elements of a tensor to write, from its dtype and
+shape alone, so that elements can be streamed in between.
 """
 
 import functools
@@ -22,11 +22,11 @@ import torch
 from engine.checkpoint.safe_pickle import BoundedUnpickler
 from modelcenter.hub.files.reader import TensorInfo
 
-_PICKLE_LIMIT = 2**20  # a description takes some 200 bytes
+_PICKLE_LIMIT = 2**20  # a description has about 200 bytes
 _ALIGNMENT = 64
 _DATA = "archive/data/0"
-_ENTRIES = 4  # of an archive: the elements, and three that describe them
-# dtype -> the name of its storage's class, by which descriptions give the older dtypes.
+_ENTRIES = 4  # in an archive: the elements, and three that describe them
+# dtype -> the name of its storage class, by which descriptions give the older dtypes.
 _STORAGE_CLASSES = {t: n for t, n in torch.storage._dtype_to_storage_type_map().items() if not n.startswith("Q")}
 _DTYPE_OF_CLASS = {name: dtype for dtype, name in _STORAGE_CLASSES.items()}
 
@@ -60,7 +60,7 @@ class _FileSlice(io.RawIOBase):
 
 
 class _TensorUnpickler(BoundedUnpickler):
-    """Reads what torch.save says of one tensor; calls nothing."""
+    """Reads torch.save's description of one tensor; calls nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
@@ -79,12 +79,12 @@ class _TensorUnpickler(BoundedUnpickler):
     def persistent_load(self, pid: Any) -> Any:
         kind, storage, key, _, count = pid
         if kind != "storage" or not isinstance(key, str) or not isinstance(count, int):
-            raise pickle.UnpicklingError("it refers to what is no storage of elements")
+            raise pickle.UnpicklingError("it refers to an object other than a tensor storage")
         return storage, key, count
 
 
 def locate_tensor(path: Path, file: Any, start: int, length: int) -> TensorInfo:
-    """Where the elements of the tensor lie that `torch.save` wrote to these bytes of an open file.
+    """Find the elements of the tensor that `torch.save` wrote to these bytes of an open file.
 
     Raises:
         ValueError: they are not such a tensor, or are damaged.
@@ -94,7 +94,7 @@ def locate_tensor(path: Path, file: Any, start: int, length: int) -> TensorInfo:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             text = entries["data.pkl"]
             if text.file_size > _PICKLE_LIMIT or any(e.compress_type != zipfile.ZIP_STORED for e in entries.values()):
-                raise ValueError("it is compressed, or describes more than a tensor")
+                raise ValueError("it is compressed, or holds more than a tensor")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise ValueError("its numbers are big-endian")
             description = _TensorUnpickler(io.BytesIO(archive.read(text))).load()
@@ -107,7 +107,7 @@ def locate_tensor(path: Path, file: Any, start: int, length: int) -> TensorInfo:
             data = entries[f"data/{key}"]
             needed = first + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
             if math.prod(shape) and needed * dtype.itemsize > data.file_size:
-                raise ValueError(f"it describes {needed} elements and holds {data.file_size // dtype.itemsize}")
+                raise ValueError(f"it describes {needed} elements but holds {data.file_size // dtype.itemsize}")
             file.seek(start + data.header_offset)
             head = file.read(30)
             begin = data.header_offset + 30 + sum(struct.unpack("<HH", head[26:30]))
@@ -124,7 +124,7 @@ def locate_tensor(path: Path, file: Any, start: int, length: int) -> TensorInfo:
 
 
 class _StorageReference:
-    """Stands for the elements in the description."""
+    """Represents the elements in the description."""
 
 
 class _TensorPickler(pickle.Pickler):
@@ -165,8 +165,8 @@ def _pickle_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def _local_header(name: str, crc: int, size: int, at: int) -> bytes:
-    """The header in front of a stored entry of a zip archive. That of the elements leaves their CRC-32 to what follows
-    them, as torch.save does, so that nothing in front of them depends on them."""
+    """The header before a stored entry of a zip archive. As in torch.save, the CRC-32 of the elements is not in their
+    header but follows them, so that nothing before the elements depends on their values."""
     large, late = size >= 2**32 - 1, name == _DATA
     extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
     fill = -(at + 30 + len(name) + len(extra) + 4) % _ALIGNMENT if late else 0
@@ -179,7 +179,7 @@ def _local_header(name: str, crc: int, size: int, at: int) -> bytes:
 
 
 def _central_header(name: str, crc: int, size: int, at: int) -> bytes:
-    """The entry of the directory at the end of a zip archive."""
+    """The entry in the directory at the end of a zip archive."""
     large = size >= 2**32 - 1 or at >= 2**32 - 1
     extra = struct.pack("<HHQQQ", 1, 24, size, size, at) if large else b""
     shown, place = (0xFFFFFFFF, 0xFFFFFFFF) if large else (size, at)
@@ -192,7 +192,7 @@ def _central_header(name: str, crc: int, size: int, at: int) -> bytes:
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes
 def _archive_start(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, bytes]:
-    """(what precedes the elements, where their entry begins, the listing of the entries before theirs)."""
+    """(the bytes before the elements, the start of their entry, the directory entries of what precedes it)."""
     before, directory = b"", b""
     small = {
         "archive/data.pkl": _pickle_tensor(dtype, shape),
@@ -209,7 +209,7 @@ def _archive_start(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, i
 def archive_frame(dtype: torch.dtype, shape: tuple[int, ...], crc: int = 0) -> tuple[bytes, bytes]:
     """The bytes before and after the elements of a row-major tensor, whose CRC-32 is `crc`.
 
-    It changes nothing before them, and no length.
+    The CRC-32 changes neither the bytes before the elements nor any length.
     """
     size, (before, entries, directory) = math.prod(shape) * dtype.itemsize, _archive_start(dtype, shape)
     directory += _central_header(_DATA, crc, size, entries)

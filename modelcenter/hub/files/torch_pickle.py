@@ -1,4 +1,4 @@
-"""PyTorch's pickles of weights (`.bin`, `.pt`): tensors are located in the file where it allows, else loaded whole.
+"""PyTorch's pickles of weights (`.bin`, `.pt`): tensors are located in the file if possible, or else loaded whole.
 
 Files are opened with `weights_only`, so no code in them runs.
 """
@@ -21,7 +21,7 @@ def pickle_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, torch.T
     """The tensors of a `.bin` file, and those of them that are in memory because the file cannot be read in part.
 
     Raises:
-        ValueError: not a file of tensors, damaged, or too large to be loaded whole.
+        ValueError: it is not a file of tensors, damaged, or too large to be loaded whole.
     """
     refuse_lfs_pointer(path)
     if not zipfile.is_zipfile(path):
@@ -32,11 +32,11 @@ def pickle_tensors(path: Path) -> tuple[dict[str, TensorInfo], dict[str, torch.T
 
 
 def _load_whole(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickle that PyTorch before 1.6 wrote, which is no zip archive."""
+    """The tensors of a pickle written by PyTorch before 1.6, which is not a zip archive."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":
-            raise ValueError(f"{path} is truncated: a zip archive without its end (it has {size} bytes)")
+            raise ValueError(f"{path} is truncated: it is a zip archive without its end (it has {size} bytes)")
     if size > _LEGACY_LIMIT:
         raise ValueError(
             f"{path} is a pickle of PyTorch before 1.6, which can only be loaded whole ({size} bytes). Convert it "
@@ -46,16 +46,16 @@ def _load_whole(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _locate_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Where the tensors of a zip archive of torch.save lie in the file."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # half a second to import, needed here only
+    """Find the positions of the tensors in a zip archive of torch.save."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes half a second to import, and is needed only here
 
-    with FakeTensorMode():  # tensors without data, whose storages know where in the file they lie
+    with FakeTensorMode():  # tensors without data, whose storages know their position in the file
         fakes = _state_dict(_torch_load(path), path)
     tensors, size = {}, path.stat().st_size
     for name, fake in fakes.items():
         if fake.is_neg():
             raise ValueError(
-                f"{path}: tensor {name!r} is the negative of what lies in the file. Save its .resolve_neg()"
+                f"{path}: tensor {name!r} is the negative of its data in the file. Save its .resolve_neg()"
             )
         item = fake.dtype.itemsize
         storage = fake.untyped_storage()._checkpoint_offset
@@ -72,7 +72,7 @@ def _locate_tensors(path: Path) -> dict[str, TensorInfo]:
 def _torch_load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a bad file; each is reported with its cause
+    except Exception as error:  # torch raises many types of errors for a bad file; each is reported with its cause
         raise ValueError(
             f"{path} cannot be read as weights: {_reason(error)}. "
             "Only tensors are read from a pickle, nothing in it is executed; a file that holds other objects, or is "
@@ -81,17 +81,17 @@ def _torch_load(path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a file that torch.load refuses, without its advice to run the code that the file names."""
+    """The reason for which torch.load refuses a file, without its advice to run the code in the file."""
     text = str(error)
     if named := re.search(r"GLOBAL (\S+)", text):
-        return f"it holds {named[1]}, which is no tensor"
+        return f"it holds {named[1]}, which is not a tensor"
     if unread := re.search(r"WeightsUnpickler error:\s*(\S.*)", text):
         return unread[1]
     return text.partition(" In PyTorch 2.6")[0].partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _state_dict(loaded: Any, path: Path) -> dict[str, torch.Tensor]:
-    # Lightning's; of PyTorch's tutorials; of fairseq and many scripts; DeepSpeed's
+    # the keys of Lightning; of PyTorch's tutorials; of fairseq and many scripts; of DeepSpeed
     for wrapper in ("state_dict", "model_state_dict", "model", "module"):
         if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
             loaded = loaded[wrapper]

@@ -1,4 +1,4 @@
-"""Opening the weights of a checkpoint: one file, the shards of an index, or the parts that ranks of Megatron left."""
+"""Opening the weights of a checkpoint: a single file, the shards of an index, or one file of each Megatron rank."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,16 +14,16 @@ from modelcenter.hub.files.weight_index import MEGATRON_FIRST_PART, MEGATRON_PAR
 
 
 def open_weight_files(weights: Path) -> FileSource:
-    """Open a weight file, or the files an index lists (find_weights), and check them; reads headers only.
+    """Open a weight file, or the files that an index lists (find_weights), and check them; reads only headers.
 
     Raises:
-        ValueError: a file is missing, truncated or malformed; two hold the same tensor.
+        ValueError: a file is missing, truncated or malformed, or two hold the same tensor.
     """
     if weights.name == MEGATRON_FIRST_PART:
         parts = sorted(weights.parent.glob(MEGATRON_PARTS))
         source = _open_megatron_parts(parts)
         if len(parts) == 1 and not is_megatron({name: info.shape for name, info in source.tensors.items()}):
-            source.rename({name: name.removeprefix("0:") for name in source.tensors})  # DeepSpeed's, of any model
+            source.rename({name: name.removeprefix("0:") for name in source.tensors})  # DeepSpeed's, for any model
         return source
     if weights.suffix == ".json":
         return _open_shards(weights)
@@ -38,16 +38,16 @@ def _open_shards(index: Path) -> FileSource:
         refuse_broken_link(path)
     absent = [path.name for path in files if not path.is_file()]
     if absent:
-        raise ValueError(f"{index} lists {len(files)} files, of which {len(absent)} are missing: {', '.join(absent)}")
+        raise ValueError(f"{index} lists {len(files)} files, but {len(absent)} are missing: {', '.join(absent)}")
     shards, loaded = _read_headers(files)
     tensors, lacking = {}, {}
     for name, file in entries.items():
         shard = shards[index.parent / file]
         if name in shard:
             tensors[name] = shard[name]
-        else:  # the Hub's own converter copied indices, and left repetitions of tied tensors out of the shards
+        else:  # the Hub's own converter copied indices, but left duplicates of tied tensors out of the shards
             lacking[name] = f"{index} says that {file} holds tensor {name!r}, but it does not"
-    # transformers takes only file names from an index, and all tensors of the files: the last of one that is in two.
+    # transformers takes only the file names from an index, and loads all tensors of each; of duplicates the last wins.
     for path, shard in shards.items():
         for name in sorted(shard.keys() - lacking.keys()):
             if tensors.setdefault(name, shard[name]) is not shard[name]:
@@ -59,7 +59,8 @@ def _open_shards(index: Path) -> FileSource:
 
 
 def _open_megatron_parts(files: Sequence[Path]) -> FileSource:
-    """Files of ranks, with the rank before each name: "2:word_embeds.weight" (convert.legacy.megatron joins them)."""
+    """Open the files of ranks, with the rank before each name: "2:word_embeds.weight" (convert.legacy.megatron joins
+    them)."""
     tensors: dict[str, TensorInfo] = {}
     loaded: dict[str, torch.Tensor] = {}
     for path in files:

@@ -1,4 +1,4 @@
-"""Which files of a directory hold the weights: one file, or the shards that an index lists. Imports no torch."""
+"""Finding the weight files of a directory: a single file, or the shards that an index lists. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,15 @@ from modelcenter.hub.files.json_files import unique_keys
 from modelcenter.hub.files.links import refuse_broken_link
 from modelcenter.hub.files.names import WEIGHT_FILES
 
-# Megatron's tensor parallelism leaves a file of each rank.
+# Megatron's tensor parallelism writes one file for each rank.
 MEGATRON_FIRST_PART, MEGATRON_PARTS = "mp_rank_00_model_states.pt", "mp_rank_*_model_states.pt"
 
 
 def index_files(path: Path) -> dict[str, str]:
-    """The weight map of an index: tensor -> name of the file beside it that holds it.
+    """The weight map of an index: tensor -> name of its file in the same directory.
 
     Raises:
-        ValueError: not an index, or an entry that is not a plain file name (it could leave the directory).
+        ValueError: it is not an index, or an entry is not a plain file name (it could leave the directory).
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)["weight_map"]
@@ -24,7 +24,7 @@ def index_files(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not an index of weight files: {error!r}") from None
     for name, file in pairs:
         if not isinstance(file, str) or not file or file in (".", "..") or any(c in file for c in "/\\\0:"):
-            raise ValueError(f"{path}: the entry of tensor {name!r} is {file!r}, expected the name of a file beside it")
+            raise ValueError(f"{path}: the entry of tensor {name!r} is {file!r}, expected a file name without a folder")
     return entries
 
 
@@ -32,7 +32,7 @@ def find_weights(directory: Path) -> Path:
     """The weight file, or the index of weight files, of a Hugging Face directory.
 
     Raises:
-        ValueError: the directory holds none that can be read (lists what it holds), or a link to one that is gone.
+        ValueError: the directory holds no readable weights (the error lists its files), or a broken link to them.
     """
     for name in WEIGHT_FILES:
         for candidate in (directory / name, directory / f"{name}.index.json"):

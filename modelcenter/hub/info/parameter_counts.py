@@ -1,4 +1,4 @@
-"""How many parameters a model has, by component, from its config alone. Imports no torch."""
+"""The number of parameters of a model, by component, from its config alone. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,13 +14,13 @@ COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "othe
 
 
 def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
-    """Parameters of each component of the bare model (task "base"); None for an architecture that is not counted here.
+    """Parameters of each component of the bare model (task "base"); None if the architecture is not counted here.
 
     Args:
-        config: the contents of config.json.
+        config: the content of config.json.
 
     Raises:
-        ValueError: a field that decides a size is missing or no number.
+        ValueError: a field that determines a size is missing or not a number.
     """
     kind = str(config.get("model_type"))
     if kind == COMPOSED:
@@ -32,16 +32,16 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | None:
-    """Parameters of each component of the model with the head of a task; None where they are not counted here.
+    """Parameters of each component of the model with the head of a task; None if they are not counted here.
 
-    Counted are the heads whose size a config decides: base, embedding (without dense layers, of which config.json says
-    nothing), text-encoding, masked-lm, pretraining, causal-lm and seq2seq-lm.
+    Counted are the heads whose sizes follow from the config: base, embedding (without dense layers, which config.json
+    does not describe), text-encoding, masked-lm, pretraining, causal-lm and seq2seq-lm.
 
     Raises:
         ValueError: as body_sizes.
     """
     sizes, kind = body_sizes(config), str(config.get("model_type"))
-    if task in ("embedding", "text-encoding") and kind in _ENCODERS:  # which leave the decoder out
+    if task in ("embedding", "text-encoding") and kind in _ENCODERS:  # without the decoder
         return _ordered(_counted(kind, _ENCODERS[kind], config_fields(config), kind))
     if kind == COMPOSED:
         return sizes if task == "seq2seq-lm" else None
@@ -57,13 +57,13 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
 
 
 def _counted(kind: str, count: Callable[..., T], *args: Any) -> T:
-    """count(*args). Raises ValueError where a config of this kind lacks a field, or has no number there."""
+    """Return count(*args). Raises ValueError if a config of this type lacks a field or has no number there."""
     try:
         return count(*args)
     except KeyError as error:
         raise ValueError(f"config.json of a {kind} lacks {error.args[0]}, so its size is not known") from None
     except (TypeError, ArithmeticError) as error:
-        raise ValueError(f"config.json of a {kind} holds a size that is no number: {error}") from None
+        raise ValueError(f"config.json of a {kind} holds a size that is not a number: {error}") from None
 
 
 def _ordered(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -136,7 +136,7 @@ def _modernbert(c: Fields, kind: str) -> dict[str, int]:
         "embeddings": c.vocab_size * d,
         "attention": layers * _attention(c, c.attention_bias),
         "mlp": layers * _mlp(c, c.mlp_bias, gated=True),
-        "norms": (1 + c.norm_bias) * d * (1 + 2 * layers),  # the first layer has one, and the embeddings have another
+        "norms": (1 + c.norm_bias) * d * (1 + 2 * layers),  # the first layer has one, and the embeddings have one
     }
 
 
@@ -151,7 +151,7 @@ def _nomic_bert(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _gte(c: Fields, kind: str) -> dict[str, int]:
-    """NomicBERT with the biases of attention and of what leads out of the feed-forward."""
+    """NomicBERT, plus the biases of attention and of the output of the feed-forward block."""
     d, layers = c.hidden_size, c.num_layers
     sizes = _nomic_bert(c, kind)
     return {**sizes, "attention": layers * _attention(c, True), "mlp": sizes["mlp"] + layers * d}
@@ -166,12 +166,12 @@ def _esm(c: Fields, kind: str) -> dict[str, int]:
         "mlp": layers * _mlp(c, True),
         "norms": 2 * d * (1 + 2 * layers + bool(c.norm_embeddings)),
         "pooler": linear_size(d, d, True),
-        "other": linear_size(layers * c.num_heads, 1, True),  # contacts, of the attention of all layers
+        "other": linear_size(layers * c.num_heads, 1, True),  # contact prediction, from the attention of all layers
     }
 
 
 def _gpt2(c: Fields, kind: str) -> dict[str, int]:
-    """GPT-2, GPT-J, GPT-NeoX: GPT-J's attention has no biases, and one norm serves both branches of a layer."""
+    """GPT-2, GPT-J, GPT-NeoX. GPT-J's attention has no biases, and one norm serves both branches of a layer."""
     d, layers = c.hidden_size, c.num_layers
     bias = {"gpt2": True, "gptj": False}.get(kind, None)
     bias = c.attention_bias if bias is None else bias
@@ -198,7 +198,7 @@ def _opt(c: Fields, kind: str) -> dict[str, int]:
     d, layers, narrow = c.hidden_size, c.num_layers, c.embedding_size
     final = c.pre_norm and not c.remove_final_norm
     return {
-        # Positions start at 2. A narrower embedding is projected, before the layers and after them.
+        # Positions start at 2. A narrower embedding is projected before and after the layers.
         "embeddings": c.vocab_size * narrow + (c.max_positions + 2) * d + (2 * narrow * d if narrow != d else 0),
         "attention": layers * _attention(c, c.bias),
         "mlp": layers * _mlp(c, c.bias),
@@ -206,8 +206,8 @@ def _opt(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
-_NORMS_HEADS = ("qwen3", "gemma3_text")  # of queries and of keys
-_SANDWICHES = ("gemma2", "gemma3_text")  # with norms on both sides of each part of a layer
+_NORMS_HEADS = ("qwen3", "gemma3_text")  # they normalise queries and keys
+_SANDWICHES = ("gemma2", "gemma3_text")  # with norms before and after each branch of a layer
 
 
 def _llama(c: Fields, kind: str) -> dict[str, int]:
@@ -227,7 +227,7 @@ def _llama(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _t5gemma(config: Mapping[str, Any], sides: Sequence[str]) -> dict[str, int]:
-    """Gemma 2 on these sides; on the decoder's with attention to the encoder, whose keys are of its width."""
+    """Gemma 2 on each of `sides`; the decoder also attends to the encoder, whose width its keys and values read."""
     found: dict[str, int] = {}
     one, other = (Fields(side_of(config, name)[0]) for name in SIDES)
     for name, c in zip(sides, (one, other), strict=False):
@@ -243,7 +243,7 @@ def _t5gemma(config: Mapping[str, Any], sides: Sequence[str]) -> dict[str, int]:
 
 
 def _latent(c: Fields) -> int:
-    """Attention through latents: down to a rank, a norm there, up to the heads."""
+    """Latent attention: down-projections to a rank, a norm, and up-projections to the heads."""
     d, heads, bias = c.hidden_size, c.num_heads, c.attention_bias
     values = c._values.get("v_head_dim") or d // heads
     queries, keys = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.kv_lora_rank
@@ -254,7 +254,7 @@ def _latent(c: Fields) -> int:
 
 def _t5(c: Fields, kind: str) -> dict[str, int]:
     d, one, other = c.hidden_size, c.num_layers, c.num_decoder_layers
-    biases = one + other if kind == "umt5" else 2  # umT5: one for each layer, the others one for each side
+    biases = one + other if kind == "umt5" else 2  # umT5 has one per layer, the others one per side
     return {
         "embeddings": c.vocab_size * d + biases * c.num_buckets * c.num_heads,
         "attention": (one + 2 * other) * _attention(c, False),
@@ -287,7 +287,7 @@ def _bart(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _cpm(c: Fields, kind: str) -> dict[str, int]:
-    """CPM-1, CPM-3, CPM-Ant and CPM-Bee: prompts and relations of segments beside the words and distances of CPM-1."""
+    """CPM-1, CPM-3, CPM-Ant and CPM-Bee, with prompts and segment relations besides CPM-1's words and distances."""
     d, layers = c.hidden_size, c.num_layers
     words = c.vocab_size + (c.prompt_types * c.prompt_length if kind in ("cpmant", "cpm3") else 0)
     words += c.segment_types if kind == "cpmant" else 0
@@ -301,8 +301,8 @@ def _cpm(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _composed(config: Mapping[str, Any]) -> dict[str, int]:
-    """The body of one and the language model of the other, which are never apart, and what maps one's width to the
-    other's."""
+    """The bare encoder and the whole language model, which always come together, and the projection from the width of
+    one to that of the other."""
     (one, reader), (other, writer) = (side_of(config, name) for name in SIDES)
     found = body_sizes(reader) or {}
     for name, size in (task_sizes(writer, "causal-lm") or {}).items():
@@ -330,5 +330,5 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),
 }
-# Of encoder-decoders, the encoder alone.
+# Of encoder-decoders, only the encoder.
 _ENCODERS: dict[str, Callable[[Fields, str], dict[str, int]]] = dict.fromkeys(("t5", "mt5", "umt5"), _t5_encoder)

@@ -19,11 +19,11 @@ def render(about: Mapping[str, Any]) -> str:
 
 def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [("name", about["name"]), ("source", _source(about))]
-    facts.append(("model", f"{about['model_type']}, {', '.join(about['architectures'] or ['no class named'])}"))
+    facts.append(("model", f"{about['model_type']}, {', '.join(about['architectures'] or ['no class'])}"))
     if about["sizes"]:
         facts.append(("sizes", ", ".join(f"{key} {value:,}" for key, value in about["sizes"].items())))
     if about["tasks"]:
-        facts.append(("head", f"{about['task'] or 'none that is known'}; loads as {', '.join(about['tasks'])}"))
+        facts.append(("head", f"{about['task'] or 'none known'}; loads as {', '.join(about['tasks'])}"))
     if "embedding" in about:
         facts.append(("embeddings", _embedding(about["embedding"])))
     if "labels" in about:
@@ -33,15 +33,15 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("reranker", f"one score for two texts, by {about['activation']}"))
     if about["parameters"] is None:
         if (kind := about["model_type"]) is None:
-            why = "its config names no model_type; one of the original ModelCenter's does after `modelcenter convert`"
+            why = "its config has no model_type; for original ModelCenter checkpoints, `modelcenter convert` adds it"
         elif str(kind) in ARCHITECTURES:
-            why = "its config says no sizes"
+            why = "its config gives no sizes"
         else:
-            why = f"{kind!r} is no architecture that is known here"
+            why = f"{kind!r} is not an architecture known here"
         facts.append(("parameters", f"unknown: {why}"))
     else:
         bare = "" if about["bare_parameters"] is None else f"; the bare model has {about['bare_parameters']:,}"
-        facts.append(("parameters", f"{about['parameters']:,} by the {about['counted_from']}{bare}"))
+        facts.append(("parameters", f"{about['parameters']:,} from the {about['counted_from']}{bare}"))
         facts += [("", f"{name:<10} {count:>16,}") for name, count in about["components"].items()]
     facts.append(("dtype", about["dtype"]))
     if (held := about["stored"]) is not None:
@@ -56,7 +56,7 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _embedding(of: Mapping[str, Any]) -> str:
-    """How embeddings are made, in words."""
+    """A description of how embeddings are computed."""
     if "unsupported" in of:
         return f"not supported: {of['unsupported']}"
     text = f"pooling {of['pooling'] or 'as usual'}" + ("" if of["include_prompt"] else ", without prompts")
@@ -70,9 +70,9 @@ def _source(about: Mapping[str, Any]) -> str:
     if about["source"] != "preset":
         return about["source"] + (f" {about['hub']}@{about['revision']}" if "hub" in about else "")
     mark = "confirmed" if about["confirmed"] else "UNCONFIRMED: its parameters were not compared with published ones"
-    weights = "no weights; from_config makes a random start"
+    weights = "no weights; from_config initialises it at random"
     if about["parameters"] is None:  # its sizes were never published
-        weights = "no weights and no sizes; a directory with a config.json of its own loads"
+        weights = "no weights and no sizes; load it from a directory with its own config.json"
     return f"preset of {about['hub'] or weights}; {mark}"
 
 

@@ -1,4 +1,4 @@
-"""`modelcenter download`: a snapshot of the files that a model needs; huggingface_hub resumes interrupted downloads."""
+"""`modelcenter download`: get a snapshot of the files that a model needs; huggingface_hub resumes broken downloads."""
 
 import glob
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -31,7 +31,7 @@ from modelcenter.hub.resolve import local_directory, repo_of
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a model lies. `revision`: its commit. `files`: bytes by name, those that were there already too."""
+    """A downloaded model. `revision`: its commit. `files`: bytes by name, including files that already existed."""
 
     repo: str
     revision: str
@@ -47,26 +47,26 @@ def download_snapshot(
     everything: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Snapshot:
-    """Download a model into the cache, or into a directory of its own.
+    """Download a model into the cache, or into a directory.
 
     Args:
         name: a name of `list_models` or a Hub id.
         local_dir: the directory; None: huggingface_hub's cache.
-        everything: every file of the repository, not only what is needed: config, weights in one format, tokenizer.
-        say: told what is about to happen.
+        everything: all files of the repository, instead of only config, tokenizer and weights in one format.
+        say: called with what happens next.
 
     Raises:
-        ValueError: as hub.remote.download; the name is a directory already; offline, something is not in the cache.
+        ValueError: as hub.remote.download; the name is an existing directory; offline, a file is not in the cache.
     """
     if local_directory(name) is not None:
-        raise ValueError(f"{name} is a directory already: nothing to download")
+        raise ValueError(f"{name} is a local directory: nothing to download")
     repo, pinned = repo_of(name)
     options = replace(options, revision=options.revision or pinned)
     if is_offline(options):
         return _cached(repo, options, local_dir, everything, say)
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    if local_dir is None:  # the config first, which notes in the cache what commit the branch is at
+    if local_dir is None:  # the config first, which records in the cache the commit of the branch
         config = download_file(repo, CONFIG_FILE, options) if everything else download_config(repo, options)
         options = options if config is None else replace(options, revision=config.parent.name)
     with explain_errors(repo, options):
@@ -94,10 +94,10 @@ def download_snapshot(
 
 
 def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[str]:
-    """The files of a repository that loading the model and its tokenizer takes, weights in one format only.
+    """The files of a repository needed to load the model and its tokenizer, with weights in one format only.
 
     Raises:
-        ValueError: it has no config.json, or no weights that can be read.
+        ValueError: it has no config.json, or no readable weights.
     """
     held = set(names)
     if CONFIG_FILE not in held:
@@ -115,29 +115,29 @@ def needed_files(repo: str, names: Iterable[str], options: HubOptions) -> list[s
             shards = sorted(set(index_files(path).values()))
             absent = [file for file in shards if file not in held]
             if absent:
-                raise ValueError(f"{repo}: {index} lists {len(shards)} files, of which {absent[0]} is not there")
+                raise ValueError(f"{repo}: {index} lists {len(shards)} files, but {absent[0]} is missing")
             return [*texts, index, *shards]
     raise ValueError(
         f"{repo}: no weights in the repository; expected {' or '.join(WEIGHT_FILES)}, or an index of shards. Weights "
-        "of TensorFlow, Flax or GGUF are not read; --all downloads them anyway"
+        "in TensorFlow, Flax or GGUF format are not read; --all downloads them anyway"
     )
 
 
 def _note_absent(repo: str, names: Container[str], options: HubOptions) -> None:
-    """Note in the cache which of the files that loading looks for are not in the commit, for use without a network."""
+    """Record in the cache which optional files the commit lacks, so that loading works without a network."""
     looked_for = [GENERATION_FILE, MODULES_FILE, TOKENIZER_CONFIG_FILE]
     for weights in WEIGHT_FILES:
         if weights in names:
             break
         looked_for += [weights, f"{weights}.index.json"]
-    with suppress(ValueError):  # the files themselves are there
+    with suppress(ValueError):  # the files themselves are complete
         for name in looked_for:
             if name not in names:
                 download_file(repo, name, options)
 
 
 def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, say: Callable[[str], None]) -> Snapshot:
-    """The files of a model in the cache, if it is complete; used while offline."""
+    """The files of a model in the cache, if it is complete; for use offline."""
     for flag, given in (("--local_dir", local_dir is not None), ("--all", everything)):
         if given:
             raise ValueError(f"{flag} needs the Hub, but HF_HUB_OFFLINE (or local_files_only) is set")
@@ -145,14 +145,14 @@ def _cached(repo: str, options: HubOptions, local_dir: Any, everything: bool, sa
     options = replace(options, revision=config.parent.name)
     download_weights(repo, options)
     files = {str(p.relative_to(config.parent)): p.stat().st_size for p in config.parent.rglob("*") if p.is_file()}
-    tokenizer = "" if any(name in files for name in TOKENIZER_FILES) else ", none of a tokenizer"
+    tokenizer = "" if any(name in files for name in TOKENIZER_FILES) else ", no tokenizer"
     size = readable(sum(files.values()))
     say(f"{repo}@{options.revision}: offline; {len(files)} files in the cache, {size}{tokenizer}")
     return Snapshot(repo, config.parent.name, config.parent, files)
 
 
 def as_json(snapshot: Snapshot) -> Mapping[str, Any]:
-    """What --json prints."""
+    """The object that --json prints."""
     return {
         "repo": snapshot.repo,
         "revision": snapshot.revision,

@@ -72,5 +72,5 @@ def check_score_tokens(words: list[str] | None) -> None:
     """Raise ValueError for anything but one word or two."""
     if words is not None and (len(words) not in (1, 2) or len({*words}) < len(words)):
         raise ValueError(
-            f"score_tokens: got {' '.join(words)!r}, expected the word for yes, and perhaps another one for no"
+            f"score_tokens: got {' '.join(words)!r}, expected the word for yes, and optionally another for no"
         )

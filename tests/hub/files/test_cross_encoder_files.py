@@ -68,7 +68,7 @@ def test_what_is_no_cross_encoder(tmp_path):
 
 def test_what_is_not_supported_is_named(tmp_path):
     steps = saved(tmp_path / "steps", settings={}, steps=("Transformer", "Pooling", "Dense"))
-    with pytest.raises(ValueError, match="the steps are Transformer, Pooling, Dense; supported of a cross-encoder"):
+    with pytest.raises(ValueError, match="the steps are Transformer, Pooling, Dense; supported for a cross-encoder"):
         mc.from_pretrained(steps)
     prompt = saved(tmp_path / "prompt", settings={"prompts": {"q": "Find: "}, "default_prompt_name": "q"})
     with pytest.raises(ValueError, match="queries begin with the prompt 'Find: '"):

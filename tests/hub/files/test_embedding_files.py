@@ -172,22 +172,22 @@ def layers(**changes):
 MISTAKES = {
     "steps": (
         {"modules": modules("Transformer", "Pooling", "LSTM")},
-        "modules.json: the steps are .*LSTM; supported are Transformer, Pooling, .*; LSTM in 2_LSTM is none of them",
+        "modules.json: the steps are .*LSTM; supported are Transformer, Pooling, .*; LSTM in 2_LSTM is not one of them",
     ),
     "a step before": (
         {"modules": modules("WordEmbeddings", "WeightedLayerPooling", "Pooling")},
-        "WordEmbeddings in 0_WordEmbeddings is none of them",
+        "WordEmbeddings in 0_WordEmbeddings is not one of them",
     ),
     "no transformer": ({"modules": modules("static_embedding.StaticEmbedding")}, "StaticEmbedding in 0_StaticEmbedd"),
     "order": (
         {"modules": modules("Transformer", "Pooling", "Normalize", "Dense")},
-        "Normalize in 2_Normalize is none of them, or not in its place",
+        "Normalize in 2_Normalize is not one of them, or not in this order",
     ),
     "no steps": ({"modules": []}, "the steps are ; supported"),
     "no list": ({"modules": {"0": 1}}, "expected a list of objects"),
     "folder": (
         {"modules": [*modules("Transformer"), {"path": "../1_Pooling", "type": "Pooling"}]},
-        r"modules.json: path is '../1_Pooling', expected a folder beside it",
+        r"modules.json: path is '../1_Pooling', expected a folder next to it",
     ),
     "pooling": (
         {"1_Pooling__config": {"pooling_mode": "median"}},
@@ -201,7 +201,10 @@ MISTAKES = {
     "no config": ({"modules": modules("Transformer", "Pooling", "Dense")}, "2_Dense/config.json is missing"),
     "no width": (layers(out_features=None), "2_Dense/config.json: out_features is None, expected a whole number"),
     "no inputs": (layers(in_features=0), "2_Dense/config.json: in_features is 0, expected a whole number"),
-    "widths": (layers(out_features=63), "3_Dense/config.json: in_features is 64, but 2_Dense before it gives 63"),
+    "widths": (
+        layers(out_features=63),
+        "3_Dense/config.json: in_features is 64, but 2_Dense before it returns vectors of size 63",
+    ),
     "bias": (layers(bias="yes"), "2_Dense/config.json: bias is 'yes', expected true or false"),
     "activation": (
         layers(activation_function="torch.nn.modules.activation.GLU"),

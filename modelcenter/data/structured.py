@@ -1,11 +1,11 @@
-"""Rows of CPM-Bee: an object of keys and texts as tokens, after convert_data_to_id of OpenBMB/CPM-Bee.
+"""Rows of CPM-Bee: objects of keys and texts as tokens, following convert_data_to_id of OpenBMB/CPM-Bee.
 
     {"input": "今天天气真<mask_0>", "<ans>": {"<mask_0>": "好"}}
 
 The row is a tree: a root, below it the keys, below a key its text or the keys of its object. Each key and each text is
-a segment, numbered in reading order (the root, `<root>`, is 0). A segment is `<s>`, its tokens and `</s>`. All is
-context except the texts below the key `<ans>`: these are the answers. They have no `</s>` (the model predicts it in the
-place of the token that follows, if any), and each of their tokens attends only to what comes before it.
+a segment, numbered in reading order (the root, `<root>`, is 0). A segment is `<s>`, its tokens and `</s>`. Everything
+is context except the texts below the key `<ans>`: these are the answers. They have no `</s>` (the model predicts it in
+place of the token that follows, if any), and each of their tokens attends only to earlier tokens.
 
 - The relation of segment a to b is 0 if they are the same, else 1 + 8 * up + down: `up` steps from a to their lowest
   common ancestor and `down` steps from there to b, each at most 7. Segments of different samples have the relation 1.
@@ -30,12 +30,12 @@ ANSWER = "<ans>"
 _DEEPEST = 7
 FIELDS = ("input_ids", "input_id_sub", "context", "segment", "num_segments", "segment_rel_offset", "sample_ids")
 
-Token = tuple[int, int]  # its id in the vocabulary, and its number
+Token = tuple[int, int]  # id in the vocabulary, and number
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A text that the model is to write. path: the keys below `<ans>` that lead to it. segment: its number."""
+    """A text for the model to generate. path: the keys from `<ans>` to it. segment: its number."""
 
     path: tuple[str, ...]
     segment: int
@@ -46,9 +46,9 @@ class StructuredRow:
     """One row and its samples as tokens.
 
     Attributes:
-        values: int32 (T, 7), the columns as FIELDS names them; offsets count from the beginning of `relations`.
-        relations: int32 (size,). texts: what tokens with a local meaning stand for. answers: in the order of their
-            segments, without those of samples.
+        values: int32 (T, 7), with the columns FIELDS; offsets count from the beginning of `relations`.
+        relations: int32 (size,). texts: the texts of tokens whose meaning is local to the row. answers: in the order of
+            their segments, without those of samples.
         end: the token `</s>`. answered: whether the answers are part of the tokens.
     """
 
@@ -63,28 +63,28 @@ class StructuredRow:
         return len(self.values)
 
     def targets(self) -> np.ndarray:
-        """int32 (T, 2): the token and number to predict at each token, -100 for none."""
+        """int32 (T, 2): the token and number to predict at each token, or -100."""
         out = np.full((len(self), 2), IGNORED, np.int32)
         if self.answered:
-            after = 1 + np.flatnonzero(self.values[:-1, 2] == 0)  # an answer, which begins with <s>, or what follows it
+            after = 1 + np.flatnonzero(self.values[:-1, 2] == 0)  # an answer (begins with <s>), or the segment after it
             out[after] = self.values[after, :2]
             begins = self.values[after, 3] != self.values[after - 1, 3]
             out[after[begins]] = self.end, 0
         return out
 
     def numbered(self) -> set[Token]:
-        """The tokens with a number above 0, which the vocabulary does not have."""
+        """The tokens with a number above 0, which are not in the vocabulary."""
         return {(int(a), int(b)) for a, b in self.values[:, :2] if b > 0}
 
 
 class StructuredEncoder:
-    """Encodes objects as rows, and decodes what a model writes."""
+    """Encodes objects as rows, and decodes generated answers."""
 
     def __init__(self, tokenizer: Any):
-        """tokenizer: CPM-Bee's. Raises ValueError: it is another."""
+        """tokenizer: CPM-Bee's. Raises ValueError for any other."""
         if not hasattr(tokenizer, "parts"):
             raise ValueError(
-                f"tokenizer: {type(tokenizer).__name__} does not know CPM-Bee's structured input; use CPM-Bee's"
+                f"tokenizer: {type(tokenizer).__name__} cannot encode CPM-Bee's structured input; use CPM-Bee's"
             )
         self.tokenizer, self.vocabulary = tokenizer, tokenizer.get_vocab()
         lacking = [token for token in ("<root>", ANSWER, "<s>", "</s>") if token not in self.vocabulary]
@@ -95,14 +95,14 @@ class StructuredEncoder:
     def encode(
         self, data: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = (), *, answered: bool = True
     ) -> StructuredRow:
-        """The tokens of an object, whose values are texts or objects in their turn.
+        """The tokens of an object, whose values are texts or nested objects.
 
         Args:
             samples: further objects as examples, with their answers.
-            answered: False leaves the answers out, for a model that is to write them.
+            answered: False leaves the answers out, for a model to generate them.
 
         Raises:
-            ValueError: an object without "<ans>", a value that is neither text nor object, a "<" that is no token.
+            ValueError: an object has no "<ans>", a value is neither text nor object, or a "<" does not begin a token.
         """
         if not isinstance(data, Mapping) or ANSWER not in data:
             raise ValueError(f"got {data!r:.80}, expected an object with the key {ANSWER!r}")
@@ -126,7 +126,7 @@ class StructuredEncoder:
                 marks = (int(is_context), i, len(segments), size, number)
                 parts += [(*token, *marks) for token in ((self.start, 0), *ids)]
             if not number and answered and segments[-1].path is not None and not samples:
-                parts.append((self.end, 0, *parts[-1][2:]))  # so that the end has a place to be predicted in
+                parts.append((self.end, 0, *parts[-1][2:]))  # so that there is a place to predict the end
             relations.append(_relations(tuple(s.depth for s in segments)))
             size += len(relations[-1])
         if not answers:
@@ -145,7 +145,7 @@ class StructuredEncoder:
         return out
 
     def decode(self, tokens: Iterable[Token], texts: Mapping[Token, str]) -> str:
-        """The text of an answer's tokens up to its `</s>`; texts: those of its row."""
+        """The text of an answer's tokens up to its `</s>`. texts: those of its row."""
         out = []
         for token in tokens:
             if token[0] == self.end:
@@ -158,7 +158,7 @@ class StructuredEncoder:
 class _Segment:
     text: str
     depth: int
-    path: tuple[str, ...] | None  # below <ans>; None: the segment is no answer
+    path: tuple[str, ...] | None  # below <ans>; None: the segment is not an answer
 
 
 def _add_segments(segments: list[_Segment], value: Any, depth: int, path: tuple[str, ...]) -> None:
@@ -175,8 +175,8 @@ def _add_segments(segments: list[_Segment], value: Any, depth: int, path: tuple[
 
 @lru_cache(maxsize=4096)
 def _relations(depths: tuple[int, ...]) -> np.ndarray:
-    """int32 (n * n,): the relations of segments with these depths in reading order, which determine the tree."""
-    paths: list[tuple[int, ...]] = []  # from the root to each segment, itself included
+    """int32 (n * n,): the relations of segments. Their depths, in reading order, determine the tree."""
+    paths: list[tuple[int, ...]] = []  # from the root to each segment, inclusive
     for i, depth in enumerate(depths):
         paths.append((*(paths[i - 1][:depth] if i else ()), i))
     out = np.zeros((len(depths), len(depths)), np.int32)
@@ -190,12 +190,12 @@ def _relations(depths: tuple[int, ...]) -> np.ndarray:
 
 
 def extension_table(rows: Iterable[StructuredRow]) -> tuple[Token, ...]:
-    """The tokens that extend the vocabulary for these rows, sorted, so that the order of the rows does not matter."""
+    """The tokens that extend the vocabulary for these rows; sorted, so that the order of the rows does not matter."""
     return tuple(sorted(set().union(*(row.numbered() for row in rows))))
 
 
 def target_ids(row: StructuredRow, table: Sequence[Token], vocab_size: int) -> np.ndarray:
-    """int32 (T,): the token to predict at each token, as vocab_size + its place in the table if it is there."""
+    """int32 (T,): the token to predict at each token; vocab_size + its index in the table if it is in there."""
     place = {token: vocab_size + i for i, token in enumerate(table)}
     return np.array([place.get((int(a), int(b)), int(a)) for a, b in row.targets()], np.int32)
 

@@ -114,13 +114,13 @@ def test_other_spellings(words, name, value, tmp_path):
         ),
         ("--batch_tokens 4096 --global_batch_size 8", "batch_tokens: it fills batches by tokens"),
         ("--batch_tokens 4096 --batch_size auto", "batch_size: auto counts rows, but batch_tokens fills"),
-        ("--batch_tokens 4096 --batch_size 16", "batch_size: changes nothing beside batch_tokens"),
+        ("--batch_tokens 4096 --batch_size 16", "batch_size: changes nothing with batch_tokens"),
         ("--min_lr 1e-5 --lr_scheduler constant", "min_lr: changes nothing with lr_scheduler constant"),
         ("--min_lr 1e-3 --lr 1e-4", r"min_lr: got 0\.001, expected at most lr, which is 0\.0001"),
         ("--min_lr -1", r"min_lr: got -1\.0, expected 0 or more"),
         ("--early_stopping_patience 2 --eval_strategy no", "early_stopping: changes nothing with eval_every never"),
         ("--global_batch_tokens 4096", "global_batch_tokens: it needs batch_tokens"),
-        ("--resume run --overwrite_output_dir", "resume: got 'run' beside overwrite_output_dir"),
+        ("--resume run --overwrite_output_dir", "resume: got 'run' with overwrite_output_dir"),
         ("--save_every 0", "save_every: got '0', expected a number of steps, 'epoch' or 'never'"),
         ("--dry_run maybe", "dry_run: got 'maybe', expected true or false"),
         ("--columns text", "columns: got 'text', expected KEY=VALUE"),
@@ -131,12 +131,12 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--eval_every sometimes", "eval_every: got 'sometimes', expected a number of steps, 'epoch' or 'never'"),
         (
             "--model_config dtype=bfloat16",
-            "model_config: dtype is no field .*; weights are trained in fp32",
+            "model_config: dtype is not a field .*; weights are trained in fp32",
         ),
         ("--bf16 --precision fp32", "precision: given twice, as --bf16 and as --precision; give it once"),
         ("--eval_every 100 --eval_strategy no", "eval_every: given twice, as --eval_every and as --eval_strategy"),
         ("--adam_beta2 1", "adam_beta2: got 1.0, expected 0 or more and less than 1"),
-        ("--num_labels 1 --problem_type multi_label_classification", "num_labels: got 1, which is for regression"),
+        ("--num_labels 1 --problem_type multi_label_classification", "num_labels: got 1, which means regression"),
         ("--bf16 perhaps", "bf16: got 'perhaps', expected true or false"),
         ("--eval_strategy x", "eval_strategy: got 'x', expected epoch or no or steps; eval_every takes more"),
         ("--form wik", "form: got 'wik', expected one of boolq, .* Did you mean 'wic'"),
@@ -159,7 +159,7 @@ def test_a_file_may_have_flags_that_another_leaves_without_effect(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("batch_size: 4\nbatch_tokens: 100\neval_every: never\nearly_stopping: 2\n")
     assert read("--config", str(path), "--batch_tokens", "200").batch_size == 4
-    with pytest.raises(ValueError, match="batch_size: changes nothing beside batch_tokens.*--batch_tokens none"):
+    with pytest.raises(ValueError, match="batch_size: changes nothing with batch_tokens.*--batch_tokens none"):
         read("--config", str(path), "--batch_size", "8")
     assert read("--config", str(path), "--batch_size", "8", "--batch_tokens", "none").batch_size == 8
 

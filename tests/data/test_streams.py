@@ -88,9 +88,9 @@ def test_compressed(folder, suffix):
     assert [row for row, _ in rows if row] == ROWS
     assert list(source.read(rows[4][1])) == rows[5:]
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(ValueError, match=rf"a.jsonl{suffix}: the {suffix[1:]} data are damaged or cut off"):
+    with pytest.raises(ValueError, match=rf"a.jsonl{suffix}: the {suffix[1:]} data are damaged or truncated"):
         everything(source)
-    with pytest.raises(ValueError, match="damaged or cut off"):
+    with pytest.raises(ValueError, match="damaged or truncated"):
         read_file(path)
 
 
@@ -98,13 +98,13 @@ def test_compressed(folder, suffix):
     ("name", "content", "says"),
     [
         ("a.txt", b"ok\ncaf\xe9\n", r"a.txt, line 2, byte 6: not UTF-8 \(0xe9\); convert the line"),
-        ("a.txt", "x".encode("utf-16"), "is UTF-16; streams are read as UTF-8: `iconv"),
-        ("a.txt", b"one\rtwo\r", r"a.txt: lines end as on old Macs; streaming needs line feeds: `tr '.r' '.n'`"),
-        ("a.csv", b"text,label\ra,1\rb,0", "a.csv: lines end as on old Macs"),
+        ("a.txt", "x".encode("utf-16"), "got UTF-16, but streams are read as UTF-8; convert it with `iconv"),
+        ("a.txt", b"one\rtwo\r", r"a.txt: lines end with .* needs line feeds; convert them with `tr '.r' '.n'`"),
+        ("a.csv", b"text,label\ra,1\rb,0", "a.csv: lines end with carriage returns, as on old Macs"),
         ("a.jsonl", b'{"a": 1}\n{"a"}\n', "a.jsonl, line 2: not valid JSON"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\\ud83d"}\n', r"a.jsonl, line 2: not valid JSON \(.ud83d is half a character"),
         ("a.json", b'[\n{"a": 1}]\n', "a JSON array cannot be streamed"),
-        ("a.json", b'[{"a": 1}, {"a": 2}]', "expected one JSON object a line; a JSON array cannot be streamed"),
+        ("a.json", b'[{"a": 1}, {"a": 2}]', "expected one JSON object per line; a JSON array cannot be streamed"),
         ("a.jsonl", b"3\n", "a.jsonl, line 1: got 3, expected one JSON object"),
         ("a.csv", b"text,label\na,1\nb\n", "a.csv, row 3: 1 fields where the first row has 2"),
         ("a.csv", b'text,label\n"a,1\nb\n', "quoted field is not closed"),

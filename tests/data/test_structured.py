@@ -110,5 +110,5 @@ def test_objects_that_the_model_cannot_read_are_named(encoder, data, said):
 
 
 def test_another_tokenizer():
-    with pytest.raises(ValueError, match="tokenizer: dict does not know CPM-Bee's structured input"):
+    with pytest.raises(ValueError, match="tokenizer: dict cannot encode CPM-Bee's structured input"):
         StructuredEncoder({})

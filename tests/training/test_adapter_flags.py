@@ -220,13 +220,13 @@ def test_a_tokenizer_with_words_for_which_the_model_has_no_rows(folder):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"lora_alpha": 3}, "lora_alpha: it is about low-rank updates; give lora_rank too"),
+        ({"lora_alpha": 3}, "lora_alpha: it applies to low-rank updates only; give lora_rank too"),
         ({"lora_rank": 0}, "lora_rank: got 0, expected a number above 0"),
         (
             {"lora_rank": 2, "quantize": "nf4", "push_to_hub": "me/x"},
-            "push_to_hub: a run with quantize leaves an adapter and no model",
+            "push_to_hub: a run with quantize writes an adapter but no model",
         ),
-        ({"lora_rank": 2, "add_tokens": ["x"]}, "add_tokens: the rows of new words are not trained by lora_rank"),
+        ({"lora_rank": 2, "add_tokens": ["x"]}, "add_tokens: with lora_rank the embedding, .* would not be trained"),
     ],
 )
 def test_flags_that_do_not_go_together_are_named(changes, says):

@@ -65,6 +65,6 @@ def test_rows_without_text_and_unseen_labels(folder):
     ):
         train_classifier(folder, train_data=str(folder / "data" / "train.jsonl"), eval_data=str(folder / "b.jsonl"))
     write_jsonl(folder / "c.jsonl", [{"review": row["text"], "label": row["label"]} for row in rows])
-    says = "c.jsonl has no column 'text', it has 'review', 'label'. It is that of .*train.jsonl, whose columns this"
+    says = "c.jsonl has no column 'text', it has 'review', 'label'. It was chosen for .*train.jsonl, and these"
     with pytest.raises(ValueError, match=says):
         train_classifier(folder, eval_data=str(folder / "c.jsonl"))

@@ -407,7 +407,7 @@ def test_teachers_that_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("words", "more", "said"),
     [
-        ("finetune classification", {"teacher": "t", "pp": 2}, "teacher: not with --pp"),
+        ("finetune classification", {"teacher": "t", "pp": 2}, "teacher: cannot be used with --pp"),
         ("finetune classification", {"teacher_weight": 0.3}, "teacher_weight: changes nothing without a teacher"),
         ("finetune classification", {"teacher": "t", "teacher_weight": 0}, "teacher_weight: got 0.0, expected a share"),
         ("finetune classification", {"teacher": "t", "teacher_temperature": -1}, "teacher_temperature: got -1"),
@@ -415,7 +415,7 @@ def test_teachers_that_are_refused(tmp_path):
          "label_smoothing: changes nothing beside teacher_weight 1"),
         ("finetune token-classification", {"teacher": "t", "teacher_weight": 1, "class_weights": "O=2"},
          "class_weights: changes nothing beside teacher_weight 1"),
-        ("pretrain mlm", {"teacher": "t", "next_sentence": True}, "teacher: it teaches to predict hidden words alone"),
+        ("pretrain mlm", {"teacher": "t", "next_sentence": True}, "teacher: only the prediction of masked tokens"),
         ("finetune embedding", {"teacher": "t"}, "--teacher is not a flag here: it is for tasks with labels"),
         ("finetune dpo", {"teacher": "t"}, "--teacher is not a flag here: it is for tasks with labels"),
     ],

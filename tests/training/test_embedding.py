@@ -379,7 +379,7 @@ def test_single_texts_are_told_apart_by_dropout(folder):
     assert rows[-1]["eval_accuracy@1"] == 1  # each finds itself
     with pytest.raises(ValueError, match="negative_column: .* has no column 'nothing'"):
         main(command(flags(folder, **same, negative_column="nothing", output_dir=str(folder / "other"))))
-    with pytest.raises(ValueError, match="beside score_column"):
+    with pytest.raises(ValueError, match="together with score_column"):
         main(command(flags(folder, **same, score_column="positive", output_dir=str(folder / "other"))))
 
 
@@ -388,7 +388,7 @@ MISTAKES = {
     "which column": ({}, {"a": "x y", "b": "z"}, "anchor_column: which column"),
     "no text": ({}, {"query": "a film", "positive": None}, r"line 1: the row has no text in column 'positive'"),
     "no number": ({}, {"query": "a", "positive": "b", "score": "high"}, "expected a number, in column 'score'"),
-    "same scores": ({}, {"query": "a", "positive": "b", "score": 1}, "which orders nothing"),
+    "same scores": ({}, {"query": "a", "positive": "b", "score": 1}, "which says nothing about similarity"),
     "width": ({"matryoshka_dims": ["99"]}, None, "matryoshka_dims: got 99, but the embeddings have 16 elements"),
     "widths": ({"matryoshka_dims": ["x"]}, None, "matryoshka_dims: got 'x'"),
     "idle": ({"max_negatives": 2}, None, "max_negatives: changes nothing without negatives"),

@@ -54,7 +54,7 @@ def test_arguments_of_the_loader_are_no_fields_of_a_model():
         (
             "--batch_size 4 --global_batch_size 32 --gradient_accumulation_steps 2",
             2,
-            "makes 4: give one of the two, and none for",
+            "makes 4; give one of the two, and none for",
         ),
     ],
 )
@@ -80,11 +80,11 @@ def test_every_column_of_a_task_has_a_flag_in_predict():
 @pytest.mark.parametrize(
     ("task", "words", "says"),
     [
-        ("seq2seq", "--text_column a", "text_column: changes nothing here, .* of the task seq2seq; its columns "
+        ("seq2seq", "--text_column a", "text_column: changes nothing here, .* for the task seq2seq; its columns "
          "are source, target, group"),
         ("classification", "--columns source=a", "columns: unknown role 'source'. Roles: text, text_pair"),
-        ("qa", "--num_beams 4", "num_beams: changes nothing here, with a model of the task qa$"),
-        ("qa", "--early_stopping", "early_stopping: changes nothing here, with a model of the task qa$"),
+        ("qa", "--num_beams 4", "num_beams: changes nothing here, with a model for the task qa$"),
+        ("qa", "--early_stopping", "early_stopping: changes nothing here, with a model for the task qa$"),
         ("lm", "--n_best 3", "n_best: changes nothing here"),
         ("classification", "--template plain", "template: changes nothing here"),
         ("lm", "--top_p 0.9", "top_p: changes nothing without do_sample; give that too, or leave top_p out"),

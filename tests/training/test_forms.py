@@ -198,7 +198,7 @@ def test_scores_of_words():
     answers.update(["The dog", "cat", "red fox"], [["dog", "cat"], ["a dog"], ["fox", "the red hen house"]])
     assert answers.result() == pytest.approx({"exact_match": 1 / 3, "f1": (1 + 0 + 2 / 3) / 3})
     assert answers.main == "f1"
-    with pytest.raises(ValueError, match="metrics: got accuracy and squad, which both give an f1"):
+    with pytest.raises(ValueError, match="metrics: got accuracy and squad, which both report an f1"):
         Generation(["squad", "accuracy"])
 
 

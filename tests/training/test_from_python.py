@@ -56,7 +56,7 @@ def test_a_file_of_flags_and_a_dry_run(folder, capsys):
         ("classification", {"fp16": True}, "the call: fp16 is not a flag here: --precision fp16 computes in fp16"),
         ("classification", {"lr": "fast"}, "lr: got 'fast', expected a number"),
         ("classification", {"model": None}, "--model is needed"),
-        ("classification", {"max_steps": 3}, "epochs: changes nothing beside max_steps"),
+        ("classification", {"max_steps": 3}, "epochs: changes nothing with max_steps"),
         ("classification", {"config": "nothere.yaml"}, "config: cannot read nothere.yaml"),
     ],
 )

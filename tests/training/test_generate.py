@@ -316,7 +316,7 @@ def test_two_ranks_write_the_same(folder, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"prompt": ["a"], "prompts_file": "x"}, "give either"),
+        ({"prompt": ["a"], "prompts_file": "x"}, "prompts_file; give one of them"),
         ({"prompts_file": "/nowhere/x"}, "prompts_file: /nowhere/x cannot be read"),
         ({"prompt": ["a"], "chat": True}, "no chat template"),
         ({"prompt": [" "]}, "has no token"),

@@ -294,7 +294,7 @@ def test_rows_that_are_left_out_are_counted(folder, caplog):
     [
         ({"response_column": "answer"}, "response_column: .* has no column 'answer'"),
         ({"template": "chat"}, "template: this tokenizer has no chat template"),
-        ({"eval_samples": 2, "cp": 2}, "eval_samples: a model that is split by --cp generates nothing"),
+        ({"eval_samples": 2, "cp": 2}, "eval_samples: a model split by --cp cannot generate"),
         ({"label_smoothing": 1}, "label_smoothing: got 1.0, expected 0 or more and less than 1"),
         ({"adam_epsilon": 0}, "adam_epsilon: got 0.0, expected a number above 0"),
         (

@@ -409,25 +409,29 @@ STREAM = {"streaming": True, "max_steps": 2}
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("lm", {"streaming": True}, "max_steps: a stream has no known end"),
-        ("lm", {**STREAM, "eval_fraction": 0.1}, "eval_fraction: a stream has no known size"),
-        ("lm", {**STREAM, "packing": "concat"}, "packing: got 'concat'; a stream is cut"),
-        ("lm", {**STREAM, "batch_size": "auto"}, "batch_size: auto looks at all rows first"),
+        ("lm", {"streaming": True}, "max_steps: required with streaming"),
+        ("lm", {**STREAM, "eval_fraction": 0.1}, "eval_fraction: the size of a stream is unknown"),
+        ("lm", {**STREAM, "packing": "concat"}, "packing: got 'concat', but a stream is cut"),
+        ("lm", {**STREAM, "batch_size": "auto"}, "batch_size: auto needs all rows in advance"),
         ("lm", {**STREAM, "train_data": "data@2"}, "parts have no weights in a stream"),
         ("lm", {"shuffle_window": 0}, "shuffle_window: got 0"),
         ("lm", {"text_column": "txt"}, "no column 'txt', it has 'text'"),
         ("lm", {"eval_fraction": 0.001}, "eval_fraction: got 0.001, which is 0 of"),
-        ("mlm", {**STREAM, "next_sentence": True}, "next_sentence: it draws from all docu"),
-        ("mlm", {"packing": "concat", "next_sentence": True}, "packing: got 'concat'; pairs are made of pieces"),
-        ("mlm", {"packing": "concat", "sentence_order": True}, "packing: got 'concat'; pairs are made of pieces"),
-        ("mlm", {"next_sentence": True, "sentence_order": True}, "sentence_order: not with next_sentence"),
+        ("mlm", {**STREAM, "next_sentence": True}, "next_sentence: not supported with streaming"),
+        ("mlm", {"packing": "concat", "next_sentence": True}, "packing: got 'concat', but pairs are made from pieces"),
+        ("mlm", {"packing": "concat", "sentence_order": True}, "packing: got 'concat', but pairs are made from pieces"),
+        ("mlm", {"next_sentence": True, "sentence_order": True}, "sentence_order: given together with next_sentence"),
         ("mlm", {"sentence_order": True}, "sentence_order: the second task of bert is another; give next_sentence in"),
         (
             "mlm",
             {"next_sentence": True, "model": "tiny/albert"},
             "next_sentence: the second task of albert is another; give sentence_order in",
         ),
-        ("mlm", {"word_segmenter": "rjieba"}, "word_segmenter: rjieba finds words for whole_word; give that too"),
+        (
+            "mlm",
+            {"word_segmenter": "rjieba"},
+            "word_segmenter: got rjieba, which is only used with whole_word; give that too",
+        ),
         ("mlm", {"mlm_probability": 1}, "mask_fraction: got 1.0"),
         ("mlm", {"tokenizer": "tiny-gpt2"}, "tokenizer: it has no mask token"),
         ("span-corruption", {"noise_density": 0}, "noise_density: got 0.0"),
@@ -448,13 +452,13 @@ def test_rows_without_a_text_to_learn_are_named(folder):
         pretrain(folder, "lm", train_data=str(data))
     write_jsonl(folder / "y.jsonl", [{"body": "a film"}])
     write_jsonl(data, [{"text": "a film"}])
-    with pytest.raises(ValueError, match=r"y.jsonl has no column 'text', it has 'body'. It is that of .*x.jsonl, "):
+    with pytest.raises(ValueError, match=r"y.jsonl has no column 'text', it has 'body'. It was chosen for .*x.jsonl, "):
         pretrain(folder, "lm", train_data=[f"{data}@1", f"{folder / 'y.jsonl'}@1"])
     write_jsonl(data, [{"text": ""}, {"text": " "}])
     with pytest.raises(ValueError, match="column 'text' holds no text"):
         pretrain(folder, "lm", train_data=str(data))
     write_jsonl(data, [{"text": " ".join(make_texts(9))}])
-    with pytest.raises(ValueError, match="next_sentence: .*x.jsonl is one document; it needs at least two"):
+    with pytest.raises(ValueError, match="next_sentence: .*x.jsonl is one document, expected at least two"):
         pretrain(folder, "mlm", train_data=str(data), next_sentence=True)
     cli(["preprocess", str(data), "--tokenizer", str(folder / "tiny-bert"), "--output", str(folder / "t")])
     with pytest.raises(ValueError, match=r"tokenizer: .*t was made with .*bert' \(\d+ tokens\), not with .*tiny-gpt2"):

@@ -317,8 +317,12 @@ MISTAKES = {
         [LISTS, LISTS | {"labels": [1]}],
         r"line 2: the row has 1 labels in .* and 2 texts in column 'docs'",
     ),
-    "only positives": ({}, [{"query": "a", "positive": "b"}] * 2, "nothing to tell apart.*modelcenter mine"),
-    "same labels": ({}, [PAIR] * 3, "all texts of .* have 1 in column 'label', which tells nothing apart"),
+    "only positives": (
+        {},
+        [{"query": "a", "positive": "b"}] * 2,
+        "nothing to learn; give negative_column.*modelcenter mine",
+    ),
+    "same labels": ({}, [PAIR] * 3, "all texts of .* have 1 in column 'label', so there is nothing to learn"),
     "range": (
         {"loss": "binary"},
         [PAIR, PAIR | {"label": 3}],

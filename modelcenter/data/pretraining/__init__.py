@@ -1,1 +1,1 @@
-"""Pretraining: text into token files, and the objectives trained on them."""
+"""Pretraining data: converting text to token files, and training objectives."""

@@ -1,7 +1,7 @@
-"""Masks of masked-language-model training: which tokens are to be predicted, and what replaces them.
+"""Masks for masked language modelling: which tokens are to be predicted, and what replaces them.
 
-As BERT (Devlin et al. 2019, arXiv:1810.04805): of the tokens chosen, 80 % become the mask token, 10 % any other token
-and 10 % stay. Whole words are masked together (Cui et al. 2021, arXiv:1906.08101, for Chinese).
+As in BERT (Devlin et al. 2019, arXiv:1810.04805): of the chosen tokens, 80 % become the mask token, 10 % a random token
+and 10 % stay. Whole words are masked together (for Chinese: Cui et al. 2021, arXiv:1906.08101).
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import numpy as np
 from modelcenter.data.characters import belongs_to_word
 
 IGNORED = -100
-MASKED, REPLACED = 0.8, 0.1  # of the tokens chosen; the others stay
+MASKED, REPLACED = 0.8, 0.1  # of the chosen tokens; the others stay
 Words = Literal["none", "words", "rjieba"]
 _CJK = ((0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xAC00, 0xD7AF), (0xF900, 0xFAFF), (0x20000, 0x3134F))
 
 
 class Masking:
-    """Chooses tokens and hides them.
+    """Chooses tokens and masks them.
 
-    fraction: of the tokens of a sequence that are chosen, exact on average; at least one token. Special tokens never
-    are, and unknown tokens only where there is nothing else.
-    words: "words": all tokens of a word or none; Chinese, Japanese and Korean characters are words. "rjieba": words of
-    Chinese are those that rjieba finds. "none": token by token.
-    masked, replaced: shares of the chosen tokens that become the mask token, and another one; the rest stays.
+    fraction: share of a sequence's tokens that is chosen, exact on average; at least one token. Special tokens are
+    never chosen, unknown tokens only if there are no others.
+    words: "words": all tokens of a word or none, where each Chinese, Japanese or Korean character is a word. "rjieba":
+    the same, with Chinese words found by rjieba. "none": token by token.
+    masked, replaced: shares of the chosen tokens that become the mask token or a random token; the rest stay.
 
     Raises:
-        ValueError: a tokenizer without a mask token, or whose tokens have no readable Chinese for rjieba.
+        ValueError: the tokenizer has no mask token, or its tokens are bytes, which rjieba cannot read.
     """
 
     def __init__(
@@ -40,7 +40,10 @@ class Masking:
         replaced: float = REPLACED,
     ):
         if tokenizer.mask_token_id is None:
-            raise ValueError("tokenizer: it has no mask token; masked-language-model training needs one, as BERT's has")
+            raise ValueError(
+                "tokenizer: it has no mask token, which masked language modelling needs; use one that has, such as "
+                "BERT's"
+            )
         if not 0 < fraction < 1:
             raise ValueError(f"mask_fraction: got {fraction}, expected a fraction between 0 and 1")
         self.fraction, self.mask_id = fraction, int(tokenizer.mask_token_id)
@@ -53,15 +56,15 @@ class Masking:
         self.words = None if words == "none" else WordStarts(tokenizer, segment=words == "rjieba")
 
     def apply(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens with some hidden, the tokens that stood there and -100 elsewhere), both int64 (n,).
+        """(the masked input, the labels: the original tokens at masked places and -100 elsewhere), both int64 (n,).
 
         Raises:
-            ValueError: a token that the tokenizer does not have.
+            ValueError: a token is not in the tokenizer's vocabulary.
         """
         if len(ids) and int(ids.max()) >= len(self.excluded):
             raise ValueError(
-                f"tokens: got {int(ids.max())}, but the tokenizer has {len(self.excluded)}; give the one that made the "
-                "token file"
+                f"tokens: got {int(ids.max())}, but the tokenizer has {len(self.excluded)} tokens; use the one that "
+                "made the token file"
             )
         chosen = self.choose(ids, random)
         labels = np.full(len(ids), IGNORED, np.int64)
@@ -74,7 +77,7 @@ class Masking:
         return inputs, labels
 
     def choose(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """The places of the tokens to be predicted; none only where all are special."""
+        """The indices of the tokens to predict; empty only if all tokens are special."""
         allowed = ~self.excluded[ids]
         if not allowed.any() and self.unknown is not None:
             allowed = ids == self.unknown
@@ -88,7 +91,8 @@ class Masking:
         sizes = np.bincount(word)
         order = random.permutation(len(sizes))
         ends = np.cumsum(sizes[order])
-        # Words are taken while they fit; the one at the limit with the probability that makes the average exact.
+        # Words are taken as long as they fit. The word at the limit is taken with the probability that makes the
+        # average exact.
         target = self.fraction * len(places)
         whole = int(np.searchsorted(ends, target, side="right"))
         if whole < len(ends):
@@ -97,7 +101,7 @@ class Masking:
 
 
 class WordStarts:
-    """At which tokens words start, by the marks that tokenizers put on their tokens.
+    """Finds the tokens at which words start, by the tokenizer's marks.
 
     WordPiece marks tokens that continue a word with ##. SentencePiece and byte-level tokenizers mark spaces, so a token
     without a mark continues a word, except for punctuation and characters that are words. Without any marks each token
@@ -110,12 +114,12 @@ class WordStarts:
         special = set(tokenizer.all_special_ids)
         spaced = {mark: sum(token.startswith(mark) for token in tokens) for mark in ("Ġ", "▁", "##")}
         mark = max(spaced, key=lambda name: spaced[name]) if any(spaced.values()) else None
-        self.marks_inside = mark == "##"  # tokens that continue a word are marked, not those that begin one
+        self.marks_inside = mark == "##"  # marks are on tokens that continue a word, not on those that begin one
         self.has_marks = mark is not None
         bytelike = mark == "Ġ"
         if segment and bytelike:
             raise ValueError(
-                "word_segmenter: rjieba reads characters, the tokens of this tokenizer are bytes; use none"
+                "word_segmenter: rjieba reads characters, but the tokens of this tokenizer are bytes; use none"
             )
         self.texts: list[str] = []
         self.is_marked, self.continues, self.is_word = (np.zeros(count, bool) for _ in range(3))
@@ -130,7 +134,7 @@ class WordStarts:
             elif self.marks_inside:
                 self.continues[i] = self.is_marked[i]
             self.texts.append("\ufffc" if i in special else text)
-            # A space alone is the beginning of the word whose letters follow it.
+            # A space by itself begins the word that follows it.
             self.is_word[i] = i in special or (bool(text) and (not any(map(belongs_to_word, text)) or _is_cjk(text[0])))
         self.cut: Any = None
         if segment:
@@ -141,7 +145,7 @@ class WordStarts:
             self.cut = rjieba.cut
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """bool (n,): whether a word starts at a token of a sequence."""
+        """bool (n,): whether a word starts at each token of a sequence."""
         if not len(ids):
             return np.zeros(0, bool)
         if self.cut is not None:
@@ -174,8 +178,8 @@ def _is_cjk(character: str) -> bool:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for: printable ones for themselves, the others, in
-    their order, for the characters from 256 on."""
+    """{character of a byte-level token: the byte it represents}. Printable bytes are represented by themselves, the
+    others, in order, by the characters from 256 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in shown}
     hidden = [byte for byte in range(256) if byte not in shown]

@@ -1,8 +1,7 @@
-"""Objectives of pretraining: the next token, masked tokens, replaced ones, the next sentence, the order of two,
-corrupted spans.
+"""Pretraining objectives: next token, masked tokens, replaced tokens, next sentence, sentence order, corrupted spans.
 
-An objective makes packed batches from pieces of documents, which have no special tokens yet. What it draws at random is
-a function of (seed, epoch, key of the row) alone.
+An objective makes packed batches from pieces of documents, which have no special tokens yet. Its random draws depend
+only on (seed, epoch, key of the row).
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from modelcenter.data.tokenization.special_tokens import SpecialTokens
 Key = tuple[int, ...]  # identifies a row within its data
 Pieces = Sequence[np.ndarray]
 Batch = dict[str, Any]
-# So that no two objectives draw the same for a row.
+# Give each objective its own random draws.
 _SEEDS = {"mask": 0x3A5C, "pair": 0x9A12, "spans": 0x59A4, "draws": 0xD4A3}
 
 
 class Objective(Protocol):
-    """How pieces become inputs and labels.
+    """Turns pieces into inputs and labels.
 
-    min_piece, max_piece: the fewest tokens of a piece that gives the model something to predict, and the most, which
-        make a sequence of max_length.
-    min_sequence: the fewest tokens of a piece that becomes a sequence; shorter ones are left out of batches.
+    min_piece, max_piece: the fewest tokens with which a piece has something to predict, and the most, with which it
+        makes a sequence of max_length.
+    min_sequence: the fewest tokens with which a piece becomes a sequence; shorter pieces are left out of batches.
     bare: pieces come without the end token that documents have in token files.
     """
 
@@ -42,20 +41,20 @@ class Objective(Protocol):
     bare: bool
 
     def lengths(self, sizes: np.ndarray) -> np.ndarray:
-        """Tokens that pieces of these sizes have in a batch, at most."""
+        """The maximum number of tokens that pieces of these sizes take in a batch."""
         ...
 
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
-        """The packed batch of rows, each of one or more pieces."""
+        """The packed batch of rows of one or more pieces each."""
         ...
 
 
 class Causal:
-    """The next token of each token; documents keep their end tokens.
+    """Predict the next token at each token; documents keep their end tokens.
 
-    before: what each piece begins with, as the texts that the model was trained on and is given to complete (Llama's
-        <s>), unless it does already: documents of token files may. mark_context: batches state that no token is
-        context, for models whose tokens otherwise all attend to each other.
+    before: the token at the start of each piece, as in the model's training texts and prompts (Llama's <s>). It is not
+        added to pieces that begin with it, as documents of token files may. mark_context: batches state that no token
+        is context, for models in which context tokens attend to each other by default.
     """
 
     bare = False
@@ -81,7 +80,7 @@ class Causal:
 
 
 class Masked:
-    """Masked tokens; each piece is a sequence with the tokenizer's special tokens."""
+    """Predict masked tokens; each piece becomes a sequence with the tokenizer's special tokens."""
 
     bare = True
     min_piece = 1
@@ -107,8 +106,9 @@ class Masked:
 
 
 class Replaced(Masked):
-    """Masked tokens, and at each token a random number, by which a generator's guess is drawn on the device: `draws`,
-    int64 from 0 to 2**bits - 1. Drawn here by row, so that guesses do not depend on how batches are cut."""
+    """Masked tokens, and a random number at each token, from which a generator's guess is sampled on the device:
+    `draws`, int64 from 0 to 2**bits - 1. They are drawn here by row, so that guesses do not depend on how batches are
+    split."""
 
     def __init__(self, masking: Masking, special: SpecialTokens, max_length: int, seed: int, bits: int = 53):
         super().__init__(masking, special, max_length, seed)
@@ -123,8 +123,8 @@ class Replaced(Masked):
 
 
 class Pairs(Masked):
-    """Masked tokens, and a label of two parts: a row is a piece cut in two, after the end of a sentence where there is
-    one. A subclass names the label, and changes every second row, drawn at random: then its label is 1.
+    """Masked tokens, and a label for each pair: a row is a piece cut in two, if possible after the end of a sentence. A
+    subclass names the label and, for a random half of the rows, changes the pair and sets its label to 1.
 
     ends: tokens that end a sentence.
     """
@@ -137,7 +137,7 @@ class Pairs(Masked):
         self.ends = ends
 
     def changed(self, parts: Pieces, key: Key, random: np.random.Generator) -> Pieces:
-        """The two parts of row `key` as they stand where the label is 1."""
+        """The two parts of row `key` for the label 1."""
         raise NotImplementedError
 
     def batch(self, rows: Sequence[Pieces], keys: Sequence[Key], epoch: int) -> Batch:
@@ -164,13 +164,13 @@ class Pairs(Masked):
         return batch
 
     def cut(self, piece: np.ndarray, random: np.random.Generator) -> int:
-        """Where the second part starts; neither is empty."""
+        """The index where the second part starts; neither part is empty."""
         places = np.flatnonzero(np.isin(piece[:-1], self.ends)) + 1
         return int(random.choice(places)) if len(places) else int(random.integers(1, len(piece)))
 
 
 class NextSentence(Pairs):
-    """BERT's pretraining: tokens of another document take the place of the second part.
+    """BERT's pretraining: for the label 1, tokens of another document replace the second part.
 
     sample_other: (key, count, generator) -> up to `count` tokens of another document than the row's.
     """
@@ -191,7 +191,7 @@ class NextSentence(Pairs):
 
 
 class SentenceOrder(Pairs):
-    """ALBERT's pretraining: the second part stands before the first."""
+    """ALBERT's pretraining: for the label 1, the two parts are swapped."""
 
     label = "sentence_order_label"
 
@@ -201,7 +201,8 @@ class SentenceOrder(Pairs):
 
 
 class Spans:
-    """Corrupted spans, for encoder-decoders: the encoder reads what is left, the decoder writes what is missing."""
+    """Corrupted spans, for encoder-decoders: the encoder reads the remaining text, the decoder predicts the missing
+    spans."""
 
     bare = True
     min_piece = 2
@@ -230,14 +231,15 @@ class Spans:
 
 
 def labelled_batch(sequences: list[np.ndarray], labels: list[np.ndarray]) -> Batch:
-    """The packed batch of sequences with a label, or -100, at each token."""
+    """The packed batch of sequences, with a label or -100 at each token."""
     batch: Batch = dict(pack_documents([sequences]))
     flat = np.concatenate(labels).astype(np.int64) if labels else np.zeros(0, np.int64)
     return batch | {"labels": torch.from_numpy(flat)[None]}
 
 
 def sequence_numbers(keys: Sequence[Key], counts: Sequence[int]) -> np.ndarray:
-    """A number for each sequence of rows with these keys, from which dropout draws its mask whatever is in the batch.
+    """A number for each sequence of the rows with these keys, from which dropout draws its mask, whatever else is in
+    the batch.
 
     counts: sequences of each row.
     """
@@ -251,11 +253,11 @@ def sequence_numbers(keys: Sequence[Key], counts: Sequence[int]) -> np.ndarray:
 
 
 def sentence_ends(tokenizer: Any) -> np.ndarray:
-    """The tokens that end a sentence: full stops, question and exclamation marks, of Chinese too."""
+    """The tokens that end a sentence: full stops, question and exclamation marks, including Chinese ones."""
     vocabulary = tokenizer.get_vocab()
     marks = {".", "!", "?", "。", "！", "？", "…", ";", "；"}
     full_stop = tokenizer.convert_tokens_to_ids(tokenizer.tokenize("。")) if tokenizer.tokenize("。") else []
     ends = {i for token, i in vocabulary.items() if token.lstrip("Ġ▁").removeprefix("##") in marks}
-    if len(full_stop) == 1 and full_stop[0] != tokenizer.unk_token_id:  # byte-level tokens are not spelt as characters
+    if len(full_stop) == 1 and full_stop[0] != tokenizer.unk_token_id:  # byte-level tokens spell it otherwise
         ends.add(full_stop[0])
     return np.array(sorted(ends), np.int64)

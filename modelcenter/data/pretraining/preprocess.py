@@ -1,4 +1,4 @@
-"""Texts to a folder of tokens for pretraining, row after row, by several processes."""
+"""Tokenizes texts into a folder for pretraining, in order, with several processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from modelcenter.data.table import Origin, Table
 from modelcenter.data.token_files import TokenFile, TokenWriter, open_tokens
 from modelcenter.data.tokenization.documents import DocumentEncoder, end_token
 
-_LOOKED_AT = 1000  # rows in which the column of texts is found
-_CHARACTERS = 1 << 20  # of text in a piece of work,
-_DOCUMENTS = 4096  # unless it has so many documents
+_LOOKED_AT = 1000  # first rows, from which the column of texts is detected
+_CHARACTERS = 1 << 20  # of text per work item,
+_DOCUMENTS = 4096  # unless it has this many documents
 
 
 def preprocess(
@@ -35,18 +35,19 @@ def preprocess(
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TokenFile:
-    """Tokenise the texts of a source, one document a row, into a folder (see `token_files`) and open it.
+    """Tokenise the texts of a source, one document per row, into a folder (see `token_files`) and open it.
 
-    Documents get no special tokens except `eos` at their end. Rows without text are skipped and counted. The result
-    does not depend on `workers`.
+    Documents get no special tokens but `eos` at their end. Rows without text are skipped and counted. The result does
+    not depend on `workers`.
 
-    source: see `streams`; tokenizer: a transformers tokenizer; text_column: None: found as for fine-tuning.
+    source: see `streams`. tokenizer: a transformers tokenizer. text_column: None: detected as for fine-tuning.
     eos: end each document with the tokenizer's eos_token (BERT-like tokenizers: sep_token).
-    workers: processes that tokenise; 0: this one. limit: stop after so many documents.
-    progress: called with (documents, tokens) after each piece of work.
+    workers: processes that tokenise; 0: this one. limit: stop after this many documents.
+    progress: called with (documents, tokens) after each work item.
 
     Raises:
-        ValueError: the folder exists, no such column, a row whose text is no text, no documents, no token for `eos`.
+        ValueError: the folder exists, the column does not, a row holds something other than text, there are no
+            documents, or the tokenizer has no token for `eos`.
     """
     end = end_token(tokenizer) if eos else None
     vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1)
@@ -70,13 +71,13 @@ def preprocess(
             if progress is not None:
                 progress(writer.documents, writer.tokens)
         if not writer.documents:
-            raise ValueError(f"{source.name}: holds no text")
+            raise ValueError(f"{source.name}: got no rows with text; check the data and --text_column")
         writer.note(skipped=documents.skipped)
     return open_tokens(path)
 
 
 class _Documents:
-    """The texts of a source. skipped: rows without text that were passed over so far."""
+    """The texts of a source. skipped: the number of rows without text so far."""
 
     def __init__(self, source: RowSource, column: str | None):
         self.source, self.column, self.skipped = source, column, 0
@@ -92,7 +93,7 @@ class _Documents:
                 yield row[column]
 
     def _find_column(self) -> str | None:
-        """The column of texts, found in the first rows; None: there are no rows."""
+        """The column of texts, detected from the first rows; None: there are no rows."""
         head = list(itertools.islice((row for row, _ in self.source.read() if row is not None), _LOOKED_AT))
         if not head:
             return None
@@ -105,7 +106,7 @@ class _Documents:
 
 
 def _pieces(texts: Iterable[str], limit: int | None) -> Iterator[list[str]]:
-    """The texts in lists that are each a piece of work for a worker."""
+    """The texts in lists, each a work item for a worker."""
     piece: list[str] = []
     size = 0
     for text in itertools.islice(texts, limit):

@@ -1,4 +1,4 @@
-"""Span corruption: T5's objective (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4), by the published recipe.
+"""Span corruption: T5's objective (Raffel et al. 2019, arXiv:1910.10683, section 3.1.4), as published.
 
 Each span of a sequence is replaced by its own sentinel; the target is each sentinel followed by what it replaces.
 """
@@ -13,10 +13,10 @@ _NAMES = ("<extra_id_{}>", "▁<extra_id_{}>", "<s_{}>")  # T5, mT5 (as a Senten
 
 
 def sentinels_of(tokenizer: Any) -> np.ndarray:
-    """The tokenizer's sentinels, int64, in the order in which they are used.
+    """The tokenizer's sentinels, int64, in the order of use.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there are none.
     """
     vocabulary = tokenizer.get_vocab()
     for name in _NAMES:
@@ -26,19 +26,19 @@ def sentinels_of(tokenizer: Any) -> np.ndarray:
         if sentinels:
             return np.array(sentinels, np.int64)
     raise ValueError(
-        f"tokenizer: it has no sentinels ({_NAMES[0].format(0)} and so on), which span corruption puts in place of "
-        "spans; use one of T5's family, or add them to it with add_special_tokens"
+        f"tokenizer: it has no sentinels ({_NAMES[0].format(0)} and so on), which replace spans in span corruption; "
+        "use a tokenizer of T5's family, or add them with add_special_tokens"
     )
 
 
 class SpanCorruption:
     """Corrupts sequences of tokens.
 
-    density: the fraction of tokens that are noise; span: the mean length of a span. eos: after inputs and targets;
-    None: none. max_length: tokens of the inputs; `room` is how many tokens of text make so many.
+    density: the fraction of tokens that are noise. span: the mean length of a span. eos: the token after inputs and
+    targets; None: none. max_length: maximum tokens of the inputs; `room` is the number of text tokens that fit in.
 
     Raises:
-        ValueError: a density or span out of range, too few sentinels for max_length.
+        ValueError: density or span is out of range, or there are too few sentinels for max_length.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class SpanCorruption:
             )
 
     def _room(self, max_length: int) -> int:
-        """The most tokens of text whose corrupted form has at most max_length."""
+        """The largest number of text tokens whose corrupted form has at most max_length."""
         if int(self.lengths(np.array([2]))[0][0]) > max_length:
-            raise ValueError(f"max_length: got {max_length}, too few for a span and its sentinel")
-        sizes = np.arange(2, int((max_length + 2) / (1 - self.density)) + 3)  # the last of which has too many
+            raise ValueError(f"max_length: got {max_length}, too few tokens for a span and its sentinel; give more")
+        sizes = np.arange(2, int((max_length + 2) / (1 - self.density)) + 3)  # the last has too many
         return int(sizes[np.argmax(self.lengths(sizes)[0] > max_length) - 1])
 
     def counts(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(noise tokens, spans) of sequences of so many tokens, each at least 2."""
+        """(noise tokens, spans) of sequences of these lengths, each at least 2."""
         noise = np.clip(np.rint(sizes * self.density), 1, sizes - 1).astype(np.int64)
         spans = np.maximum(np.rint(noise / self.span), 1).astype(np.int64)
         return noise, np.minimum(spans, np.minimum(noise, sizes - noise))
 
     def lengths(self, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens of the inputs, of the targets) of sequences of so many tokens; 0 for those of fewer than 2."""
+        """(tokens of the inputs, of the targets) for sequences of these lengths; 0 for lengths below 2."""
         sizes = np.asarray(sizes, np.int64)
         noise, spans = self.counts(np.maximum(sizes, 2))
         end = 0 if self.eos is None else 1
@@ -79,7 +79,7 @@ class SpanCorruption:
         return inputs, targets
 
     def apply(self, ids: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets), both int64, of at least 2 tokens; they start with text and end in noise."""
+        """(inputs, targets), both int64, of at least 2 tokens; sequences start with text and end with noise."""
         noise, spans = (int(n[0]) for n in self.counts(np.array([len(ids)])))
         hidden, kept = _segments(noise, spans, random), _segments(len(ids) - noise, spans, random)
         bounds = np.cumsum(np.stack((kept, hidden), 1).ravel())
@@ -92,6 +92,6 @@ class SpanCorruption:
 
 
 def _segments(total: int, parts: int, random: np.random.Generator) -> np.ndarray:
-    """Sizes of `parts` segments, none empty, that add up to `total`; every way to cut is equally likely."""
+    """The sizes of `parts` non-empty segments that add up to `total`; every partition is equally likely."""
     cuts = np.sort(random.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate(([0], cuts, [total])))

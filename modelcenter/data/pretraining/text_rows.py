@@ -1,4 +1,4 @@
-"""Examples of pretraining: pieces of the documents of texts, token files or streams, under an objective."""
+"""Pretraining examples: pieces of documents from texts, token files or streams, under an objective."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _VERSION = 2  # part of the cache's key
 
 
 class TextRows:
-    """Rows of token blocks.
+    """Rows made from token blocks.
 
-    rows: int64, the numbers of the blocks that are rows, ascending; None: all. table: the rows that the documents come
-    from, if the blocks are made of texts.
+    rows: int64, the numbers of the blocks that are rows, ascending; None: all. table: the source rows of the documents,
+    if the blocks are made from texts.
     """
 
     truncated = 0  # long documents make several rows
@@ -47,13 +47,13 @@ class TextRows:
         self._lengths = lengths[self.numbers]
 
     def split(self, fraction: float, seed: int) -> tuple[TextRows, TextRows]:
-        """(most rows, a random fraction of them): no token is in both.
+        """Split into (most rows, a random fraction of them), which have no token in common.
 
-        The choice depends on the seed and the tokens alone. Where a row is a piece of one document, whole documents are
-        drawn, and at most one of them is cut; where rows are cut from documents laid end to end, rows are drawn.
+        The choice depends only on the seed and the tokens. If a row is a piece of one document, whole documents are
+        drawn, and at most one of them is split; if rows are cut from joined documents, rows are drawn.
 
         Raises:
-            ValueError: one of them would be empty.
+            ValueError: one part would be empty.
         """
         count = round(fraction * len(self))
         if not 0 < count < len(self):
@@ -70,7 +70,7 @@ class TextRows:
         return first, second
 
     def with_objective(self, objective: Objective) -> TextRows:
-        """The same rows under another objective with the same lengths."""
+        """The same rows under another objective, whose lengths are the same."""
         return TextRows(self.blocks, objective, self.table, self.numbers)
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class TextRows:
         return about if self.table is None else about | {"sha256": self.table.fingerprint()["sha256"]}
 
     def _content(self) -> dict[str, Any]:
-        """What identifies the tokens, wherever they are stored."""
+        """An identifier of the tokens, wherever they are stored."""
         about = self.blocks.file.fingerprint()
         if self.table is None:
             return about
@@ -112,17 +112,17 @@ class TextRows:
         return preview(self.batch(np.array([row])), tokenizer)
 
     def tokens_of_another_document(self, key: Key, count: int, random: np.random.Generator) -> np.ndarray:
-        """Up to `count` tokens of a document of these rows that is not the one of row `key`.
+        """Up to `count` tokens from a document other than that of row `key`.
 
         Raises:
-            ValueError: all rows are of one document.
+            ValueError: all rows are from one document.
         """
         document = self.blocks.pieces(key[0])[0][0]
         first, end = np.searchsorted(self.numbers, self.blocks.rows_of(document)).tolist()
         if end - first == len(self):
-            raise ValueError(f"next_sentence: {self.name} is one document; it needs at least two, see --document")
+            raise ValueError(f"next_sentence: {self.name} is one document, expected at least two; see --document")
         drawn = int(random.integers(0, len(self)))
-        if first <= drawn < end:  # a row of this document: take the next one of another
+        if first <= drawn < end:  # same document: take the next row of another one
             drawn = end % len(self)
         (tokens,) = self.blocks.row(int(self.numbers[drawn]))
         start = int(random.integers(0, max(len(tokens) - count, 0) + 1))
@@ -140,7 +140,7 @@ class StreamRow(NamedTuple):
 class StreamRows:
     """Rows of a stream of texts: the pieces of each document in order.
 
-    There is no length and there are no row numbers: a row is a StreamRow. tell: see streams.Texts.
+    They have no length and no row numbers: a row is a StreamRow. tell: see streams.Texts.
     """
 
     truncated = 0
@@ -177,7 +177,7 @@ class StreamRows:
         return [StreamRow(*row) for row in zip(batch.rows, batch.keys, batch.places, strict=True)]
 
     def length(self, piece: np.ndarray) -> int:
-        """Tokens of a piece in a batch."""
+        """The number of tokens of a piece in a batch."""
         return int(self.objective.lengths(np.array([len(piece)]))[0])
 
     def batch(self, rows: Sequence[StreamRow], epoch: int = 0) -> Batch:
@@ -198,7 +198,8 @@ class StreamRows:
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], name: str, end: int | None, cache: bool = True) -> TokenFile:
-    """Texts as documents of tokens, each ending in `end`, or read from the cache. Empty texts are empty documents."""
+    """The texts as documents of tokens, each ending with `end`; from the cache if it has them. Empty texts are empty
+    documents."""
 
     def build() -> dict[str, np.ndarray]:
         encode = DocumentEncoder.of(tokenizer, end)
@@ -214,7 +215,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], name: str, end: int | Non
 
 
 def preview(batch: Batch, tokenizer: Any, width: int = 200) -> str:
-    """A batch of one row, for people: what the model reads, and what it is to predict."""
+    """A batch of one row as text: what the model reads, and what it should predict."""
     read = tokenizer.decode(batch["input_ids"][0].tolist())
     text = _shorten(read, width)
     labels = batch["labels"][0]

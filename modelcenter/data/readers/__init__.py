@@ -1,8 +1,6 @@
-"""Files of rows: json, jsonl (ndjson), csv, tsv, parquet, txt and conll, read into columns with the place every row
-came from.
+"""Readers of json, jsonl (ndjson), csv, tsv, parquet, txt and conll files: columns, with the location of every row.
 
-Plain readers of the standard library: importing `datasets` costs seconds, and its readers lose the line numbers that an
-error needs.
+They use the standard library: importing `datasets` takes seconds, and its readers lose the line numbers for errors.
 """
 
 from __future__ import annotations
@@ -34,9 +32,10 @@ READERS: dict[str, Callable[[Path, bytes], ParsedFile]] = {
 
 
 def read_file(path: Path) -> Table:
-    """Read one file by its suffix.
+    """Read a file by its suffix.
 
-    Raises ValueError: suffix not known, text not UTF-8, a malformed line (with file and line), a file without rows.
+    Raises ValueError if the suffix is unknown, text is not UTF-8, a line is malformed (with file and line), or there
+    are no rows.
     """
     suffix = suffix_of(path)
     if suffix not in READERS:
@@ -46,7 +45,7 @@ def read_file(path: Path) -> Table:
     parsed = READERS[suffix](path, raw)
     rows = len(next(iter(parsed.columns.values()))) if parsed.columns else 0
     if not rows:
-        raise ValueError(f"{path}: the file holds no rows")
+        raise ValueError(f"{path}: the file has no rows")
     origin = Origin(str(path), rows, hashlib.sha256(raw).hexdigest(), parsed.lines)
     return Table(parsed.columns, [origin], dict(parsed.classes))
 

@@ -1,4 +1,4 @@
-"""Compressed files, known by their last suffix: gz, bz2 and xz by the standard library, zst by pyarrow."""
+"""Compressed files, by their last suffix: gz, bz2 and xz through the standard library, zst through pyarrow."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix of the data, in lower case: ".jsonl" of a.jsonl and of a.jsonl.gz."""
+    """The suffix of the data, in lower case: ".jsonl" for a.jsonl and a.jsonl.gz."""
     return Path(path.stem if path.suffix.lower() in COMPRESSED else path.name).suffix.lower()
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed as they are read.
+    """Open a file to read its bytes, decompressed.
 
     Raises:
-        ValueError: a compressed file that is damaged or cut off; zst without pyarrow.
+        ValueError: a compressed file is damaged or truncated, or pyarrow is missing for zst.
     """
     suffix = path.suffix.lower()
     opened: Any
@@ -33,7 +33,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         opened = gzip.open(path)
     elif suffix == ".bz2":
         opened = bz2.open(path)
-        errors += (OSError,)  # bz2 has no error of its own for wrong data
+        errors += (OSError,)  # bz2 has no exception of its own for invalid data
     elif suffix == ".xz":
         opened = lzma.open(path)
     elif suffix == ".zst":
@@ -47,7 +47,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         except errors as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise ValueError(f"{path}: the {suffix[1:]} data are damaged or cut off ({error})") from None
+            raise ValueError(f"{path}: the {suffix[1:]} data are damaged or truncated ({error})") from None
 
 
 def read_bytes(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""CoNLL's format of tagged words: one word a line followed by its tags, and an empty line between sentences."""
+"""CoNLL's format of tagged words: one word per line with its tags, and an empty line between sentences."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BOUNDARY = "-DOCSTART-"
 
 
 def read_conll(path: Path, raw: bytes) -> ParsedFile:
-    """A row for each sentence: see `parse_conll`."""
+    """One row per sentence: see `parse_conll`."""
     return ParsedFile(*parse_conll(path, decode_text(path, raw)))
 
 
 def is_conll(text: str) -> bool:
-    """Whether a text is in this format beyond doubt: every line has a word and ends in a tag such as O or B-PER."""
+    """Whether a text is clearly in this format: every line has a word and ends with a tag such as O or B-PER."""
     tagged = False
     for line in text.split("\n"):
         fields = _fields(line)
@@ -34,14 +34,16 @@ def is_conll(text: str) -> bool:
 
 
 def parse_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[int]]:
-    """{"words": [[word, ...], ...], "tags": the same of the last column}, and the line at which each sentence begins.
+    """{"words": [[word, ...], ...], "tags": likewise, from the last column}, and the line at which each sentence
+    begins.
 
-    Columns are separated by tabs, or else by spaces; those between the first and the last are left out. Files of one
-    column have no tags. Sentences end at empty lines and at -DOCSTART-. Tags of any scheme are kept as they are.
+    Columns are separated by tabs or, without any, by spaces; those between the first and the last are ignored. Files
+    with one column have no tags. Sentences end at empty lines and at -DOCSTART-. Tags of any scheme are kept as they
+    are.
 
     Raises:
-        ValueError: a line with more or fewer columns than the first, naming both; the first column has the numbers of
-            the words and not the words.
+        ValueError: a line has another number of columns than the first (both are named), or the first column holds the
+            numbers of the words instead of the words.
     """
     words: list[list[str]] = []
     tags: list[list[str]] = []
@@ -59,7 +61,7 @@ def parse_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[i
         if len(fields) != width or not fields[0]:
             raise ValueError(
                 f"{path}, line {number}: got {len(fields)} columns ({line.strip()[:60]!r}), expected {width} as in "
-                f"line {first}: a word and its tags, and an empty line between sentences"
+                f"line {first}: a word and its tags, with an empty line between sentences"
             )
         if between_sentences:
             words.append([])
@@ -70,21 +72,22 @@ def parse_conll(path: Path, text: str) -> tuple[dict[str, list[Any]], Sequence[i
         tags[-1].append(fields[-1])
     if width > 2 and _are_numbers_of_words(words):
         raise ValueError(
-            f"{path}, line {starts[0]}: the first column numbers the words of each sentence, as in CoNLL-U, where the "
-            "word was expected; keep the column of the words and that of the tags, such as with `cut -f 2,4`"
+            f"{path}, line {starts[0]}: the first column numbers the words of each sentence, as in CoNLL-U, but should "
+            "hold the words; keep only the columns of words and tags, for example with `cut -f 2,4`"
         )
     return ({"words": words, "tags": tags} if width > 1 else {"words": words}), starts
 
 
 def _are_numbers_of_words(sentences: list[list[str]]) -> bool:
-    """Whether the words of each sentence are 1, 2, 3 and so on; 2-3 and 2.1 may come between, as in CoNLL-U."""
+    """Whether the "words" of each sentence are 1, 2, 3 and so on, perhaps with 2-3 or 2.1 between them, as in
+    CoNLL-U."""
     longest = 0
     for words in sentences:
         counted = [word for word in words if re.fullmatch(r"\d+[-.]\d+", word) is None]
         if counted != [str(i) for i in range(1, len(counted) + 1)]:
             return False
         longest = max(longest, len(counted))
-    return longest > 1  # a file may have the word "1" alone
+    return longest > 1  # a file may consist of the word "1"
 
 
 def _fields(line: str) -> list[str]:
@@ -92,4 +95,4 @@ def _fields(line: str) -> list[str]:
         return []
     if "\t" in line:
         return [field.strip(" ") for field in line.rstrip("\r").split("\t")]
-    return re.split(" +", line.strip(" \r"))  # no other space separates: U+3000 is a character of Chinese corpora
+    return re.split(" +", line.strip(" \r"))  # other spaces do not separate: U+3000 is a character in Chinese corpora

@@ -1,4 +1,4 @@
-"""csv and tsv files, with a header or without."""
+"""csv and tsv files, with or without a header."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from modelcenter.data.readers.headers import column_names, is_header, repeated_h
 from modelcenter.data.readers.parsed import ParsedFile
 from modelcenter.data.readers.text_encoding import decode_text
 
-MAX_FIELD_SIZE = 2**31 - 1  # csv's own limit of 128 kB refuses long documents; a C long has no more bits on Windows
+MAX_FIELD_SIZE = 2**31 - 1  # csv's default of 128 kB is too low for long documents; on Windows a C long has 32 bits
 _SENTENCE_NAME = re.compile(r"sent(ence)?[ _]?(#|id|idx|no|num|number)", re.IGNORECASE)
 _WORD_NAMES, _TAG_NAMES = ("word", "words", "token", "tokens"), ("tag", "tags", "ner", "ner_tag", "label", "labels")
-_TAG = re.compile(r"O|[BIESMLU]([-_]\S+)?")  # also of a corpus with entities of one kind
+_TAG = re.compile(r"O|[BIESMLU]([-_]\S+)?")  # without a type if a corpus has a single type of entities
 
 
 def read_csv(path: Path, raw: bytes) -> ParsedFile:
-    """Rows whose fields are separated by commas, semicolons or tabs, and quoted where they hold such or line ends."""
+    """Rows with fields separated by commas, semicolons or tabs; fields that contain these or line ends are quoted."""
     text = decode_text(path, raw)
     first, end, rest = text.partition("\r" if _ends_in_carriage_returns(text) else "\n")
     delimiter, first = find_delimiter(first)
@@ -30,9 +30,9 @@ def read_csv(path: Path, raw: bytes) -> ParsedFile:
 
 
 def read_tsv(path: Path, raw: bytes) -> ParsedFile:
-    """Tab-separated rows, one a line. A quote is a character like any other unless the file plainly quotes as CSV does.
+    """Tab-separated rows, one per line. Quotes are ordinary characters unless the file clearly quotes like CSV.
 
-    Corpora such as SST-2 hold stray quotes; a CSV reader takes them for the start of a field and merges rows.
+    Corpora such as SST-2 contain stray quotes, which a CSV reader would take for the start of a field, merging rows.
     """
     text = decode_text(path, raw)
     rows, numbers = [], []
@@ -56,10 +56,10 @@ def read_tsv(path: Path, raw: bytes) -> ParsedFile:
 
 
 def find_delimiter(first_line: str) -> tuple[str, str]:
-    """(what separates the fields of a csv file, its first line).
+    """(the separator of a csv file, its first line).
 
-    A first line of `sep=;`, which Excel takes for no row, says it, and is empty here. Else it is a comma where there is
-    one, or the more frequent of ; and tab.
+    A first line `sep=;`, which Excel does not read as a row, gives the separator, and the line is returned empty.
+    Otherwise it is a comma if the line has one, else the more frequent of ; and tab.
     """
     if (said := re.match(r'"?sep=([,;\t|])"?\s*$', first_line, re.IGNORECASE)) is not None:
         return said[1], first_line[len(first_line.rstrip("\r\n")) :]
@@ -67,15 +67,15 @@ def find_delimiter(first_line: str) -> tuple[str, str]:
 
 
 def has_space_before_quotes(text: str, delimiter: str) -> bool:
-    """Whether csv has spaces before its quotes: a, "b". Otherwise a space belongs to the text after it."""
+    """Whether csv has spaces before its quotes, as in a, "b". Otherwise a space belongs to the text after it."""
     return re.search(rf"[{delimiter}] +\"(?=[^\s\"{delimiter}])", text) is not None
 
 
 def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False) -> tuple[list[list[str]], list[int]]:
-    """(rows that are not empty, the line at which each begins)."""
+    """(the non-empty rows, the line at which each begins)."""
     rows, numbers = [], []
     limit = csv.field_size_limit(MAX_FIELD_SIZE)
-    # A carriage return by itself ends no line, but on old Macs, where all line feeds are in quotes.
+    # A lone carriage return ends a line only in files of old Macs, where all line feeds are in quotes.
     lines = io.StringIO(text, newline="" if _ends_in_carriage_returns(text) else "\n")
     try:
         for row, start in csv_rows(path, lines, delimiter, skip_space):
@@ -88,16 +88,16 @@ def _quoted_rows(path: Path, text: str, delimiter: str, skip_space: bool = False
 
 
 def _ends_in_carriage_returns(text: str) -> bool:
-    """Whether csv has carriage returns by themselves, and line feeds in quotes only."""
+    """Whether csv has lone carriage returns, and line feeds in quotes only."""
     lines = text.rstrip("\r\n")
     return re.search(r"\r(?!\n)", lines) is not None and not any("\n" in part for part in lines.split('"')[::2])
 
 
 def csv_rows(path: Path, lines: Iterable[str], delimiter: str, skip_space: bool) -> Iterator[tuple[list[str], int]]:
-    """The rows of lines with their ends, and the line at which each begins, from 1.
+    """The rows in these lines (with their line ends), and the line at which each begins, from 1.
 
     Raises:
-        ValueError: quotes that are not closed properly, or a carriage return outside quotes that ends no line.
+        ValueError: a quoted field is not closed properly, or a carriage return outside quotes does not end a line.
     """
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_space, strict=True)
     start = 1
@@ -108,8 +108,8 @@ def csv_rows(path: Path, lines: Iterable[str], delimiter: str, skip_space: bool)
     except csv.Error as error:
         if str(error).startswith("new-line character"):
             raise ValueError(
-                f"{path}, line {reader.line_num}: a carriage return (\\r) outside quotes, where lines end in line "
-                "feeds; make it a line feed if a row ends there, else remove it or put the field in quotes"
+                f"{path}, line {reader.line_num}: a carriage return (\\r) outside quotes, while lines end with line "
+                "feeds; replace it by a line feed if a row ends there, otherwise remove it or quote the field"
             ) from None
         raise ValueError(
             f'{path}, line {start}: a quoted field is not closed properly ({error}); inside quotes write " as ""'
@@ -123,13 +123,13 @@ def _named_columns(path: Path, rows: list[list[str]], numbers: list[int]) -> Par
     for row, number in zip(rows, numbers, strict=True):
         if len(row) != width:
             raise ValueError(
-                f"{path}, line {number}: {len(row)} fields where the first line has {width}"
-                f" (a separator inside a text needs quotes in csv, and may not occur in tsv)"
+                f"{path}, line {number}: {len(row)} fields where the first line has {width} (in csv, quote texts that "
+                "contain a separator; in tsv, remove it)"
             )
     if is_header(rows):
         names, first, rows, numbers = column_names(path, rows[0]), rows[0], rows[1:], numbers[1:]
         again = next((number for row, number in zip(rows, numbers, strict=True) if row == first), None)
-        if again is not None and width > 1:  # in a single column, a text may be equal to its name
+        if again is not None and width > 1:  # in a single column, a text may equal the column's name
             raise repeated_header_error(path, f"line {again}")
     else:
         names = [str(i) for i in range(width)]
@@ -138,10 +138,10 @@ def _named_columns(path: Path, rows: list[list[str]], numbers: list[int]) -> Par
 
 
 def _group_by_sentence(columns: dict[str, list[Any]], numbers: list[int]) -> tuple[dict[str, list[Any]], list[int]]:
-    """One row for each sentence, of lists, if the rows are tagged words and a column names their sentence, or else
-    empty lines separate the sentences; otherwise the same rows.
+    """If the rows are tagged words, one row of lists per sentence, by a column that names the sentence or by empty
+    lines between sentences; otherwise the rows unchanged.
 
-    The name of a sentence may stand in the row of its first word alone. A row keeps the line of its first word.
+    The name of a sentence may be given only in the row of its first word. A row keeps the line of its first word.
     """
     if not _are_tagged_words(columns):
         return columns, numbers
@@ -154,7 +154,7 @@ def _group_by_sentence(columns: dict[str, list[Any]], numbers: list[int]) -> tup
         filled = list(accumulate(named, lambda before, name: name or before))
         starts = [i for i in range(len(filled)) if i == 0 or filled[i] != filled[i - 1]]
     if len(starts) == len(numbers) or (sentence is None and len(starts) == 1):
-        return columns, numbers  # a row for each sentence, or nothing that separates sentences
+        return columns, numbers  # rows are sentences already, or nothing separates sentences
     ends = [*starts[1:], len(numbers)]
     lists: dict[str, list[Any]] = {
         name: [values[a:b] for a, b in zip(starts, ends, strict=True)] for name, values in columns.items()
@@ -165,8 +165,8 @@ def _group_by_sentence(columns: dict[str, list[Any]], numbers: list[int]) -> tup
 
 
 def _are_tagged_words(columns: dict[str, list[Any]]) -> bool:
-    """Whether each row is one word with its tag: by the names of the columns, or in a file without names, whose first
-    column then has the word and whose last has tags such as O and B-PER."""
+    """Whether each row is a word with its tag: by the names of the columns or, without a header, if the last column
+    holds tags such as O and B-PER; the first then holds the words."""
     lower = {name.lower() for name in columns}
     words = next((columns[name] for name in columns if name.lower() in _WORD_NAMES), None)
     if all(map(str.isdecimal, columns)) and len(columns) > 1:
@@ -178,6 +178,6 @@ def _are_tagged_words(columns: dict[str, list[Any]]) -> bool:
 
 
 def _after_empty_lines(columns: dict[str, list[Any]], numbers: list[int]) -> list[int]:
-    """The first row, and those with an empty line before them. numbers: the line at which each row begins."""
+    """The first row, and those after an empty line. numbers: the line at which each row begins."""
     lines = [1 + "".join(row).count("\n") for row in zip(*columns.values(), strict=True)]  # quoted fields may have many
     return [i for i in range(len(numbers)) if i == 0 or numbers[i] > numbers[i - 1] + lines[i - 1]]

@@ -1,4 +1,4 @@
-"""json, jsonl and ndjson: objects line by line, arrays, tables as pandas writes them, SQuAD's nested questions."""
+"""json, jsonl and ndjson: one object per line, arrays, tables as written by pandas, SQuAD's nested questions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from modelcenter.data.readers.squad import flatten_questions, is_nested
 from modelcenter.data.readers.text_encoding import decode_text
 from modelcenter.data.schemas.column_names import ALL_TEXT_NAMES, PROMPT_NAMES, TOOLS_NAMES
 
-_BLOCK = 100  # lines that are parsed at once
-_ROWS = frozenset(("data", "rows", "examples"))  # beside which there may be lists of other things
+_BLOCK = 100  # number of lines parsed at once
+_ROWS = frozenset(("data", "rows", "examples"))  # other lists may be beside it
 _WORD_LISTS = frozenset(("words", "tokens"))  # columns that hold a list in each row
-_MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})  # what a message of a conversation has
+_MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})  # keys of a message in a conversation
 
 
 def read_json(path: Path, raw: bytes) -> ParsedFile:
-    """JSON lines, an array of objects or of lists of one length, {column: [values]}, an object with one list of objects
-    ({"data": [...]}), or one as pandas writes tables.
+    """JSON lines, an array of objects or of lists of equal length, {column: [values]}, an object with one list of
+    objects ({"data": [...]}), or a table as written by pandas.
 
-    Of objects as SQuAD nests them (see `squad`) each question becomes a row.
+    If objects are nested as in SQuAD (see `squad`), each question becomes a row.
     """
     text = decode_text(path, raw)
     if text.lstrip()[:1] == "[":
@@ -34,7 +34,7 @@ def read_json(path: Path, raw: bytes) -> ParsedFile:
         parsed = _parse_lines(path, text)
     except ValueError as error:
         try:
-            document = parse_json(text)  # one object over many lines
+            document = parse_json(text)  # one object on many lines
         except ValueError:
             raise error from None
         if not isinstance(document, dict):
@@ -51,14 +51,14 @@ def _array_columns(path: Path, text: str) -> dict[str, list[Any]]:
     try:
         rows = parse_json(text)
     except json.JSONDecodeError as error:
-        several = "; expected one array, or one JSON object a line" if error.msg == "Extra data" else ""
+        several = "; expected one array, or one JSON object per line" if error.msg == "Extra data" else ""
         raise ValueError(
             f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno}){several}"
         ) from None
     if rows and all(isinstance(row, list) and len(row) == len(rows[0]) > 0 for row in rows):
         return {str(i): list(values) for i, values in enumerate(zip(*rows, strict=True))}
     if not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path}: expected one JSON object a line, or an array of objects")
+        raise ValueError(f"{path}: expected one JSON object per line, or an array of objects")
     return _object_columns(path, rows)
 
 
@@ -67,20 +67,20 @@ def _object_columns(path: Path, rows: list[dict[str, Any]]) -> dict[str, list[An
 
 
 def _single_object(path: Path, document: dict[str, Any], lines: Sequence[int] | None) -> ParsedFile:
-    """A file of one object, which is a table in one of several layouts, or else the only row."""
+    """A file with one object: a table in one of several layouts, otherwise the only row."""
     table = pandas_columns(document)
     if table is not None:
         return ParsedFile(table)
     lists = {name: value for name, value in document.items() if isinstance(value, list)}
     tables = {name: value for name, value in lists.items() if value and all(isinstance(row, dict) for row in value)}
     has_tools = len(document) > 1 and any(name.lower() in TOOLS_NAMES for name in tables)
-    # An instruction beside what is called rows is one for all of them.
+    # An instruction next to a list of rows applies to all of them.
     text_names = ALL_TEXT_NAMES.union(PROMPT_NAMES) if _ROWS.isdisjoint(document) else ALL_TEXT_NAMES
     texts = [name for name, value in document.items() if isinstance(value, str) and name.lower() in text_names]
     is_chat = any(keys <= row.keys() for table in tables.values() for row in table for keys in _MESSAGE_KEYS)
     is_columns = len(lists) == len(document) > 0 and len({len(value) for value in lists.values()}) == 1
-    if not texts and not is_chat:  # else a row with its answers or entities, or a conversation
-        one_of_columns = is_columns and len(lists) > 1 and _ROWS.isdisjoint(document)  # which may hold objects
+    if not texts and not is_chat:  # otherwise it is a row with answers or entities, or a conversation
+        one_of_columns = is_columns and len(lists) > 1 and _ROWS.isdisjoint(document)  # these may hold objects
         if len(tables) == 1 and not one_of_columns and not has_tools:
             return ParsedFile(_object_columns(path, *tables.values()))
         if is_columns:
@@ -91,7 +91,7 @@ def _single_object(path: Path, document: dict[str, Any], lines: Sequence[int] | 
 def _parse_lines(path: Path, text: str) -> ParsedFile:
     rows: list[dict[str, Any]] = []
     numbers: list[int] = []
-    # Not splitlines(): JSON strings may hold U+2028 and its like unescaped.
+    # Not splitlines(): JSON strings may contain U+2028 and other line separators unescaped.
     numbered = ((number, line) for number, line in enumerate(text.split("\n"), 1) if line and not line.isspace())
     while block := list(itertools.islice(numbered, _BLOCK)):
         found = parse_objects([line for _, line in block])

@@ -1,4 +1,4 @@
-"""Values as programs write them into text: lists and objects in the cells of a table, tables and NaN in JSON."""
+"""Values that programs write as text: lists and objects in the cells of a table, tables and NaN in JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 _ARRAY_ITEM = r"""(?:[-+]?\d+\.?\d*(?:e[-+]\d+)?|True|False|None|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _ARRAY_CALL = re.compile(r"array\((\[.*?\])(?:,\s*dtype=[\w.<>']+)?\)", re.DOTALL)
 _ARRAY = re.compile(rf"\[\s*{_ARRAY_ITEM}(?:\s+{_ARRAY_ITEM})+\s*\]")
-# A text in an array of objects, or the place between two of them.
+# A text in an array of objects, or the gap between two of them.
 _BETWEEN_OBJECTS = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?<=\})\s+(?=\{)""", re.DOTALL)
 
 
@@ -20,20 +20,19 @@ def _constant(name: str) -> float | None:
     return None if name == "NaN" else float(name.replace("Infinity", "inf"))
 
 
-_MARK = secrets.token_hex(8)  # between lines that are parsed at once: a text that no file has
+_MARK = secrets.token_hex(8)  # a text that occurs in no file, put between lines that are parsed at once
 _BETWEEN = f',"{_MARK}",'
 _decode = json.JSONDecoder(parse_constant=_constant).decode
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half a character: two make one
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a surrogate pair
 _ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F])|.)", re.DOTALL)
 
 
 def parse_json(text: str) -> Any:
-    """json.loads, except that NaN becomes None: pandas writes it for a missing value, and it would be read as the text
-    "nan".
+    """json.loads, but NaN becomes None: pandas writes it for a missing value, and it would be read as the text "nan".
 
     Raises:
-        JSONDecodeError: no JSON, a text cut in the middle of a character, which can be neither tokenised nor written,
-            or what Python has no room for: a number of thousands of digits, lists within thousands of lists.
+        JSONDecodeError: not JSON; a text has half of a surrogate pair, which can be neither tokenised nor written; or a
+            limit of Python is exceeded (numbers of thousands of digits, lists nested thousands deep).
     """
     _check_halves(text)
     return _parse_whole(text)
@@ -53,13 +52,13 @@ def _parse_whole(text: str) -> Any:
         return _decode(text)
     except json.JSONDecodeError:
         raise
-    except (ValueError, RecursionError):  # which say neither what is too large nor where
+    except (ValueError, RecursionError):  # they say neither what is too large nor where
         raise json.JSONDecodeError("a number has too many digits, or lists are too deep", text, 0) from None
 
 
 def parse_objects(lines: Sequence[str]) -> list[dict[str, Any]] | None:
-    """The JSON object of each line, parsed all at once, which is nearly twice as fast; None where some line may be no
-    object, which `parse_json` of each by itself then shows."""
+    """The JSON object of each line, parsed all at once, which is nearly twice as fast; None if some line may not be an
+    object, which `parse_json` of each line then finds."""
     text = f"[{_BETWEEN.join(lines)}]"
     try:
         if _SURROGATE.search(text):
@@ -68,18 +67,18 @@ def parse_objects(lines: Sequence[str]) -> list[dict[str, Any]] | None:
         values = _parse_whole(text)
     except json.JSONDecodeError:
         return None
-    # Lines that are no values, such as `{"a": 1` and `"b": 2}`, may make one together: then a mark is not where it was.
+    # Lines that are not values, such as `{"a": 1` and `"b": 2}`, may form one together: then a mark is missing.
     rows, marks = values[::2], values[1::2]
     return rows if marks == [_MARK] * (len(lines) - 1) and set(map(type, rows)) == {dict} else None
 
 
 def parse_list(text: str) -> list[Any] | None:
-    """The list that a text spells, as JSON, Python or numpy writes it: '["a"]', "['a', None]", "[0 1]", "[{} {}]"; else
-    None."""
+    """The list that a text represents in JSON, Python or numpy: '["a"]', "['a', None]", "[0 1]", "[{} {}]"; None if it
+    is not a list."""
     text = text.strip()
     if text[:1] != "[" or text[-1:] != "]":
         return None
-    if _ARRAY.fullmatch(text):  # Python would join texts that no comma separates
+    if _ARRAY.fullmatch(text):  # Python would join texts without a comma between them
         text = f"[{','.join(re.findall(_ARRAY_ITEM, text))}]"
     value = _parse_literal(text)
     if value is None and text[1:].lstrip()[:1] == "{":
@@ -88,7 +87,8 @@ def parse_list(text: str) -> list[Any] | None:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """The object that a text spells, as JSON or Python writes it, with or without numpy's arrays in it; else None."""
+    """The object that a text represents in JSON or Python, perhaps with numpy arrays in it; None if it is not an
+    object."""
     text = text.strip()
     if text[:1] != "{" or text[-1:] != "}":
         return None
@@ -109,12 +109,12 @@ def _parse_literal(text: str) -> Any:
 
 
 def parse_lists(values: Sequence[Any], where: Callable[[int], str]) -> Sequence[Any]:
-    """The values of a column, as lists where every text in it spells one; otherwise as they are.
+    """The values of a column, as lists if every text in it represents one; otherwise unchanged.
 
-    where: the place of a row, for messages.
+    where: gives the location of a row, for messages.
 
     Raises:
-        ValueError: every text is in brackets, and some of them spell lists and others none.
+        ValueError: every text is in brackets, but only some represent lists.
     """
     texts = dict.fromkeys(value for value in values if isinstance(value, str) and value.strip())
     if not texts or not all(text.strip()[:1] == "[" and text.strip()[-1:] == "]" for text in texts):
@@ -127,14 +127,14 @@ def parse_lists(values: Sequence[Any], where: Callable[[int], str]) -> Sequence[
     if right is not None:
         place = where(list(values).index(wrong))
         raise ValueError(
-            f"{place}: got {wrong!r:.60}, expected a list as JSON, Python or numpy write it, "
-            f"such as {right!r:.60} in another row; correct it or remove the row"
+            f"{place}: got {wrong!r:.60}, expected a list as written by JSON, Python or numpy, such as {right!r:.60} "
+            "in another row; correct it or remove the row"
         )
     return values
 
 
 def pandas_columns(document: Mapping[str, Any]) -> dict[str, list[Any]] | None:
-    """The columns of a JSON object that `DataFrame.to_json` writes; None if it is another object.
+    """The columns of a JSON object written by `DataFrame.to_json`; None if it is another object.
 
     Its layouts: {column: {row: value}} (the default), {row: {column: value}}, {"columns": [...], "data": [[...]]}.
     """

@@ -1,4 +1,4 @@
-"""Parquet files: read whole, or row by row from a given row on."""
+"""Parquet files: read whole, or row by row from a given row."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from modelcenter.data.readers.parsed import ParsedFile
 
 
 def read_parquet(path: Path, raw: bytes) -> ParsedFile:
-    """The columns of a file, and the class names that the `datasets` library has written for some.
+    """The columns of a file, and the class names that the `datasets` library wrote for some.
 
     Raises:
-        ValueError: no parquet file, or a damaged one; two columns of one name; pyarrow is missing.
+        ValueError: the file is not parquet or is damaged, two columns have one name, or pyarrow is missing.
     """
     with _opened(path, io.BytesIO(raw)) as file:
         table = file.read()
@@ -29,7 +29,7 @@ def read_parquet(path: Path, raw: bytes) -> ParsedFile:
 
 
 def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
-    """The rows from number `start` on, counted from 0, without reading the row groups before it.
+    """The rows from number `start`, counted from 0, without reading the row groups before it.
 
     Raises:
         ValueError: as read_parquet, when the rows are read.
@@ -47,8 +47,8 @@ def rows_from(path: Path, start: int) -> Iterator[dict[str, Any]]:
 
 
 def without_nan(columns: Mapping[str, list[Any]], types: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The columns with None for NaN, at any depth: programs write it for a missing value, and it would be read as the
-    text "nan". types: of each column, by pyarrow or `datasets`; only those with floats in them are looked through."""
+    """The columns with None for NaN, at any depth: programs write NaN for a missing value, and it would be read as the
+    text "nan". types: of each column, by pyarrow or `datasets`; only columns with floats are searched."""
     has_floats = {name for name, kind in types.items() if re.search("float|double", str(kind))}
     return {name: _none_for_nan(values) if name in has_floats else values for name, values in columns.items()}
 
@@ -58,9 +58,9 @@ def _none_for_nan(value: Any) -> Any:
         return {name: _none_for_nan(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         try:
-            if not math.isnan(sum(value)):  # which a NaN makes NaN, in a fraction of the time: embeddings
+            if not math.isnan(sum(value)):  # for embeddings: a NaN makes the sum NaN, and summing is far faster
                 return value
-        except TypeError:  # something other than numbers, or a null, is among them
+        except TypeError:  # they contain something other than numbers, or a null
             pass
         return type(value)(map(_none_for_nan, value))
     return None if value != value else value
@@ -68,8 +68,8 @@ def _none_for_nan(value: Any) -> Any:
 
 @contextmanager
 def _opened(path: Path, source: Path | io.BytesIO) -> Iterator[Any]:
-    """The ParquetFile of a source, which has each column's name once. Errors of pyarrow, also those of what is read
-    later, become a ValueError with the name of the file: those of a damaged page have none."""
+    """The ParquetFile of a source, with unique column names. Errors of pyarrow, also while reading in the context,
+    become a ValueError that names the file: for a damaged page, pyarrow does not."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -79,12 +79,12 @@ def _opened(path: Path, source: Path | io.BytesIO) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(source) as file:
             names = file.schema_arrow.names
             if twice := {name for name in names if names.count(name) > 1}:
-                raise ValueError(f"{path}: {', '.join(map(repr, sorted(twice)))} is the name of two columns")
+                raise ValueError(f"{path}: {', '.join(map(repr, sorted(twice)))} names two columns; rename one")
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the system's own error, which names the file
-        reason = " ".join(str(error).split())  # Thrift's ends its line
+            raise  # the operating system's error names the file
+        reason = " ".join(str(error).split())  # Thrift's message ends with a line end
         raise ValueError(f"{path}: not a parquet file, or a truncated or damaged one ({reason})") from None
 
 
@@ -95,8 +95,8 @@ def _plain_columns(table: Any) -> dict[str, list[Any]]:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column; as texts if one is a date or a time that Python's types cannot hold, such as the end of
-    9999 in Shanghai, which databases write where something has no end."""
+    """The values of a column; as texts if one is a date or time out of the range of Python's types, such as the end of
+    9999 in Shanghai, which databases write for "no end"."""
     import pyarrow
 
     try:
@@ -106,10 +106,9 @@ def _values(column: Any) -> list[Any]:
 
 
 def _with_plain_types(table: Any) -> Any:
-    """The table with texts in place of bytes that are UTF-8, other bytes as they are, and with numbers in place of
-    decimals.
+    """The table with bytes that are UTF-8 converted to texts, and decimals to numbers; other bytes stay.
 
-    Some programs (Impala, Hive, old Spark) write texts without marking them as such; databases export decimals.
+    Some programs (Impala, Hive, old Spark) do not mark texts as such; databases export decimals.
     """
     import pyarrow
 
@@ -118,13 +117,13 @@ def _with_plain_types(table: Any) -> Any:
         if plain != field.type:
             try:
                 table = table.set_column(i, field.with_type(plain), table.column(i).cast(plain))
-            except pyarrow.ArrowException:  # an image, perhaps, in a column that nobody reads
+            except pyarrow.ArrowException:  # such as an image in a column that is not used
                 continue
     return table
 
 
 def _plain_type(kind: Any) -> Any:
-    """A type of pyarrow with strings in place of binary and numbers in place of decimals, at any depth."""
+    """The pyarrow type with binary replaced by string and decimals by numbers, at any depth."""
     import pyarrow
     from pyarrow import types
 

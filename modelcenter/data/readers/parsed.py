@@ -1,4 +1,4 @@
-"""What a reader of one format returns."""
+"""The result of a reader."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 class ParsedFile(NamedTuple):
     """The content of a file.
 
-    columns: name -> values, one for each row. lines: the line at which each row begins, from 1; None if the format has
-    no lines. classes: class names of integer columns, where the file has them.
+    columns: name -> values, one per row. lines: the line at which each row begins, from 1; None if the format has no
+    lines. classes: class names of integer columns, if the file has them.
     """
 
     columns: dict[str, list[Any]]
@@ -21,6 +21,6 @@ class ParsedFile(NamedTuple):
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Objects as columns; None where an object lacks the name."""
+    """Objects as columns, with None where an object lacks the key."""
     names = dict.fromkeys(chain.from_iterable(rows))
     return {name: [row.get(name) for row in rows] for name in names}

@@ -1,4 +1,4 @@
-"""Rows of one file from a cursor on, for the formats that can be read without holding the whole file."""
+"""Rows of a file from a cursor, for formats that can be read without loading the whole file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from modelcenter.data.readers.parquet import rows_from
 
 
 class Cursor(NamedTuple):
-    """Where the next row is: its file, its row or line in it (from 0), and the byte where that starts (0: unknown)."""
+    """The position of the next row: its file, its row or line in it (from 0), and the byte at which it starts (0:
+    unknown)."""
 
     file: int = 0
     row: int = 0
@@ -37,9 +38,14 @@ def _lines(path: Path, at: Cursor, keep_ends: bool = False) -> Iterator[tuple[st
         for raw in file:
             if number == 0:
                 if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                    raise ValueError(f"{path}: is UTF-16; streams are read as UTF-8: `iconv -f UTF-16 -t UTF-8`")
+                    raise ValueError(
+                        f"{path}: got UTF-16, but streams are read as UTF-8; convert it with `iconv -f UTF-16 -t UTF-8`"
+                    )
                 if b"\r" in raw and b"\n" not in raw:
-                    raise ValueError(f"{path}: lines end as on old Macs; streaming needs line feeds: `tr '\\r' '\\n'`")
+                    raise ValueError(
+                        f"{path}: lines end with carriage returns, as on old Macs, but streaming needs line feeds; "
+                        "convert them with `tr '\\r' '\\n'`"
+                    )
             byte, number = byte + len(raw), number + 1
             try:
                 text = raw.decode("utf-8")
@@ -89,18 +95,18 @@ def _json_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None,
         try:
             row = parse_json(text)
         except json.JSONDecodeError as error:
-            array = " (a JSON array cannot be streamed: write one object a line)" if text[:1] == "[" else ""
+            array = " (a JSON array cannot be streamed: write one object per line)" if text[:1] == "[" else ""
             raise ValueError(
                 f"{path}, line {after.row}: not valid JSON ({error.msg}, column {error.colno}){array}"
             ) from None
         if not isinstance(row, dict):
             array = "; a JSON array cannot be streamed" if isinstance(row, list) else ""
-            raise ValueError(f"{path}, line {after.row}: got {text[:60]}, expected one JSON object a line{array}")
+            raise ValueError(f"{path}, line {after.row}: got {text[:60]}, expected one JSON object per line{array}")
         yield row, after
 
 
 def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | None, Cursor]]:
-    """csv and tsv. Quoted fields hold line ends, so rows of csv before the cursor are read and dropped."""
+    """csv and tsv. Quoted fields may contain line ends, so csv rows before the cursor are read and discarded."""
     lines: Iterator[str] = (text for text, _ in _lines(path, Cursor(at.file), keep_ends=True))  # quoted ones are text
     rows: Iterator[list[str]]
     if suffix_of(path) == ".tsv":
@@ -130,7 +136,7 @@ def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | 
 
 
 def _check_width(path: Path, rows: Iterator[list[str]]) -> Iterator[list[str]]:
-    """The rows, those of empty fields as []; an error for one that is wider or narrower than the first."""
+    """The rows, those with only empty fields as []. Raises ValueError if a row is wider or narrower than the first."""
     width = 0
     for number, row in enumerate(rows, 1):
         if any(row):

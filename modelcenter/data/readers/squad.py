@@ -1,4 +1,4 @@
-"""SQuAD's format of questions: articles hold paragraphs, paragraphs hold questions. CMRC 2018 and DRCD use it, too."""
+"""SQuAD's format: articles hold paragraphs, paragraphs hold questions. CMRC 2018 and DRCD use it too."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 
 
 def is_nested(rows: list[dict[str, Any]]) -> bool:
-    """Whether rows are articles (or paragraphs) that hold questions, and not questions themselves."""
+    """Whether rows are articles (or paragraphs) that hold questions, not the questions themselves."""
     return bool(rows) and all(
         isinstance(row.get("paragraphs"), list) or isinstance(row.get("qas"), list) for row in rows
     )
 
 
 def flatten_questions(path: Path, articles: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each question: id, title, context, question and, where the file has them, answers.
+    """One row per question: id, title, context, question and, if the file has them, answers.
 
-    answers are {"text": [...], "answer_start": [...]} as on the Hub, and empty where is_impossible says so.
+    answers are {"text": [...], "answer_start": [...]} as on the Hub, and empty if is_impossible is set.
 
     Raises:
-        ValueError: a paragraph without context, a question without text, answers in another format, something else in
-            the place of one of these.
+        ValueError: a paragraph has no context, a question has no text, or something has an unexpected format.
     """
     return list(_questions(path, articles))
 
@@ -29,17 +28,17 @@ def flatten_questions(path: Path, articles: list[dict[str, Any]]) -> list[dict[s
 def _questions(path: Path, articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for number, article in enumerate(articles, 1):
         paragraphs = article.get("paragraphs")
-        if not isinstance(paragraphs, list):  # it is a paragraph itself
+        if not isinstance(paragraphs, list):  # the row is a paragraph itself
             paragraphs = [article]
         for place, paragraph in enumerate(_objects(f"{path}, article {number}", "paragraphs", paragraphs), 1):
             where = f"{path}, article {number}, paragraph {place}"
             context = paragraph.get("context", paragraph.get("context_text"))
             if not isinstance(context, str):
-                raise ValueError(f"{where}: it has no text called context")
+                raise ValueError(f"{where}: got no context, expected a text")
             for n, entry in enumerate(_objects(where, "qas", paragraph.get("qas", [])), 1):
                 question = entry.get("question", entry.get("query_text"))
                 if not isinstance(question, str):
-                    raise ValueError(f"{where}, question {n}: it has no text called question")
+                    raise ValueError(f"{where}, question {n}: got no question, expected a text")
                 row = {"id": entry.get("id", entry.get("query_id", f"{number}-{place}-{n}"))}
                 row |= {"title": article.get("title"), "context": context, "question": question}
                 if entry.get("answers") is not None or entry.get("is_impossible"):
@@ -48,7 +47,7 @@ def _questions(path: Path, articles: list[dict[str, Any]]) -> Iterator[dict[str,
 
 
 def _objects(where: str, name: str, value: Any) -> list[dict[str, Any]]:
-    """A list of objects. Raises ValueError: it is none."""
+    """The value, a list of objects. Raises ValueError if it is something else."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError(f"{where}: got {value!r:.80} as {name}, expected a list of objects")
     return value

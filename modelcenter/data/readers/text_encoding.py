@@ -1,4 +1,4 @@
-"""Bytes of text files to text, with errors that say what to convert."""
+"""Decoding of text files, with errors that say what to convert."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def decode_text(path: Path, raw: bytes) -> str:
-    """The text of a file of UTF-8, or of UTF-16 with a byte-order mark.
+    """The text of a file in UTF-8, or in UTF-16 with a byte-order mark.
 
-    Where lines end in carriage returns alone (old Macs; Excel still offers it), they end in line feeds.
+    Lines that end with lone carriage returns (old Macs; Excel still offers it) get line feeds.
 
     Raises:
-        ValueError: the file is not UTF-8: the first such line, how many there are, and a likely encoding; UTF-16 that
-            is damaged or cut off.
+        ValueError: the file is not UTF-8 (the message has the first such line, their number and a likely encoding), or
+            is damaged or truncated UTF-16.
     """
     text = _decode(path, raw)
     return text.replace("\r", "\n") if "\r" in text and "\n" not in text else text
@@ -25,7 +25,7 @@ def _decode(path: Path, raw: bytes) -> str:
             return raw.decode("utf-16")
         except UnicodeDecodeError as error:
             place = f"{error.reason}, byte {error.start}"
-            raise ValueError(f"{path}: begins as UTF-16, but is damaged or cut off ({place})") from None
+            raise ValueError(f"{path}: begins as UTF-16, but is damaged or truncated ({place})") from None
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -33,7 +33,7 @@ def _decode(path: Path, raw: bytes) -> str:
         line, byte = raw.count(b"\n", 0, error.start) + 1, raw[error.start]
         mixed = any(not piece.isascii() for i, piece in enumerate(raw.split(b"\n")) if i not in bad)
         fix = (
-            "other lines are UTF-8, so the file mixes encodings: convert these lines to UTF-8"
+            "other lines are UTF-8, so the file mixes encodings; convert these lines to UTF-8"
             if mixed
             else f"convert the file, e.g. `iconv -f {_guess_encoding(raw)} -t UTF-8`"
         )

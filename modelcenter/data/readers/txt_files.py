@@ -1,4 +1,4 @@
-"""txt files: a text a line, texts with fastText's labels, or tagged words."""
+"""txt files: one text per line, texts with fastText's labels, or tagged words."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _FASTTEXT_LABEL = re.compile(r"(?:^|(?<=\s))__label__(\S+)")
 
 
 def read_txt(path: Path, raw: bytes) -> ParsedFile:
-    """A text a line, with its labels if every line begins with one as fastText writes it (__label__good); tagged words
-    (see `conll`) if every line is one."""
+    """One text per line, with its labels if every line begins with one in fastText's format (__label__good); tagged
+    words (see `conll`) if every line is one."""
     text = decode_text(path, raw)
     if is_conll(text):
         return ParsedFile(*parse_conll(path, text))

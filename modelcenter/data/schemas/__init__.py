@@ -1,1 +1,1 @@
-"""What the columns of a table mean to a task: their roles, their usual names and the values they may hold."""
+"""The columns of a table for each task: their roles, their usual names and the values they may hold."""

@@ -1,7 +1,7 @@
-"""Rows of multiple choice: which columns hold the question, the choices and the correct one, and the texts they make.
+"""Rows of multiple choice: the columns of the question, the choices and the correct choice, and their texts.
 
-Known by their usual names are the columns of SWAG, HellaSwag, COPA, RACE, C3, ARC, OpenBookQA, CommonsenseQA, PIQA,
-Social IQa and Winogrande.
+The usual names cover the columns of SWAG, HellaSwag, COPA, RACE, C3, ARC, OpenBookQA, CommonsenseQA, PIQA, Social IQa
+and Winogrande.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CHOICES = ("choices", "options", "endings", "choice", "candidates")
 LABELS = ("label", "labels", "answer", "answerkey", "correct", "gold", "target")
 _NUMBERED = re.compile(r"(choice|option|ending|answer|sol|op)_?(\d+|[a-h])", re.IGNORECASE)
 _BLANK = re.compile(r"(?<![A-Za-z0-9])_+(?![A-Za-z0-9])")
-# COPA's questions are a single word.
+# COPA gives its questions as a single word.
 _QUESTION_OF_WORD = {"cause": "What was the cause?", "effect": "What was the effect?"}
 
 
 @dataclass(frozen=True)
 class ChoiceColumns:
-    """Names of the columns by role. choices: one column of lists, or a column for each choice."""
+    """Names of the columns by role. choices: one column of lists, or one column per choice."""
 
     context: str | None
     question: str | None
@@ -55,14 +55,14 @@ def find_choice_columns(
     *,
     labelled: bool = True,
 ) -> ChoiceColumns:
-    """Check the columns given and find the others by their usual names.
+    """Check the given columns and find the others by their usual names.
 
     Args:
-        choices: a column of lists, or several columns with commas between them. labelled: a label is needed; otherwise
-            it stays None unless given.
+        choices: a column of lists, or several columns, separated by commas. labelled: a label is needed; otherwise it
+            is None unless given.
 
     Raises:
-        ValueError: a column that is not there or has two roles, or a needed one that cannot be found.
+        ValueError: a column does not exist or has two roles, or a needed one cannot be found.
     """
     parts = () if choices is None else (choices,) if choices in table.columns else tuple(choices.split(","))
     parts = tuple(part.strip() for part in parts)
@@ -78,7 +78,7 @@ def find_choice_columns(
         label = find_usual_name(table, LABELS, used)
         if label is None:
             raise ValueError(
-                f"label_column: which column of {table.name} says the right choice? None is called "
+                f"label_column: which column of {table.name} has the correct choice? None is called "
                 f"{' or '.join(LABELS[:3])}; the columns are {quoted_names(table)}. Give label_column"
             )
     used.add(label or "")
@@ -108,7 +108,7 @@ def _find_choices(table: Table, used: set[str]) -> tuple[str, ...]:
     if several is None:
         raise ValueError(
             f"choices_column: which columns of {table.name} hold the choices? It has {quoted_names(table)}. Give "
-            "choices_column: a column of lists, or several columns with commas between them"
+            "choices_column: a column of lists, or several columns separated by commas"
         )
     return tuple(several)
 
@@ -124,14 +124,14 @@ def _holds_lists(values: Sequence[Any]) -> bool:
 
 
 def _parse_cell(value: Any) -> Any:
-    """The list or object of choices that a text spells; anything else as it is."""
+    """The list or object of choices that a text represents; any other value unchanged."""
     return (parse_list(value) or parse_object(value) or value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The texts of each row. context, question: "" where there is none. offered: the texts of the choices. names: what
-    the rows themselves call the choices ("A", "B"), if they do."""
+    """The texts of each row. context, question: "" if there is none. offered: the texts of the choices. names: the
+    rows' own names for the choices ("A", "B"), if any."""
 
     context: list[str]
     question: list[str]
@@ -140,12 +140,12 @@ class Choices:
 
     @property
     def counts(self) -> np.ndarray:
-        """Number of choices of each row, int64 (rows,)."""
+        """The number of choices in each row, int64 (rows,)."""
         return np.fromiter(map(len, self.offered), np.int64, len(self.offered))
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The two texts of each choice of each row, in order: the context, and the question with the choice in it;
-        without a context, the question and the choice."""
+        """The two texts for each choice of each row, in order: the context, and the question with the choice in it.
+        Without a context: the question and the choice."""
         firsts, seconds = [], []
         for context, question, offered in zip(self.context, self.question, self.offered, strict=True):
             for choice in offered:
@@ -155,7 +155,7 @@ class Choices:
 
 
 def _complete(question: str, choice: str) -> str:
-    """A question with its blank (RACE writes "_") filled by a choice, or else followed by it."""
+    """A question with its blank (RACE writes "_") filled by a choice; without a blank, followed by the choice."""
     if _BLANK.search(question):
         return _BLANK.sub(lambda _: choice, question, count=1)
     space = " " if question and question[-1].isascii() else ""
@@ -166,7 +166,7 @@ def read_choices(table: Table, columns: ChoiceColumns) -> Choices:
     """The texts of all rows.
 
     Raises:
-        ValueError: a row without a text to ask about, with fewer than two choices, or with one that is no text.
+        ValueError: a row has no context or question, fewer than two choices, or a choice that is not a text.
     """
     context, question = (_texts(table, name) for name in (columns.context, columns.question))
     empty = next((i for i, (a, b) in enumerate(zip(context, question, strict=True)) if not (a + b).strip()), None)
@@ -194,10 +194,10 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(table: Table, column: str | None) -> list[str]:
-    """The texts of a column, "" where a row has none; lines of a list become one text.
+    """The texts of a column, "" if a row has none; a list of lines becomes one text.
 
     Raises:
-        ValueError: a value that is no text, such as an object.
+        ValueError: a value is not a text, such as an object.
     """
     if column is None:
         return [""] * len(table)
@@ -217,15 +217,17 @@ def correct_choices(
     """(int64 (rows,): the correct choice of each row, counted from 0; the number of the first choice in the data; the
     kind of the labels).
 
-    All labels are of one kind: "name" (the row's own for the choice), "text" (the choice's), "letter" or "number".
+    All labels are of one kind: "name" (the row's own name for the choice), "text" (of the choice), "letter" or
+    "number".
 
     Args:
-        first: the number of the first choice, 0 or 1; None: 1 if no row has 0 and some row has as many as its choices.
-        kind: of labels that may be of several, as the numbers of choices that are numbers themselves; without effect
-            where no label is of it. None: the kind that fits the most rows, the first of such.
+        first: the number of the first choice, 0 or 1; None: 1 if no label is 0 and some row's label equals its number
+            of choices.
+        kind: how to read ambiguous labels, such as numbers when the choices are numbers too; ignored if no label is of
+            this kind. None: the kind that fits the most rows, the first of these.
 
     Raises:
-        ValueError: a row without a label, or with a label that is none of its choices.
+        ValueError: a row has no label, or a label that is none of its choices.
     """
     values = ["" if is_missing(value) else str(value).strip() for value in table.columns[column]]
     missing = next((i for i, value in enumerate(values) if value in ("", "-1", "-1.0")), None)
@@ -235,7 +237,7 @@ def correct_choices(
     numbers = [_number(value, count) for value, count in zip(table.columns[column], counts, strict=True)]
     one = 0 not in numbers and any(n == count for n, count in zip(numbers, counts, strict=True))
     start = int(one) if first is None else first
-    # Of each kind, what every row's label is, and what it may be.
+    # For each kind, the choice of every row's label, and the possible values.
     read_as: dict[str, tuple[Sequence[Any], Sequence[Sequence[Any]]]] = {
         "name": (values, choices.names or [[]] * len(values)),
         "text": (values, choices.offered),
@@ -257,7 +259,8 @@ def correct_choices(
 
 
 def _number(label: Any, count: int) -> int:
-    """The number that a label is, also one that pandas made a float, and true or false of two choices; else -1."""
+    """The number of a label, including floats made by pandas, and true or false for two choices; -1 for anything
+    else."""
     if isinstance(label, bool):
         return int(label) if count == 2 else -1
     number = re.fullmatch(r"(\d+)(\.0)?", str(label).strip())

@@ -1,4 +1,4 @@
-"""Usual names of columns, in lower case: they tell a header from a row, and what a column is for."""
+"""Usual names of columns, in lower case, by which headers are told from rows and the roles of columns are found."""
 
 from itertools import chain
 

@@ -1,4 +1,4 @@
-"""Which column is the text, which the second text, which the label: given by name, or found."""
+"""The columns of the text, the second text and the label: given by name, or detected."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def find_columns(
     *,
     labelled: bool = True,
 ) -> Columns:
-    """Check the columns given and find the others: by their usual names, else by what they hold.
+    """Check the given columns and find the others: by their usual names, else by their values.
 
-    The label is the column with few distinct values, the text the one with the longest strings. Where several columns
-    qualify, an error asks which.
-    label: may name several columns of zeros and ones, separated by commas: `join_labels` then adds one to the table.
-    labelled: a label column is needed; otherwise it stays None unless given.
-    Raises ValueError if a given column is not there, or a needed one cannot be found.
+    The label is the column with few distinct values, the text the one with the longest strings. If several columns
+    qualify, an error asks which to use.
+    label: may name several columns of zeros and ones, separated by commas: `join_labels` then adds their combination.
+    labelled: a label column is needed; otherwise it is None unless given.
+    Raises ValueError if a given column does not exist, or a needed one cannot be found.
     """
     join_labels(table, label)
     check_columns(table, {"text": text, "text_pair": text_pair, "label": label})
@@ -47,12 +47,12 @@ def find_columns(
 
 
 def join_labels(table: Table, label: str | None) -> None:
-    """Add the column "toxic,threat" to a table: in each row the names of those of these columns that hold a one.
+    """Add a column such as "toxic,threat" to a table: in each row, the names of those columns that hold a one.
 
-    Does nothing if `label` is a column already, or some of its parts are not.
+    Does nothing if `label` is a column, or if one of its parts is not.
 
     Raises:
-        ValueError: something other than zero and one.
+        ValueError: a value is neither zero nor one.
     """
     parts = () if label is None or label in table.columns else tuple(part.strip() for part in label.split(","))
     if label is None or len(parts) < 2 or not all(part in table.columns for part in parts):
@@ -63,8 +63,8 @@ def join_labels(table: Table, label: str | None) -> None:
             holds = _ZERO_OR_ONE.get(str(value).strip().lower())
             if holds is None:
                 raise ValueError(
-                    f"{table.where(row)}: got {value!r:.40} in column {part!r}, expected 0 or 1: label_column {label} "
-                    "names the columns of labels that a row may have"
+                    f"{table.where(row)}: got {value!r:.40} in column {part!r}, expected 0 or 1, because label_column "
+                    f"{label} names several columns, one per label"
                 )
             joined[row] += [part] * holds
     table.columns[label] = joined
@@ -81,8 +81,8 @@ def check_columns(table: Table, given: Mapping[str, str | None], *, shared: bool
         if name not in table.columns:
             near = difflib.get_close_matches(name, table.columns, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if table.like is not None:  # the column was found or given for that
-                hint = f". It is that of {table.like}, whose columns this data must have too: rename one"
+            if table.like is not None:  # the column was found or given for that table
+                hint = f". It was chosen for {table.like}, and these data must have the same columns; rename one"
             raise ValueError(f"{role}_column: {table.name} has no column {name!r}, it has {quoted_names(table)}{hint}")
     twice = next((n for n in named.values() if list(named.values()).count(n) > 1), None)
     if twice is not None and not shared:
@@ -110,7 +110,7 @@ def _find_label(table: Table, used: set[str | None]) -> str:
     if named is not None:
         return named
     few = max(2, min(200, len(table) // 10))
-    # A text is no label, however few rows there are; nor is what would be the only column left for it.
+    # A text is not a label, however few rows there are, and neither is the only column of a table.
     free = [name for name in table.columns if name not in used and name.lower() not in ALL_TEXT_NAMES]
     only_one = len(table.columns) == 1
     distinct = {name: _distinct(table.columns[name], few) for name in free if not only_one}
@@ -124,12 +124,13 @@ def _find_label(table: Table, used: set[str | None]) -> str:
         + (f"only column is {quoted_names(table)}" if only_one else f"columns are {quoted_names(table)}")
     )
     hot = [name for name in candidates if {str(v).strip().lower() for v in table.columns[name]} <= _ZERO_OR_ONE.keys()]
-    several = f", or {','.join(hot)} if a row may have several of these labels" if len(hot) > 1 else ""
+    several = f", or {','.join(hot)} if rows may have several of these labels" if len(hot) > 1 else ""
     raise ValueError(f"label_column: which column of {table.name} is the label? {why}. Give label_column{several}")
 
 
 def _distinct(values: list[Any], limit: int) -> int:
-    """Number of distinct values, or more than `limit`; 0 for columns that cannot be a label."""
+    """The number of distinct values, or a number above `limit` if there are more; 0 for columns that cannot be a
+    label."""
     seen = set()
     for value in values:
         if isinstance(value, (list, dict)):

@@ -1,8 +1,8 @@
-"""Rows as conversations: which columns hold prompts and responses, and the turns they make.
+"""Rows as conversations: the columns of prompts and responses, and the turns made from them.
 
 A row is a chat (a list of messages), an instruction with its answer, an object of CPM-Bee (data.structured), or plain
 text. A conversation is a list of {"role": "system" | "user" | "assistant" | "tool", "content": str}, as chat templates
-take it; its first turn also holds the tools that the row lists (TOOLS), which templates take as a separate argument.
+take them; its first turn also holds the row's tools (TOOLS), which templates take as a separate argument.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PAIRS = (
     ("source", "target"), ("context", "response"), ("mr", "ref"), ("document", "summary"), ("article", "highlights"),
     ("article", "summary"), ("article", "abstract"), ("dialogue", "summary"),
 )  # fmt: skip
-INPUT_NAMES = ("input", "context")  # what an instruction applies to
+INPUT_NAMES = ("input", "context")  # the input that an instruction applies to
 SYSTEM_NAMES = ("system", "system_prompt")
 TOOLS = "<tools>"  # key of the tools in a conversation's first turn; no message has a key of this name
-_MESSAGES = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages that is written as a text
+_MESSAGES = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages written as text
 _ROLE_KEY = re.compile(r"""["'](role|from)["']\s*:""")
 _ROLES = {
     "system": "system", "developer": "system",
@@ -64,21 +64,21 @@ class ChatColumns:
 def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered: bool = True) -> ChatColumns:
     """Check the columns given by role and find the others by their usual names.
 
-    A column given decides the kind of rows. Otherwise a column called "<ans>" makes objects, and messages are preferred
-    to instructions with answers, and these to plain text.
+    A given column decides the kind of rows. Otherwise the first of these that the table has: objects (with a column
+    called "<ans>"), messages, instructions with answers, plain text.
 
     Args:
-        answered: a prompt needs a response; otherwise the response stays None unless given.
+        answered: a prompt needs a response; otherwise the response is None unless given.
 
     Raises:
-        ValueError: a column that is not there, roles that do not go together, or nothing that can be used.
+        ValueError: a column does not exist, roles do not go together, or no usable columns are found.
     """
     named = {role: name for role, name in given.items() if name is not None}
     check_columns(table, named)
     kinds = [kind for kind in _KINDS if kind.roles & set(named)]
     if len(kinds) > 1:
         raise ValueError(
-            f"columns: {' and '.join(f'{role}_column' for role in named)} do not go together: give messages, or prompt "
+            f"columns: {' and '.join(f'{role}_column' for role in named)} do not go together; give messages, or prompt "
             "and response, or answers, or text"
         )
     search = _Search(table, named, answered)
@@ -86,17 +86,17 @@ def find_chat_columns(table: Table, given: Mapping[str, str | None], *, answered
         if (columns := kind.find(search)) is not None:
             return columns
     raise ValueError(
-        f"columns: {table.name} has the columns {', '.join(map(repr, table.columns))}, none of which is known as "
-        "messages, a prompt with its response, or text. Give messages_column, or prompt_column and response_column, or "
+        f"columns: {table.name} has the columns {', '.join(map(repr, table.columns))}, none of which has a usual name "
+        "of messages, prompt and response, or text. Give messages_column, or prompt_column and response_column, or "
         "text_column"
     )
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A table whose columns are given roles: by name those that the caller gave, the others by their usual names.
+    """Finds the columns for the roles in a table: those given by the caller, the others by their usual names.
 
-    Each method finds the columns of one kind of rows; None: the table has none of the kind.
+    Each method finds the columns of one kind of rows; None: the table has none.
     """
 
     table: Table
@@ -105,11 +105,11 @@ class _Search:
 
     @cached_property
     def columns(self) -> dict[str, str]:
-        """By their names in lower case; of several that differ in case alone, the first."""
+        """{name in lower case: column}; if several differ only in case, the first."""
         return {name.lower(): name for name in reversed(self.table.columns)}
 
     def free(self, *used: str | None) -> dict[str, str]:
-        """The same without those that have a role or are in use."""
+        """The same, without columns that have a role or are in `used`."""
         taken = {*self.named.values(), *used}
         return {low: name for low, name in self.columns.items() if name not in taken}
 
@@ -130,7 +130,9 @@ class _Search:
         prompt, response = self._prompt_and_response()
         if prompt is None and response is None:
             if "input" in self.named:
-                raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
+                raise ValueError(
+                    "prompt_column: which column is the prompt that input_column belongs to? Give prompt_column"
+                )
             return None
         if prompt is None or (response is None and self.answered):
             role, other = ("prompt", response) if prompt is None else ("response", prompt)
@@ -155,7 +157,8 @@ class _Search:
         return None if text is None else ChatColumns(text=text)
 
     def _prompt_and_response(self) -> tuple[str | None, str | None]:
-        """One that is not given goes with the other by a usual name, or both are a usual pair."""
+        """The columns given or, for one that is not, the usual partner of the other; if neither is given, a usual
+        pair."""
         prompt, response, free = self.named.get("prompt"), self.named.get("response"), self.free()
         if prompt is None and response is None:
             for first, second in PAIRS:
@@ -168,7 +171,7 @@ class _Search:
         return prompt, response
 
     def _input(self, prompt: str, response: str | None) -> str | None:
-        """What an instruction applies to; other prompts have none unless it is given."""
+        """The column of the input of an instruction; for other prompts None unless given."""
         if "input" in self.named or prompt.lower() != "instruction":
             return self.named.get("input")
         free = self.free(prompt, response)
@@ -182,13 +185,13 @@ class _Search:
 
 
 class _Kind(NamedTuple):
-    """A kind of rows: the roles that only its columns have, and how they are found."""
+    """A kind of rows: the roles that only this kind has, and the method that finds its columns."""
 
     roles: set[str]
     find: Callable[[_Search], ChatColumns | None]
 
 
-_KINDS = (  # those before are preferred
+_KINDS = (  # in order of preference
     _Kind({"answers"}, _Search.objects),
     _Kind({"messages"}, _Search.messages),
     _Kind({"prompt", "response", "input"}, _Search.pair),
@@ -206,8 +209,8 @@ def find_tools(table: Table, named: Mapping[str, str | None]) -> str | None:
 
 
 def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools that a cell lists, as objects or as JSON; [] if it is empty, None if it holds something else."""
-    from_text = isinstance(value, str)  # written by the author of the data, so nulls are meant
+    """The tools listed in a cell, as objects or as JSON; [] if it is empty, None if it holds something else."""
+    from_text = isinstance(value, str)  # written by the author of the data, so nulls are intended
     if isinstance(value, str) and value.strip():
         try:
             value = parse_json(value)
@@ -222,7 +225,7 @@ def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     parsed = []
     for tool in tools:
-        one = _parse_tools(tool) if isinstance(tool, str) else [tool]  # each a JSON text of its own
+        one = _parse_tools(tool) if isinstance(tool, str) else [tool]  # each may be a JSON text
         if not one or len(one) != 1 or not isinstance(one[0], dict):
             return None
         parsed.append(one[0] if from_text or isinstance(tool, str) else _without_none(one[0]))
@@ -230,14 +233,14 @@ def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _without_none(value: Any) -> Any:
-    """A value without the None that parquet and the `datasets` library put where other rows have a field."""
+    """A value without the None that parquet and the `datasets` library insert for fields of other rows."""
     if isinstance(value, dict):
         return {name: _without_none(part) for name, part in value.items() if part is not None}
     return [_without_none(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def with_tools(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
-    """A conversation with the tools that its row lists, if any.
+    """A conversation with the tools listed in its row, if any.
 
     Raises:
         ValueError: the cell holds something else.
@@ -266,7 +269,7 @@ def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
     Without a response column, or with an empty response, a row ends with the prompt.
 
     Raises:
-        ValueError: a row that makes no conversation, naming file and line.
+        ValueError: a row cannot be read as a conversation (with file and line).
     """
     rows = []
     for row in range(len(table)):
@@ -284,10 +287,10 @@ def conversations(table: Table, columns: ChatColumns) -> list[Conversation]:
 
 
 def with_input(table: Table, column: str | None, row: int, turns: Conversation) -> Conversation:
-    """The turns with the row's input, if any, appended to the last turn, which is an instruction.
+    """The turns with the row's input, if any, appended to the last turn, an instruction.
 
     Raises:
-        ValueError: the cell holds no text.
+        ValueError: the cell does not hold a text.
     """
     text = _text_of(table, column, row)
     return turns if text is None else [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}\n{text}"}]
@@ -297,7 +300,7 @@ def with_system(table: Table, column: str | None, row: int, turns: Conversation)
     """The turns after the row's system prompt, if it has one and they do not begin with one of their own.
 
     Raises:
-        ValueError: the cell holds no text.
+        ValueError: the cell does not hold a text.
     """
     text = _text_of(table, column, row)
     own = not turns or turns[0]["role"] == "system"
@@ -305,7 +308,7 @@ def with_system(table: Table, column: str | None, row: int, turns: Conversation)
 
 
 def _text_of(table: Table, column: str | None, row: int) -> str | None:
-    """The text of a cell; None where it is blank, or there is no column. Raises ValueError: it holds something else."""
+    """The text of a cell; None if it is blank or there is no column. Raises ValueError if it holds something else."""
     value = None if column is None else table.columns[column][row]
     if isinstance(value, (list, tuple, dict, bytes)):
         raise ValueError(f"{table.where(row)}: the row has {value!r:.60}, expected a text, in column {column!r}")
@@ -313,14 +316,14 @@ def _text_of(table: Table, column: str | None, row: int) -> str | None:
 
 
 def as_turns(table: Table, column: str, row: int, role: str, messages: bool = False) -> Conversation:
-    """The turns of a cell: of a text, one turn of `role`; of a list, its messages. A blank text makes no turn, nor
-    does a missing answer.
+    """The turns of a cell: for a text, one turn of `role`; for a list, its messages; none for a blank text or a missing
+    answer.
 
-    messages: the column is one of messages, so that a text which begins like a list of them is meant as one.
+    messages: the column holds messages, so a text that begins like a list of messages must be one.
 
     Raises:
-        ValueError: neither a text nor messages, a text that is meant as messages and spells none, or a message without
-            a known role or a text.
+        ValueError: the cell holds neither a text nor messages, a text that should represent messages does not, or a
+            message has no known role or no text.
     """
     value = table.columns[column][row]
     if value is None and role == "assistant":
@@ -332,9 +335,9 @@ def as_turns(table: Table, column: str, row: int, role: str, messages: bool = Fa
         if spelt is None and (messages or (value.rstrip().endswith("]") and _ROLE_KEY.search(value))):
             raise ValueError(
                 f"{table.where(row)}: got {value!r:.60} in column {column!r}, which begins like a list of messages but "
-                "is none that JSON, Python or numpy can write; correct it or remove the row"
+                "is not valid JSON, Python or numpy output; correct it or remove the row"
             )
-        value = spelt or value  # it may be a text that begins like a list
+        value = spelt or value  # it may just be a text that begins like a list
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         text = str(value)
         if role == "user" and not text.strip():
@@ -355,9 +358,9 @@ def as_turns(table: Table, column: str, row: int, role: str, messages: bool = Fa
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message with role, content and its other fields, from today's names or ShareGPT's.
+    """A message with role, content and its other fields, from current names or ShareGPT's.
 
-    Raises ValueError: it is none.
+    Raises ValueError if it is not a message.
     """
     if not isinstance(message, dict):
         raise ValueError(f"got {message!r:.60}, expected an object with role and content")

@@ -1,4 +1,4 @@
-"""Entities given by the characters of a text, as annotation tools write them, as words with tags."""
+"""Entities as character spans of a text, as written by annotation tools, converted to words with tags."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from modelcenter.data.table import Table
 
 _START, _END = ("start", "start_offset", "begin"), ("end", "end_offset")
 _TYPE = ("label", "type", "tag", "entity", "labels")
-_Entity = tuple[int, int, str]  # its first character, the one after its last, and its type
+_Entity = tuple[int, int, str]  # first character, the one after the last, and type
 
 
 def has_entity_spans(values: Sequence[Any], texts: Sequence[Any]) -> bool:
-    """Whether a column holds such entities: lists of [start, end, type] or of {"start", "end", "label"}; or of nothing
-    beside texts, where a tag for each word would be missing."""
+    """Whether a column holds such entities: lists of [start, end, type] or of {"start", "end", "label"}, or empty lists
+    next to texts (tags would have one entry per word)."""
     first = next((value for value in values if value), None)
     if first is None and [] in values:
         return isinstance(next((text for text in texts if text), None), str)
@@ -28,7 +28,7 @@ def has_entity_spans(values: Sequence[Any], texts: Sequence[Any]) -> bool:
 def spans_to_tags(
     table: Table, text_column: str, spans_column: str, split: Callable[[str], list[str]]
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """The words of each row, and a BIO tag for each word.
+    """The words of each row, with a BIO tag for each word.
 
     A word ends where an entity does. Characters are counted from 0, and the end of an entity is the character after it.
 
@@ -36,8 +36,8 @@ def spans_to_tags(
         split: a text into words.
 
     Raises:
-        ValueError: a row without a text; an entity in another form, one outside its text or without a word, or one that
-            overlaps another.
+        ValueError: a row has no text, or an entity has another form, is outside its text, contains no word or overlaps
+            another.
     """
     words, tags = [], []
     for row, (text, spans) in enumerate(zip(table.columns[text_column], table.columns[spans_column], strict=True)):
@@ -73,7 +73,7 @@ def _field(entity: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _entity(entity: Any) -> _Entity:
-    """An entity of either form. Raises ValueError: it is none."""
+    """An entity of either form. Raises ValueError for anything else."""
     if isinstance(entity, Mapping):
         parts = [_field(entity, names) for names in (_START, _END, _TYPE)]
     else:

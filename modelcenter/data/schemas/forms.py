@@ -1,9 +1,9 @@
-"""Published data sets by name: how the rows of SuperGLUE's and CLUE's files become rows of a task.
+"""Published data sets by name: conversion of the rows of SuperGLUE and CLUE to rows of a task.
 
-Each is read as its authors publish it, and as the Hub has it. A classification task gets the columns text, text_pair
+Each is read both as published by its authors and as on the Hub. A classification task gets the columns text, text_pair
 and label; a multiple-choice task context, question, choices and label; a text-to-text task source (the columns of the
-row, each after its name, as T5 was trained) and target (a word for each label). Rows that are scored together have a
-group, and rows with several correct texts list them in answers. All words and names of a data set are in FORMS.
+row, each after its name, as in T5's training) and target (a word for each label). Rows that are scored together have a
+group, and rows with several correct texts list them in answers. FORMS has all words and names of a data set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RTE = {name: name for name in ("entailment", "not_entailment")}
 _SAME = {"yes": "相同", "no": "不同"}
 _TRUE = {"yes": "是", "no": "不是"}
 _RELATION_WORDS = {"entailment": "蕴含", "neutral": "中立", "contradiction": "矛盾"}
-# Numbers and names of TNEWS' topics, and what they are called in Chinese.
+# TNEWS's topics: number, name and Chinese name.
 _TOPICS = {
     "100": ("news_story", "故事"), "101": ("news_culture", "文化"), "102": ("news_entertainment", "娱乐"),
     "103": ("news_sports", "体育"), "104": ("news_finance", "财经"), "106": ("news_house", "房产"),
@@ -38,7 +38,7 @@ _TOPICS = {
 
 @dataclass(frozen=True)
 class Form:
-    """How rows of a data set are read. Texts are templates over the columns of a row.
+    """How rows of a data set are read. Texts are templates filled with the columns of a row.
 
     text, pair: the templates of classification.
     choices, context, question: the columns of multiple choice; choices are several columns, or one of lists.
@@ -46,8 +46,8 @@ class Form:
     label: the label's column. names: {published label in lower case: name of the class}; empty: the label is the name.
     words: {name of the class: the word that a text-to-text model writes}; empty: the name.
     dropped: published labels that mark rows without a label.
-    rows: from a published row to rows of a task, as one row may hold several.
-    separate_labels: the labels are in a file of their own, an object that `rows` finds in the row's "answer_file".
+    rows: converts a published row to rows of a task; one row may hold several.
+    separate_labels: the labels are in a separate file, an object that `rows` finds in the row's "answer_file".
     metric: how generated texts are scored, a name of training.metrics.generation.
     """
 
@@ -67,7 +67,7 @@ class Form:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks that can use it."""
+        """Names of the tasks that can use this form."""
         kind = "multiple-choice" if self.choices else "classification"
         return kind, "seq2seq", "lm"
 
@@ -80,7 +80,7 @@ def _wic(row: Row) -> list[Row]:
 
 
 def _wsc(row: Row, by_words: bool = True) -> list[Row]:
-    """Mark the second span, whose place is counted in words, or else in characters."""
+    """Mark the second span, whose position is counted in words or else in characters."""
     row |= row.get("target") or {}
     text, at = row["text"], int(row["span2_index"])
     if by_words:
@@ -95,7 +95,7 @@ def _wsc(row: Row, by_words: bool = True) -> list[Row]:
 
 
 def _multirc(row: Row) -> list[Row]:
-    if "passage" not in row:  # the Hub's, a row for each answer
+    if "passage" not in row:  # on the Hub, one row per answer
         number = row.get("idx") or {}
         return [row | {"group": f"{number.get('paragraph')}-{number.get('question')}"}]
     passage = row["passage"]
@@ -127,16 +127,16 @@ def _c3(row: Row) -> list[Row]:
 
 
 def _record(row: Row) -> list[Row]:
-    """A row for each query, whose choices are the distinct entities of its passage."""
+    """One row per query; its choices are the distinct entities of its passage."""
     passage, queries = row["passage"], row.get("qas")
-    if queries is None:  # the Hub's, a row for each query
+    if queries is None:  # on the Hub, one row per query
         text, entities = passage, row["entities"]
         queries = [{"query": row["query"], "answers": [{"text": answer} for answer in row.get("answers") or ()]}]
     else:
         text = passage["text"]
         entities = [text[place["start"] : place["end"] + 1] for place in passage["entities"]]
     entities = list(dict.fromkeys(entity.strip() for entity in entities))
-    # T5 was trained with the highlights as sentences of the passage, and the placeholder as it is.
+    # T5 was trained with the highlights as sentences of the passage, and with the placeholder unchanged.
     sentences = re.sub(r"\n@highlight\n", ". ", re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", text))
     rows = []
     for query in queries:
@@ -153,7 +153,7 @@ def _record(row: Row) -> list[Row]:
 
 
 def _chid(row: Row) -> list[Row]:
-    """A row for each blank: its text, with "_" for this blank and dots for the others; all have the same candidates."""
+    """One row per blank: its text, with "_" for this blank and dots for the others; all have the same candidates."""
     answers = dict(row.get("answer_file") or {})
     if isinstance(row.get("answers"), dict):  # the Hub's
         answers |= dict(zip(row["answers"]["text"], row["answers"]["candidate_id"], strict=True))
@@ -163,7 +163,7 @@ def _chid(row: Row) -> list[Row]:
         for blank in (blanks := _BLANK.findall(text)):
             number = answers.get(blank, row.get("answer") if len(blanks) == len(texts) == 1 else None)
             if number is None and row.get("answer_file"):
-                raise ValueError(f"the file of answers has none for {blank}")
+                raise ValueError(f"the file of answers has no answer for {blank}")
             content = _BLANK.sub(partial(_shown_blank, blank), text)
             offered = " ".join(f"{i}. {idiom}" for i, idiom in enumerate(row["candidates"], 1))
             rows.append({"content": content, "choices": row["candidates"], "offered": offered, "answer": number})
@@ -237,10 +237,10 @@ FORMS: dict[str, Form] = {
 
 
 def apply_form(table: Table, name: str | None, task: str) -> Table:
-    """The rows of a published data set as a task reads them; None: the table as it is.
+    """The rows of a published data set as a task reads them. name None: the table unchanged.
 
     Raises:
-        ValueError: a row that is not of the form, with its place.
+        ValueError: a row does not have the form (with its location).
     """
     if name is None:
         return table
@@ -274,7 +274,7 @@ def apply_form(table: Table, name: str | None, task: str) -> Table:
 
 
 def _read_label_files(table: Table) -> tuple[dict[str, Any], list[Origin]]:
-    """The labels of a table that are in files of their own, dev_answer.json for dev.json, and these files' origins.
+    """The labels of a table from separate files, dev_answer.json for dev.json, and the origins of these files.
 
     Raises:
         ValueError: such a file does not hold an object.
@@ -303,7 +303,7 @@ def _read_label_files(table: Table) -> tuple[dict[str, Any], list[Origin]]:
 
 
 def _task_row(form: Form, row: Row, task: str) -> Row:
-    """A row of a form with the columns of a task."""
+    """A row of a form, as columns of a task."""
     published = row.get(form.label)
     label = None if published is None or str(published) in ("", "-1") else _class_name(form, str(published))
     extra: Row = {name: row[name] for name in ("group", "answers") if name in row}

@@ -1,4 +1,4 @@
-"""From the labels people write (names, numbers, lists, scores) to the targets of a classification head."""
+"""From labels as written in data (names, numbers, lists, scores) to the targets of a classification head."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from modelcenter.data.schemas.class_names import match_order, renumbered
 from modelcenter.data.schemas.columns import is_missing
 
 Where = Callable[[int], str]
-# Each row may have a whole number of its own as its label up to so many rows; of more than _MANY_LABELS numbers, there
-# must be two rows for each on average.
+# Up to this many rows, every row may have a different whole number as its label. With more than _MANY_LABELS numbers,
+# there must be two rows per number on average.
 _A_FEW_LABELS, _MANY_LABELS = 10, 100
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The kind of problem, and the name of each class (for regression: of each value, usually one).
+    """The type of problem, and the names of the classes (for regression: of the values, usually one).
 
-    by_id: integers in the data are ids of classes, not names. multi_hot: the training rows list a zero or a one for
-    each class.
+    by_id: integers in the data are ids of classes, not names. multi_hot: labels of the training rows are lists of zeros
+    and ones, one per class.
     """
 
     problem_type: str
@@ -44,9 +44,9 @@ class Labels:
         """Targets of the rows: int64 (n,) single label; float32 (n, classes) multi-label; float32 (n,) or (n, k)
         regression.
 
-        where: the place of a row, for messages. classes: what the source of the rows calls its classes, by id; its ids
-        mean these where they are the same classes, however they are numbered here. Raises ValueError for a row without
-        a label or with one outside the classes.
+        where: gives the location of a row, for messages. classes: the source's own names of its classes, by id; if they
+        are the same classes as here, its ids are read by these, whatever the numbering here. Raises ValueError if a row
+        has no label or one outside the classes.
         """
         order = match_order(self.names, classes)
         if order is not None and any(type(v) is int for value in values for v in _members(value)):
@@ -64,7 +64,7 @@ class Labels:
                 targets[row] = ids[value]
             return targets
         lists = [_as_list(value) for value in values]
-        # A number beside names is no label: it says whether the row has the class of its place.
+        # With names, a number is not a label: it says whether the row has the class at its position.
         if (self.multi_hot or not self.by_id) and _zeros_and_ones(lists, len(self.names)):
             return np.array([[float(v) for v in row] for row in lists], dtype=np.float32)
         targets = np.zeros((len(values), len(self.names)), dtype=np.float32)
@@ -105,13 +105,13 @@ def find_labels(
     names: Sequence[str] | None = None,
     column: str = "it",
 ) -> Labels:
-    """Find from the training labels what kind of problem it is and which classes there are.
+    """Find the type of problem and the classes from the training labels.
 
-    Numbers with a fraction, or lists of such numbers, are regression, other lists multi-label, anything else single
+    Numbers with a fraction, or lists of such numbers, mean regression, other lists multi-label, anything else single
     label. Integer labels 0..k-1 keep their ids; other integers and strings are numbered in sorted order. names: class
-    names that the source (or a fine-tuned model) gives, by id. column: its name, for messages.
-    Raises ValueError for rows without a label, where the labels found do not fit num_labels or problem_type, and,
-    without these, for whole numbers that hardly recur.
+    names given by the source (or a fine-tuned model), by id. column: its name, for messages.
+    Raises ValueError if a row has no label, if the labels do not fit num_labels or problem_type, and, without these, if
+    there are whole numbers that hardly recur.
     """
     given, problem_type = problem_type, problem_type or _guess_type(values, where)
     values = _read(values, where, problem_type, names or (), names is not None)
@@ -144,8 +144,8 @@ def unsaid(
     num_labels: int | None,
     names: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """What problem_type and num_labels would have been found to be had they not been given, of the labels that
-    `find_labels` made of the same arguments. Neither where the labels can be read only with it given."""
+    """The problem_type and num_labels that would be detected if they were not given; `labels` is the result of
+    `find_labels` with the same arguments. Without those that the labels cannot be read without."""
     found: dict[str, Any] = {"problem_type": labels.problem_type, "num_labels": len(labels.names)}
     if problem_type is not None:
         try:
@@ -169,19 +169,19 @@ def _scores_of(values: Sequence[Any], where: Where, num_labels: int | None) -> L
 
 
 def _named_classes(lists: list[list[Any]], problem_type: str, num_labels: int | None, names: tuple[str, ...]) -> Labels:
-    """The classes of these names, which the labels say by name or by id."""
+    """The classes with these names; the labels give the names or the ids."""
     if num_labels not in (None, len(names)):
         raise ValueError(f"num_labels is {num_labels}, but the labels have {len(names)} names: {', '.join(names)}")
     ids = {v: _as_id(v) for members in lists for v in members}
-    # "1.0" is the class called 1, too: see Labels.encode.
+    # "1.0" also means the class called 1: see Labels.encode.
     named = all(str(v) in names or str(number) in names for v, number in ids.items())
-    # How the rows that trained a model were written is not known; a rule for each row depends on no other.
+    # How a model's training rows were written is unknown; this rule does not depend on other rows.
     multi_hot = problem_type == "multi_label_classification" and _zeros_and_ones(lists, len(names))
     return Labels(problem_type, names, by_id=None not in ids.values() and not named, multi_hot=multi_hot)
 
 
 def _classes_by_place(lists: list[list[Any]], where: Where, num_labels: int | None) -> Labels:
-    """The classes of lists that have a zero or a one for each."""
+    """The classes for lists with a zero or a one per class."""
     width = len(lists[0])
     if num_labels not in (None, width):
         raise ValueError(f"{where(0)}: the label lists {width} zeros and ones, but num_labels is {num_labels}")
@@ -189,7 +189,7 @@ def _classes_by_place(lists: list[list[Any]], where: Where, num_labels: int | No
 
 
 def _classes_of(lists: list[list[Any]], where: Where, problem_type: str, num_labels: int | None) -> Labels:
-    """The classes that the labels found are: whole numbers are ids, others are numbered in sorted order."""
+    """The classes of the distinct labels: whole numbers are ids, others are numbered in sorted order."""
     first_row: dict[Any, int] = {}
     for row, members in enumerate(lists):
         for value in members:
@@ -203,7 +203,7 @@ def _classes_of(lists: list[list[Any]], where: Where, problem_type: str, num_lab
             if outside is not None:
                 raise ValueError(
                     f"{where(first_row[outside])}: label {outside!r} is outside num_labels {count} (0 to {count - 1}); "
-                    f"without num_labels the {len(distinct)} labels found are numbered in order"
+                    f"without num_labels, the {len(distinct)} distinct labels are numbered in order"
                 )
             return _at_least_two(Labels(problem_type, tuple(map(str, range(count))), by_id=True), where)
         return _at_least_two(Labels(problem_type, tuple(map(str, distinct))), where)
@@ -223,20 +223,21 @@ def _classes_of(lists: list[list[Any]], where: Where, problem_type: str, num_lab
 def _at_least_two(labels: Labels, where: Where) -> Labels:
     if len(labels.names) < 2 and labels.problem_type == "single_label_classification":
         raise ValueError(
-            f"all rows have one label, {labels.names[0]!r} (first at {where(0)}): there is nothing to learn"
+            f"all rows have the same label, {labels.names[0]!r} (first at {where(0)}), so there is nothing to learn"
         )
     return labels
 
 
 def _only_ids(problem_type: str | None, names: Sequence[str]) -> bool:
-    """Whether a number can only be the id of a class: then -1 means that a row has no label."""
+    """Whether a number can only be the id of a class; -1 then means that a row has no label."""
     return problem_type != "regression" and "-1" not in names
 
 
 def _normalise(value: Any, names: Sequence[str] = ()) -> Any:
-    """Booleans and whole floats as integers, so that 1, 1.0 and True are one label; texts without spaces around.
+    """Booleans and whole floats as integers, so that 1, 1.0 and True are the same label; texts without surrounding
+    spaces.
 
-    names: of the classes; a boolean is the one that is called so ("True", "false"), whatever its id.
+    names: of the classes; a boolean means the class of that name ("True", "false"), whatever its id.
     """
     if isinstance(value, bool):
         return next((name for name in names if name.lower() == str(value).lower()), int(value))
@@ -248,10 +249,10 @@ def _normalise(value: Any, names: Sequence[str] = ()) -> Any:
 
 
 def _read(values: Sequence[Any], where: Where, problem_type: str, names: Sequence[str], by_id: bool) -> list[Any]:
-    """The labels of the rows: a text, a number or a list of these, also of one that is written as a text.
+    """The labels of the rows: a text, a number or a list of these, which may be written as a text.
 
-    by_id: -1 is no label, which is how the Hub marks such rows where labels are ids of named classes.
-    Raises ValueError for a row without a label, with an empty one in its list, or with anything else for one.
+    by_id: -1 means no label: the Hub marks such rows this way if labels are ids of named classes.
+    Raises ValueError if a row has no label, an empty one in its list, or a label of another type.
     """
     single = problem_type == "single_label_classification"
     values = values if single else [_unspelled(value) for value in parse_lists(values, where)]
@@ -266,13 +267,14 @@ def _read(values: Sequence[Any], where: Where, problem_type: str, names: Sequenc
     if missing:
         row, value = missing[0], values[missing[0]]
         others = f" ({len(missing)} of {len(values)} rows have none)" if len(missing) > 1 else ""
-        place = f" at a place of its list {value!r:.60}" if isinstance(value, list) else ""
+        place = f" at one position of its list {value!r:.60}" if isinstance(value, list) else ""
         raise ValueError(f"{where(row)}: the row has no label{place}{others}; label these rows or remove them")
     return values
 
 
 def _absent(values: Sequence[Any], names: Sequence[str], by_id: bool) -> Callable[[Any], bool]:
-    """Whether a label is none. So is a text "nan" where all others are numbers: programs write it for a missing one."""
+    """Whether a label is missing. So is a text "nan" if all others are numbers: programs write it for a missing
+    number."""
 
     def absent(v: Any) -> bool:
         return is_missing(v) or (by_id and v == -1)
@@ -293,7 +295,7 @@ def _members(value: Any) -> Sequence[Any]:
 
 
 def _unspelled(value: Any) -> Any:
-    """The list that a text spells; anything else as it is."""
+    """The list that a text represents; any other value unchanged."""
     members = parse_list(value) if isinstance(value, str) else None
     return value if members is None else members
 
@@ -311,7 +313,8 @@ def _guess_type(values: Sequence[Any], where: Where) -> str:
 
 
 def _check_single(values: Sequence[Any], where: Where) -> None:
-    """Raise ValueError for labels that look like several in one text, "a|b" beside "a" and "b", or numbers: "2,27"."""
+    """Raise ValueError if a text looks like several labels, such as "a|b" if there are "a" and "b", or numbers, as
+    "2,27"."""
     names = {str(value) for value in values}
     for name in sorted(names):
         parts = re.split(r"[|,]", name)
@@ -319,25 +322,26 @@ def _check_single(values: Sequence[Any], where: Where) -> None:
             row = next(row for row, value in enumerate(values) if str(value) == name)
             raise ValueError(
                 f"{where(row)}: is the label {name!r} one or several? Give problem_type: multi_label_classification "
-                "takes it apart, single_label_classification as it is; a fraction has a point, not a comma"
+                "splits it, single_label_classification keeps it as one; fractions are written with a point, not a "
+                "comma"
             )
 
 
 def _check_recurring_numbers(values: Sequence[Any], where: Where, column: str) -> None:
-    """Raise ValueError for whole numbers of which few recur: numbers of rows, or values to predict."""
+    """Raise ValueError for whole numbers that hardly recur: they number the rows, or are values to predict."""
     numbers = {_as_id(value) for value in values}
     few = len(numbers) == len(values) if len(numbers) <= _MANY_LABELS else 2 * len(numbers) > len(values)
     if None not in numbers and len(numbers) > _A_FEW_LABELS and few:
         raise ValueError(
             f"label_column: {column} has {len(numbers)} different whole numbers in {len(values)} rows, such as "
             f"{values[0]!r} ({where(0)}), expected labels that recur; name the column of the labels, or give "
-            "problem_type: regression predicts the numbers, single_label_classification takes each for a class; so "
-            "does num_labels, of numbers from 0"
+            "problem_type: regression predicts the numbers, single_label_classification makes each a class (as "
+            "num_labels does for numbers from 0)"
         )
 
 
 def _as_id(value: Any) -> int | None:
-    """The integer that a label is, or spells in the usual way; "0111" and "1e3" are names, so None."""
+    """The integer that a label is or represents in the usual notation; None for "0111" and "1e3", which are names."""
     if isinstance(value, int):
         return value
     number = _as_float(value) if isinstance(value, str) else None
@@ -371,32 +375,33 @@ def _floats(values: Sequence[Any], where: Where, width: int) -> np.ndarray:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The labels of a multi-label row: of a list, or of names separated by | or commas."""
+    """The labels of a multi-label row: a list, or names separated by | or commas."""
     if isinstance(value, str):
         return [part.strip() for part in re.split(r"[|,]", value) if part.strip()]
     return value if isinstance(value, list) else [value]
 
 
 def _refuse_repeated_numbers(members: Sequence[Any], row: int, where: Where) -> None:
-    """One row of zeros and ones that is too short, or too long, makes numbers of classes of all others."""
+    """Raise ValueError for a number that occurs twice: if one row of zeros and ones has another length, all rows are
+    read as class ids."""
     numbers = [value for value in members if not isinstance(value, str)]
     twice = next((value for value in numbers if numbers.count(value) > 1), None)
     if twice is not None:
         raise ValueError(
             f"{where(row)}: the label {list(members)!r:.60} has {twice!r} twice, expected each class once, or in all "
-            "rows lists of one length, of a zero or a one for each class"
+            "rows a list with a zero or a one per class"
         )
 
 
 def _zeros_and_ones(lists: Sequence[list[Any]], width: int) -> bool:
-    """Whether these are rows of so many zeros and ones."""
+    """Whether these are rows of `width` zeros and ones."""
     return width > 1 and all(
         len(row) == width and all(v in (0, 1) and not isinstance(v, str) for v in row) for row in lists
     )
 
 
 def _is_multi_hot(lists: Sequence[list[Any]]) -> bool:
-    """Whether rows of zeros and ones cannot be ids: ids do not repeat, and do not come in two orders."""
+    """Whether rows are zeros and ones that cannot be ids: ids do not repeat in a row, and do not come in two orders."""
     return _zeros_and_ones(lists, len(lists[0])) and (
         any(len(set(row)) < len(row) for row in lists) or any(row != lists[0] for row in lists)
     )

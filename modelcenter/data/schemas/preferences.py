@@ -1,4 +1,4 @@
-"""Rows of preferences: a prompt, the answer that was chosen and the one that was rejected."""
+"""Rows of preferences: a prompt, a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NAMES = {
 
 
 def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> dict[str, str | None]:
-    """{role: column} for prompt, input (of an instruction), chosen, rejected, system and tools: those given, else those
-    with the usual names.
+    """{role: column} for prompt, input (of an instruction), chosen, rejected, system and tools: the given columns, else
+    those with usual names.
 
     Without a prompt column the chosen and the rejected messages both begin with the prompt.
 
     Raises:
-        ValueError: a column that is not there, none for chosen or rejected, or an input without a prompt.
+        ValueError: a column does not exist, there is none for chosen or rejected, or an input has no prompt.
     """
     named = {role: name for role, name in given.items() if name is not None}
     check_columns(table, named)
@@ -48,7 +48,7 @@ def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> di
             )
     prompt, input_ = columns["prompt"], named.get("input")
     if prompt is None and input_ is not None:
-        raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give it")
+        raise ValueError("prompt_column: which column is the prompt that input_column belongs to? Give prompt_column")
     if input_ is None and prompt is not None and prompt.lower() == "instruction":
         used = set(columns.values())
         input_ = next((lower[n] for n in INPUT_NAMES if n in lower and lower[n] not in used), None)
@@ -57,19 +57,19 @@ def find_preference_columns(table: Table, given: Mapping[str, str | None]) -> di
 
 
 def preferences(table: Table, columns: Mapping[str, str | None]) -> list[Conversation]:
-    """Two conversations for each row, with the chosen and with the rejected answer. Only these are trained on: other
-    turns of the assistant have "weight": 0.
+    """Two conversations per row, with the chosen and the rejected answer. Only the answers are trained on: other turns
+    of the assistant have "weight": 0.
 
     Raises:
-        ValueError: a row without a prompt, with an answer that is neither a text nor messages, or with answers to
-            another question than the prompt, naming file and line.
+        ValueError: a row has no prompt, an answer that is neither a text nor messages, or answers to another question
+            than the prompt (with file and line).
     """
     rows: list[Conversation] = []
     for row in range(len(table)):
         prompt, answers = _split_row(table, columns, row)
         if not prompt:
             raise ValueError(
-                f"{table.where(row)}: the row has no prompt: give prompt_column, or chosen and rejected messages that "
+                f"{table.where(row)}: the row has no prompt; give prompt_column, or chosen and rejected messages that "
                 "begin with the same question"
             )
         prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
@@ -100,7 +100,7 @@ def _split_row(table: Table, columns: Mapping[str, str | None], row: int) -> tup
 
 
 def _shared_turns(chosen: Conversation, rejected: Conversation) -> Conversation:
-    """The turns with which both begin, without the last turn of the shorter one, which is its answer."""
+    """The common first turns of both, without the last turn of the shorter one, which is its answer."""
     same = 0
     for one, other in zip(chosen, rejected, strict=False):
         if _content(one) != _content(other) or same + 1 == min(len(chosen), len(rejected)):
@@ -117,14 +117,15 @@ def _check_answer(answer: Conversation, prompt: Conversation, where: str, prompt
     begins = f"{where} begins with the question {first['content']!r:.60}, "
     if _content(first) == _content(prompt[-1]):
         raise ValueError(
-            f"{begins}but not both answers repeat the same turns and answer them: give answers alone, or in "
-            f"both all that column {prompt_column!r} has and an answer behind it"
+            f"{begins}but the two answers do not repeat the same turns; give only the answers, or in both all turns of "
+            f"column {prompt_column!r} and then the answer"
         )
     raise ValueError(
-        f"{begins}column {prompt_column!r} ends with {prompt[-1]['content']!r:.60}: expected the same, or answers alone"
+        f"{begins}column {prompt_column!r} ends with {prompt[-1]['content']!r:.60}: expected the same, or only the "
+        "answers"
     )
 
 
 def _content(turn: dict[str, Any]) -> tuple[Any, ...]:
-    """What two turns must share to be the same: their ids and the spaces around them may differ."""
+    """The part of a turn that counts when turns are compared: ids and surrounding spaces may differ."""
     return turn["role"], turn["content"].strip(), turn.get("tool_calls")

@@ -1,6 +1,6 @@
-"""Rows of texts to be ranked: a query, and texts of which some answer it better than others.
+"""Rows of texts to be ranked: a query, and texts that answer it more or less well.
 
-A row has positives and perhaps negatives, or a text or a list of texts with a label of each. The columns are those of
+A row has positives and perhaps negatives, or a text or a list of texts with a label for each. The columns are those of
 related_texts.
 """
 
@@ -29,9 +29,9 @@ class RankedTexts:
     """Texts to be ranked, row by row.
 
     Attributes:
-        queries: of the rows. texts: of each row, the positives before the negatives.
+        queries: the query of each row. texts: the texts of each row, positives before negatives.
         labels: fp32 (texts,), how well each answers its query.
-        positives: int64 (rows,), how many of the first texts of each row are positives; None: labels alone say it.
+        positives: int64 (rows,), the number of positives, the first texts of each row; None: only the labels tell.
     """
 
     queries: list[str]
@@ -49,7 +49,7 @@ class RankedTexts:
 
     @property
     def relevance(self) -> np.ndarray:
-        """By which rankings are judged, fp32 (texts,): 1 of positives and 0 of negatives, or the labels."""
+        """The gains for ranking metrics, fp32 (texts,): 1 for positives and 0 for negatives, or the labels."""
         if self.positives is None:
             return self.labels
         place = np.arange(len(self.labels)) - np.repeat(self.texts.first[:-1], self.texts.counts)
@@ -60,9 +60,10 @@ class RankedTexts:
         return [self.queries[row] for row in self.row_of.tolist()], self.texts.texts
 
     def by_query(self) -> tuple[RankedTexts, np.ndarray]:
-        """Rows with the same query as one row, of texts with labels; and the numbers of the rows that these begin with.
+        """Merge rows with the same query into one row of texts with labels; also returns the number of the first row of
+        each.
 
-        What is in lists stays as it is: each list is a ranking of its own.
+        Rows with lists are not merged: each list is a ranking of its own.
         """
         if self.positives is not None or (self.texts.counts > 1).any():
             return self, np.arange(len(self))
@@ -74,7 +75,7 @@ class RankedTexts:
 
 
 def starts(counts: np.ndarray) -> np.ndarray:
-    """The number of the first of each of some lists that lie end to end, and the end: int64 (lists + 1,)."""
+    """The offsets of concatenated lists, from their lengths, with the end: int64 (lists + 1,)."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
 
 
@@ -85,10 +86,10 @@ def find_ranked_columns(
     negative: str | None = None,
     score: str | None = None,
 ) -> RelatedColumns:
-    """Check the columns given and find the others by their usual names; see related_texts.find_related_columns.
+    """Check the given columns and find the others by their usual names; see related_texts.find_related_columns.
 
     Raises:
-        ValueError: also where the query and the texts have one column.
+        ValueError: as there, and if the query and the texts have the same column.
     """
     if anchor is not None and anchor == positive:
         raise ValueError(f"positive_column: got {positive!r}, the anchor's; give the column of the texts to rank")
@@ -96,11 +97,11 @@ def find_ranked_columns(
 
 
 def read_ranked_texts(table: Table, columns: RelatedColumns, labelled: bool = True) -> RankedTexts:
-    """The texts of all rows. labelled: False: labels are not needed, and not read.
+    """The texts of all rows. labelled False: labels are not needed and not read.
 
     Raises:
-        ValueError: a value that is no text or no label, a row without a query or a text, or with another number of
-            labels than of texts.
+        ValueError: a value is not a text or a label, a row has no query or no text, or the numbers of its labels and
+            texts differ.
     """
     assert columns.anchor is not None and columns.positive is not None
     queries = read_single_texts(table, columns.anchor)
@@ -118,23 +119,22 @@ def read_ranked_texts(table: Table, columns: RelatedColumns, labelled: bool = Tr
 
 
 def check_told_apart(table: Table, columns: RelatedColumns, texts: RankedTexts) -> None:
-    """Raise ValueError for rows to train on of which all texts have the same label."""
+    """Raise ValueError if all texts of training rows have the same label."""
     if (texts.labels != texts.labels[:1]).any():
         return
     if columns.score is None:
         raise ValueError(
-            f"negative_column: the rows of {table.name} have no text that does not answer its query, so there is "
-            "nothing to tell apart; name the column of negatives, or that of labels by score_column. `modelcenter "
-            "mine` finds negatives"
+            f"negative_column: the rows of {table.name} have only texts that answer their query, so there is nothing "
+            "to learn; give negative_column, or score_column for labels. `modelcenter mine` finds negatives"
         )
     raise ValueError(
-        f"score_column: all texts of {table.name} have {texts.labels[0]:g} in column {columns.score!r}, which tells "
-        "nothing apart; `modelcenter mine` finds texts that do not answer a query"
+        f"score_column: all texts of {table.name} have {texts.labels[0]:g} in column {columns.score!r}, so there is "
+        "nothing to learn; `modelcenter mine` finds texts that do not answer a query"
     )
 
 
 def _joined(first: Lists, second: Lists) -> Lists:
-    """Row by row the texts of both."""
+    """The texts of both, row by row."""
     texts: list[str] = []
     for row in range(len(first.counts)):
         for part in (first, second):
@@ -143,7 +143,7 @@ def _joined(first: Lists, second: Lists) -> Lists:
 
 
 def _read_labels(table: Table, columns: RelatedColumns, texts: Lists) -> np.ndarray:
-    """The labels of all texts, fp32 (texts,). Raises ValueError: see read_ranked_texts."""
+    """The labels of all texts, fp32 (texts,). Raises ValueError as read_ranked_texts does."""
     column = columns.score
     assert column is not None
     refuse_classes(table, column)
@@ -161,7 +161,7 @@ def _read_labels(table: Table, columns: RelatedColumns, texts: Lists) -> np.ndar
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The labels of a cell, which may be spelled as a list, as in a CSV."""
+    """The labels of a cell, which may be a list written as text, as in a CSV."""
     if isinstance(value, str) and (spelled := parse_list(value)) is not None:
         value = spelled
     return [*value] if isinstance(value, (list, tuple)) else [value]

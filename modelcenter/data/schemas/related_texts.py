@@ -1,5 +1,5 @@
-"""Rows of texts that belong together: an anchor, such as a question, its positive, such as the answer, and perhaps
-negatives, which do not answer it; or two texts and a score of how alike they are.
+"""Rows of related texts: an anchor, such as a question, its positive, such as the answer, and perhaps negatives, which
+do not answer it; or two texts and a score of their similarity.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAIRS = (
     ("question", "context"), ("premise", "hypothesis"), ("title", "body"), ("title", "text"), ("title", "abstract"),
     ("anchor", "text"), ("text", "positive"), ("sentence", "positive"), *PAIRS,
 )  # fmt: skip
-# Of rankings, where the second may be a list of texts of which not all belong to the query.
+# For rankings, where the second may be a list of texts, not all of which belong to the query.
 _RANKED_PAIRS = (
     *_PAIRS, ("query", "docs"), ("query", "documents"), ("query", "passages"), ("query", "texts"), ("query", "text"),
 )  # fmt: skip
@@ -41,8 +41,8 @@ _NEGATIVE = re.compile(r"(hard_)?neg(ative)?s?(_?\d+)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class RelatedColumns:
-    """Names of the columns by role. anchor, positive: either may be None where a trained model reads single texts.
-    negatives: of texts, or of lists of texts. score: how alike anchor and positive are, a number; None: they belong
+    """Names of the columns by role. anchor, positive: one may be None if a trained model reads single texts. negatives:
+    columns of texts or of lists of texts. score: the similarity of anchor and positive, a number; None: they belong
     together."""
 
     anchor: str | None
@@ -51,13 +51,13 @@ class RelatedColumns:
     score: str | None = None
 
     def roles(self) -> dict[str, str | None]:
-        """The columns by role, as flags name them."""
+        """The columns by role, for flags."""
         negative = ",".join(self.negatives) or None
         return {"anchor": self.anchor, "positive": self.positive, "negative": negative, "score": self.score}
 
     @property
     def alone(self) -> bool:
-        """Whether each text belongs to itself."""
+        """Whether each text is its own positive."""
         return self.anchor is not None and self.anchor == self.positive
 
     def shown(self) -> str:
@@ -74,17 +74,17 @@ def find_related_columns(
     *,
     ranked: bool = False,
 ) -> RelatedColumns:
-    """Check the columns given and find the others by their usual names.
+    """Check the given columns and find the others by their usual names.
 
     Args:
-        positive: may be the anchor's: each text then belongs to itself, seen through another dropout.
-        negative: a column, or several with commas between them.
-        ranked: the texts of a row are to be ranked: they may be those of one column, and a score says how well each of
-            them belongs to the anchor, also beside negatives.
+        positive: may be the anchor's column: each text is then its own positive, with another dropout mask.
+        negative: a column, or several, separated by commas.
+        ranked: the texts of a row are to be ranked: they may be in one column, and there may be scores, of how well
+            each answers the anchor, along with negatives.
 
     Raises:
-        ValueError: a column that is not there or has two roles, one that is needed and cannot be found, or negatives
-            beside scores.
+        ValueError: a column does not exist or has two roles, a needed one cannot be found, or there are both negatives
+            and scores.
     """
     negatives = _named_columns(table, negative)
     alone = anchor is not None and anchor == positive
@@ -95,7 +95,8 @@ def find_related_columns(
     if alone:
         if score is not None:
             raise ValueError(
-                f"positive_column: got {positive!r}, the anchor's, beside score_column; give another text's"
+                f"positive_column: got {positive!r}, the anchor's, together with score_column; give the column of "
+                "another text"
             )
         return RelatedColumns(anchor, positive, negatives)
     if anchor is None or positive is None:
@@ -108,17 +109,17 @@ def find_related_columns(
         score = find_usual_name(table, _SCORES, used)
     if score is not None and negatives and not ranked:
         raise ValueError(
-            f"negative_column: got {', '.join(negatives)} beside score_column {score}: a score says how alike two "
-            "texts are, and negatives belong to rows without one; give either"
+            f"negative_column: got {', '.join(negatives)} together with score_column {score}, but rows whose two texts "
+            "have a similarity score have no negatives; give one of them"
         )
     return RelatedColumns(anchor, positive, negatives, score)
 
 
 def find_columns_to_read(table: Table, anchor: str | None, positive: str | None) -> RelatedColumns:
-    """The columns that a trained model reads: those given; else the two with usual names; else that of single texts.
+    """The columns that a trained model reads: the given ones, else two with usual names, else one of single texts.
 
     Raises:
-        ValueError: a column that is not there, or none given and none found.
+        ValueError: a column does not exist, or none is given and none found.
     """
     check_columns(table, {"anchor": anchor, "positive": positive})
     if anchor is not None or positive is not None:
@@ -131,7 +132,7 @@ def find_columns_to_read(table: Table, anchor: str | None, positive: str | None)
     if text is None:
         raise ValueError(
             f"positive_column: which column of {table.name} has the texts? It has {quoted_names(table)}. Give "
-            "positive_column, anchor_column for queries, or both for how alike two texts are"
+            "positive_column, anchor_column for queries, or both to compare two texts"
         )
     return RelatedColumns(None, text)
 
@@ -159,27 +160,27 @@ def _find_pair(
         return anchor or free[0], positive or free[0]
     role = "anchor" if anchor is None else "positive"
     raise ValueError(
-        f"{role}_column: which column of {table.name} is the {role}? It has {quoted_names(table)}, and none of the "
-        "usual names. Give anchor_column and positive_column; the same for both trains on single texts"
+        f"{role}_column: which column of {table.name} is the {role}? It has {quoted_names(table)}, none of them a "
+        "usual name. Give anchor_column and positive_column; the same for both trains on single texts"
     )
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Texts of rows, of which each has some: those of row i are texts[first[i]:first[i + 1]]."""
+    """The texts of rows that have one or more each: those of row i are texts[first[i]:first[i + 1]]."""
 
     texts: list[str]
     first: np.ndarray
 
     @property
     def counts(self) -> np.ndarray:
-        """Texts of each row, int64 (rows,)."""
+        """The number of texts in each row, int64 (rows,)."""
         return np.diff(self.first)
 
 
 @dataclass(frozen=True)
 class RelatedTexts:
-    """The texts of rows. scores: fp64 (rows,), how alike anchor and positive are; None: they belong together."""
+    """The texts of rows. scores: fp64 (rows,), the similarity of anchor and positive; None: they belong together."""
 
     anchors: list[str]
     positives: Lists
@@ -191,8 +192,8 @@ def read_related_texts(table: Table, columns: RelatedColumns) -> RelatedTexts:
     """The texts of all rows.
 
     Raises:
-        ValueError: a value that is no text or no score, a row without an anchor or a positive, several of them where
-            one is expected, or scores that order nothing.
+        ValueError: a value is not a text or a score, a row has no anchor or positive, or several where one is expected,
+            or all scores are equal or are classes.
     """
     assert columns.anchor is not None and columns.positive is not None
     positives = read_lists(table, (columns.positive,), needed=True)
@@ -204,7 +205,7 @@ def read_related_texts(table: Table, columns: RelatedColumns) -> RelatedTexts:
 
 
 def read_single_texts(table: Table, column: str) -> list[str]:
-    """The texts of a column with one in each row. Raises ValueError: a row has none, or several."""
+    """The texts of a column with one per row. Raises ValueError if a row has none or several."""
     found = read_lists(table, (column,), needed=True)
     _check_single(table, column, found)
     return found.texts
@@ -218,13 +219,13 @@ def _check_single(table: Table, column: str, found: Lists, where: str = "") -> N
 
 
 def read_lists(table: Table, columns: Sequence[str], needed: bool) -> Lists:
-    """The texts of some columns, each of texts or of lists of texts.
+    """The texts of some columns, each holding texts or lists of texts.
 
     Args:
-        needed: each row has one at least.
+        needed: each row must have at least one.
 
     Raises:
-        ValueError: a value that is no text, or a row that has none.
+        ValueError: a value is not a text, or a row has none.
     """
     rows: list[list[str]] = []
     for i, values in enumerate(zip(*(table.columns[name] for name in columns), strict=True)):
@@ -241,7 +242,7 @@ def read_lists(table: Table, columns: Sequence[str], needed: bool) -> Lists:
 
 
 def _texts(table: Table, row: int, column: str, value: Any) -> list[str]:
-    """The texts of a cell. Raises ValueError: something else is in it."""
+    """The texts of a cell. Raises ValueError if it holds something else."""
     if isinstance(value, str) and (spelled := parse_list(value)) is not None:  # in a cell of a CSV
         value = spelled
     values = value if isinstance(value, (list, tuple)) else [value]
@@ -255,29 +256,29 @@ def _read_scores(table: Table, column: str) -> np.ndarray:
     """The scores, fp64 (rows,).
 
     Raises:
-        ValueError: a value that is no finite number, or the same in all rows.
+        ValueError: a value is not a finite number, or all rows have the same.
     """
     refuse_classes(table, column)
     scores = np.array([read_score(table, row, column, value) for row, value in enumerate(table.columns[column])])
     if len(scores) and (scores == scores[0]).all():
         raise ValueError(
-            f"score_column: all rows of {table.name} have {scores[0]:g} in column {column!r}, which orders nothing; "
-            "where all texts belong together, leave the column out of the data"
+            f"score_column: all rows of {table.name} have {scores[0]:g} in column {column!r}, which says nothing about "
+            "similarity; if all pairs belong together, leave the column out of the data"
         )
     return scores
 
 
 def refuse_classes(table: Table, column: str) -> None:
-    """Raise ValueError for a column of scores that holds classes, of which there are more than no and yes."""
+    """Raise ValueError if a column of scores holds more than two classes."""
     if (names := table.classes.get(column)) is not None and len(names) > 2:
         raise ValueError(
             f"score_column: column {column!r} of {table.name} holds classes ({', '.join(names[:5])}), not scores of "
-            "how alike two texts are; keep the rows whose texts belong together, and leave the column out"
+            "similarity; keep only the rows whose texts belong together, and leave the column out"
         )
 
 
 def read_score(table: Table, row: int, column: str, value: Any) -> float:
-    """A score in a cell, or in a list in it. Raises ValueError: it is no finite number."""
+    """A score in a cell, or in a list in it. Raises ValueError if it is not a finite number."""
     try:
         score = float(value)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Rows of a source text and a target text: which columns hold them, and their texts."""
+"""Rows with a source and a target text: their columns and their texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRANSLATIONS = ("translation", "translations")
 
 @dataclass(frozen=True)
 class PairColumns:
-    """Names of the columns. source_lang, target_lang: keys of a column of translations, {"en": ..., "de": ...}."""
+    """Names of the columns. source_lang, target_lang: keys in a column of translations, {"en": ..., "de": ...}."""
 
     source: str
     target: str | None = None
@@ -32,8 +32,8 @@ class PairColumns:
     target_lang: str | None = None
 
     def roles(self, source_lang: str | None, target_lang: str | None) -> dict[str, str | None]:
-        """The columns by role, as flags name them beside these languages: a key of translations where that is no
-        language of theirs."""
+        """The columns by role, for flags that also give these languages: the key of a translation if it is not the
+        language."""
         named = (
             ("source", self.source, self.source_lang, source_lang),
             ("target", self.target, self.target_lang, target_lang),
@@ -58,14 +58,14 @@ def find_pair_columns(
     *,
     labelled: bool = True,
 ) -> PairColumns:
-    """Check the columns given and find the others by their usual names.
+    """Check the given columns and find the others by their usual names.
 
-    source, target: columns, or keys of a column of translations. source_lang, target_lang: given together: such keys,
-    or names of columns, unless source and target say which.
-    labelled: a target is needed; otherwise it stays None unless given.
+    source, target: columns, or keys in a column of translations. source_lang, target_lang: given together: such keys,
+    or names of columns, unless source and target are given.
+    labelled: a target is needed; otherwise it is None unless given.
 
     Raises:
-        ValueError: a given column is not there, or a needed one cannot be found.
+        ValueError: a given column does not exist, or a needed one cannot be found.
     """
     translations = next(
         (n for n in table.columns if n.lower() in _TRANSLATIONS and _holds_objects(table.columns[n])), None
@@ -99,7 +99,7 @@ def find_pair_columns(
                 came = "is needed" if lang is None else f"got {lang!r}"
                 raise ValueError(
                     f"{role}_lang: {came}: column {name!r} of {table.name} holds {', '.join(known)}; give source_lang "
-                    "and target_lang, or, where the tokenizer calls these languages otherwise, the keys as "
+                    "and target_lang or, if the tokenizer has other names for these languages, the keys as "
                     "source_column and target_column"
                 )
     if target is not None and (source, keys[0]) == (target, keys[1]):
@@ -108,7 +108,7 @@ def find_pair_columns(
 
 
 def translation_keys(table: Table) -> list[str]:
-    """The languages of the columns of translations, {"en": ..., "de": ...}, by their keys in the first rows."""
+    """The languages in columns of translations, {"en": ..., "de": ...}: the keys in the first rows."""
     return _keys([v for name, held in table.columns.items() if name.lower() in _TRANSLATIONS for v in held[:100]])
 
 
@@ -135,16 +135,16 @@ def _find_pair(table: Table, source: str | None, target: str | None, labelled: b
         return source or others[0], target or others[0]
     role = "source" if source is None else "target"
     raise ValueError(
-        f"{role}_column: which column of {table.name} is the {role}? It has {', '.join(map(repr, table.columns))}, and "
-        "none of the usual names. Give source_column" + (" and target_column" if labelled else "")
+        f"{role}_column: which column of {table.name} is the {role}? It has {', '.join(map(repr, table.columns))}, "
+        "none of them a usual name. Give source_column" + (" and target_column" if labelled else "")
     )
 
 
 def column_texts(table: Table, column: str, lang: str | None = None) -> Iterator[str | None]:
-    """The texts of a column, or of one language of a column of translations; None where a row has none.
+    """The texts of a column, or of one language in a column of translations; None if a row has none.
 
     Raises:
-        ValueError: a row that holds something else.
+        ValueError: a row holds something else.
     """
     for row, cell in enumerate(table.columns[column]):
         value = cell.get(lang) if lang is not None and isinstance(cell, dict) else cell

@@ -1,7 +1,8 @@
-"""The flags of runs and verbs: a dataclass is the command line, the keys of a YAML file and the record in config.yaml.
+"""The flags of runs and verbs: each dataclass defines a command line, the keys of a YAML file and the record in
+config.yaml.
 
-common.py has the flags of every task, teacher.py those of a teacher, inference.py those of the verbs that use a
-trained model; there is a file for each task. Imports no torch.
+common.py has the flags of every task, teacher.py those of distillation, inference.py those of the verbs that use a
+trained model; each task has its own file. Imports no torch.
 """
 
 from modelcenter.training.config.classification import ClassificationConfig

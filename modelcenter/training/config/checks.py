@@ -1,4 +1,4 @@
-"""Checks of numbers that several classes of flags make. Imports no torch."""
+"""Range checks that several classes of flags share. Imports no torch."""
 
 from typing import Any
 

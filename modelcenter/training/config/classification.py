@@ -44,4 +44,4 @@ class ClassificationConfig(TaughtConfig):
         super().check()
         check_positive(self, "num_labels")
         if self.num_labels == 1 and self.problem_type not in (None, "regression"):
-            raise ValueError(f"num_labels: got 1, which is for regression, but problem_type is {self.problem_type}")
+            raise ValueError(f"num_labels: got 1, which means regression, but problem_type is {self.problem_type}")

@@ -1,6 +1,6 @@
 """The flags of every run.
 
-A flag's further names are how the Hugging Face Trainer, its example scripts, BMTrain or ModelCenter spell it. Imports
+The aliases of a flag are its names in the Hugging Face Trainer and its example scripts, BMTrain or ModelCenter. Imports
 no torch.
 """
 
@@ -21,17 +21,18 @@ from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.registry import nearest, own_preset
 from modelcenter.training.config.checks import check_fraction, check_not_negative, check_positive
 
-RECOMPUTES = ("none", "cheap", "selective", "full")  # not "offload", for which there is --offload all
+RECOMPUTES = ("none", "cheap", "selective", "full")  # without "offload": that is --offload all
 PRECISIONS = ("auto", *policy.PRECISIONS)
-# torch's names, and what they mean.
+# torch's names.
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 MATMUL_PRECISION = (
-    "precision in which fp32 matrices are multiplied (sums are in fp32): highest: fp32; high: TF32 on a GPU; medium: "
-    "also bf16 on a CPU with instructions for it, which is up to twice as fast"
+    "precision of products of fp32 matrices (sums are in fp32): highest: fp32; high: TF32 on a GPU; medium: also bf16 "
+    "on a CPU with instructions for it, which is up to twice as fast"
 )
 SCHEDULERS = ("linear", "cosine", "constant", "wsd")
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
-# Flags of how a run is distributed, evaluated, logged or saved, not of what it computes. A resumed run may change them.
+# Flags that change how a run is distributed, evaluated, logged or saved, but not what it computes. A resumed run may
+# change them.
 MAY_CHANGE = frozenset(
     "eval_generate eval_samples num_beams max_new_tokens length_penalty no_repeat_ngram_size metrics language "
     "train_data eval_data eval_split output_dir overwrite_output_dir log_every eval_every save_every save_minutes keep "
@@ -41,7 +42,7 @@ MAY_CHANGE = frozenset(
 )
 # Flags that name files or folders, whose paths may differ between nodes.
 PLACES = frozenset("model generator reference teacher tokenizer train_data eval_data output_dir".split())
-# Arguments of hub.load.load_model that are not fields of a model's configuration, and what a run uses instead.
+# Arguments of hub.load.load_model that are not fields of a model's configuration, with what to use instead.
 NOT_MODEL_FIELDS = dict.fromkeys(
     "name_or_path task strict architecture config prefix ignore local_files_only".split(), "leave it out"
 ) | {
@@ -50,11 +51,11 @@ NOT_MODEL_FIELDS = dict.fromkeys(
     "revision": "give --revision",
     "seed": "give --seed",
     "ignore_mismatched_sizes": "give --ignore_mismatched_sizes",
-    "policy": "--zero, --recompute and --compile say it",
-    "adapter": "--lora_rank and --freeze say it",
-    "score_tokens": "finetune reranking has --score_tokens",
-    "keep_layers": "`modelcenter convert --keep_layers` makes a model of them",
-    "keep_decoder_layers": "`modelcenter convert --keep_decoder_layers` makes a model of them",
+    "policy": "use --zero, --recompute and --compile",
+    "adapter": "use --lora_rank and --freeze",
+    "score_tokens": "use --score_tokens of finetune reranking",
+    "keep_layers": "make such a model with `modelcenter convert --keep_layers`",
+    "keep_decoder_layers": "make such a model with `modelcenter convert --keep_decoder_layers`",
     "token": "set HF_TOKEN",
     "cache_dir": "set HF_HUB_CACHE",
 }
@@ -78,29 +79,29 @@ class TrainConfig(Flags):
     task: ClassVar[str] = ""  # its name in training.tasks.TASKS; also a key of the YAML file
     mixes: ClassVar[bool] = False  # entries of train_data may be PATH@WEIGHT
     roles: ClassVar[tuple[str, ...]] = ()  # columns that the task reads, each with a flag ROLE_column
-    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every",)  # idle where nothing is evaluated
+    evaluation_flags: ClassVar[tuple[str, ...]] = ("eval_every",)  # idle without evaluations
     idle: ClassVar[Mapping[str, Idle]] = {
-        "batch_size": Idle(lambda c: c.batch_tokens is not None, "beside batch_tokens, which fills microbatches by "
-            "tokens; give either (--batch_tokens none --global_batch_tokens none for those of a file)"),
+        "batch_size": Idle(lambda c: c.batch_tokens is not None, "with batch_tokens, which fills microbatches by "
+            "tokens; give one of them (--batch_tokens none --global_batch_tokens none undoes a file's)"),
         "early_stopping": Idle(lambda c: c.eval_every == "never", "with eval_every never, which evaluates once; give a "
             "number of steps or epoch"),
-        "epochs": Idle(lambda c: c.max_steps is not None, "beside max_steps, which ends the run whatever the epochs; "
-            "leave it out (a run that had both goes on), or give --max_steps none", strict=True),
-        "revision": Idle(lambda c: c.from_scratch or is_local(c.model), "with from_scratch or a local model, as it is "
-            "for weights of the Hub; leave it out"),
-        "ignore_mismatched_sizes": Idle(lambda c: c.from_scratch, "with from_scratch, which reads no weights; leave "
+        "epochs": Idle(lambda c: c.max_steps is not None, "with max_steps, which alone decides when the run ends; "
+            "leave it out (a run that had both still resumes), or give --max_steps none", strict=True),
+        "revision": Idle(lambda c: c.from_scratch or is_local(c.model), "with from_scratch or a local model, only with "
+            "weights from the Hub; leave it out"),
+        "ignore_mismatched_sizes": Idle(lambda c: c.from_scratch, "with from_scratch, which loads no weights; leave "
             "one out"),
         "min_lr": Idle(lambda c: c.lr_scheduler == "constant", "with lr_scheduler constant, which ends at lr; leave it "
             "out"),
         "adam_beta1": _NO_BETAS,
         "adam_beta2": _NO_BETAS,
-        "adam_epsilon": Idle(lambda c: c.optimizer in ("adafactor", "lion"), "with adafactor and lion, which have no "
-            "such epsilon; leave it out"),
-        # A script may give both, with --pp $N: 1 is no mistake then.
+        "adam_epsilon": Idle(lambda c: c.optimizer in ("adafactor", "lion"), "with adafactor and lion, which do not "
+            "use it; leave it out"),
+        # A script may give both, as with --pp $N, where N may be 1.
         "pp_schedule": Idle(lambda c: c.pp == 1 and c.given("pp") is None, "without a pipeline; give pp too"),
     }
 
-    unsaid = dict[str, Any]()  # by flag, what None stands for by the data: who gives that has the same run
+    unsaid = dict[str, Any]()  # {flag: the value that None means for these data}: giving it changes nothing
 
     model: str | None = _model(None, "Hub name, local directory, run folder or preset; with --from_scratch, a preset "
         "or a config.json", "model_name_or_path", "model_name")
@@ -243,9 +244,9 @@ class TrainConfig(Flags):
     # fmt: on
 
     def check(self) -> None:
-        if self.output_dir is not None:  # no shell expands it in a file of flags
+        if self.output_dir is not None:  # in a YAML file no shell expands ~
             self.output_dir = os.path.expanduser(self.output_dir)
-        if self.max_steps == -1:  # no limit, in the Hugging Face Trainer
+        if self.max_steps == -1:  # the Hugging Face Trainer's way to set no limit
             self.max_steps = None
         if self.adam_beta2 is None:
             self.adam_beta2 = 0.99 if self.optimizer == "lion" else 0.999
@@ -261,7 +262,7 @@ class TrainConfig(Flags):
                 f"offload: all keeps activations in host memory, but recompute {self.recompute} computes them again; "
                 "give offload optimizer, or leave recompute out"
             )
-        # Of muon the engine says so where there are matrices to train: with freeze there may be none.
+        # With freeze, muon may have no matrices to train; the engine checks that case.
         fp32_only = self.optimizer == "adafactor" or (self.optimizer == "muon" and not self.freeze)
         if fp32_only and self.precision in ("bf16-params", "bf16-sr"):
             raise ValueError(
@@ -278,7 +279,8 @@ class TrainConfig(Flags):
             check_fraction(self, "eval_fraction")
             if self.eval_data is not None or self.eval_split is not None:
                 raise ValueError(
-                    "eval_fraction: it holds out training rows, so give it or eval_data and eval_split, not both"
+                    "eval_fraction: it holds out training rows for evaluation; give either it, or eval_data and "
+                    "eval_split"
                 )
 
     def _check_numbers(self) -> None:
@@ -287,7 +289,7 @@ class TrainConfig(Flags):
         check_positive(self, "early_stopping", "save_minutes")
         if self.batch_size != "auto" and self.batch_size < 1:
             raise ValueError(f"batch_size: got {self.batch_size}, expected a number above 0 or auto")
-        check_positive(self, "dp_replicate", "tp", "cp", "pp", "peak_flops", "adam_epsilon")  # 0 / 0 of rare words
+        check_positive(self, "dp_replicate", "tp", "cp", "pp", "peak_flops", "adam_epsilon")  # rare words: 0 / 0
         check_not_negative(self, "lr", "min_lr", "weight_decay", "max_grad_norm", "warmup", "seed", "prefetch")
         if self.min_lr > self.lr and self.lr_scheduler != "constant":
             raise ValueError(f"min_lr: got {self.min_lr}, expected at most lr, which is {self.lr}")
@@ -299,7 +301,7 @@ class TrainConfig(Flags):
         for name in self.model_config:
             if name in NOT_MODEL_FIELDS:
                 raise ValueError(
-                    f"model_config: {name} is no field of the model's configuration; {NOT_MODEL_FIELDS[name]}"
+                    f"model_config: {name} is not a field of the model's configuration; {NOT_MODEL_FIELDS[name]}"
                 )
 
     def _check_schedule(self) -> None:
@@ -310,19 +312,23 @@ class TrainConfig(Flags):
         if self.max_time is not None:
             seconds_of(self.max_time)
         if self.overwrite_output_dir and self.resume not in ("auto", "never"):
-            raise ValueError(f"resume: got {self.resume!r} beside overwrite_output_dir, which starts anew; give either")
+            raise ValueError(
+                f"resume: got {self.resume!r} with overwrite_output_dir, which starts over; give one of them"
+            )
 
     def _check_batches(self) -> None:
         if self.batch_tokens is not None and self.global_batch_size is not None:
             raise ValueError(
-                "batch_tokens: it fills batches by tokens, so they have no fixed number of rows; give it with "
-                "global_batch_tokens, or batch_size with global_batch_size"
+                "batch_tokens: it fills batches by tokens, so they have no fixed number of rows; combine it with "
+                "global_batch_tokens, or give batch_size and global_batch_size"
             )
         if self.batch_tokens is not None and self.batch_size == "auto":
-            raise ValueError("batch_size: auto counts rows, but batch_tokens fills microbatches by tokens; give either")
+            raise ValueError(
+                "batch_size: auto counts rows, but batch_tokens fills microbatches by tokens; give one of them"
+            )
         if self.global_batch_tokens is not None and self.batch_tokens is None:
             raise ValueError(
-                "global_batch_tokens: it needs batch_tokens, the tokens of a microbatch; give that, or "
+                "global_batch_tokens: it needs batch_tokens, the tokens per microbatch; give that too, or "
                 "--global_batch_tokens none"
             )
 
@@ -331,22 +337,22 @@ class TrainConfig(Flags):
             check_positive(self, "lora_rank")
             if self.quantize is not None and self.push_to_hub is not None:
                 raise ValueError(
-                    "push_to_hub: a run with quantize leaves an adapter and no model to push; leave it out, and upload "
+                    "push_to_hub: a run with quantize writes an adapter but no model to push; leave it out, and upload "
                     "adapter/ of output_dir with `hf upload`"
                 )
             if self.add_tokens:
                 raise ValueError(
-                    "add_tokens: the rows of new words are not trained by lora_rank, which leaves the embedding as it "
-                    "is; give one of them"
+                    "add_tokens: with lora_rank the embedding, and so the rows of new words, would not be trained; "
+                    "give one of them"
                 )
             return
         given = [n for n in ("lora_alpha", "lora_targets", "quantize") if getattr(self, n) is not None]
         given += [n for n in ("lora_dropout", "use_dora", "use_rslora") if getattr(self, n)]
         if given:
-            raise ValueError(f"{given[0]}: it is about low-rank updates; give lora_rank too")
+            raise ValueError(f"{given[0]}: it applies to low-rank updates only; give lora_rank too")
 
     def _check_columns(self) -> None:
-        """--columns ROLE=NAME says the same as --ROLE_column NAME."""
+        """Merge --columns ROLE=NAME into the equivalent --ROLE_column NAME."""
         for role, column in self.columns.items():
             if role not in self.roles:
                 roles = " or ".join(filter(None, (", ".join(self.roles[:-1]), *self.roles[-1:])))
@@ -359,11 +365,12 @@ class TrainConfig(Flags):
         self.columns = {}
 
     def role_columns(self) -> dict[str, str | None]:
-        """{role: column} as the flags name them; None: to be found."""
+        """{role: column}, by the flags; None: to be detected."""
         return {role: getattr(self, f"{role}_column") for role in self.roles}
 
     def set_role_columns(self, columns: Mapping[str, str | None]) -> None:
-        """Take columns that were found for given ones, in config.yaml and for the evaluation data. columns: by role."""
+        """Record detected columns as if they had been given, for config.yaml and the evaluation data. columns: by
+        role."""
         for role, column in columns.items():
             setattr(self, f"{role}_column", column)
 
@@ -373,28 +380,29 @@ class TrainConfig(Flags):
         return None if self.max_time is None else seconds_of(self.max_time)
 
     def save(self, path: Path) -> None:
-        """Write the flags for runs to come: without those that let this one start anew, which would clear that run
-        each time its command is given again."""
+        """Write the flags for later runs, without overwrite_output_dir and resume=never: with these, repeating the
+        command would clear the run."""
         lasting = copy.copy(self)
         lasting.overwrite_output_dir = False
         lasting.resume = "auto" if self.resume == "never" else self.resume
         super(TrainConfig, lasting).save(path)
 
     def arithmetic(self) -> dict[str, Any]:
-        """The flags that decide what a run computes: those that must be the same for it to go on."""
+        """The flags that decide what a run computes, which must be the same when it resumes."""
         free = MAY_CHANGE | self._idle
         return {name: value for name, value in self.to_dict().items() if name not in free}
 
     def refuse_evaluation_flags(self, evaluated: bool) -> None:
-        """Raise ValueError for a flag of evaluations where there are none. evaluated: there are rows to evaluate on."""
+        """Raise ValueError for a flag of evaluations if there are none. evaluated: there are rows to evaluate on."""
         for name in self.evaluation_flags:
             self.refuse_idle(name, not evaluated, "without rows to evaluate on; give eval_data, or leave it out")
 
     def accumulation(self, ranks: int) -> int:
-        """Microbatches per step of each of `ranks` ranks.
+        """The number of microbatches per step on each of `ranks` ranks.
 
         Raises:
-            ValueError: global_batch_size cannot be cut that way.
+            ValueError: global_batch_size or global_batch_tokens cannot be split evenly, or contradicts
+                gradient_accumulation_steps.
         """
         unit = "size" if self.batch_tokens is None else "tokens"
         whole, each = getattr(self, f"global_batch_{unit}"), getattr(self, f"batch_{unit}")
@@ -408,20 +416,20 @@ class TrainConfig(Flags):
             )
         if self.gradient_accumulation_steps not in (None, steps):
             raise ValueError(
-                f"gradient_accumulation_steps: got {self.gradient_accumulation_steps}, but global_batch_{unit} "
-                f"{whole} with batch_{unit} {each} on {ranks} rank(s) makes {steps}: give one of the two, and none for "
-                "the other"
+                f"gradient_accumulation_steps: got {self.gradient_accumulation_steps}, but global_batch_{unit} {whole} "
+                f"with batch_{unit} {each} on {ranks} rank(s) makes {steps}; give one of the two, and none for the "
+                "other"
             )
         return steps
 
 
 def is_local(model: str | None) -> bool:
-    """Whether a model is a file or folder here, and not one of the Hub whose short name another file or folder has, as
-    hub.resolve.local_directory has it."""
+    """Whether a model is a local file or folder, by the rules of hub.resolve.local_directory: a file or folder that
+    merely has the short name of a Hub model does not count."""
     if model is None:
         return False
     path = Path(os.path.expanduser(model))
-    models = (CONFIG_FILE,), (MANIFEST_FILE,), ("config.yaml", f"model/{CONFIG_FILE}")  # the last one: of a run
+    models = (CONFIG_FILE,), (MANIFEST_FILE,), ("config.yaml", f"model/{CONFIG_FILE}")  # the last: a run
     holds_model = any(all((path / name).is_file() for name in names) for names in models)
     return holds_model or (path.exists() and own_preset(model) is None)
 

@@ -16,7 +16,7 @@ _data, _model, _optimisation = partial(flag, "data"), partial(flag, "model"), pa
 # fmt: off
 @dataclass(kw_only=True)
 class DPOConfig(TrainConfig):
-    """Flags of direct preference optimisation."""
+    """Flags of direct preference optimisation (DPO)."""
 
     task: ClassVar[str] = "dpo"
     roles: ClassVar[tuple[str, ...]] = ("prompt", "input", "chosen", "rejected", "system", "tools")

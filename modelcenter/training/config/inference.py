@@ -26,7 +26,7 @@ _answers, _texts = partial(flag, "answers"), partial(flag, "texts")
 # fmt: off
 @dataclass(kw_only=True)
 class EngineFlags(Flags):
-    """How a model that is not trained computes, and where its weights are."""
+    """How inference computes, and where the weights are."""
 
     precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32",
         choices=PRECISIONS)
@@ -40,9 +40,9 @@ class EngineFlags(Flags):
 class SearchFlags(Flags):
     """How texts are generated; see modelcenter.generation.generate."""
 
-    max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, 128, or fewer if "
-        "the model has no positions left for so many")
-    min_new_tokens: int = _search(0, "number of tokens before which no token ends a text")
+    max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, 128, or as many as "
+        "the model has positions left")
+    min_new_tokens: int = _search(0, "minimum number of tokens to generate")
     num_beams: int = _search(1, "number of beams; 1: no beam search", "beam_size")
     do_sample: bool = _search(False, "sample tokens instead of always taking the most probable one")
     temperature: float = _search(1.0, "divides the scores before sampling; above 1 is more random, below 1 less")
@@ -51,9 +51,9 @@ class SearchFlags(Flags):
     repetition_penalty: float = _search(1.0, "factor by which tokens that already occurred are made less likely; 1: no "
         "penalty")
     length_penalty: float = _search(1.0, "exponent of the length in beam scores; above 0 favours long texts")
-    early_stopping: bool = _search(False, "with beams, end a text when num_beams candidates for it have ended, "
-        "whatever might still come")
-    no_repeat_ngram_size: int = _search(0, "no sequence of this many tokens occurs twice; 0: no limit")
+    early_stopping: bool = _search(False, "stop a beam search as soon as num_beams candidates have ended, although "
+        "better ones might follow")
+    no_repeat_ngram_size: int = _search(0, "let no sequence of this many tokens occur twice; 0: no limit")
     num_return_sequences: int = _search(1, "number of texts per prompt")
     stop_strings: list[str] | None = _search(None, "strings at which generation stops", "stop")
     seed: int = _search(0, "random seed for sampling")
@@ -64,7 +64,7 @@ class SearchFlags(Flags):
         return {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
 
     def check_search(self) -> None:
-        """Raise ValueError for a flag of draws where nothing is drawn."""
+        """Raise ValueError for a flag of sampling without do_sample."""
         for field in fields(SearchFlags):
             drawn = field.name in ("temperature", "top_k", "top_p") and getattr(self, field.name) != field.default
             if drawn and not self.do_sample:
@@ -73,8 +73,8 @@ class SearchFlags(Flags):
                 )
 
 
-_LOCAL_MODEL = Idle(lambda c: is_local(c.run), "with a local model, as it is for those of the Hub; leave it out")
-_NO_METRICS = Idle(lambda c: True, "here, as predictions are not judged; `modelcenter evaluate` does that")
+_LOCAL_MODEL = Idle(lambda c: is_local(c.run), "with a local model, only with one from the Hub; leave it out")
+_NO_METRICS = Idle(lambda c: True, "here, because predictions are not scored; use `modelcenter evaluate`")
 
 
 def _column(what: str, *aliases: str) -> Any:
@@ -84,19 +84,20 @@ def _column(what: str, *aliases: str) -> Any:
 # fmt: off
 @dataclass(kw_only=True)
 class ColumnFlags(Flags):
-    """A flag for each column that a task reads (its `roles`): which task a model is for shows when it is there."""
+    """A flag for each column that any task reads (its `roles`), because a model's task is known only once it is
+    found."""
 
     text_column: str | None = _column("the text")
     text_pair_column: str | None = _column("a second text")
     label_column: str | None = _column("the label")
-    group_column: str | None = _column("what identifies the question a row belongs to")
+    group_column: str | None = _column("an identifier of the question a row belongs to")
     context_column: str | None = _column("the text that the question is about")
     question_column: str | None = _column("the question")
     choices_column: str | None = _column("a list of choices, or several comma-separated columns", "choices_columns")
     anchor_column: str | None = _column("a query, or the first of two texts to compare", "query_column")
-    positive_column: str | None = _column("a text to be found, or the second of two", "document_column")
+    positive_column: str | None = _column("a text that belongs to the query, or the second of two", "document_column")
     negative_column: str | None = _column("a text that does not belong to the query", "negative_columns")
-    score_column: str | None = _column("how alike two texts are, or how well texts answer a query")
+    score_column: str | None = _column("a number: how similar two texts are, or how well texts answer a query")
     answers_column: str | None = _column("the answers")
     words_column: str | None = _column("the words, a list in each row")
     tags_column: str | None = _column("the tags")
@@ -127,27 +128,27 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
         positional=True)
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",
         "tokenizer_name")
-    task: str | None = _model(None, "what the model is used for, where its head is for several: reranking, of a "
-        "classifier with one label; if not given, the run's task, or the usual one of the head")
+    task: str | None = _model(None, "task to use the model for, if its head fits several: a classifier with one label "
+        "can be used for reranking; if not given, the run's task, or the head's usual one")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
-    output: str | None = _output(None, "file to write, in the format that its ending names: jsonl, json, csv, tsv or "
+    output: str | None = _output(None, "file to write, in the format of its extension: jsonl, json, csv, tsv or "
         "parquet; the terminal if not given", "output_file")
     split: str | None = _data(None, "split of the data, or rows of it (test[:100]); if not given, test, or else "
         "validation, or else the first", "eval_split")
     data_config: str | None = _data(None, "configuration of the Hub data set", "dataset_config_name", "dataset_config")
     form: str | None = _data(None, "name of a published format that the rows have, such as wic; raw: columns as named "
-        "or detected; if not given, the run's", "task_name", choices=("raw", *FORMS))
+        "or detected; the run's if not given", "task_name", choices=("raw", *FORMS))
     columns: dict[str, str] = _data({}, "columns by role, such as text=sentence; if not given, the run's, or detected")
     max_length: int | None = _data(None, "maximum tokens per row; if not given, the run's, or what the model supports",
         "max_seq_length", "max_source_length")
     template: str = _texts("auto", "how a prompt is written: chat, plain, none or the path of a Jinja file. auto: as "
         "in the run", "chat_template")
-    pair_template: str | None = _texts(None, "how a reranker that is a decoder reads a query and a text: qwen3, "
-        "bge-gemma or a Jinja file; as the model's tokenizer has it if not given", "reranker_template")
-    instruction: str | None = _texts(None, "what such a template says that is to be judged; as the template has it if "
-        "not given")
-    score_tokens: list[str] | None = _texts(None, "of a language model that is used as a reranker: the word for yes "
-        "and the word for no, or that for yes alone; if not given, as its files or a published template have it")
+    pair_template: str | None = _texts(None, "prompt in which a reranking decoder reads a query and a text: qwen3, "
+        "bge-gemma or a Jinja file; the tokenizer's if not given", "reranker_template")
+    instruction: str | None = _texts(None, "instruction in the pair template, which says what to judge; the template's "
+        "own if not given")
+    score_tokens: list[str] | None = _texts(None, "for a language model used as a reranker: the words for yes and for "
+        "no, or only the first; if not given, those that its files or a published template name")
     source_lang: str | None = _texts(None, "language to translate from; the run's if not given")
     target_lang: str | None = _texts(None, "language to translate to; the run's if not given")
     prefix: str | None = _texts(None, "text put before each source; the run's if not given", "source_prefix")
@@ -156,13 +157,13 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
     language: str | None = _texts(None, "zh: these metrics treat each Chinese character as a word; the run's if not "
         "given", choices=LANGUAGES)
     max_new_tokens: int | None = _search(None, "maximum number of tokens to generate; if not given, the run's value, "
-        "else 128, or fewer if the model has no positions left for so many")
+        "else 128, or as many as the model has positions left")
     num_beams: int | None = _search(  # type: ignore[assignment]  # None, in these three: the run's
         None, "number of beams; if not given, the run's, or 1 (no beam search)", "beam_size")
     length_penalty: float | None = _search(  # type: ignore[assignment]
-        None, "exponent of the length in beam scores, above 0 favours long texts; if not given, the run's, or 1")
+        None, "exponent of the length in beam scores; above 0 favours long texts; if not given, the run's, or 1")
     no_repeat_ngram_size: int | None = _search(  # type: ignore[assignment]
-        None, "no sequence of this many tokens occurs twice; if not given, the run's, or 0 (no limit)")
+        None, "let no sequence of this many tokens occur twice; if not given, the run's, or 0 (no limit)")
     top_k: int = _search(0, "sample from this many most probable tokens; 0: all. With a masked model: predictions per "
         "mask; 0: 5")
     null_threshold: float | None = _answers(None, "for questions that may have no answer: by how much `no answer` must "
@@ -183,29 +184,29 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
                 raise ValueError(f"columns: {role}={column} contradicts {role}_column {own!r}")
 
     def search(self, run: Any = None) -> dict[str, Any]:
-        """The arguments of model.generate: those given, else those of the flags of a run, else the usual ones."""
+        """The arguments of model.generate: the given ones, else those of the run's flags, else the defaults."""
         given = super().search()
         usual = {field.name: field.default for field in fields(SearchFlags)}
         of_run = {name: getattr(run, name, None) for name, value in given.items() if value is None}
         return usual | {n: v for flags in (of_run, given) for n, v in flags.items() if v is not None}
 
     def column(self, role: str) -> str | None:
-        """The column that the flags name for a role; None: they name none."""
+        """The column that the flags name for a role; None if they name none."""
         return self.columns.get(role) or getattr(self, f"{role}_column", None)
 
     def check_task(self, task: type[TrainConfig], search: Collection[str]) -> None:
-        """Raise ValueError for a flag without meaning for a task. search: the flags of the search that it takes."""
+        """Raise ValueError for a flag that does not apply to a task. search: the flags of SearchFlags that apply."""
         roles = task.roles
         for role in self.columns:
             if role not in roles:
                 raise ValueError(f"columns: unknown role {role!r}.{nearest(role, roles)} Roles: {', '.join(roles)}")
-        of_search = {field.name for field in fields(SearchFlags)}  # of which training may have one of another meaning
+        of_search = {field.name for field in fields(SearchFlags)}  # a task's flag may have another meaning
         known = {field.name for field in fields(task)} - of_search | set(search)
         for field in fields(self):
             of_tasks = field.metadata["group"] in ("columns", "texts", "search", "answers")
             if of_tasks and field.name not in known and getattr(self, field.name) != field.default:
                 own = f"; its columns are {', '.join(roles)}" if field.name.endswith("_column") else ""
-                raise ValueError(f"{field.name}: changes nothing here, with a model of the task {task.task}{own}")
+                raise ValueError(f"{field.name}: changes nothing here, with a model for the task {task.task}{own}")
         if "do_sample" in search:
             self.check_search()
 
@@ -217,7 +218,7 @@ class EvaluateConfig(PredictConfig):
 
     idle: ClassVar[Mapping[str, Idle]] = {
         "revision": _LOCAL_MODEL,
-        "num_return_sequences": Idle(lambda c: True, "in evaluations, which judge one text for each row; leave it out"),
+        "num_return_sequences": Idle(lambda c: True, "in evaluations, which score one text per row; leave it out"),
     }
 
     output: str | None = _output(None, "file to write the result to, as one JSON object, in addition to printing it",
@@ -244,17 +245,17 @@ class GenerateConfig(SearchFlags, EngineFlags):
     prompt: list[str] | None = _data(None, "texts to continue; if not given, lines are read from the keyboard or a "
         "pipe", positional="any")
     prompts_file: str | None = _data(None, "file with one prompt per line", "prompt_file", "input_file")
-    source_lang: str | None = _texts(None, "language of the prompts, such as eng_Latn, for models of several; if not "
-        "given, the run's")
-    target_lang: str | None = _texts(None, "language to write, such as deu_Latn; if not given, the run's")
+    source_lang: str | None = _texts(None, "language of the prompts, such as eng_Latn, for multilingual models; the "
+        "run's if not given")
+    target_lang: str | None = _texts(None, "language to generate, such as deu_Latn; the run's if not given")
     chat: bool = _data(False, "treat each prompt as a user's message and wrap it in the tokenizer's chat template")
-    output: str | None = _output(None, "file to write, with a row for each prompt, in the format that its ending "
-        "names: jsonl, json, csv, tsv or parquet; the terminal if not given", "output_file")
+    output: str | None = _output(None, "file to write, with a row for each prompt, in the format of its extension: "
+        "jsonl, json, csv, tsv or parquet; the terminal if not given", "output_file")
     batch_size: int = _batches(8, "number of prompts per rank and batch", "per_device_eval_batch_size")
     # fmt: on
 
     def check(self) -> None:
         check_positive(self, "batch_size")
         if self.prompt and self.prompts_file:
-            raise ValueError("prompt: was given beside prompts_file; give either")
+            raise ValueError("prompt: given together with prompts_file; give one of them")
         self.check_search()

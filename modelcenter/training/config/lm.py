@@ -39,8 +39,8 @@ class LMConfig(TaughtConfig):
     system_column: str | None = _data(None, "column with a system prompt; detected by its usual names if not given")
     text_column: str | None = _data(None, "column with plain text, all of which is trained on; if not given, detected "
         "where there are no chats or instructions", "dataset_text_field", "text_column_name")
-    answers_column: str | None = _data(None, "for CPM-Bee's structured rows: column with what is to be generated, the "
-        "other columns being given; '<ans>' if not given, where there is one")
+    answers_column: str | None = _data(None, "for CPM-Bee's structured rows: column to generate from the other "
+        "columns; if not given, '<ans>', if there is one")
     tools_column: str | None = _data(None, "column with the tools that a chat may call, which the chat template "
         "writes; detected if not given")
     template: str = _data("auto", "how a conversation becomes text. chat: the tokenizer's chat template; plain: one "
@@ -64,4 +64,4 @@ class LMConfig(TaughtConfig):
         check_not_negative(self, "eval_samples")
         check_positive(self, "eval_max_new_tokens")
         if self.eval_samples and self.cp > 1:
-            raise ValueError("eval_samples: a model that is split by --cp generates nothing; leave it out")
+            raise ValueError("eval_samples: a model split by --cp cannot generate; leave it out")

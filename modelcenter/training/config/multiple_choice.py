@@ -29,7 +29,7 @@ class MultipleChoiceConfig(TaughtConfig):
         "detected if not given", "label_column_name")
     first_choice: int | None = _data(None, "number of the first choice where labels are numbers; if not given, 1 if no "
         "label is 0 and some row's label equals its number of choices, otherwise 0", choices=(0, 1))
-    label_kind: str | None = _data(None, "what labels are where they could be several of these, such as the numbers of "
-        "choices that are numbers themselves; if not given, the first of these that fits all rows",
+    label_kind: str | None = _data(None, "how to read labels that fit several of these, such as numbers when the "
+        "choices are numbers too; if not given, the first of these that fits all rows",
         choices=("name", "text", "letter", "number"))
     # fmt: on

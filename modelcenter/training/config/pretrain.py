@@ -45,13 +45,18 @@ class PretrainConfig(TrainConfig):
         if not self.streaming:
             return
         if self.max_steps is None:
-            raise ValueError("max_steps: a stream has no known end; with streaming say how many steps to train")
+            raise ValueError(
+                "max_steps: required with streaming, because the length of a stream is unknown; give the number of "
+                "steps"
+            )
         if self.packing != "none":
-            raise ValueError(f"packing: got {self.packing!r}; a stream is cut document by document, use none")
+            raise ValueError(f"packing: got {self.packing!r}, but a stream is cut document by document; use none")
         if self.eval_fraction is not None:
-            raise ValueError("eval_fraction: a stream has no known size; with streaming give eval_data")
+            raise ValueError("eval_fraction: the size of a stream is unknown; with streaming give eval_data")
         if self.batch_size == "auto":
-            raise ValueError("batch_size: auto looks at all rows first; with streaming give a number, or batch_tokens")
+            raise ValueError(
+                "batch_size: auto needs all rows in advance; with streaming give a number, or batch_tokens"
+            )
         if self.eval_every == "epoch":
             self.eval_every = STREAM_EVERY
         if self.save_every == "epoch":
@@ -60,7 +65,7 @@ class PretrainConfig(TrainConfig):
 
 @dataclass(kw_only=True)
 class TaughtPretrainConfig(PretrainConfig, TaughtConfig):
-    """Flags of pretraining that a teacher may take part in."""
+    """Flags of pretraining that supports a teacher."""
 
     usual_temperature: ClassVar[float] = 1.0
     idle: ClassVar[Mapping[str, Idle]] = {**PretrainConfig.idle, **TaughtConfig.idle}
@@ -82,7 +87,9 @@ class MaskedConfig(PretrainConfig):
         super().check()
         check_fraction(self, "mask_fraction")
         if self.word_segmenter != "none" and not self.whole_word:
-            raise ValueError(f"word_segmenter: {self.word_segmenter} finds words for whole_word; give that too")
+            raise ValueError(
+                f"word_segmenter: got {self.word_segmenter}, which is only used with whole_word; give that too"
+            )
 
 
 # fmt: off
@@ -92,26 +99,31 @@ class MLMConfig(MaskedConfig, TaughtPretrainConfig):
 
     task: ClassVar[str] = "mlm"
 
-    next_sentence: bool = _objective(False, "also train the second task of BERT and ERNIE: whether the second part of "
-        "a row follows the first")
-    sentence_order: bool = _objective(False, "also train ALBERT's second task: whether the two parts of a row stand in "
-        "their order")
+    next_sentence: bool = _objective(False, "also train the second task of BERT and ERNIE: predict whether the second "
+        "part of a row follows the first")
+    sentence_order: bool = _objective(False, "also train ALBERT's second task: predict whether the two parts of a row "
+        "are in their original order")
     # fmt: on
 
     def check(self) -> None:
         super().check()
         if self.next_sentence and self.streaming:
             raise ValueError(
-                "next_sentence: it draws from all documents, so not with streaming; `modelcenter preprocess` makes "
-                "token files of text of any size"
+                "next_sentence: not supported with streaming, because it draws from all documents; `modelcenter "
+                "preprocess` makes token files from text of any size"
             )
         for name in ("next_sentence", "sentence_order"):
             if self.teacher is not None and getattr(self, name):
-                raise ValueError(f"teacher: it teaches to predict hidden words alone; leave it or {name} out")
+                raise ValueError(
+                    f"teacher: only the prediction of masked tokens can be distilled; leave it or {name} out"
+                )
         if self.next_sentence and self.sentence_order:
-            raise ValueError("sentence_order: not with next_sentence; a model has one of the two")
+            raise ValueError(
+                "sentence_order: given together with next_sentence, but a model has only one of the two; give one of "
+                "them"
+            )
         if (self.next_sentence or self.sentence_order) and self.packing != "none":
-            raise ValueError(f"packing: got {self.packing!r}; pairs are made of pieces of one document, use none")
+            raise ValueError(f"packing: got {self.packing!r}, but pairs are made from pieces of one document; use none")
 
 
 @dataclass(kw_only=True)

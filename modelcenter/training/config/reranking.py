@@ -10,8 +10,8 @@ from modelcenter.hub.files.cross_encoder_files import ACTIVATIONS
 from modelcenter.training.config.checks import check_positive
 from modelcenter.training.config.common import TrainConfig
 
-PAIR_FLAGS = ("pair_template", "instruction", "score_tokens")  # by which trained models are used, too
-NO_WORDS = ["new-head"]  # of score_tokens
+PAIR_FLAGS = ("pair_template", "instruction", "score_tokens")  # also flags of predict and evaluate
+NO_WORDS = ["new-head"]  # value of score_tokens for a new head
 LOSSES = ("binary", "listwise", "listnet", "pairwise", "margin_mse")
 _data, _model, _optimisation = partial(flag, "data"), partial(flag, "model"), partial(flag, "optimisation")
 
@@ -32,34 +32,32 @@ class RerankingConfig(TrainConfig):
 
     anchor_column: str | None = _data(None, "column with the query, such as a question; detected by its usual names if "
         "not given", "query_column")
-    positive_column: str | None = _data(None, "column with the text that answers it, or a list of such, of which each "
-        "epoch takes one; with score_column, the text or the list of texts that have the labels; detected by its usual "
+    positive_column: str | None = _data(None, "column with the text that answers it, or a list of such texts, one of "
+        "which is used in each epoch; with score_column, the labelled text or list of texts; detected by its usual "
         "names if not given", "document_column")
-    negative_column: str | None = _data(None, "column with a text that does not answer it, or a list of such, or "
+    negative_column: str | None = _data(None, "column with a text that does not answer it, or a list of such texts, or "
         "several comma-separated columns; if not given, detected, if there is one", "negative_columns")
-    score_column: str | None = _data(None, "column with the label of the text, or a list with one for each text of the "
-        "row, positives first: the higher, the better it answers the query; if not given, detected, if there is one "
-        "and no column of negatives", "label_column")
-    max_negatives: int | None = _data(None, "negatives that a row takes part with; rows with more take them in turn, "
-        "epoch by epoch; all if not given")
+    score_column: str | None = _data(None, "column with the label of the text, or a list of one label per text of the "
+        "row, positives first; higher labels mean better answers; if not given, detected, if there is one and no "
+        "column of negatives", "label_column")
+    max_negatives: int | None = _data(None, "maximum number of negatives per row; rows with more use different ones in "
+        "each epoch; all if not given")
 
-    pair_template: str | None = _model(None, "how a decoder reads a query and a text, with an end by which it judges: "
-        "qwen3, bge-gemma or a Jinja file; if not given, as the tokenizer's chat template has it where that is for "
-        "pairs, else one after the other", "reranker_template")
-    instruction: str | None = _model(None, "what such a template says that is to be judged; if not given, as the "
-        "template has it")
-    score_tokens: list[str] | None = _model(None, "of a language model: the word for yes and the word for no, or that "
-        "for yes alone; the reranker begins with the logit of the one less that of the other as its score. If not "
-        "given, as the model's files or a published template have it, else it begins with a new head; "
-        "new-head: that, whatever words a template has")
-    activation: str | None = _model(None, "what predict and sentence-transformers make a score of the model's output "
-        "by; if not given, as the model says, else sigmoid", choices=ACTIVATIONS)
-    loss: str | None = _optimisation(None, "binary: each text has the probability of its label; listwise: each "
-        "positive is found among the texts of its row; listnet: the same by graded labels; pairwise: texts with "
-        "higher labels have higher scores (RankNet); margin_mse: the differences of a teacher's scores, in "
-        "score_column, from that "
-        "of the first text; if not given, binary where each row has one text, else listwise, and pairwise where labels "
-        "are not within what these take (0 to 1, or 0 or more)", choices=LOSSES)
+    pair_template: str | None = _model(None, "prompt in which a decoder reads a query and a text: qwen3, bge-gemma or "
+        "a Jinja file; if not given, the tokenizer's chat template if that is for pairs, otherwise the two texts one "
+        "after the other", "reranker_template")
+    instruction: str | None = _model(None, "instruction in the pair template, which says what to judge; the template's "
+        "own if not given")
+    score_tokens: list[str] | None = _model(None, "for language models: the words for yes and for no, or only the "
+        "first. The initial score is the logit of yes minus that of no. If not given, the words that the model's files "
+        "or a published template name, otherwise a new head; new-head: a new head, whatever words a template names")
+    activation: str | None = _model(None, "function that turns the model's output into a score in predict and "
+        "sentence-transformers; if not given, the model's, or sigmoid", choices=ACTIVATIONS)
+    loss: str | None = _optimisation(None, "binary: cross-entropy of each text's score and label; listwise: "
+        "cross-entropy of finding the positive among the texts of its row; listnet: the same with graded labels; "
+        "pairwise: texts with higher labels should score higher (RankNet); margin_mse: match the differences between a "
+        "teacher's scores in score_column. If not given, binary if each row has one text, otherwise listwise; pairwise "
+        "if labels are outside the range of these (0 to 1, or 0 or more)", choices=LOSSES)
     # fmt: on
 
     def check(self) -> None:

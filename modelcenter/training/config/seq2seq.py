@@ -21,7 +21,7 @@ _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partia
 # fmt: off
 @dataclass(kw_only=True)
 class Seq2SeqConfig(TaughtConfig):
-    """Flags of summarisation, translation and whatever else writes a text for a text."""
+    """Flags of summarisation, translation and other text-to-text tasks."""
 
     task: ClassVar[str] = "seq2seq"
     usual_temperature: ClassVar[float] = 1.0
@@ -42,7 +42,7 @@ class Seq2SeqConfig(TaughtConfig):
     group_column: str | None = _data(None, "column that identifies the question a row belongs to; the accuracy metric "
         "then also reports the share of questions whose rows are all correct", "group_column_name")
     source_lang: str | None = _data(None, "language to translate from, such as en: a key in the translation column, or "
-        "a column; for mBART, M2M100 and NLLB as their tokenizer calls it, such as eng_Latn")
+        "a column; for mBART, M2M100 and NLLB the tokenizer's code, such as eng_Latn")
     target_lang: str | None = _data(None, "language to translate to, such as de or deu_Latn")
     prefix: str = _data("", "text put before each source, such as 'summarize: '", "source_prefix")
     max_length: int | None = _data(None, "maximum tokens of a source, including special tokens; longer ones are cut; "
@@ -63,7 +63,7 @@ class Seq2SeqConfig(TaughtConfig):
         "max_target_length if not given", "generation_max_length", "val_max_target_length", "eval_max_new_tokens")
     num_beams: int = _search(1, "number of beams; 1: no beam search", "beam_size", "generation_num_beams")
     length_penalty: float = _search(1.0, "exponent of the length in beam scores; above 0 favours long texts")
-    no_repeat_ngram_size: int = _search(0, "no sequence of this many tokens occurs twice; 0: no limit")
+    no_repeat_ngram_size: int = _search(0, "let no sequence of this many tokens occur twice; 0: no limit")
     # fmt: on
 
     def check(self) -> None:
@@ -74,13 +74,13 @@ class Seq2SeqConfig(TaughtConfig):
         check_metrics(self.metrics)
         if (self.source_lang is None) != (self.target_lang is None):
             missing = "source_lang" if self.source_lang is None else "target_lang"
-            raise ValueError(f"{missing}: is needed beside the other language")
+            raise ValueError(f"{missing}: not given, but the other language is; give both or neither")
         if self.eval_generate and self.cp > 1:
-            raise ValueError("eval_generate: a model that is split by --cp writes no text; give --eval_generate false")
+            raise ValueError("eval_generate: a model split by --cp cannot generate; give --eval_generate false")
 
 
 def check_metrics(names: Sequence[str]) -> None:
-    """Raise ValueError for a metric of texts that is not known, none at all, or two that name their numbers alike."""
+    """Raise ValueError for an unknown metric of texts, no metric, or two metrics whose values have the same name."""
     shown = ", ".join(GENERATION_METRICS)
     for name in names:
         if name not in GENERATION_METRICS:
@@ -88,4 +88,4 @@ def check_metrics(names: Sequence[str]) -> None:
     if not names:
         raise ValueError(f"metrics: got none, expected some of {shown}")
     if {"accuracy", "squad"} <= set(names):
-        raise ValueError("metrics: got accuracy and squad, which both give an f1; give one of them")
+        raise ValueError("metrics: got accuracy and squad, which both report an f1; give one of them")

@@ -196,5 +196,5 @@ def test_a_tokenizer_or_tokens_that_cannot_be_masked_are_named():
         Masking(make_tokenizer(), 1.5)
     tokenizer = make_tokenizer()
     for words in ("none", "words"):
-        with pytest.raises(ValueError, match=f"tokens: got 9999, but the tokenizer has {len(tokenizer)}; give the one"):
+        with pytest.raises(ValueError, match=f"got 9999, but the tokenizer has {len(tokenizer)} tokens; use the one"):
             Masking(tokenizer, words=words).apply(np.array([7, 9999, 8]), np.random.default_rng(0))

@@ -100,7 +100,7 @@ def test_wrong_data_leaves_nothing(data, tmp_path):
     refuses(r"long.jsonl, line 1501: column 'text' holds \['b'\], expected a text",
             write_jsonl(tmp_path / "long.jsonl", rows))  # fmt: skip
     (tmp_path / "empty.txt").write_text("\n\n")
-    refuses("holds no text", tmp_path / "empty.txt")
+    refuses("got no rows with text", tmp_path / "empty.txt")
 
 
 def test_the_verb(data, tmp_path, capsys):

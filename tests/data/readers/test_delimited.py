@@ -56,7 +56,7 @@ def test_csv_long_field(tmp_path):
         (
             'text,label\n"a\nb",1\nc\rd,0\n',
             4,
-            r"a carriage return \(.r\) outside quotes, .* feeds; make it",
+            r"a carriage return \(.r\) outside quotes, .* feeds; replace it by a line feed",
         ),
         ("text\na\rb\n", 2, "a carriage return"),
         ('text,label\n"a\nb"\rc,1\n', 3, "a carriage return"),
@@ -132,9 +132,9 @@ def test_header_or_not(tmp_path, content, header):
 def test_the_header_once_more_is_an_error(tmp_path):
     """As `cat a.csv b.csv` leaves it: it is no row, and would make a class of its own."""
     content = "text,label\na b,1\nb c,0\ntext,label\nc d,1\n"
-    with pytest.raises(ValueError, match=r"a\.csv, line 4: the header again"):
+    with pytest.raises(ValueError, match=r"a\.csv, line 4: the header is repeated"):
         read(tmp_path, "a.csv", content)
-    with pytest.raises(ValueError, match=r"a\.csv, row 3: the header again"):
+    with pytest.raises(ValueError, match=r"a\.csv, row 3: the header is repeated"):
         list(FileRows([tmp_path / "a.csv"]).read())
 
 

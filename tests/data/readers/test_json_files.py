@@ -71,7 +71,7 @@ def test_json_rows_may_lack_columns_and_know_their_line(tmp_path):
         ('{"text": "a"\n{"text": "b"}\n', 1, "not valid JSON"),
         ('{"text": "a"}\n"b"\n', 2, "expected a JSON object"),
         ('[{"text": "a"},\n {"text": }]', 2, "not valid JSON"),
-        ('["a", 1]\n["b", 0]\n', 2, "Extra data.*; expected one array, or one JSON object a line"),
+        ('["a", 1]\n["b", 0]\n', 2, "Extra data.*; expected one array, or one JSON object per line"),
     ],
 )
 def test_malformed_json_names_the_line(tmp_path, content, line, says):
@@ -94,7 +94,7 @@ def test_values_that_python_cannot_hold_name_the_line(tmp_path, value):
 
 
 def test_json_of_no_rows_and_of_no_objects(tmp_path):
-    with pytest.raises(ValueError, match="expected one JSON object a line"):
+    with pytest.raises(ValueError, match="expected one JSON object per line"):
         read(tmp_path, "a.json", "[1, 2]")
     for content in ("5", "null", '"text"'):
         with pytest.raises(ValueError, match=f"line 1: got {content}, expected a JSON object"):
@@ -106,7 +106,7 @@ def test_json_of_no_rows_and_of_no_objects(tmp_path):
         ("d.tsv", ""),
         ("e.txt", ""),
     ]:
-        with pytest.raises(ValueError, match=f"{name}: the file holds no rows"):
+        with pytest.raises(ValueError, match=f"{name}: the file has no rows"):
             read(tmp_path, name, content)
 
 

@@ -164,7 +164,7 @@ def test_two_columns_of_one_name(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_arrays([["a"], [1], ["b"]], names=["text", "label", "text"]), path)
     for reading in (lambda: read_file(path), lambda: next(FileRows([path]).read())):
-        with pytest.raises(ValueError, match="a.parquet: 'text' is the name of two columns"):
+        with pytest.raises(ValueError, match="a.parquet: 'text' names two columns"):
             reading()
 
 

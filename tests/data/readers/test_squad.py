@@ -29,9 +29,9 @@ def test_squad_of_cmrc_and_without_answers(tmp_path):
         article["qas"][0]["answers"] = answers
         with pytest.raises(ValueError, match="article 1, paragraph 1, question 1: answers .* expected"):
             read_file(write(tmp_path / "b.json", json.dumps([article])))
-    with pytest.raises(ValueError, match="article 1, paragraph 1: it has no text called context"):
+    with pytest.raises(ValueError, match="article 1, paragraph 1: got no context, expected a text"):
         read_file(write(tmp_path / "c.json", json.dumps([{"paragraphs": [{"qas": []}]}])))
-    with pytest.raises(ValueError, match="question 1: it has no text called question"):
+    with pytest.raises(ValueError, match="question 1: got no question, expected a text"):
         read_file(write(tmp_path / "d.json", json.dumps([{"context": "a", "qas": [{}]}])))
 
 

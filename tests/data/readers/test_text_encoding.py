@@ -20,7 +20,7 @@ def test_latin1_names_file_line_and_remedy(tmp_path):
 
 
 def test_utf_16_that_is_cut_off_names_the_file(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.csv: begins as UTF-16, but is damaged or cut off \(truncated data, byte"):
+    with pytest.raises(ValueError, match=r"a\.csv: begins as UTF-16, but is damaged or truncated \(truncated data"):
         read(tmp_path, "a.csv", "text,label\nabc,1\n".encode("utf-16")[:-1])
 
 

@@ -102,7 +102,7 @@ GOOD = {"question": ["q", "r"], "choice1": ["x", "y"], "choice2": ["u", "v"], "l
     ("changes", "given", "says"),
     [
         ({"choice2": None}, {}, "choices_column: which columns of a.jsonl hold the choices"),
-        ({"label": None}, {}, "label_column: which column of a.jsonl says the right choice"),
+        ({"label": None}, {}, "label_column: which column of a.jsonl has the correct choice"),
         ({"question": None, "about": ["a", "b"]}, {}, "context_column: which column .* do the choices belong to"),
         ({}, {"choices": "choice1,choice3"}, "choices_column: a.jsonl has no column 'choice3'.*did you mean 'choice"),
         ({}, {"choices": "choice1,choice1"}, "'choice1' has two roles"),

@@ -56,7 +56,7 @@ def test_columns_of_zeros_and_ones_are_labels():
     assert found.classes == {"toxic, threat": ["toxic", "threat"]}
     with pytest.raises(ValueError, match=r"a\.csv, row 2: got 0\.5 in column 'threat', expected 0 or 1"):
         find_columns(table(text=["a", "b"], toxic=[1, 0], threat=[1, 0.5]), label="toxic,threat")
-    with pytest.raises(ValueError, match="Give label_column, or toxic,threat if a row may have several"):
+    with pytest.raises(ValueError, match="Give label_column, or toxic,threat if rows may have several"):
         find_columns(table(text=TEXTS, toxic=BINARY, threat=BINARY[::-1]))
 
 

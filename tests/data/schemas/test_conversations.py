@@ -58,7 +58,7 @@ def test_messages_win_but_a_column_that_is_given_decides():
         ({"prompt": "prompt", "text": "note"}, "prompt_column and text_column do not go together"),
         ({"prompt": "note"}, "response_column: which column of a.jsonl goes with 'note'"),
         ({"prompt": "note", "response": "note"}, r"'note' has two roles \(prompt, response\)"),
-        ({}, "none of which is known as messages, a prompt with its response, or text. Give messages_column"),
+        ({}, "none of which has a usual name of messages, prompt and response, or text. Give messages_column"),
     ],
 )
 def test_columns_that_do_not_do(given, said):
@@ -237,5 +237,5 @@ def test_preferences():
     with pytest.raises(ValueError, match="rejected_column: which column of a.jsonl has the rejected answers"):
         find_preference_columns(table(prompt=["q"], chosen=["a"]), {})
     bare = table(chosen=["yes"], rejected=["no"])
-    with pytest.raises(ValueError, match="line 1: the row has no prompt: give prompt_column"):
+    with pytest.raises(ValueError, match="line 1: the row has no prompt; give prompt_column"):
         preferences(bare, find_preference_columns(bare, {}))

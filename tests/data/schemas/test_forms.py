@@ -191,7 +191,7 @@ def test_answers_in_a_file_of_their_own(tmp_path):
     assert len(find(str(tmp_path / "*.json")).read("train")) == 4
 
     (tmp_path / "train_answer.json").write_text('{"#idiom000001#": 1}')
-    with pytest.raises(ValueError, match="line 1: .* the file of answers has none for #idiom000002#"):
+    with pytest.raises(ValueError, match="line 1: .* the file of answers has no answer for #idiom000002#"):
         apply_form(read, "chid", "multiple-choice")
     (tmp_path / "train_answer.json").write_text("[1]")
     with pytest.raises(ValueError, match="train_answer.json: expected an object of answers"):

@@ -74,7 +74,7 @@ def test_rows_without_a_label(missing):
 
 @pytest.mark.parametrize("missing", [None, "", float("nan"), "  "])
 def test_lists_with_a_label_missing(missing):
-    says = r"line 2: the row has no label at a place of its list \[.*\]; label these rows"
+    says = r"line 2: the row has no label at one position of its list \[.*\]; label these rows"
     for row in (["a", missing], [missing]):
         with pytest.raises(ValueError, match=says):
             find_labels([["b"], row], where)
@@ -188,7 +188,7 @@ def test_two_classes_as_zeros_and_ones():
 
 def test_a_row_of_zeros_and_ones_that_is_too_short():
     """It does not make numbers of classes of the others, in training or in an evaluation."""
-    says = r"line 1: the label \[1, 0, 0\] has 0 twice, expected each class once, or in all rows lists of one length"
+    says = r"line 1: the label \[1, 0, 0\] has 0 twice, expected each class once, or in all rows a list with"
     rows = [[1, 0, 0], [0, 1, 1], [0, 1]]
     with pytest.raises(ValueError, match=says):
         both(rows)
@@ -320,7 +320,7 @@ def test_kind_that_does_not_fit():
         find_labels(["a", ["b"]], where, problem_type="single_label_classification")
     with pytest.raises(ValueError, match=r"label_column: all lists .* in it are empty \(first at a.csv, line 1\)"):
         find_labels([[], []], where)
-    with pytest.raises(ValueError, match="all rows have one label, 'a'"):
+    with pytest.raises(ValueError, match="all rows have the same label, 'a'"):
         find_labels(["a", "a"], where)
     with pytest.raises(ValueError, match="label_column: got 5 labels in 5 rows .* is it the right column"):
         find_labels(["a", "b", "c", "d", "e"], where)
@@ -348,5 +348,5 @@ def test_labels_keep_their_spelling(values, names):
 
 @pytest.mark.parametrize("value", [1, "1", "a", "01", 0])
 def test_one_class_alone_is_nothing_to_learn(value):
-    with pytest.raises(ValueError, match="all rows have one label"):
+    with pytest.raises(ValueError, match="all rows have the same label"):
         find_labels([value] * 3, where)

@@ -59,7 +59,7 @@ def test_a_column_may_have_a_comma_in_its_name():
     [
         ("query positive", {"negative": "positiv"}, "negative_column: .* no column 'positiv', .*did you mean 'pos"),
         ("query positive", {"anchor": "query", "negative": "query"}, r"'query' has two roles \(anchor, negative\)"),
-        ("query positive neg score", {"negative": "neg", "score": "score"}, "got neg beside score_column score"),
+        ("query positive neg score", {"negative": "neg", "score": "score"}, "got neg together with score_column score"),
         ("a b", {}, "anchor_column: which column of a.jsonl is the anchor.*'a', 'b'"),
         ("a b c", {"anchor": "a"}, "positive_column: which column of a.jsonl is the positive"),
     ],
@@ -114,7 +114,7 @@ def test_rows_are_read():
         ({"q": ["a", {"x": 1}]}, "line 2: the row has {'x': 1}, expected texts, in column 'q'"),
         ({"s": [1, "inf"]}, "line 2: the row has 'inf', expected a number, in column 's'"),
         ({"s": [1, None]}, "line 2: the row has None, expected a number"),
-        ({"s": [1, 1.0]}, "all rows of a.jsonl have 1 in column 's', which orders nothing"),
+        ({"s": [1, 1.0]}, "all rows of a.jsonl have 1 in column 's', which says nothing about similarity"),
     ],
 )
 def test_rows_that_cannot_be_read(cells, says):

@@ -79,7 +79,7 @@ def went_on_after(capfd) -> int:
     With the same seed, a run that starts anew has the same curve as one that resumes.
     """
     said = [line for line in capfd.readouterr().out.splitlines() if " evaluation " in line and " steps of " in line]
-    found = re.search(r", going on after step ([\d,]+)$", said[-1])
+    found = re.search(r", continuing after step ([\d,]+)$", said[-1])
     return int(found[1].replace(",", "")) if found else 0
 
 

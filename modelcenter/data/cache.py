@@ -77,7 +77,10 @@ def cache_dir() -> Path | None:
     root = os.environ.get("MODELCENTER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "modelcenter")
     folder = Path(expanduser(root)) / "tokens"
     if folder.parts[0] == "~":  # the user has no home, as in some containers
-        log.warning("no token cache, for want of a home folder: tokenising without it; MODELCENTER_CACHE names one")
+        log.warning(
+            "no token cache, because there is no home folder: tokenising without it; set MODELCENTER_CACHE to a folder "
+            "to use one"
+        )
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +88,9 @@ def cache_dir() -> Path | None:
             return folder
     except OSError as error:
         log.warning(
-            "token cache %s is not writable (%s): tokenising without it; MODELCENTER_CACHE names another", folder, error
+            "token cache %s is not writable (%s): tokenising without it; set MODELCENTER_CACHE to another folder",
+            folder,
+            error,
         )
         return None
 

@@ -62,7 +62,7 @@ def in_processes(function: Callable[[A], B], count: int) -> Iterator[Callable[[A
             process.join()
             raise ValueError(
                 f"--workers: one of the {count} processes ended with exit code {process.exitcode}"
-                + (" (killed, perhaps for want of memory: give fewer)" if process.exitcode == -9 else "")
+                + (" (killed, perhaps because memory ran out: give fewer)" if process.exitcode == -9 else "")
             ) from None
         finally:
             idle.put(worker)

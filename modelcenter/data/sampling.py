@@ -112,8 +112,9 @@ class TokenBatches:
         longest = int(self.lengths.argmax())
         if self.lengths[longest] > self.part:
             raise ValueError(
-                f"batch_tokens: row {longest + 1} of {len(self.lengths)} has {self.lengths[longest]} tokens, a "
-                f"microbatch takes {self.part}; raise batch_tokens to {self.lengths[longest]}, or lower max_length"
+                f"batch_tokens: row {longest + 1} of {len(self.lengths)} has {self.lengths[longest]} tokens, but a "
+                f"microbatch has at most {self.part}; raise batch_tokens to {self.lengths[longest]}, or lower "
+                "max_length"
             )
         rows = epoch_rows(draw, 0, self.lengths)
         self._slots, self._ends = self._pack(rows, 0)

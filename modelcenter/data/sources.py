@@ -96,8 +96,8 @@ def find_paths(data: str | Sequence[str], config: str | None, split: str) -> lis
         raise ValueError(f"{' '.join(specs)} has no split {split!r}; its splits: {', '.join(splits)}")
     if rows:
         raise ValueError(
-            f"{' '.join(specs)}: {split!r} are rows of a split, which is read whole as a stream, and by paragraphs or "
-            f"files; give {canonical}, or a file of fewer rows"
+            f"{' '.join(specs)}: got {split!r}, but streams, and documents that are paragraphs or files, need a whole "
+            f"split; give {canonical}, or a file with fewer rows"
         )
     return splits[canonical]
 
@@ -112,11 +112,13 @@ def _reading_parts(name: str, read_whole: Callable[[str], Table]) -> Callable[[s
         rows = _ROWS.fullmatch(bracket + rest)
         bounds = rows.groups() if rows is not None else ()
         if rows is None or len({bound[-1] == "%" for bound in bounds if bound}) > 1:  # to the library 10:50% is 10%:50%
-            raise ValueError(f"{name}: got the rows {split!r}, expected such as {whole}[:1000] or {whole}[10%:20%]")
+            raise ValueError(
+                f"{name}: got the rows {split!r}, expected, for example, {whole}[:1000] or {whole}[10%:20%]"
+            )
         table = read_whole(whole)
         chosen = np.arange(len(table))[slice(*(_row_number(bound, len(table)) for bound in bounds))]
         if not len(chosen):
-            raise ValueError(f"{name}: {split!r} are no rows; {whole} has {len(table)}")
+            raise ValueError(f"{name}: {split!r} selects no rows; {whole} has {len(table)}")
         return replace(table.subset(chosen), origins=[replace(origin, part=split) for origin in table.origins])
 
     return read
@@ -175,8 +177,8 @@ def _local_splits(spec: str) -> dict[str, list[Path]]:
         return {"train": [path]}
     if _is_saved_dataset(path):
         raise ValueError(
-            f"{spec}: a folder of `save_to_disk`, which is read whole and by itself: give no other path beside it; to "
-            "stream it, write it with `to_parquet`"
+            f"{spec}: a folder of `save_to_disk` cannot be combined with other paths, or streamed; give only this one, "
+            "or write it with `to_parquet`"
         )
     if path.is_dir():
         return _directory_splits(path)
@@ -188,7 +190,7 @@ def _local_splits(spec: str) -> dict[str, list[Path]]:
         return {"train": paths}
     if path.exists():
         raise ValueError(
-            f"{spec}: expected a file or a directory, got a pipe or a device; write its rows to a file, which can be "
+            f"{spec}: got a pipe or a device, expected a file or a directory; write its rows to a file, which can be "
             "read more than once"
         )
     hint = f".{nearest_beside(path)}" if path.parent.is_dir() else f" ({path.parent} does not exist)"
@@ -216,7 +218,7 @@ def _directory_splits(path: Path) -> dict[str, list[Path]]:
     known = sorted(p for p in path.rglob("*") if p.is_file() and suffix_of(p) in READERS)
     files = [p for p in known if not any(part.startswith((".", "__MACOSX")) for part in p.relative_to(path).parts)]
     if not files:
-        raise ValueError(f"{path}: the directory holds no {', '.join(READERS)} files")
+        raise ValueError(f"{path}: the directory has no {', '.join(READERS)} files")
     files = _without_label_files(files)
     splits: dict[str, list[Path]] = {}
     for file in files:
@@ -230,7 +232,7 @@ def _directory_splits(path: Path) -> dict[str, list[Path]]:
 def hub_error(name: str, error: Exception) -> ValueError:
     """The error for a Hub data set that cannot be loaded."""
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    message = f"{name}: neither a file or directory here nor a data set that the Hub gives: {reason.rstrip('.')}."
+    message = f"{name}: neither a local file or directory nor an accessible data set of the Hub: {reason.rstrip('.')}."
     return ValueError(message + nearest_beside(Path(name)))
 
 
@@ -273,11 +275,11 @@ def _saved_source(name: str) -> Source:
     try:
         import datasets
     except ImportError:
-        raise ValueError(f"{name}: a folder of `save_to_disk`; reading it needs `pip install datasets`") from None
+        raise ValueError(f"{name}: reading a folder of `save_to_disk` needs `pip install datasets`") from None
     try:
         loaded: Any = datasets.load_from_disk(str(Path(expanduser(name))))
     except Exception as error:  # as many kinds as above
-        raise ValueError(f"{name}: a folder of `save_to_disk` that cannot be read: {error}") from error
+        raise ValueError(f"{name}: cannot read this folder of `save_to_disk`: {error}") from error
     splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
     def read(split: str) -> Table:
@@ -291,7 +293,7 @@ def _table_of(rows: Any, name: str) -> Table:
     import datasets
 
     if not len(rows):
-        raise ValueError(f"{name}: the data set holds no rows")
+        raise ValueError(f"{name}: the data set has no rows")
     # A column of lists of classes is a feature around a feature.
     inner = {column: getattr(feature, "feature", feature) for column, feature in rows.features.items()}
     classes = {column: list(f.names) for column, f in inner.items() if isinstance(f, datasets.ClassLabel)}

@@ -153,7 +153,7 @@ class StreamBatches:
                     seen = True
                     yield self._stream_batch(batch, self._state(window, (place, piece), skipped, held))
                 elif not seen:
-                    raise ValueError(f"{self.source.name}: an epoch holds no rows")
+                    raise ValueError(f"{self.source.name}: an epoch has no rows")
                 else:
                     seen = False
 
@@ -244,7 +244,7 @@ class _PartialBatch:
         if self.fit is not None:
             if self.part is not None and item.length > self.part:
                 raise ValueError(
-                    f"{self.source.where(item.cursor)}: the row has {item.length} tokens, a microbatch takes "
+                    f"{self.source.where(item.cursor)}: the row has {item.length} tokens, but a microbatch has at most "
                     f"{self.part}; raise batch_tokens, or lower max_length"
                 )
             (part,) = self.fit.place([item.length])

@@ -80,7 +80,9 @@ class TokenFile:
             file = self.path.with_name(name) if self.about["format"] == "megatron" else self.path / name
             digest = _sha256(file)
             if digest != expected:
-                raise ValueError(f"{file}: SHA-256 {digest}, expected {expected}; it has changed, write it again")
+                raise ValueError(
+                    f"{file}: got SHA-256 {digest}, expected {expected}; the file has changed, write it again"
+                )
 
 
 def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
@@ -98,13 +100,13 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
         return _open_megatron(stem, *pair)
     missing = next((str(p) for p in pair if not p.is_file() and any(q.is_file() for q in pair)), None)
     if missing and (path.parent / "about.json").is_file():
-        raise ValueError(f"{path}: is a part of a folder of tokens; give the folder, {path.parent}")
+        raise ValueError(f"{path}: this file is part of a folder of tokens; give the folder, {path.parent}")
     raise ValueError(
-        f"{path}: {missing} is missing, without which nobody knows where documents end or how large tokens are; "
-        "`modelcenter preprocess` makes a folder of tokens of text"
+        f"{path}: {missing} is missing, so the size of tokens and the ends of documents are unknown; `modelcenter "
+        "preprocess` makes a folder of tokens from text"
         if missing
-        else f"{path}: not a folder of tokens (about.json), nor Megatron's pair .bin and .idx; "
-        "`modelcenter preprocess` makes one of text"
+        else f"{path}: neither a folder of tokens (about.json) nor Megatron's pair .bin and .idx; `modelcenter "
+        "preprocess` makes a folder from text"
     )
 
 
@@ -126,7 +128,7 @@ def check_tokenizer(file: TokenFile, tokenizer: Any) -> None:
     if recorded["sha256"] != digest:
         raise ValueError(
             f"tokenizer: {file.path} was made with {recorded['name']!r} ({recorded['vocab_size']:,} tokens), not with "
-            f"{tokenizer.name_or_path!r} ({len(tokenizer):,}); give that one, or preprocess the texts again"
+            f"{tokenizer.name_or_path!r} ({len(tokenizer):,}); use that tokenizer, or preprocess the texts again"
         )
 
 
@@ -155,7 +157,7 @@ def _open_folder(path: Path) -> TokenFile:
         raise ValueError(f"{path / 'about.json'}: damaged ({error}); write the folder again") from None
     offsets = _map(path / "offsets.bin", "<i8", documents + 1)
     if int(offsets[-1]) != count:
-        raise ValueError(f"{path / 'offsets.bin'}: ends at {int(offsets[-1])}, about.json says {count} tokens")
+        raise ValueError(f"{path / 'offsets.bin'}: ends at {int(offsets[-1])}, but about.json gives {count} tokens")
     return TokenFile(path, _map(path / "tokens.bin", dtype, count), offsets, about)
 
 
@@ -165,7 +167,7 @@ def _map(path: Path, dtype: Any, count: int) -> np.ndarray:
     if size != count * dtype.itemsize:
         actual = "missing" if size is None else f"{size} bytes"
         raise ValueError(
-            f"{path}: {actual}, expected {count * dtype.itemsize} bytes ({count} of {dtype}); it is cut off"
+            f"{path}: {actual}, expected {count * dtype.itemsize} bytes ({count} of {dtype}); it is truncated"
         )
     return mapped(lambda mode: np.memmap(path, dtype, mode, shape=(count,))) if count else np.zeros(0, dtype)
 
@@ -174,23 +176,26 @@ def _open_megatron(stem: Path, data: Path, index: Path) -> TokenFile:
     with index.open("rb") as head:
         raw = head.read(_HEADER.size)
     if len(raw) < _HEADER.size or raw[:9] != _MAGIC:
-        raise ValueError(f"{index}: does not start as Megatron's memory-mapped index does ({_MAGIC!r})")
+        raise ValueError(f"{index}: does not start like Megatron's memory-mapped index ({_MAGIC!r})")
     _, version, code, sequences, bounds = _HEADER.unpack(raw)
     if version != 1 or code not in _DTYPES:
         raise ValueError(f"{index}: version {version}, type code {code}; expected version 1 and one of {list(_DTYPES)}")
     dtype = np.dtype(_DTYPES[code])
     needed = _HEADER.size + 12 * sequences + 8 * bounds
     if index.stat().st_size < needed:  # more is allowed: multimodal data have modes at the end
-        raise ValueError(f"{index}: {index.stat().st_size} bytes, its header promises {needed}; it is cut off")
+        raise ValueError(f"{index}: {index.stat().st_size} bytes, but its header gives {needed}; it is truncated")
     whole = mapped(lambda mode: np.memmap(index, np.uint8, mode))
     at = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
     lengths, pointers, documents = (whole[at[i] : at[i + 1]].view(kind) for i, kind in enumerate(("<i4", "<i8", "<i8")))
     # Sequences are contiguous in such files, so that a document is one run of tokens; check that the pointers agree.
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     if bool((pointers // dtype.itemsize != starts[:-1]).any()):
-        raise ValueError(f"{index}: its sequences do not lie end to end in {data.name}; only such files can be read")
+        raise ValueError(
+            f"{index}: its sequences are not contiguous in {data.name}; only files with contiguous sequences can be "
+            "read"
+        )
     if not bounds or documents[0] != 0 or documents[-1] != sequences or bool((np.diff(documents) < 0).any()):
-        raise ValueError(f"{index}: the document bounds do not run from 0 to the {sequences} sequences")
+        raise ValueError(f"{index}: the document bounds do not run from 0 to {sequences}, the number of sequences")
     offsets = starts[documents]
     tokens = _map(data, dtype, int(starts[-1]))
     about = {"format": "megatron", "dtype": dtype.str, "documents": len(offsets) - 1, "tokens": len(tokens)}
@@ -269,7 +274,7 @@ class TokenWriter:
 
     def _check_absent(self) -> None:
         if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
-            raise ValueError(f"{self.path}: is there already; remove it, or name another folder")
+            raise ValueError(f"{self.path}: exists already; remove it, or give another folder")
 
     def _remove_abandoned(self) -> None:
         """Remove the partial folders of killed processes for this path. Raises ValueError if one is still writing."""
@@ -282,7 +287,7 @@ class TokenWriter:
                     if work.name[-16:-8] == _this_machine() or time.time() - tokens.stat().st_mtime > _ABANDONED:
                         shutil.rmtree(work, ignore_errors=True)
             except BlockingIOError:
-                raise ValueError(f"{self.path}: another process is writing it; name another folder") from None
+                raise ValueError(f"{self.path}: another process is writing it; give another folder") from None
             except OSError:  # no locks, or another user's: unknown whether it is abandoned
                 continue
 

@@ -20,11 +20,11 @@ from modelcenter.layers.modes import evaluating
 
 # Arguments of transformers' generate -> what to use instead.
 _INSTEAD = {
-    "position_ids": "a prompt is counted from its first token, wherever its padding stands",
-    "length": "attention_mask says which are tokens",
+    "position_ids": "positions are counted from a prompt's first token, wherever its padding is",
+    "length": "attention_mask marks the tokens",
     "decoder_input_ids": "a decoder begins with the checkpoint's decoder_start_token_id",
-    "generation_config": "its settings are arguments here",
-    "inputs": "the prompts are input_ids",
+    "generation_config": "pass its settings as arguments",
+    "inputs": "pass the prompts as input_ids",
     "logits_processor": "`banned` are tokens that a row does not get",
     "bad_words_ids": "`banned` are tokens that a row does not get",
     "suppress_tokens": "`banned` are tokens that a row does not get",
@@ -144,7 +144,7 @@ def generate(
     if attention_mask is None and settings.tokens.marks_padding:
         attention_mask = guessed_mask(input_ids, settings.tokens.pad)
     if streamer is not None and (settings.num_beams > 1 or len(input_ids) * settings.num_return_sequences > 1):
-        raise ValueError("streamer: shows one sequence as it grows; use one row, num_beams=1, num_return_sequences=1")
+        raise ValueError("streamer: it shows one growing sequence; use one row, num_beams=1, num_return_sequences=1")
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
     with evaluating(model), _uncompiled():
         state = State(model, input_ids, attention_mask, settings, token_inputs, other_inputs, banned)
@@ -164,7 +164,9 @@ def generate(
 def _check_call(model: Any, input_ids: Any) -> None:
     """Raise ValueError if the model cannot generate text, or the prompts are not a tensor of tokens."""
     if not model.writes_text:
-        raise ValueError(f"generate: task {model.task!r} writes no text; load the model with causal-lm or seq2seq-lm")
+        raise ValueError(
+            f"generate: a model for the task {model.task!r} cannot generate text; load it for causal-lm or seq2seq-lm"
+        )
     check_tensor("input_ids", input_ids, "a tensor of shape (batch, seq)")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
@@ -201,5 +203,5 @@ def _refuse(model: Any, name: str) -> NoReturn:
     close = difflib.get_close_matches(name, names, 1)
     meant = _INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}")
     raise ValueError(
-        f"{name}: neither an argument of generate nor what {type(model).__name__} takes of a token; {meant}"
+        f"{name}: neither an argument of generate nor an input of {type(model).__name__} per token; {meant}"
     )

@@ -29,7 +29,7 @@ def _numbers(value: Any, name: str) -> list[int]:
     value = value.tolist() if isinstance(value, Tensor) else value
     ids = [] if value is None else list(value) if isinstance(value, Iterable) else [value]
     if not all(isinstance(token, Integral) for token in ids):
-        raise ValueError(f"{name}: got {value!r}, expected the number of a token or several of them")
+        raise ValueError(f"{name}: got {value!r}, expected one or several token ids")
     return ids
 
 
@@ -38,7 +38,7 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
     ids = _numbers(value, name)
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}: got {token}, the vocabulary has the tokens 0 to {vocab_size - 1}")
+            raise ValueError(f"{name}: got {token}, but the vocabulary has the tokens 0 to {vocab_size - 1}")
     return ids
 
 
@@ -155,8 +155,8 @@ class Settings:
         self._check_whole("num_return_sequences", 1)
         if self.num_return_sequences > self.num_beams and (self.num_beams > 1 or not self.do_sample):
             raise ValueError(
-                f"num_return_sequences: got {self.num_return_sequences}, expected at most num_beams={self.num_beams}: "
-                "raise num_beams, or draw with do_sample=True and num_beams=1"
+                f"num_return_sequences: got {self.num_return_sequences}, expected at most num_beams={self.num_beams}; "
+                "raise num_beams, or sample with do_sample=True and num_beams=1"
             )
         numbers = ("temperature", "top_p", "repetition_penalty", "length_penalty")
         for name in numbers:
@@ -167,7 +167,7 @@ class Settings:
         self._check_whole("max_new_tokens", 1)
         self._check_whole("min_new_tokens", 0)
         self._check("do_sample", isinstance(self.do_sample, bool), "True or False")
-        self._check("temperature", self.temperature > 0, "a number above 0 (do_sample=False takes the best)")
+        self._check("temperature", self.temperature > 0, "a number above 0 (do_sample=False takes the best token)")
         self._check_whole("top_k", 0)
         self._check("top_p", 0 < self.top_p <= 1, "a probability, 0 < top_p <= 1")
         self._check("repetition_penalty", self.repetition_penalty > 0, "a number above 0")
@@ -209,9 +209,11 @@ def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
     known = searched | {"max_length", "min_length", "stop_strings", *FORCED}
     for name in settings:
         if not model.writes_text:
-            raise ValueError(f"{name}: task {model.task!r} writes no text; leave it out")
+            raise ValueError(f"{name}: a model for the task {model.task!r} cannot generate text; leave it out")
         if name not in known:
-            raise ValueError(f"{name}: generate does not do that here; leave it out. It has {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{name}: not an argument of generate here; leave it out. It has {', '.join(sorted(known))}"
+            )
     for name, least in (("max_length", 1), ("min_length", 0)):
         check_whole(name, settings.get(name, least), least)
     stop_texts(settings.get("stop_strings"))

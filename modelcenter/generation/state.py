@@ -54,7 +54,7 @@ def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Ten
         raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected {tuple(input_ids.shape)}")
     lengths: list[int] = mask.sum(1).tolist()
     if 0 in lengths:
-        raise ValueError(f"attention_mask: row {lengths.index(0)} has no token; each prompt needs at least one")
+        raise ValueError(f"attention_mask: row {lengths.index(0)} has no tokens; each prompt needs at least one")
     return mask, lengths
 
 
@@ -92,7 +92,9 @@ class State:
         self.tokens, self.written = input_ids, right_aligned(input_ids, mask.bool())
         if self.is_encoder_decoder:
             if (start := settings.tokens.start) is None:
-                raise ValueError("decoder_start_token_id: this checkpoint names none, nor a pad_token_id; pass that")
+                raise ValueError(
+                    "decoder_start_token_id: this checkpoint has neither this nor a pad_token_id; pass pad_token_id"
+                )
             self.tokens = self.written = input_ids.new_full((len(input_ids), 1), start)
             batch["decoder_input_ids"] = self.tokens
         self.logits = self._run(batch)
@@ -105,7 +107,7 @@ class State:
         if left is not None and settings.max_new_tokens > left:
             raise ValueError(
                 f"max_new_tokens: a prompt of {before} tokens and {settings.max_new_tokens} new ones exceed the "
-                f"{self.model.config.max_written_tokens} positions of this model; ask for fewer or shorten the prompt"
+                f"{self.model.config.max_written_tokens} positions of this model; generate fewer or shorten the prompt"
             )
         most = before + settings.max_new_tokens
         return KVCache(min(most, before + _RESERVE), most)
@@ -119,8 +121,8 @@ class State:
         for name, value in token_inputs.items():
             if value.shape != input_ids.shape:
                 raise ValueError(
-                    f"{name}: got shape {tuple(value.shape)}, expected {tuple(input_ids.shape)}, one for each token; "
-                    "what is not of single tokens goes into other_inputs"
+                    f"{name}: got shape {tuple(value.shape)}, expected {tuple(input_ids.shape)}, one value per token; "
+                    "pass inputs that are not per token in other_inputs"
                 )
             batch[name] = value[kept][None]
             self.last_inputs[name] = batch[name][0, ends[1:].long() - 1, None]
@@ -133,7 +135,7 @@ class State:
         if self.banned.shape != logits.shape or self.banned.dtype != torch.bool:
             raise ValueError(
                 f"banned: got shape {tuple(self.banned.shape)} of {self.banned.dtype}, expected {tuple(logits.shape)} "
-                "(batch, vocabulary) of torch.bool: True at tokens that a row does not get"
+                "(batch, vocabulary) of torch.bool: True at tokens that a row must not contain"
             )
         return logits.masked_fill(self.banned, -torch.inf)
 

@@ -24,7 +24,7 @@ class StopStrings:
     def __init__(self, strings: str | Sequence[str] | None, tokenizer: Any):
         self.strings = stop_texts(strings)
         if self.strings and tokenizer is None:
-            raise ValueError("stop_strings: needs tokenizer=, which turns tokens into the text they are looked for in")
+            raise ValueError("stop_strings: got no tokenizer, which decodes the text to search; pass tokenizer= too")
         self.tokenizer = tokenizer
         # A token holds at least one byte, except some that hold none, for which there is a margin.
         self.reach = max((len(text.encode()) for text in self.strings), default=0) + 8

@@ -50,7 +50,7 @@ class ModelLoss:
 
 
 class _FunctionLoss(ModelLoss):
-    """A function of the caller's, which may have attributes `inputs` and `counts`."""
+    """A function given by the caller, which may have attributes `inputs` and `counts`."""
 
     def __init__(self, model: Model, function: LossFn):
         super().__init__(model)
@@ -84,7 +84,7 @@ def accumulate(
     """Run forward and backward of this rank's microbatches as part of one global batch. Collective.
 
     Afterwards every p.grad is the gradient of the mean over all labelled items of all microbatches on all ranks,
-    however the batch was cut. A rank with fewer microbatches takes part with empty ones.
+    however the batch was split. A rank with fewer microbatches takes part with empty ones.
 
     Args:
         model: a model of ours, plain or sharded, in training mode.

@@ -84,7 +84,7 @@ class RowBatchSource:
     """Batches of rows that are all known beforehand, so that any step follows from its number alone."""
 
     def __init__(self, examples: Any, sampler: BatchSampler, steps: int, microbatches: int):
-        """steps: of the run. microbatches: at most so many per rank and step."""
+        """steps: of the run. microbatches: the maximum per rank and step."""
         self.examples, self.sampler, self.steps, self.microbatches = examples, sampler, steps, microbatches
         self.steps_per_epoch = sampler.steps
 
@@ -197,5 +197,5 @@ def _with_row_ids(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, 
 
 
 def _join_places(places: list[str], count: int) -> str:
-    """The places of some rows as text; `count` is the number of all."""
+    """The locations of some rows as text; `count` is the number of all."""
     return "; ".join(places) + (f" and {count - len(places)} more" if count > len(places) else "")

@@ -1,4 +1,4 @@
-"""--dry_run: what a run would do and cost, judged by its data and one step. Leaves nothing behind."""
+"""--dry_run: what a run would do and cost, estimated from its data and one step. Leaves nothing behind."""
 
 import time
 from typing import Any
@@ -36,7 +36,7 @@ def dry_run(cfg: TrainConfig, prepared: PreparedRun) -> None:
     if engine.rank() == 0:
         peak = ", ".join(f"{name.removesuffix('_bytes')} {readable(n)}" for name, n in peak_memory().items())
         print(f"\nOne step: loss {values[0]:.4f}, gradient norm {values[1]:.4f}, {seconds:.2f} s")
-        print(f"Peak memory of rank 0: {peak}. Nothing of the run was written.")
+        print(f"Peak memory of rank 0: {peak}. Nothing was written.")
 
 
 def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[str, str]]:
@@ -47,7 +47,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
     if distillation is not None:
         beside = state_bytes(cfg, distillation.teacher.model)
         state = StateBytes(*map(sum, zip(state, beside, strict=True)))
-    on_host = f", and {readable(state.host)} of the host's for the optimizer's" if state.host else ""
+    on_host = f", and {readable(state.host)} of host memory for the optimizer" if state.host else ""
     gathered = f", {readable(state.gathered)} for what a step gathers" if state.gathered else ""
     trained = model.num_parameters(only_trainable=True)
     share = "" if trained == parameters else f", {trained:,} of them trained"
@@ -71,7 +71,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
          f"lr {cfg.lr:g} {cfg.lr_scheduler}{f' to {cfg.min_lr:g}' if cfg.min_lr else ''}"),
         ("precision", f"{cfg.precision}{products} on {engine.device()}, ZeRO level {cfg.zero}"),
         ("memory", f"about {readable(state.device)} per rank for weights, gradients and optimizer{on_host}{gathered}, "
-         "activations apart"),
+         "plus activations"),
     ]  # fmt: skip
 
 

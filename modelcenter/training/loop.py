@@ -74,7 +74,7 @@ def train(cfg: TrainConfig, prepared: PreparedRun, began: float | None = None) -
             run.train()
             run.stopping.end_of_steps()
             if output is not None and run.stopping.reason is None:
-                save_final_model(run, output / "model")  # a run that cannot write it has failed, and can go on
+                save_final_model(run, output / "model")  # a run that cannot write it has failed, but can be resumed
             status, reason = ("finished", None) if run.stopping.reason is None else ("stopped", run.stopping.reason)
     except Stopped as error:
         status, reason = "stopped", str(error)
@@ -183,8 +183,8 @@ class Run:
             )
             return
         raise FloatingPointError(
-            "no step of the run had a finite loss and gradient, so none changed the weights: look at those it began "
-            "with and at the data of these steps, or use bf16 or fp32 in place of fp16. "
+            "no step of the run had a finite loss and gradient, so none changed the weights: check the initial weights "
+            "and the data of these steps, or use bf16 or fp32 instead of fp16. "
             f"{self.skipped_steps.rows_of_last_steps()}"
         )
 
@@ -339,8 +339,8 @@ class Run:
         if self.step > self.batch_source.steps:
             name = "epochs" if self.cfg.max_steps is None else "max_steps"
             raise ValueError(
-                f"{name}: the run has {self.batch_source.steps} steps, but {continuation.checkpoint} has done "
-                f"{self.step}; give more"
+                f"{name}: the run has {self.batch_source.steps} steps, but {continuation.checkpoint} is already at "
+                f"step {self.step}; give more"
             )
         self.throughput.load(state, self.clock.seconds)
         self.skipped_steps.start_from(self.step)
@@ -351,7 +351,7 @@ class Run:
         if changed is None:
             self.source_state = state["feed"]
         elif state["feed"] and engine.rank() == 0:
-            resume.log.warning("resume: the stream begins anew, as %s is not what the checkpoint's run had", changed)
+            resume.log.warning("resume: the stream starts over, because %s differs from the checkpoint's run", changed)
         self.evaluation_pending = state.get("unjudged", False)
 
     def _load_selection(self, state: dict[str, Any], in_output_dir: bool) -> None:
@@ -362,7 +362,7 @@ class Run:
             still_counts = functools.partial(model_selection.still_counts, self.cfg, self.selection.metric)
             self.selection.load(state, in_output_dir, still_counts)
         elif state["best"]:
-            model_selection.warn_best_dropped(state["best"], f"{self.changed_condition} is another now")
+            model_selection.warn_best_dropped(state["best"], f"{self.changed_condition} has changed")
 
     # -- logging ----------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def joined_nets(cfg: ReplacedTokensConfig, discriminator: Model, load: Callable[
         if not (beside / CONFIG_FILE).is_file():
             raise ValueError(
                 "--generator is needed: the Hub name or directory of a masked language model with the vocabulary of "
-                f"{cfg.model}; with --from_scratch one is made"
+                f"{cfg.model}; only with --from_scratch one is created"
             )
         cfg.generator = source = str(beside)
     if source is None:
@@ -97,7 +97,7 @@ def _agree_on_tables(cfg: ReplacedTokensConfig, generator: Model, discriminator:
             other.weight.copy_(one.weight)
         elif cfg.share_embeddings == "tied" and not torch.equal(one.weight, other.weight) and engine.rank() == 0:
             log.warning(
-                "share_embeddings: tied, but the tables %r of %s and %s differ: both nets begin with the latter's",
+                "share_embeddings: tied, but the tables %r of %s and %s differ: both models start with the latter's",
                 name,
                 cfg.generator,
                 cfg.model,
@@ -117,8 +117,8 @@ def nets_of_run(cfg: ReplacedTokensConfig, source: str, load: Callable[..., Mode
     if not (beside / CONFIG_FILE).is_file():
         family = load(policy=False).config.model_type
         raise ValueError(
-            f"model: pretraining of {family} is telling which tokens were replaced, and is evaluated with those that a "
-            f"generator replaces; there is none in {beside}. Give the folder of a run of `pretrain replaced-tokens`"
+            f"model: in pretraining, {family} detects replaced tokens, and its evaluation needs the generator that "
+            f"replaces them; there is none in {beside}. Give the folder of a run of `pretrain replaced-tokens`"
         )
     discriminator, generator = load(policy=False), load(source=str(beside), policy=False)
     pair = ReplacedTokenPair(generator, discriminator, "none", cfg.discriminator_weight)
@@ -193,7 +193,7 @@ def export_nets(path: Path, target: Path, keep_adapter: bool, idle: Sequence[str
     """
     if keep_adapter or idle:
         name = "keep_adapter" if keep_adapter else idle[0]
-        raise ValueError(f"{name}: {path} holds two models without adapters, which are built in memory; leave it out")
+        raise ValueError(f"{name}: {path} has two models without adapters, which are built in memory; leave it out")
     if target.exists():
         raise ValueError(f"{target} exists; give a new directory")
     pair = load_nets(path)

@@ -126,7 +126,7 @@ class Stopping:
             if self._on_abandon is not None:
                 name = signal.Signals(self._signal).name
                 step = f"a step of more than {self._grace:g} s"
-                self._on_abandon(f"stopped by {name} in {step}; the last checkpoint counts")
+                self._on_abandon(f"stopped by {name} in {step}; the run resumes from its last checkpoint")
         except Exception as error:  # such as a full disk, which must not keep the process alive
             print(f"error: {error}", file=sys.stderr, flush=True)
         finally:

@@ -76,8 +76,8 @@ def parse_objects(prompts: Sequence[str]) -> list[dict[str, Any]]:
             one = None
         if not isinstance(one, dict):
             raise ValueError(
-                f"prompt: got {prompt!r:.60} beside or in place of a JSON object; this model reads objects with the "
-                f"key {ANSWER!r}, or plain texts, but not both at once"
+                f"prompt: got {prompt!r:.60}, expected a JSON object; this model reads objects with the key "
+                f"{ANSWER!r}, or plain texts, but not both at once"
             )
         objects.append(one)
     return objects

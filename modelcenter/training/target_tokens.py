@@ -24,7 +24,7 @@ def choose_languages(cfg: Flags, tokenizer: Any, source: str | None, target: str
     """
     multilingual = bool(language_tokens(tokenizer))
     for name in ("source_lang", "target_lang"):
-        remedy = f"{why_idle}, and this tokenizer marks no text by its language; leave both out"
+        remedy = f"{why_idle}, and this tokenizer does not mark the language of texts; leave both out"
         cfg.refuse_idle(name, why_idle is not None and not multilingual, remedy)
     if multilingual:
         set_languages(tokenizer, source, target)
@@ -48,11 +48,11 @@ def set_languages(tokenizer: Any, source: str | None, target: str | None) -> Non
         some = f"{', '.join(sorted(known)[:6])}, ... ({len(known)} of them)" if len(known) > 6 else ", ".join(known)
         if language is None:
             raise ValueError(
-                f"{role}_lang: is needed: this tokenizer marks each text by its language, and its files do not say "
-                f"which one; give one of {some}. Texts that are read and written in one language have it twice"
+                f"{role}_lang is needed: this tokenizer marks the language of each text, and its files do not give "
+                f"one; give one of {some}. If texts are read and written in one language, give it twice"
             )
         close = nearest(_spelled_alike(language, known), known)
-        raise ValueError(f"{role}_lang: got {language!r}, the tokenizer knows {some}.{close}")
+        raise ValueError(f"{role}_lang: got {language!r}, but the tokenizer has {some}.{close}")
     tokenizer.src_lang, tokenizer.tgt_lang = source or own["source"], target or own["target"]
 
 
@@ -91,6 +91,6 @@ def check_end(tokenizer: Any, model: Model) -> None:
         shown = "none" if tokenizer.eos_token_id is None else f"{tokenizer.eos_token_id} ({tokenizer.eos_token!r})"
         models = " or ".join(map(str, ends)) or "not known"
         raise ValueError(
-            f"tokenizer: its token that ends a text is {shown}, the model's {models}: they do not belong together; "
-            "give the tokenizer of the model"
+            f"tokenizer: its end token is {shown}, but the model's is {models}, so they do not belong together; give "
+            "the tokenizer of the model"
         )

@@ -47,7 +47,8 @@ class TrainedModel:
             last = folder / "checkpoints" / "last"
             instead = f"; its newest checkpoint is {last}" if last.exists() else ""
             raise ValueError(
-                f"{folder} is a run without a model: it did not finish. The command that started it goes on{instead}"
+                f"{folder} is a run without a model, because it did not finish. The command that started it continues "
+                f"it{instead}"
             )
         task = _task_of_run(folder / "config.yaml")
         return cls(str(folder / "model"), task, TASKS[task].flags().from_yaml(folder / "config.yaml"))
@@ -77,7 +78,7 @@ class TrainedModel:
         if task is None:
             heads = ", ".join(sorted({head for info in TASKS.values() for head in info.heads}))
             raise ValueError(
-                f"{self.source}: a model for {head or 'base'}, expected one that was trained for {heads}; "
+                f"{self.source}: got a model for {head or 'base'}, expected one that was trained for {heads}; "
                 "`modelcenter finetune TASK` trains it"
             )
         return TASKS[task]
@@ -94,12 +95,12 @@ class TrainedModel:
 
 
 def check_leaves_model(folder: Path) -> None:
-    """Raise ValueError for a finished run that left no model, as its weights are in 4 bits."""
+    """Raise ValueError for a finished run that left no model because its weights are in 4 bits."""
     flags, adapter = read_mapping(folder / "config.yaml"), folder / "adapter"
     kind = flags.get("quantize")
     if kind is not None and adapter.is_dir():
         raise ValueError(
-            f"{folder} is a run with weights in 4 bits ({kind}), which leaves {adapter} and no model. "
+            f"{folder} is a run with weights in 4 bits ({kind}), which writes {adapter} but no model. "
             + how_to_merge(flags, _task_of_run(folder / "config.yaml"), str(adapter))
         )
 
@@ -114,10 +115,10 @@ def how_to_merge(flags: Mapping[str, Any], task: str, adapter: str) -> str:
     labels = " --labels NAMES" if head.endswith("-classification") else ""
     base = shlex.quote(str(flags.get("model")))
     base += f" --revision {shlex.quote(str(flags['revision']))}" if flags.get("revision") else ""
-    names = ", where NAMES are those of the labels in the order of the run" if labels else ""
+    names = ", where NAMES are the names of the labels in the order of the run" if labels else ""
     return (
-        f"`modelcenter export {base} --adapter {shlex.quote(adapter)} --task {head}{labels} --output DST` makes "
-        f"one{names}"
+        f"`modelcenter export {base} --adapter {shlex.quote(adapter)} --task {head}{labels} --output DST` makes a "
+        f"model{names}"
     )
 
 
@@ -183,6 +184,7 @@ def check_family(cfg: TrainConfig, head: str) -> dict[str, Any]:
         for v in ("finetune", "pretrain")
     }
     raise ValueError(
-        f"model: {cfg.model} is of the family {spec.model_type}, but {verb} {cfg.task.removeprefix(f'{verb}-')} takes "
-        f"{', '.join(able)}. {spec.model_type} is for {'; '.join(f'{v} {n}' for v, n in own.items() if n) or 'no task'}"
+        f"model: {cfg.model} is of the family {spec.model_type}, but {verb} {cfg.task.removeprefix(f'{verb}-')} needs "
+        f"one of {', '.join(able)}. {spec.model_type} is for "
+        f"{'; '.join(f'{v} {n}' for v, n in own.items() if n) or 'no task'}"
     )

@@ -124,7 +124,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
     monkeypatch.chdir(tmp_path)
     assert cached(["x"], arrays)["ids"].tolist() == list(range(10))
-    assert "MODELCENTER_CACHE names one" in caplog.text and not list(tmp_path.iterdir())
+    assert "set MODELCENTER_CACHE to a folder" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_an_entry_and_a_lock_that_may_not_be_read(folder, monkeypatch, caplog):

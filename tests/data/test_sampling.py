@@ -163,14 +163,14 @@ def test_smaller_microbatches_than_planned_are_more_of_them():
     pieces = [piece for mine in dealt for piece in mine]
     assert sorted(np.concatenate(pieces)) == sorted(rows) and max(LONG[p].sum() for p in pieces) <= 512
     assert len({len(mine) for mine in dealt}) == 1
-    with pytest.raises(ValueError, match="batch_tokens: a row has .* tokens, but a microbatch takes 128"):
+    with pytest.raises(ValueError, match="batch_tokens: a row has .* tokens, but a microbatch has at most 128"):
         plan.deal(np.array([LONG.argmax()]), 8, 8)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((LONG, 100, 0), r"batch_tokens: row \d+ of 3000 has 512 tokens, a microbatch takes 100; raise .* to 512"),
+        ((LONG, 100, 0), r"row \d+ of 3000 has 512 tokens, but a microbatch has at most 100; raise .* to 512"),
         ((LONG, 1000, 0, 2000), "a microbatch of 2000 tokens and a global batch of 1000"),
         ((LONG, 0, 0), "a microbatch of 0 tokens"),
         ((LONG[:0], 10, 0), "there are no rows"),

@@ -98,7 +98,7 @@ def test_nothing_there(folder, tmp_path):
     with pytest.raises(ValueError, match="^~nobody-of-this-name.csv: no such file or directory"):
         sources.find("~nobody-of-this-name.csv")
     (folder / "empty").mkdir()
-    with pytest.raises(ValueError, match="the directory holds no .json"):
+    with pytest.raises(ValueError, match="the directory has no .json"):
         sources.find(str(folder / "empty"))
     with pytest.raises(ValueError, match="data_config 'x' is for Hub data sets"):
         sources.find(str(folder), "x")
@@ -107,7 +107,7 @@ def test_nothing_there(folder, tmp_path):
 def test_a_pipe_is_no_data(tmp_path):
     """What a shell makes of `<(...)`: it can be read only once."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe: expected a file or a directory, got a pipe or a device; write"):
+    with pytest.raises(ValueError, match="pipe: got a pipe or a device, expected a file or a directory; write"):
         sources.find(str(tmp_path / "pipe"))
 
 
@@ -203,13 +203,14 @@ def test_rows_of_a_split_under_its_other_names_of_several_files_and_errors(folde
     both = sources.find([str(folder), str(other)]).read("train[4:]")
     assert both.columns["1"] == ["train_all.tsv 4", "last one"] and both.where(1).endswith("train.tsv, line 1")
     for wrong in ("train[3]", "train[:x]", "train[1:50%]", "train[:1]+test", "train[", "train[:2", "train[:1:2]"):
-        with pytest.raises(ValueError, match=r"got the rows 'train\[.*', expected such as train\[:1000\] or train\["):
+        says = r"got the rows 'train\[.*', expected, for example, train\[:1000\] or train\["
+        with pytest.raises(ValueError, match=says):
             source.read(wrong)
-    with pytest.raises(ValueError, match=r"'train\[5:\]' are no rows; train has 5"):
+    with pytest.raises(ValueError, match=r"'train\[5:\]' selects no rows; train has 5"):
         source.read("train[5:]")
     with pytest.raises(ValueError, match=r"has no split 'tset\[:3\]'; its splits: "):
         source.read("tset[:3]")
-    with pytest.raises(ValueError, match=r"'train\[:3\]' are rows of a split, which is read whole as a stream"):
+    with pytest.raises(ValueError, match=r"got 'train\[:3\]', but streams, and documents .* need a whole split"):
         sources.find_paths(str(folder), None, "train[:3]")
     fake_hub(monkeypatch)
     assert sources.find("owner/set", "sub").read("training[:1]").columns["text"][0] == "owner/set sub train[:1]"
@@ -234,7 +235,7 @@ def test_hub_name_that_is_none(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"reveiws: neither .* Couldn't reach 'nosuch'\. Did you mean 'reviews'\?"):
         sources.find("reveiws")
     with pytest.raises(
-        ValueError, match="nosuch: neither a file or directory here nor a data set that the Hub gives: Could"
+        ValueError, match="nosuch: neither a local file or directory nor an accessible data set of the Hub: Could"
     ):
         sources.find("nosuch")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -259,12 +260,12 @@ def test_a_folder_of_save_to_disk(tmp_path):
     datasets.Dataset.from_dict({"text": [0.5, float("nan")]}).save_to_disk(str(tmp_path / "nan"))
     assert sources.find(str(tmp_path / "nan")).read("train").columns == {"text": [0.5, None]}  # NaN is no value
     assert sources.find(str(tmp_path / "one")).read("train[1:]").columns == {"text": ["b"], "label": [0]}
-    with pytest.raises(ValueError, match="one: a folder of `save_to_disk`, which is read whole and by itself"):
+    with pytest.raises(ValueError, match="one: a folder of `save_to_disk` cannot be combined with other paths"):
         sources.find([str(tmp_path / "one"), str(tmp_path / "two")])
     with pytest.raises(ValueError, match="one: a folder of `save_to_disk`.* `to_parquet`"):
         sources.find_paths(str(tmp_path / "one"), None, "train")
     (tmp_path / "one" / "dataset_info.json").write_text("{")
-    with pytest.raises(ValueError, match="one: a folder of `save_to_disk` that cannot be read: "):
+    with pytest.raises(ValueError, match="one: cannot read this folder of `save_to_disk`: "):
         sources.find(str(tmp_path / "one"))
 
 
@@ -291,7 +292,7 @@ def test_a_file_beside_a_folder_with_splits_is_not_left_out_where_one_split_is_c
     source = sources.find([str(tmp_path / "extra.csv"), str(tmp_path / "data")])
     assert len(source.read("train")) == 2
     for choose in (evaluation_split, lambda found: inference_split(found, None, True)):
-        with pytest.raises(ValueError, match="extra.csv is of no split, .* are the splits train, test"):
+        with pytest.raises(ValueError, match="extra.csv belongs to no split, .* the splits train, test"):
             choose(source)
     assert inference_split(source, "test", True) == "test"
     assert evaluation_split(sources.find(str(tmp_path / "data"))) == "test"

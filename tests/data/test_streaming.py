@@ -120,10 +120,10 @@ def test_what_cannot_be(files, tmp_path):
     ]:
         with pytest.raises(ValueError, match=says):
             StreamBatches(FileRows(files), tokenise, seed=0, **options)
-    with pytest.raises(ValueError, match=r"jsonl, line \d+: the row has \d+ tokens, a microbatch takes 20"):
+    with pytest.raises(ValueError, match=r"jsonl, line \d+: the row has \d+ tokens, but a microbatch has at most 20"):
         list(islice(StreamBatches(FileRows(files), tokenise, seed=0, budget=20).at(), 50))
     (tmp_path / "c.jsonl").write_text('{"n": 7, "length": 3}\n\n')
-    with pytest.raises(ValueError, match="c.jsonl: an epoch holds no rows"):
+    with pytest.raises(ValueError, match="c.jsonl: an epoch has no rows"):
         next(batches([tmp_path / "c.jsonl"]).at())
 
 

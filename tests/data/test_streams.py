@@ -164,7 +164,7 @@ def test_a_data_set_that_is_not_there():
         raise ConnectionError("Couldn't reach 'nofile' on the Hub\nmore")
 
     with pytest.raises(
-        ValueError, match="nofile: neither a file or directory here nor a .* the Hub gives: Couldn't rea"
+        ValueError, match="nofile: neither a local file or directory nor an accessible .* of the Hub: Couldn't rea"
     ):
         list(HubRows("nofile", load=load).read())
 

@@ -52,7 +52,7 @@ def test_an_error_leaves_nothing(tmp_path):
             write_tokens(tmp_path / "a", [[1, wrong]], 10)
     assert not list(tmp_path.iterdir())
     write_tokens(tmp_path / "a", DOCUMENTS)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         write_tokens(tmp_path / "a", DOCUMENTS)
 
 
@@ -77,7 +77,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
 
 
 def test_a_folder_that_is_there_meanwhile(tmp_path):
-    with pytest.raises(ValueError, match="a: is there already; remove it"), TokenWriter(tmp_path / "a", 9):
+    with pytest.raises(ValueError, match="a: exists already; remove it"), TokenWriter(tmp_path / "a", 9):
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "mine").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -98,7 +98,7 @@ def test_damage_is_named(tmp_path):
     tokens = tmp_path / "a" / "tokens.bin"
     raw = tokens.read_bytes()
     tokens.write_bytes(raw[:-2] + b"\1\0")
-    with pytest.raises(ValueError, match="tokens.bin: SHA-256 .* it has changed"):
+    with pytest.raises(ValueError, match="tokens.bin: got SHA-256 .* the file has changed"):
         open_tokens(tmp_path / "a").check()
     tokens.write_bytes(raw[:-2])
     with pytest.raises(ValueError, match="tokens.bin: 206 bytes, expected 208 bytes .*cut off"):
@@ -110,7 +110,7 @@ def test_damage_is_named(tmp_path):
     about.write_text("{")
     with pytest.raises(ValueError, match="about.json: damaged"):
         open_tokens(tmp_path / "a")
-    with pytest.raises(ValueError, match="not a folder of tokens .* nor Megatron's pair"):
+    with pytest.raises(ValueError, match="neither a folder of tokens .* nor Megatron's pair"):
         open_tokens(tmp_path / "nothing")
 
 
@@ -148,22 +148,22 @@ def test_megatron_damage_is_named(tmp_path):
         assert is_tokens(tmp_path / "a")
 
     megatron(tmp_path / "a", 4, [[1, 2], [3]], [0, 1, 2], pointers=[4, 0])
-    refuses("do not lie end to end")
+    refuses("are not contiguous")
     megatron(tmp_path / "a", 4, [[1, 2], [3]], [0, 1])
-    refuses("do not run from 0 to the 2 sequences")
+    refuses("do not run from 0 to 2, the number of sequences")
     stem = megatron(tmp_path / "a", 4, [[1, 2], [3]], [0, 1, 2])
     index, data = stem.with_suffix(".idx"), stem.with_suffix(".bin")
     whole, tokens = index.read_bytes(), data.read_bytes()
     data.write_bytes(tokens[:-1])
     refuses("a.bin: 11 bytes, expected 12")
     index.write_bytes(whole[:-1])
-    refuses("its header promises")
+    refuses("but its header gives")
     index.write_bytes(whole[:17] + b"\7" + whole[18:])
     refuses("type code 7")
     index.write_bytes(b"TNTIDX" + whole[6:])
-    refuses("does not start as Megatron's")
+    refuses("does not start like Megatron's")
     data.unlink()
-    with pytest.raises(ValueError, match=r"a.bin is missing, without which"):
+    with pytest.raises(ValueError, match=r"a.bin is missing, so the size"):
         open_tokens(tmp_path / "a.idx")
     assert is_tokens(tmp_path / "a.idx") and not is_tokens(tmp_path / "b.idx")
 
@@ -183,5 +183,5 @@ def test_documents_that_end_in_a_token_which_the_file_does_not_name(tmp_path):
 def test_a_part_of_a_folder_is_not_the_folder(tmp_path):
     folder = write_tokens(tmp_path / "own", DOCUMENTS).path
     assert is_tokens(folder / "tokens.bin")
-    with pytest.raises(ValueError, match="tokens.bin: is a part of a folder of tokens; give the folder, .*own"):
+    with pytest.raises(ValueError, match="tokens.bin: this file is part of a folder of tokens; give the folder, .*own"):
         open_tokens(folder / "tokens.bin")

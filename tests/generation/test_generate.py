@@ -241,7 +241,7 @@ def test_stop_strings_end_a_row(pair):
     for strings in (stop, [stop, "no such text"]):
         found = ours.generate(ids, None, 20, eos_token_id=[], stop_strings=strings, tokenizer=Letters())[0, 9:]
         assert torch.equal(found, free[:end])
-    with pytest.raises(ValueError, match="stop_strings: needs tokenizer"):
+    with pytest.raises(ValueError, match="stop_strings: got no tokenizer"):
         ours.generate(ids, None, 20, stop_strings="x")
 
 
@@ -395,7 +395,7 @@ def test_what_a_tokenizer_returns_is_taken_as_it_is(name, task):
 def test_what_the_decoder_is_given_is_no_input_of_the_prompts(name):
     """Forward takes it, and each step would have it in the place of the token that was written."""
     model, ids = mc.from_config("tiny/t5", "seq2seq-lm"), torch.tensor([[8, 9, 1]])
-    with pytest.raises(ValueError, match=f"{name}: neither an argument of generate nor what"):
+    with pytest.raises(ValueError, match=f"{name}: neither an argument of generate nor an input"):
         model.generate(ids, **{name: ids})
 
 
@@ -494,7 +494,7 @@ def test_streaming(pair):
     finally:
         sys.stdout = before
     assert out.getvalue().split() == [str(t) for t in tokens[0, 9:].tolist()]
-    with pytest.raises(ValueError, match="streamer: shows one sequence"):
+    with pytest.raises(ValueError, match="streamer: it shows one growing sequence"):
         ours.generate(ids, None, 6, num_beams=2, streamer=object())
 
 
@@ -540,8 +540,8 @@ def test_compiled_units_write_as_they_are_written():
         ({"max_new_tokens": None, "max_length": 9}, "max_length: got 9, expected more than the 9 tokens"),
         ({"max_new_tokens": None, "max_length": "20"}, "max_length: got '20', expected more than"),
         ({"num_beam": 2}, "num_beam: neither .*; did you mean num_beams?"),
-        ({"min_p": torch.ones(4, 9)}, "min_p: neither an argument of generate nor what \\w+ takes of a token"),
-        ({"position_ids": torch.ones(4, 9)}, "position_ids: neither .*; a prompt is counted from its first token"),
+        ({"min_p": torch.ones(4, 9)}, "min_p: neither an argument of generate nor an input of \\w+ per token"),
+        ({"position_ids": torch.ones(4, 9)}, "position_ids: neither .*; positions are counted from a prompt's first"),
         ({"token_inputs": {"position_ids": torch.ones(4, 9)}}, "position_ids: neither an argument"),
         ({"input_ids": [[1, 2]]}, "input_ids: got list, expected a tensor"),
         ({"input_ids": {"input_ids": torch.ones(1, 2)}}, r"by name: \*\*batch"),
@@ -559,7 +559,7 @@ def test_arguments_that_cannot_be_followed_are_named(pair, more, message):
 
 
 def test_a_model_without_a_language_head_writes_no_text(pair):
-    with pytest.raises(ValueError, match="writes no text"):
+    with pytest.raises(ValueError, match="cannot generate text"):
         mc.from_pretrained(pair[1], "base").generate(prompts("left")[0])
 
 
@@ -632,10 +632,10 @@ def test_settings_that_the_caller_names_when_loading_are_what_generate_does(pair
         ("causal-lm", {"max_length": "9"}, "max_length: got '9', expected a whole number"),
         ("causal-lm", {"stop_strings": ["a", ""]}, "stop_strings: got .*, none of them empty"),
         ("causal-lm", {"min_length": -4}, "min_length: got -4, expected a whole number of at least 0"),
-        ("causal-lm", {"bad_words_ids": [[4]]}, "bad_words_ids: generate does not do that here"),
+        ("causal-lm", {"bad_words_ids": [[4]]}, "bad_words_ids: not an argument of generate here"),
         ("causal-lm", {"generation_config": {"num_beams": 4}}, "generation_config.*give its settings one by one"),
         ("causal-lm", {"temperatur": 0.5}, "'temperatur' = 0.5.*Did you mean 'temperature'"),
-        ("sequence-classification", {"num_beams": 4}, "num_beams: task 'sequence-classification' writes no text"),
+        ("sequence-classification", {"num_beams": 4}, "num_beams: a model for the task .* cannot generate"),
     ],
 )
 def test_wrong_settings_when_loading(pair, task, settings, message):

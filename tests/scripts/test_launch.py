@@ -94,7 +94,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder, whole, nodes
     ended = agents(folder, "c10d", [[str(script), *words(folder, "run")]] * nodes, ranks=2 // nodes, restarts=1)
     assert [node.code for node in ended] == [0] * nodes, ended
     out = "".join(node.out for node in ended)  # the agent with the lower process id has rank 0: numbers may start again
-    assert "going on after step 4" in out or "going on after step 2" in out
+    assert "continuing after step 4" in out or "continuing after step 2" in out
     assert_same_run(folder, "run", whole)
 
 
@@ -148,7 +148,7 @@ def test_run_sh_says_what_to_do_next(folder, whole):
     assert code == 75, out
     assert not (folder / "run" / "model").exists()
     code, out = end(start(folder, run, **env))
-    assert code == 0 and "going on after step 1" in out, out
+    assert code == 0 and "continuing after step 1" in out, out
     assert_same_run(folder, "run", whole)
     code, out = end(start(folder, [*run[:3], *command, "--train_data", "nowhere.tsv"], **env | {"OUTPUT_DIR": "other"}))
     assert code not in (0, 75) and "error: nowhere.tsv: no such file or directory" in out, out

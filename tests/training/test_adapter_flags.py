@@ -84,7 +84,7 @@ def test_other_updates_begin_with_the_merged_model(folder):
 
     main(command(values_of(folder, "old", **LORA, max_steps=1)))
     other = LORA | {"lora_rank": 2}
-    with pytest.raises(ValueError, match="lora_rank: got 2, but .* begin anew") as told:
+    with pytest.raises(ValueError, match="lora_rank: got 2, but .* start a new run") as told:
         main(command(values_of(folder, "new", **other, resume=str(folder / "old"))))
     words = shlex.split(str(told.value).partition("`modelcenter ")[2].partition("`")[0])
     with pytest.raises(SystemExit) as done:
@@ -98,7 +98,8 @@ def test_a_lora_run_goes_on_with_the_base_that_its_adapter_is_for(folder):
     """Not with the run's own merged model, which the adapter would name; a base that was moved is the same one."""
     main(command(values_of(folder, "old", **LORA, max_steps=1)))
     changes = {**LORA, "resume": str(folder / "old"), "max_steps": 2}
-    with pytest.raises(ValueError, match="old/model', whose weights .* Give the model of that run, '.*/base'"):
+    says = "old/model', but the adapter .* other weights. Give the model of that run, '.*/base'"
+    with pytest.raises(ValueError, match=says):
         main(command(values_of(folder, "new", **changes, model=str(folder / "old"))))
     (folder / "base").rename(folder / "moved")
     (folder / "base").mkdir()
@@ -211,7 +212,7 @@ def test_a_tokenizer_with_words_for_which_the_model_has_no_rows(folder):
     tokenizer = mc.AutoTokenizer.from_pretrained(folder / "base")
     tokenizer.add_tokens(["<film>", "<cast>"])
     tokenizer.save_pretrained(folder / "base")
-    with pytest.raises(ValueError, match="words were added .* no rows. --add_tokens '<cast>' makes rows for all"):
+    with pytest.raises(ValueError, match="no rows for words .* added to it; --add_tokens '<cast>' adds rows for all"):
         main(command(values_of(folder, "run")))
     main(command(values_of(folder, "run", add_tokens=["<cast>"])))
     assert mc.from_pretrained(folder / "run" / "model").config.vocab_size == len(make_tokenizer()) + 2
@@ -253,7 +254,7 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
         main(command(values))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # what follows takes none of it
     assert set(dtypes) == {torch.bfloat16}  # that of the file
-    assert capsys.readouterr().out.rstrip().endswith(f"what was trained is in {folder / 'run' / 'adapter'}")
+    assert capsys.readouterr().out.rstrip().endswith(f"the adapter is in {folder / 'run' / 'adapter'}")
     assert read_summary(folder)["status"] == "finished"
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
     words = mc.AutoTokenizer.from_pretrained(folder / "run" / "adapter")  # no model/ has it

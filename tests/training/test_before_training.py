@@ -27,7 +27,7 @@ def test_dry_run_writes_nothing(folder, capsys):
         "One step: loss 0.6",
         "[CLS] ",
         "line ",
-        "Nothing of the run was written",
+        "Nothing was written",
     ):
         assert text in shown, text
     assert {p for p in folder.rglob("*")} == before

@@ -246,11 +246,11 @@ def test_mistakes_in_templates(tmp_path):
     deaf = SHORT.replace("D {{ (messages | selectattr('role', 'eq', 'document') | first).content }}", "'document'")
     with pytest.raises(ValueError, match="does not write the content of the messages of the roles 'query' and 'docu"):
         PairTemplate(tokenizer_with(deaf))
-    with pytest.raises(ValueError, match="ends in '<.endoftext.>', by which no text"):
+    with pytest.raises(ValueError, match="ends with '<.endoftext.>', the padding token, but"):
         PairTemplate(tokenizer_with(SHORT + "<|endoftext|>"))
     with pytest.raises(ValueError, match="pair_template: cannot be applied to a pair"):
         PairTemplate(tokenizer_with(SHORT + "{{ raise_exception('no') }}"))
-    with pytest.raises(ValueError, match="max_length: got 10, but the template alone has 1. tokens"):
+    with pytest.raises(ValueError, match="max_length: got 10, but the template itself has 1. tokens"):
         tokenize_pairs(tokenizer_with(SHORT), ["a"], ["b"], 10)
 
 
@@ -525,7 +525,7 @@ def test_mistakes(folder):
         "score_tokens: 'maybe so' is": {"score_tokens": ["maybe so", "no"]},
         "expected the word for yes, and optionally another": {"score_tokens": ["yes", "yes"]},
         "pair_template: got 'qwen', expected qwen3, bge-gemma or a Jinja file": {"pair_template": "qwen"},
-        "writes no messages of the roles": {"pair_template": str(folder / "plain.jinja")},
+        "does not render messages of the roles": {"pair_template": str(folder / "plain.jinja")},
         "instruction: this model reads pairs without a template": {"pair_template": None},
         "score_tokens: got yes no, which changes nothing with random weights|score_tokens: ": {
             "from_scratch": True, "model": "tiny/qwen3", "tokenizer": str(folder / "lm"),

@@ -249,8 +249,8 @@ def test_a_run_goes_on_with_its_teacher(tmp_path, monkeypatch, capfd):
         die_at(patch, 2)
         assert in_a_process(start, values) == -signal.SIGKILL
     (tmp_path / "teacher").rename(tmp_path / "moved")
-    fix = "A run that goes on needs the teacher it began with: if that has moved, name its new place, and the run"
-    with pytest.raises(ValueError, match=rf"^teacher: .*[^.]\. {fix} or its checkpoint by --resume"):
+    fix = "A resumed run needs its original teacher: if that has moved, give its new path, and --resume with the run"
+    with pytest.raises(ValueError, match=rf"^teacher: .*[^.]\. {fix} or its checkpoint"):
         start(command(values))
     with pytest.raises(ValueError, match="teacher: got .*moved', but .* is of a run with .*teacher'"):
         start(command(values | {"teacher": str(tmp_path / "moved")}))
@@ -398,7 +398,7 @@ def test_teachers_that_are_refused(tmp_path):
     answers, of_lm = make(tmp_path / "lm", "lm")
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 24}
     make_model(tmp_path / "ant", "tiny/cpmant", "causal-lm", make_chat_tokenizer(), 3, **sizes)
-    with pytest.raises(ValueError, match="ant is of the family cpmant, the model of gpt2; one of the two takes tokens"):
+    with pytest.raises(ValueError, match="ant is of the family cpmant, but the model is of gpt2; one of the two reads"):
         prepared(answers, of_lm | {"teacher": str(tmp_path / "ant")})
     short = prepared(words, values | {"teacher": str(tmp_path / "short")})
     assert short.train_set.lengths.max() <= 8

@@ -246,7 +246,9 @@ def test_what_the_reference_gives_is_worked_out_for_the_rows_that_steps_take(fol
     assert losses(folder, "on") == pytest.approx(losses(folder, "whole")[2:4], abs=1e-5)
     # Another model, which may be given where all is kept, is no reference for more.
     more = {"resume": str(folder / "on"), "model": str(folder / "other"), "output_dir": str(folder / "third")}
-    said = rf"^model: got .*other, but the reference is .* are kept there; go on with --model {start}, or with as many"
+    said = (
+        rf"^model: got .*other, but the reference is .* not stored there are needed; give --model {start}, or as many"
+    )
     with pytest.raises(ValueError, match=said):
         main(command(flags(folder, **more)))
     assert len(worked_out) == 3
@@ -411,7 +413,7 @@ def test_ranks_with_other_pairs_are_an_error_before_the_reference_is_worked_out(
 
 def test_models_without_log_probabilities(folder):
     model = {"model": "tiny/cpmbee", "from_scratch": True, "tokenizer": str(folder / "start")}
-    with pytest.raises(ValueError, match="model: cpmbee gives no log-probabilities of answers"):
+    with pytest.raises(ValueError, match="model: cpmbee cannot compute log-probabilities of answers"):
         main(command(flags(folder, **model)))
 
 

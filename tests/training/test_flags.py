@@ -234,7 +234,7 @@ def test_flags_of_texts_change_nothing_with_tokens_alone(words, tmp_path):
     with TokenWriter(tmp_path / "tokens", vocab_size=9) as writer:
         writer.add(np.array([5, 6]), lengths=np.array([2]))
     cfg = TASKS["pretrain-lm"].flags().from_args(["--train_data", str(tmp_path / "tokens"), *words.split()])
-    with pytest.raises(ValueError, match=f"{words[2:].split()[0]}: changes nothing with token files alone"):
+    with pytest.raises(ValueError, match=f"{words[2:].split()[0]}: changes nothing without texts, as all data"):
         TASKS["pretrain-lm"].load().from_flags(cfg)
 
 

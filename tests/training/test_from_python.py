@@ -30,7 +30,7 @@ def test_a_call_trains_as_the_command_does(folder):
     assert (program, verb, task) == ("modelcenter", "finetune", "classification") and "--eval_every" in words
     main([*words, "--output_dir", str(folder / "again")])
     assert curve(folder, "again") == curve(folder, "run")
-    with pytest.raises(ValueError, match="output_dir: .*run holds a finished run"):
+    with pytest.raises(ValueError, match="output_dir: .*run has a finished run"):
         mc.training.run("classification", **values)
 
 

@@ -89,7 +89,7 @@ def test_an_empty_line_between_prompts_is_an_error(place, tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text(text)
-    with pytest.raises(ValueError, match=f"line 2 of {place} is empty, as 1 more; each line is a prompt: remove it"):
+    with pytest.raises(ValueError, match=f"line 2 of {place} is empty, like 1 more; each line is a prompt, so remove"):
         _read_prompts(GenerateConfig(run="x", prompts_file=place if place == "prompts.txt" else None))
 
 
@@ -114,7 +114,7 @@ def test_texts_end_with_the_positions_where_nobody_says_how_long(folder, capsys)
     model, tokenizer = mc.from_pretrained(str(folder)), mc.AutoTokenizer.from_pretrained(str(folder))
     run_generate(GenerateConfig(run=str(folder), prompt=PROMPTS))  # in a batch; each has its own room
     said = capsys.readouterr()
-    assert said.err.count("a text ends where the 32 positions of the model do") == 1
+    assert said.err.count("a text has at most the model's 32 positions") == 1
     wanted = [
         tokenizer.decode(model.generate(ids, None, 32 - ids.shape[1], eos_token_id=0)[0, ids.shape[1] :], True)
         for ids in (tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS)
@@ -159,13 +159,13 @@ def test_a_session_outlives_a_bad_prompt_and_ctrl_c(folder, capsys, monkeypatch)
         put(self, tokens)
 
     monkeypatch.setattr(TerminalStreamer, "put", interrupted)
-    with pytest.raises(ValueError, match="output: a typed prompt"):
+    with pytest.raises(ValueError, match="output: prompts typed at the terminal"):
         run_generate(config(folder, output="x.jsonl"))
     run_generate(config(folder))
     said = capsys.readouterr()
     assert (
         said.err == "error: max_new_tokens: a prompt of 40 tokens and 6 new ones exceed the 32 positions of this "
-        "model; ask for fewer or shorten the prompt\n"
+        "model; generate fewer or shorten the prompt\n"
     )
     first = expected(folder, PROMPTS[0])[0].split()[0]
     assert said.out.splitlines() == [first, expected(folder, PROMPTS[1])[0], ""]

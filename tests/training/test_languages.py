@@ -167,7 +167,7 @@ def test_languages_that_do_not_fit_are_named(tmp_path):
     base = save_checkpoint(tmp_path, "mbart")
     rows = write_rows(tmp_path / "rows.jsonl")
     for changes, says in (
-        ({}, r"^source_lang: is needed: this tokenizer marks each text by its language.* give one of ar_AR, .*\(25 of"),
+        ({}, r"^source_lang is needed: this tokenizer marks the language of each text.* give one of ar_AR, .*\(25 of"),
         (
             {"source_lang": "english", "target_lang": "de_DE"},
             "^source_lang: got 'english', .* ar_AR, .*Did you mean 'en_XX'",
@@ -183,7 +183,7 @@ def test_languages_that_do_not_fit_are_named(tmp_path):
     from seq2seq_toys import make_tokenizer as plain
 
     plain().save_pretrained(tmp_path / "t5")
-    with pytest.raises(ValueError, match="source_lang: changes nothing here, and this tokenizer marks no text"):
+    with pytest.raises(ValueError, match="source_lang: changes nothing here, and this tokenizer does not mark"):
         cli(["generate", str(tmp_path / "t5"), "eat soup", "--source_lang", "en"])
 
 

@@ -280,7 +280,7 @@ def test_empty_texts_are_told_and_nothing_but_them_is_an_error(folder, caplog, c
         capsys.readouterr().out
     )
     none = write_jsonl(folder / "none.jsonl", [row | {"text": ""} for row in rows])
-    with pytest.raises(ValueError, match="none.jsonl: column 'text' holds no text"):
+    with pytest.raises(ValueError, match="none.jsonl: column 'text' has no text"):
         main(command(flags(folder, train_data=str(none), output_dir=str(folder / "other"))))
 
 

@@ -166,7 +166,7 @@ def test_a_killed_run_goes_on_with_the_same_rows(folder, monkeypatch, capfd):
         ("classification", ["a@1", "b.jsonl"], "train_data: b.jsonl has no weight, but others have; write b.jsonl@1"),
         ("classification", ["a@0", "b.jsonl@1"], "a@0: the weight after @ is 0, expected a positive number"),
         ("classification", ["a@1", "b.json@1"], r"b.json: no such file or directory. Did you mean 'b.jsonl'\?"),
-        ("qa", ["a@1"], "train_data: a@1: qa takes no weights; write a"),
+        ("qa", ["a@1"], "train_data: a@1: qa does not support weights; write a"),
     ],
 )
 def test_weights_that_do_not_fit_their_parts_are_named(folder, monkeypatch, task, data, says):

@@ -165,7 +165,7 @@ def test_labels_are_read_alike_in_every_file(folder):
     asked = EvaluateConfig(run="m", data=[str(few)])
     again = MultipleChoice.for_inference(asked, cfg, task.eval_table, labelled=True)
     assert again.targets.tolist() == [1, 2, 3] * 2
-    with pytest.raises(ValueError, match="label_kind: changes nothing as labels are of the kind number"):
+    with pytest.raises(ValueError, match="label_kind: changes nothing because labels are of the kind number"):
         MultipleChoice.from_flags(MultipleChoiceConfig.from_args(command(flags(folder, **data, label_kind="letter"))))
 
 
@@ -198,7 +198,7 @@ def test_a_dry_run_shows_the_choices(folder, capsys):
 
 def test_flags_and_labels_that_do_not_fit_the_choices_are_named(folder):
     write(folder, 2, 3)
-    with pytest.raises(ValueError, match="label_smoothing: for rows with equally many choices"):
+    with pytest.raises(ValueError, match="label_smoothing: supported if all rows have equally many choices"):
         main(command(flags(folder, label_smoothing=0.1)))
     with pytest.raises(ValueError, match="choices_column: .* has no column 'option'.*did you mean 'options'"):
         main(command(flags(folder, choices_column="option")))

@@ -388,7 +388,7 @@ def test_a_stream_of_other_rows_begins_anew(folder, changes, why, caplog):
     changes = {name: str(folder / value) if name == "train_data" else value for name, value in changes.items()}
     rows = pretrain(folder, "lm", "next", resume=str(folder / "run"), max_steps=5, **{**values, **changes})
     assert [row["step"] for row in rows if "loss" in row] == [4, 5]
-    said = f"the stream begins anew, as {why} is not what the checkpoint's run had"
+    said = f"the stream starts over, because {why} differs from the checkpoint's run"
     assert (said in caplog.text) == (why is not None)
     assert ("the rows of train_data are not those of the checkpoint's run" in caplog.text) == (why == "train_data")
 
@@ -413,7 +413,7 @@ STREAM = {"streaming": True, "max_steps": 2}
         ("lm", {**STREAM, "eval_fraction": 0.1}, "eval_fraction: the size of a stream is unknown"),
         ("lm", {**STREAM, "packing": "concat"}, "packing: got 'concat', but a stream is cut"),
         ("lm", {**STREAM, "batch_size": "auto"}, "batch_size: auto needs all rows in advance"),
-        ("lm", {**STREAM, "train_data": "data@2"}, "parts have no weights in a stream"),
+        ("lm", {**STREAM, "train_data": "data@2"}, "parts of a stream cannot have weights"),
         ("lm", {"shuffle_window": 0}, "shuffle_window: got 0"),
         ("lm", {"text_column": "txt"}, "no column 'txt', it has 'text'"),
         ("lm", {"eval_fraction": 0.001}, "eval_fraction: got 0.001, which is 0 of"),
@@ -421,11 +421,11 @@ STREAM = {"streaming": True, "max_steps": 2}
         ("mlm", {"packing": "concat", "next_sentence": True}, "packing: got 'concat', but pairs are made from pieces"),
         ("mlm", {"packing": "concat", "sentence_order": True}, "packing: got 'concat', but pairs are made from pieces"),
         ("mlm", {"next_sentence": True, "sentence_order": True}, "sentence_order: given together with next_sentence"),
-        ("mlm", {"sentence_order": True}, "sentence_order: the second task of bert is another; give next_sentence in"),
+        ("mlm", {"sentence_order": True}, "sentence_order: bert has another second task; give next_sentence in"),
         (
             "mlm",
             {"next_sentence": True, "model": "tiny/albert"},
-            "next_sentence: the second task of albert is another; give sentence_order in",
+            "next_sentence: albert has another second task; give sentence_order in",
         ),
         (
             "mlm",
@@ -455,7 +455,7 @@ def test_rows_without_a_text_to_learn_are_named(folder):
     with pytest.raises(ValueError, match=r"y.jsonl has no column 'text', it has 'body'. It was chosen for .*x.jsonl, "):
         pretrain(folder, "lm", train_data=[f"{data}@1", f"{folder / 'y.jsonl'}@1"])
     write_jsonl(data, [{"text": ""}, {"text": " "}])
-    with pytest.raises(ValueError, match="column 'text' holds no text"):
+    with pytest.raises(ValueError, match="column 'text' has no text"):
         pretrain(folder, "lm", train_data=str(data))
     write_jsonl(data, [{"text": " ".join(make_texts(9))}])
     with pytest.raises(ValueError, match="next_sentence: .*x.jsonl is one document, expected at least two"):
@@ -469,7 +469,7 @@ def test_a_discriminator_is_not_pretrained_as_bert(folder):
     """Nor evaluated: its labels say something else."""
     model = mc.from_config("tiny/electra", "pretraining", vocab_size=len(TOKENIZERS["tiny/bert"]()))
     model.save_pretrained(folder / "discriminator", tokenizer=TOKENIZERS["tiny/bert"]())
-    says = "model: pretraining of electra is telling which tokens were replaced"
+    says = "model: electra is pretrained to detect replaced tokens"
     with pytest.raises(ValueError, match=says):
         cli(["pretrain", "mlm", *command(flags(folder, "tiny/bert", next_sentence=True) | {"model": "tiny/electra"})])
     with pytest.raises(ValueError, match=says):
@@ -504,5 +504,5 @@ def test_a_decoder_starts_with_a_token_of_its_tokenizer(first, starts):
     said = {name: token for name, token in tokens.items() if token is not None} | {"decoder_start_token_id": starts}
     assert task.special_tokens(tokenizer) == said
     tokenizer.pad_token_id = None
-    with pytest.raises(ValueError, match="tokenizer: it has no pad_token; an encoder-decoder starts a text with it"):
+    with pytest.raises(ValueError, match="tokenizer: it has no pad_token, with which an encoder-decoder starts a text"):
         task.special_tokens(tokenizer)

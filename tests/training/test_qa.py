@@ -317,20 +317,21 @@ def test_wrong_answers(folder, capsys):
     data = str(write_jsonl(folder / "wrong.jsonl", rows))
     changes = {"train_data": data, "eval_data": data, "max_steps": 1}
     with pytest.raises(
-        ValueError, match=r"1 rows have answers .* does not hold, the first at .*wrong.jsonl, line 3; wrong"
+        ValueError, match=r"1 rows have answers .* not in their context, the first at .*wrong.jsonl, line 3; wrong"
     ):
         finetune(folder, wrong_answers="error", **changes)
     found = finetune(folder, **changes)
     shown = capsys.readouterr().out
-    assert "windows of 8 questions; question 'question'" in shown and "1 answers found elsewhere than said" in shown
-    assert "left out: 1 rows have answers that their context does not hold, the first at" in shown
+    assert "windows of 8 questions; question 'question'" in shown
+    assert "1 answers found at other positions than given" in shown
+    assert "left out: 1 rows have answers that are not in their context, the first at" in shown
     assert np.isfinite(found[-1]["eval_loss"])  # all questions are judged, the wrong one has no place in the loss
     task = qa.QuestionAnswering.from_flags(QAConfig(train_data=[data]))
     assert len(task.questions.questions) == 8 and task.table.where(2).endswith("line 4")
     for row in rows:
         row["answers"] = {"text": ["nowhere"], "answer_start": [0]}
     data = str(write_jsonl(folder / "wrong.jsonl", rows))
-    with pytest.raises(ValueError, match="9 rows have answers that their context does not hold"):
+    with pytest.raises(ValueError, match="9 rows have answers that are not in their context"):
         finetune(folder, train_data=data, overwrite_output_dir=True)
 
 

@@ -333,7 +333,7 @@ MISTAKES = {
     "single texts": (
         {"loss": "pairwise"},
         [PAIR, PAIR | {"query": "c", "label": 0}],
-        "loss: pairwise compares the texts of a query, and no query of .* has texts to tell apart",
+        "loss: pairwise compares the texts of a query, but no query of .* has texts with different labels",
     ),
     "idle": ({"max_negatives": 2}, [LISTS], "max_negatives: changes nothing without negatives"),
     "smoothing": ({"label_smoothing": 0.1}, [LISTS], "label_smoothing: changes nothing with rerankers"),
@@ -380,5 +380,5 @@ def test_queries_that_teach_nothing_are_told(folder, caplog, monkeypatch):
     assert not caplog.text
     monkeypatch.setenv("RANK", "0")
     Reranking.from_flags(RerankingConfig(**flags(folder)))
-    assert "1 of 2 queries have no texts that listwise tells apart (first:" in caplog.text
+    assert "1 of 2 queries have no texts that listwise can compare (first:" in caplog.text
     assert "line 2" in caplog.text

@@ -54,7 +54,7 @@ def test_killed_runs_go_on_bit_for_bit(folder, whole, monkeypatch, capfd, step):
     with monkeypatch.context() as patch:
         die_at(patch, step)
         assert in_a_process(main, run_values(folder, "run", **DROPPED)) == -signal.SIGKILL
-    assert "going on" not in capfd.readouterr().out
+    assert "continuing" not in capfd.readouterr().out
     assert not (folder / "run" / "model").exists()
     # The newest checkpoint was perhaps being written; the one before it was whole by then.
     saved = [int(p.name.removeprefix("step-")) for p in (folder / "run" / "checkpoints").glob("step-*")]
@@ -167,10 +167,10 @@ def test_resume_never_and_by_path(folder, monkeypatch):
     assert curve(folder, "third")[0]["step"] == 5
     main(command(run_values(folder, "run", resume="never")))
     assert curve(folder, "run")[0]["step"] == 1
-    with pytest.raises(ValueError, match="resume: .*nowhere holds no whole checkpoint; give a run's folder"):
+    with pytest.raises(ValueError, match="resume: .*nowhere has no complete checkpoint; give a run's folder"):
         main(command(run_values(folder, "fourth", resume=str(folder / "nowhere"))))
     main(command(run_values(folder, "light", save_every="never", max_steps=1)))
-    says = "resume: .*light holds no whole checkpoint; to begin .* give --model .*light$"
+    says = "resume: .*light has no complete checkpoint; to start .* give --model .*light$"
     with pytest.raises(ValueError, match=says):
         main(command(run_values(folder, "fourth", resume=str(folder / "light"))))
 
@@ -226,7 +226,7 @@ def test_files_in_another_order_are_other_data(folder, monkeypatch):
     """The rows that are left would not be those that the run has not seen yet, and weights would be of other files."""
     paths = [str(write_jsonl(folder / f"{name}.jsonl", make_rows(9, seed=i))) for i, name in enumerate("xy")]
     stop_at(monkeypatch, 3, short_run_values(folder, "run", train_data=paths))
-    with pytest.raises(ValueError, match=r"train_data: the rows are not those .*; the files are in another order\)"):
+    with pytest.raises(ValueError, match=r"train_data: the rows differ .*; the files are in another order\)"):
         main(command(short_run_values(folder, "run", train_data=paths[::-1])))
     for path in paths:  # the order of a folder is that of the names, which may change as long as it does not
         (folder / "moved").mkdir(exist_ok=True)
@@ -250,7 +250,7 @@ def _compare(other_rows):
 def test_nodes_may_go_on_with_a_model_at_places_of_their_own():
     """What is another run or other data for one rank is so for all: none waits for one that is gone."""
     assert on_ranks(_compare, 2, False) == [None, None]
-    assert all("train_data: the rows are not those that step-1" in said for said in on_ranks(_compare, 2, True))
+    assert all("train_data: the rows differ from those that step-1" in said for said in on_ranks(_compare, 2, True))
 
 
 def test_what_is_found_in_the_data_may_be_given_later(tmp_path):
@@ -328,7 +328,7 @@ def test_batches_by_tokens_go_on_too(folder, monkeypatch, capfd):
     steps = [row for row in whole if "loss" in row]
     sizes = [b["tokens"] - a["tokens"] for a, b in zip(steps, steps[1:], strict=False)]
     assert max(sizes) <= 80 and steps[-1]["tokens"] % 3 == 0
-    with pytest.raises(ValueError, match="batch_tokens: row .* a microbatch takes 5; raise batch_tokens"):
+    with pytest.raises(ValueError, match="batch_tokens: row .* a microbatch has at most 5; raise batch_tokens"):
         main(command(run_values(folder, "small", batch_tokens=5)))
 
 
@@ -391,9 +391,7 @@ def test_other_trained_parameters_are_an_error_with_what_to_do(name, now, forced
 )
 def test_a_state_that_is_of_no_use_is_said_with_what_to_do(name, before, now, forced, tmp_path):
     found = resume.Continuation(tmp_path / "step-00000004", 4, {name: before}, None, forced)
-    said = (
-        f"{name}: got '{now}', which has no use for .*step-00000004 keeps for '{before}'.*: --model .*step-00000004 and"
-    )
+    said = f"{name}: got '{now}', which cannot use the state for '{before}'.*: --model .*step-00000004 and"
     with pytest.raises(ValueError, match=said):
         found.check(ClassificationConfig(**{name: now}), None)
     found.check(ClassificationConfig(**{name: before}), None)
@@ -410,15 +408,15 @@ def test_a_run_that_began_with_another_goes_on_from_its_own_checkpoints(folder, 
     stop_at(monkeypatch, 6, began)
     assert "the same command goes on" in capsys.readouterr().out
     main(command(began))
-    assert "going on after step 7" in capsys.readouterr().out
+    assert "continuing after step 7" in capsys.readouterr().out
     assert_same_end(folder, "next")
 
     newest = folder / "run" / "checkpoints" / "step-00000004"
     (folder / "run" / "summary.json").unlink()  # as if it had been stopped
-    with pytest.raises(ValueError, match="resume: .*step-00000002 is not the newest .*step-00000004 is.*--output_dir"):
+    with pytest.raises(ValueError, match="got .*step-00000002, but the newest .* is step-00000004.*--output_dir"):
         main(command(short_run_values(folder, "run", resume=str(newest.with_name("step-00000002")))))
     (folder / "next" / "summary.json").unlink()
-    with pytest.raises(ValueError, match="resume: .*next.*did not begin with .*step-00000002"):
+    with pytest.raises(ValueError, match="resume: .*next.*did not start from .*step-00000002"):
         main(command({**began, "resume": str(newest.with_name("step-00000002"))}))
     assert newest.is_dir() and curve(folder, "run")[-1]["step"] == 4  # a mistake costs nothing
 
@@ -432,7 +430,7 @@ def test_a_run_that_began_with_its_own_checkpoint_goes_on_as_often_as_it_is_star
     stop_at(monkeypatch, 3, again)
     assert not newest.exists()
     main(command(again))
-    assert "going on after step 4" in capsys.readouterr().out
+    assert "continuing after step 4" in capsys.readouterr().out
     assert [row["step"] for row in curve(folder, "run") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
@@ -442,7 +440,7 @@ def test_rows_are_those_of_a_whole_run_where_few_steps_have_one(folder, monkeypa
     assert [row["step"] for row in curve(folder, "whole") if "loss" in row] == [1, 4, 7]
     stop_at(monkeypatch, 1, short_run_values(folder, "run", **rare))
     main(command(short_run_values(folder, "run", **rare)))
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "continuing after step 2" in capsys.readouterr().out
     assert_same_end(folder, "run")
 
 
@@ -457,8 +455,8 @@ def test_the_flags_of_a_run_start_another_that_goes_on(folder, monkeypatch, caps
             die_at(patch, 2, signal.SIGTERM)
             main(again)
         main(again)
-        assert "going on after step 3" in capsys.readouterr().out
-        with pytest.raises(ValueError, match="holds a finished run"):
+        assert "continuing after step 3" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="has a finished run"):
             main(again)
         (folder / "run" / "summary.json").unlink()
 

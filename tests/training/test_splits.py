@@ -59,7 +59,7 @@ def test_rows_with_some_of_the_columns_of_labels(tmp_path):
     for row in rows:
         del row["threat"]
     table = read_file(Path(write(tmp_path, rows)))
-    with pytest.raises(ValueError, match="label_column: .*rows.jsonl has no column 'threat', and the run's labels are"):
+    with pytest.raises(ValueError, match="label_column: .*rows.jsonl has no column 'threat', but the run's labels are"):
         Classification.for_inference(cfg, run, table, labelled=True)
     cfg.label_column = "fold"  # what is given is taken
     assert Classification.for_inference(cfg, run, table, labelled=True).columns.label == "fold"

@@ -52,7 +52,7 @@ def test_a_signal_stops_in_order_and_the_command_goes_on(folder, monkeypatch, ca
     assert not (folder / "run" / "model").exists()
     capsys.readouterr()
     main(command(run_values(folder, "run", **DROPPED)))
-    assert "going on after step 5" in capsys.readouterr().out
+    assert "continuing after step 5" in capsys.readouterr().out
     assert signal.getsignal(number) is before
     rows = [row for row in curve(folder, "run")]
     assert rows == curve(folder, "whole")

@@ -216,7 +216,7 @@ def test_rows_and_prompts_that_cannot_be_encoded_are_named(folder, tmp_path, cap
     fails(["predict", start, data, "--max_length", "9"], "line 1: the row has .* tokens, expected at most 9")
     fails(["generate", start, '{"input": "a"}'], "expected an object with the key '<ans>'")
     for words in ([], ["--batch_size", "1"]):
-        fails(["generate", start, '{"<ans>": ""}', "a", *words], "got 'a' beside or in place of a JSON object")
+        fails(["generate", start, '{"<ans>": ""}', "a", *words], "got 'a', expected a JSON object")
 
 
 def test_parquet_gives_the_objects_of_json_lines(folder, tmp_path, capsys):

@@ -272,7 +272,7 @@ def test_texts_that_do_not_fit(monkeypatch):
         Generation(["meteor"])
     with pytest.raises(ValueError, match="language: got 'cn'"):
         Generation(language="cn")
-    with pytest.raises(ValueError, match="got 1 and 2, expected as many"):
+    with pytest.raises(ValueError, match="got 1 and 2, expected equal numbers"):
         Generation(["rouge"]).update(["a"], ["a", "b"])
     with pytest.raises(ValueError, match="references: row 1 of the batch has none"):
         Generation(["rouge"]).update(["a", "b"], ["a", []])

@@ -369,7 +369,7 @@ def test_rows_whose_words_and_tags_do_not_fit_are_named(folder):
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "line 2: got 1 tags in column 'ner_tags' for 2 words"),
         ({"tokens": ["a"], "ner_tags": [None]}, r"line 2, word 1 \('a'\): the tag None is not one of the tags of"),
         ({"tokens": ["a"], "ner_tags": None}, "line 2: got None in column 'ner_tags' for 1 words"),
-        ({"tokens": None, "ner_tags": []}, "line 2: got None in column 'tokens', expected a list of words"),
+        ({"tokens": None, "ner_tags": []}, "line 2: got None in column 'tokens', expected a list of non-empty words"),
         ({"tokens": ["a", ""], "ner_tags": ["O", "O"]}, r"line 2: got \['a', ''\] in column 'tokens', expected a list"),
     ):
         write_jsonl(dev, [*rows[:1], row])
@@ -382,7 +382,7 @@ def test_rows_that_teach_nothing_are_refused(folder):
     with pytest.raises(ValueError, match="empty.jsonl: no row has a word in column 'tokens'"):
         finetune(folder, train_data=data)
     data = str(write_jsonl(folder / "one.jsonl", [{"tokens": ["a", "b"], "ner_tags": ["O", "O"]}] * 2))
-    with pytest.raises(ValueError, match="one.jsonl: all words have one tag, 'O', in column 'ner_tags': there"):
+    with pytest.raises(ValueError, match="one.jsonl: all words have the same tag, 'O', in column 'ner_tags', so there"):
         finetune(folder, train_data=data)
 
 
@@ -397,7 +397,7 @@ def test_columns_of_words_and_tags_that_are_not_found_are_asked_for(folder):
     data = str(folder / "data" / "train.jsonl")
     with pytest.raises(ValueError, match="words_column: .* has no column 'token', it has 'tokens', .*did you mean"):
         finetune(folder, train_data=data, words_column="token")
-    with pytest.raises(ValueError, match="tags_column: got 'tokens', which is the column of the words already"):
+    with pytest.raises(ValueError, match="tags_column: got 'tokens', which is already the column of the words"):
         finetune(folder, train_data=data, words_column="tokens", tags_column="tokens")
 
 

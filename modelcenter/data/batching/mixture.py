@@ -42,8 +42,8 @@ class Draw:
         if min(self.counts) < 1:
             i = self.counts.index(min(self.counts))
             raise ValueError(
-                f"mixture: {names[i]} with {100 * self.shares[i]:.2g} % of {self.rows} rows has none of them in an "
-                "epoch; give it more weight, or leave it out"
+                f"mixture: {names[i]} with {100 * self.shares[i]:.2g} % of {self.rows} rows gets no row in an epoch; "
+                "give it more weight, or leave it out"
             )
 
     def __call__(self, epoch: int) -> np.ndarray:
@@ -148,7 +148,7 @@ def mixed(tables: Sequence[Table], weights: Sequence[float]) -> Table:
     for other in others:
         if not set(first.columns) & set(other.columns):
             had = [f"{table.name} has {', '.join(map(repr, table.columns))}" for table in (first, other)]
-            raise ValueError(f"train_data: {' and '.join(had)}: give the columns the same names, to mix their rows")
+            raise ValueError(f"train_data: {' and '.join(had)}; rows can be mixed if their columns have the same names")
     table = concatenate(list(tables))
     shares = [Share(part.name, part.origin_rows, weight) for part, weight in zip(tables, weights, strict=True)]
     return Table(table.columns, table.origins, table.classes, table.index, shares)
@@ -222,7 +222,7 @@ def parse_weights(specs: Sequence[str]) -> list[tuple[str, float]] | None:
     parsed = [parse_weight(spec) for spec in specs]
     for path, _ in parsed:
         if re.fullmatch(r"\d*\.?\d+", path) and not Path(path).exists():
-            raise ValueError(f"train_data: got {path!r}; a weight is written behind its entry, as in PATH@{path}")
+            raise ValueError(f"train_data: got {path!r}; a weight is written after its entry, as in PATH@{path}")
     bare = [path for path, weight in parsed if weight is None]
     if bare and len(bare) < len(parsed):
         raise ValueError(f"train_data: {bare[0]} has no weight, but others have; write {bare[0]}@1, or leave all out")

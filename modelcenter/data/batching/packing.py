@@ -80,8 +80,8 @@ def cut(lengths: np.ndarray, size: int) -> np.ndarray:
     """
     if len(lengths) and int(lengths.max()) > size:
         raise ValueError(
-            f"batch_tokens: a row has {int(lengths.max())} tokens, but a microbatch takes {size}: use fewer ranks or "
-            "microbatches for this global batch, or lower max_length"
+            f"batch_tokens: a row has {int(lengths.max())} tokens, but a microbatch has at most {size}; use fewer "
+            "ranks or microbatches for this global batch, or lower max_length"
         )
     total = np.cumsum(lengths)
     ends, done = [], 0

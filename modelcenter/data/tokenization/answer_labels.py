@@ -140,8 +140,8 @@ def _label(
             if len(row.ids) > max_length:
                 if too_long == "error":
                     raise ValueError(
-                        f"{where(i)}: the row has {len(row.ids)} tokens, max_length is {max_length}; give --too_long "
-                        "cut or drop, or a larger --max_length"
+                        f"{where(i)}: the row has {len(row.ids)} tokens, but max_length is {max_length}; give "
+                        "--too_long cut or drop, or a larger --max_length"
                     )
                 row = row.cut_to(max_length)
                 if too_long == "drop" or not row.has_answer:

@@ -67,7 +67,7 @@ class ChatTemplate:
         self.text: str = text
         self.text_with_tools: str = with_tools if self.name == "chat" and with_tools else self.text
         if tokenizer.eos_token_id is None:
-            raise ValueError("tokenizer: it has no end token (eos_token), so no answer could end; give one that has")
+            raise ValueError("tokenizer: it has no end token (eos_token), so answers could not end; give one that has")
         # A template writes the tokens at the start itself; a plain layout gets the tokenizer's.
         self.prefix = list(SpecialTokens.of(tokenizer).before) if self.name in LAYOUTS else []
         self._added_words = set(tokenizer.get_added_vocab())  # no token crosses the boundary of one of these
@@ -137,9 +137,9 @@ class ChatTemplate:
             if not whole.startswith(before):
                 begins, other = whole[: len(before)][-200:], " Give --train_on last." if i < max(places) else ""
                 raise ValueError(
-                    f"template {self.name}: the conversation up to its turn {i + 1} is rendered as "
-                    f"{before[-200:]!r}, but the whole begins with {begins!r}, so it cannot be told what is an answer."
-                    f"{other} Or change the template (--template FILE)"
+                    f"template {self.name}: the conversation up to its turn {i + 1} is rendered as {before[-200:]!r}, "
+                    f"but the whole conversation begins with {begins!r}, so the answers cannot be found.{other} Or "
+                    "change the template (--template FILE)"
                 )
             answers.append((len(before), self._answer_end(turns, i, whole, len(before))))
         return Rendered(whole, answers)
@@ -187,9 +187,9 @@ class ChatTemplate:
         followed = self.render([*turns[: i + 1], {**turns[i + 1], "content": _PLACEHOLDER}])
         if at < 0 or stop not in followed[start:].partition(_PLACEHOLDER)[0]:
             raise ValueError(
-                f"template {self.name}: writes turn {i + 1} in another way when turns follow, and no special token "
-                "ends it there, so it cannot be told where the answer ends; give --train_on last, or change the "
-                "template (--template FILE)"
+                f"template {self.name}: turn {i + 1} is rendered differently if turns follow, and then ends with no "
+                "special token, so the end of the answer is unknown; give --train_on last, or change the template "
+                "(--template FILE)"
             )
         return at + len(stop)
 
@@ -270,7 +270,7 @@ class ChatTemplate:
             token = self.tokenizer.decode([ids[differing[0]]])
             raise ValueError(
                 f"template {self.name}: its generation block {verb} {token!r} (token {differing[0]}), but an answer "
-                "goes from the generation prompt to the token that ends the turn; put the block around just that"
+                "goes from the generation prompt to the token that ends the turn; put the block around exactly that"
             )
 
 
@@ -278,7 +278,7 @@ def _asked(turns: Conversation) -> Conversation:
     """All turns except an answer at the end. Raises ValueError if there are none."""
     asked = turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
     if not asked:
-        raise ValueError("the conversation has nothing to answer")
+        raise ValueError("the conversation has no turn to answer")
     return asked
 
 

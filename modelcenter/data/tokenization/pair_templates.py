@@ -114,8 +114,8 @@ class PairTemplate:
         self.shortest = len(self._tokens_of(""))
         if same and tokenizer.pad_token_id == self.ending[-1]:
             raise ValueError(
-                f"pair_template: it ends in {tokenizer.pad_token!r}, by which no text is judged; end it in "
-                "another token, or give the tokenizer a pad_token of its own"
+                f"pair_template: it ends with {tokenizer.pad_token!r}, the padding token, but the score is read at the "
+                "last token that is not padding; end it with another token, or give the tokenizer another pad_token"
             )
 
     def _writes_both(self) -> bool:
@@ -149,13 +149,13 @@ class PairTemplate:
         """
         if max_length <= self.shortest:
             raise ValueError(
-                f"max_length: got {max_length}, but the template alone has {self.shortest} tokens; give more"
+                f"max_length: got {max_length}, but the template itself has {self.shortest} tokens; give more"
             )
         rendered = [self.render(query, text) for query, text in zip(queries, texts, strict=True)]
         tokens = tokenize(self.tokenizer, rendered, max_length=max_length, special_tokens=False)
         if not tokens.truncated:
             return tokens
         ids, length = tokens.ids.copy(), len(self.ending)
-        for end in tokens.offsets[1:][tokens.lengths == max_length]:  # of those that were not cut it is there
+        for end in tokens.offsets[1:][tokens.lengths == max_length]:  # pairs that were not cut have it already
             ids[end - length : end] = self.ending
         return replace(tokens, ids=ids)

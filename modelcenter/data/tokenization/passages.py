@@ -77,8 +77,8 @@ def tokenize_passages(
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"tokenizer: {type(tokenizer).__name__} does not say which characters its tokens stand for; answers "
-            "in a text need a fast tokenizer"
+            f"tokenizer: {type(tokenizer).__name__} does not map tokens to characters, which is needed to find answers "
+            "in a text; use a fast tokenizer"
         )
     sizes = _Sizes(max_length, doc_stride, max_question_length)
     key = ["passages", _VERSION, *sizes, tokenizer_state(tokenizer), questions, contexts]
@@ -126,8 +126,8 @@ def _windows(encoding: Any, side: np.ndarray, sizes: _Sizes, where: Callable[[],
     if room <= sizes.doc_stride and room < len(context):
         raise ValueError(
             f"doc_stride: got {sizes.doc_stride}, but a max_length of {sizes.max_length} leaves {max(room, 0)} tokens "
-            f"for the context beside the question and special tokens ({where()}); raise max_length, or "
-            "lower doc_stride or max_question_length"
+            f"for the context after the question and special tokens ({where()}); raise max_length, or lower doc_stride "
+            "or max_question_length"
         )
     ids, type_ids = np.array(encoding.ids, np.int32), np.array(encoding.type_ids, np.uint8)
     chars = np.array(encoding.offsets, np.int32).reshape(-1, 2) * (side == 1)[:, None]

@@ -1,4 +1,5 @@
-"""Words with tags to tokens: each word is tokenised by itself, rows that are too long become several windows."""
+"""From words with tags to tokens: each word is tokenised by itself, and rows that are too long become several
+windows."""
 
 from __future__ import annotations
 
@@ -36,16 +37,16 @@ def tokenize_words(
 ) -> TokenizedWords:
     """Tokenise rows of words, or read them from the cache.
 
-    A word is tokenised as it stands between spaces, whatever its neighbours: what transformers calls
-    is_split_into_words, for tokenizers of either kind. A word without any token becomes the unknown token; a word
-    of more tokens than a window is cut.
+    A word is tokenised as it would be between spaces, whatever its neighbours, like is_split_into_words of
+    transformers, with fast and slow tokenizers. A word without any token becomes the unknown token; a word with more
+    tokens than a window is truncated.
 
     Args:
-        max_length: tokens of a window, special ones included. split: longer rows become several windows, each of whole
-            words; otherwise they are cut after the last whole word.
+        max_length: tokens of a window, including special tokens. split: longer rows become several windows of whole
+            words; otherwise they are truncated after the last whole word that fits.
 
     Raises:
-        ValueError: there are no words; a word without tokens where the tokenizer has no unknown token.
+        ValueError: there are no words, or a word has no tokens and the tokenizer no unknown token.
     """
     flat = [word for row in rows for word in row]
     if not flat:
@@ -59,7 +60,7 @@ def tokenize_words(
 
 
 def prefix_space(tokenizer: Any) -> str:
-    """What to put before each word: a space for byte-level tokenizers, where a space belongs to the word after it."""
+    """The prefix of each word: a space for byte-level tokenizers, in which a space belongs to the word after it."""
     if not tokenizer.is_fast:
         return ""
     before = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
@@ -68,8 +69,8 @@ def prefix_space(tokenizer: Any) -> str:
 
 
 def space_before_words(tokenizer: Any) -> None:
-    """Make a byte-level tokenizer put a space before a text as before any other word (RoBERTa's and GPT-2's
-    add_prefix_space) and save this setting, so that whoever uses the model later gives it the words of its training."""
+    """Make a byte-level tokenizer put a space before a text, as before any other word (RoBERTa's and GPT-2's
+    add_prefix_space), and save this setting, so that later users of the model tokenise words as in training."""
     if prefix_space(tokenizer) and hasattr(tokenizer.backend_tokenizer.pre_tokenizer, "add_prefix_space"):
         tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
         tokenizer.add_prefix_space = tokenizer.init_kwargs["add_prefix_space"] = True
@@ -81,7 +82,7 @@ def _tokenize(
     special = SpecialTokens.of(tokenizer)
     before, after = special.before, special.after
     room = max_length - len(special)
-    # Each distinct word is tokenised once: `distinct` is its number for each word, `table` the tokens of all of them.
+    # Each distinct word is tokenised once: `distinct` maps each word to its number, `table` has the tokens of all.
     numbers: dict[str, int] = {}
     distinct = np.fromiter((numbers.setdefault(word, len(numbers)) for word in flat), np.int64, len(flat))
     pieces = [ids[:room] for ids in _pieces(tokenizer, list(numbers))]
@@ -115,7 +116,7 @@ def _tokenize(
 
 
 def _windows(sizes: np.ndarray, counts: np.ndarray, room: int, split: bool) -> tuple[np.ndarray, int]:
-    """(the window of each word, -1 where it is cut off; how many rows were cut).
+    """(the window of each word, -1 if it is left out; the number of truncated rows).
 
     sizes: tokens of each word; counts: words of each row; room: tokens of a window.
     """
@@ -145,5 +146,5 @@ def _pieces(tokenizer: Any, words: list[str]) -> list[list[int]]:
     unknown = tokenizer.unk_token_id
     if unknown is None and not all(pieces):
         empty = next(word for word, ids in zip(words, pieces, strict=True) if not ids)
-        raise ValueError(f"the word {empty!r} has no token, and the tokenizer no token for unknown words")
+        raise ValueError(f"the word {empty!r} has no token, and the tokenizer has no token for unknown words")
     return [list(ids) or [unknown] for ids in pieces]

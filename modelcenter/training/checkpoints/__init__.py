@@ -1,1 +1,1 @@
-"""The checkpoints of a run: where it goes on from, which is the best, how they are written, and the final model."""
+"""The checkpoints of a run: resuming, model selection, writing, export, and the final model."""

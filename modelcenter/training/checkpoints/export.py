@@ -1,4 +1,4 @@
-"""Export of the checkpoints of runs with low-rank updates: as a Hugging Face directory or as an adapter."""
+"""Export of checkpoints of runs with low-rank updates, as a Hugging Face directory or as an adapter."""
 
 import dataclasses
 import json
@@ -29,8 +29,8 @@ from modelcenter.training.trained import check_leaves_model, how_to_merge
 
 
 def has_adapter(path: Path) -> bool:
-    """Whether a path is a checkpoint of a run with low-rank updates, or what is left of such a run that finished:
-    model/, or adapter/ where the weights are in 4 bits."""
+    """Whether a path is a checkpoint of a run with low-rank updates, or the output of such a run: model/, or adapter/
+    if the weights are in 4 bits."""
     if (path / RUN_FILE).is_file():
         return json.loads((path / RUN_FILE).read_text(encoding="utf-8"))["flags"].get("lora_rank") is not None
     if path.name == "adapter":
@@ -39,7 +39,7 @@ def has_adapter(path: Path) -> bool:
 
 
 def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **options: Any) -> str | None:
-    """Write the model with its updates merged, or (keep) the adapter alone, in peft's format. One process.
+    """Write the model with its updates merged or, with `keep`, only the adapter, in peft's format. One process.
 
     Args:
         path: a checkpoint, or the model/ or adapter/ of a finished run.
@@ -47,11 +47,12 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
         options: of save_pretrained.
 
     Returns:
-        What was written, in words; None: the model of a finished run is merged, and converts as any other.
+        A message that says what was written; None: the model of a finished run is merged already, and is converted like
+        any other.
 
     Raises:
-        ValueError: the weights are in 4 bits, and no adapter is merged with those; the target cannot be written; idle
-            flags.
+        ValueError: the weights are in 4 bits, with which an adapter cannot be merged; the target exists; flags would
+            have no effect.
     """
     finished = not (path / RUN_FILE).is_file()
     if finished and not keep:
@@ -59,8 +60,8 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
             check_leaves_model(path.parent)
         return None
     if idle:
-        what = "the adapter is written as it is" if keep else "its model is merged in memory, and not converted"
-        raise ValueError(f"{idle[0]}: {path} is of a run with an adapter; {what}. Leave {' and '.join(idle)} out")
+        what = "the adapter is written unchanged" if keep else "its model is merged in memory instead of converted"
+        raise ValueError(f"{idle[0]}: {path} comes from a run with an adapter; {what}. Leave {' and '.join(idle)} out")
     if finished:
         if target.exists():
             raise ValueError(f"{target} exists; give a new directory")
@@ -71,8 +72,8 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
     quantize = run["flags"].get("quantize")
     if quantize is not None and not keep:
         raise ValueError(
-            f"{path} is of a run with weights in 4 bits ({quantize}), with which no adapter is merged. `modelcenter "
-            f"export {shlex.quote(str(path))} ADAPTER --keep_adapter` writes the adapter alone, of which "
+            f"{path} comes from a run with weights in 4 bits ({quantize}), with which an adapter cannot be merged. "
+            f"`modelcenter export {shlex.quote(str(path))} ADAPTER --keep_adapter` writes the adapter; then "
             + how_to_merge(run["flags"], run["task"], "ADAPTER")
         )
     model = _trained_model(path, run)
@@ -87,25 +88,26 @@ def export_adapter(path: Path, target: Path, keep: bool, idle: Sequence[str], **
 
 
 def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
-    """The model of a checkpoint with its updates beside the weights; of weights in 4 bits, these are left as drawn."""
+    """The model of a checkpoint, with its updates separate from the weights. If the run's weights were in 4 bits, the
+    model's are random: only its adapter is used."""
     kind = TASKS[run["task"]].flags()
-    known = {field.name for field in dataclasses.fields(kind)}  # another version may have had others
+    known = {field.name for field in dataclasses.fields(kind)}  # another version may have had other flags
     known.discard("quantize")  # only the adapter is read
     cfg = kind(**{name: value for name, value in run["flags"].items() if name in known})
     values = read_json(path / CONFIG_FILE)
     arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
-    task = choose_task(arch, None, values, str(path), beside(path))  # of the heads that the task may train
+    task = choose_task(arch, None, values, str(path), beside(path))  # one of the heads that the task may train
     model = modelcenter.from_config(
         values,
         task,
-        # No file has what the initial model lacked: run.json lists what the run trained whole.
+        # Only run.json lists the parameters that the run trained in full because the initial model lacked them.
         adapter=make_adapters(cfg, run.get("trained")),
         policy=False,
         dtype=values.get("dtype", "float32"),
         embedding=read_embedding_files(beside(path)),
     )
     if not cfg.from_scratch:
-        # Named as by a run that finishes: by its repository, where the name is one of ours.
+        # The same name as in a finished run: the repository's, if the name is a preset.
         model.adapter.base = cfg.model if Path(str(cfg.model)).exists() else repo_of(str(cfg.model))[0]
         model.adapter.revision = cfg.revision
     if (path / GENERATION_FILE).is_file():
@@ -118,7 +120,8 @@ def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
 
 
 def _load_adapter(path: Path, model: Model) -> None:
-    """Read what a run over weights in 4 bits trained, in its dtypes; the weights are packed in its checkpoints."""
+    """Load the trained parameters of a run with weights in 4 bits, in their dtypes; the weights stay packed in
+    checkpoints."""
     check_manifest(path)
     with DCPSource(path) as stored:
         for raw, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""model/: the trained model as a Hugging Face directory, and its way to the Hub."""
+"""model/: writing the trained model as a Hugging Face directory, and pushing it to the Hub."""
 
 import shlex
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def save_final_model(run: "Run", target: Path) -> None:
-    """Write the model as a Hugging Face directory: the best one if best_metric says so. Collective."""
+    """Write the model as a Hugging Face directory: with best_metric, the best one. Collective."""
     assert run.checkpoints is not None
     run.checkpoints.wait()
     best = run.selection.best if run.cfg.best_metric is not None else {}
@@ -27,37 +27,37 @@ def save_final_model(run: "Run", target: Path) -> None:
     if run.cfg.lora_rank is not None:
         save_adapter(run.model, target.parent / "adapter", run.tokenizer)
         if run.cfg.quantize is not None:
-            run.record.report("the weights are in 4 bits, which take no updates: adapter/ is what was trained")
+            run.record.report("the weights are in 4 bits, so updates cannot be merged: the result is in adapter/")
             return
         merge_lora(run.model)
     run.task.save_model(run.model, target, run.tokenizer, model_card(run))
 
 
 def _load_best_model(run: "Run", checkpoints: Path) -> None:
-    """Load the weights of the best evaluation; where they could not be written, those of the best before it, or keep
-    the last ones, which is reported."""
+    """Load the weights of the best evaluation. If they could not be written, load those of the best one before it, or
+    keep the last ones, and report that."""
     path, best_step = best_checkpoint(checkpoints), run.selection.best["step"]
     step = None if path is None else int(path.name.removeprefix("step-"))
     if step != best_step:
         run.selection.fall_back(step, run.record.rows)
         kept = f"that of step {step}" if run.selection.best else "the last one"
-        run.record.report(f"{checkpoints}: the best model, of step {best_step}, is not there; {kept} takes its place")
+        run.record.report(f"{checkpoints}: the best model, of step {best_step}, is missing; {kept} is used instead")
     if run.selection.best:
         assert path is not None
         load_model(path, run.model)
 
 
 def push_final_model(run: "Run", output: Path, repo_id: str) -> None:
-    """Push the model as --push_to_hub says. Collective.
+    """Push the model to the repository of --push_to_hub. Collective.
 
     Raises:
-        ValueError: the Hub refuses, or cannot be reached; the model stays in output_dir.
+        ValueError: the Hub refuses it or cannot be reached; the model stays in output_dir.
     """
     with together(f"publishing {output / 'model'}", patient=True):
         if engine.rank() == 0:
             try:
                 pushed = push_directory(output, repo_id)
-            except ValueError as error:  # for the command of this run, all is done
+            except ValueError as error:  # repeating the run's command would not push: the run is finished
                 remedy = shlex.join(["modelcenter", "push", str(output), repo_id])
                 raise ValueError(f"{error}. The model is in {output / 'model'}; `{remedy}` pushes it") from None
             run.record.report(f"pushed to {pushed.address}")

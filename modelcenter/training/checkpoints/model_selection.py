@@ -34,7 +34,7 @@ def check_best_metric(cfg: TrainConfig, task: Any, eval_set: Examples | None) ->
     """Raise ValueError, before the first step, if no evaluation can tell which model is best. Collective."""
     for name in ("best_metric", "early_stopping"):
         if getattr(cfg, name) is not None and eval_set is None:
-            raise ValueError(f"{name}: there are no rows to evaluate on; give eval_data or eval_fraction")
+            raise ValueError(f"{name}: got no rows to evaluate on; give eval_data or eval_fraction")
     if cfg.best_metric is None:
         return
     known, name = [*task.metric_names(eval_set), *task.teacher_metric_names], cfg.best_metric.removeprefix("eval_")
@@ -82,7 +82,9 @@ class ModelSelection:
         """
         if self.metric not in row:
             known = ", ".join(key.removeprefix("eval_") for key in row if key.startswith("eval_"))
-            raise ValueError(f"best_metric: got {self.metric.removeprefix('eval_')!r}, the evaluation gives {known}")
+            raise ValueError(
+                f"best_metric: got {self.metric.removeprefix('eval_')!r}, but the evaluation reports {known}"
+            )
         self.latest = {"metric": self.metric, "value": row[self.metric], "step": row["step"]}
         improved = self._latest_is_better_than(self.best)
         if improved:
@@ -159,7 +161,7 @@ def evaluation_conditions(cfg: TrainConfig, eval_set: Examples | None) -> dict[s
 
 
 def changed_condition(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The flag because of which scores from before a stop do not compare with new ones; None: they do. Collective.
+    """The flag that makes scores from before a stop incomparable with new ones; None: they compare. Collective.
 
     Args:
         before, now: evaluation_conditions; an older version's may lack some.
@@ -174,12 +176,12 @@ def still_counts(cfg: TrainConfig, metric: str, best: dict[str, Any]) -> bool:
         return True
     reason = ""
     if best["metric"] != metric:
-        reason = f"best_metric is {metric.removeprefix('eval_')} now"
+        reason = f"best_metric is now {metric.removeprefix('eval_')}"
     elif cfg.best_metric is not None:
         assert cfg.output_dir is not None
         kept = best_checkpoint(Path(cfg.output_dir) / CHECKPOINTS)
         if kept is None or kept.name != f"step-{best['step']:08d}":
-            reason = "its checkpoint is not in output_dir, or damaged"
+            reason = "its checkpoint is damaged or not in output_dir"
     if reason:
         warn_best_dropped(best, reason)
     return not reason
@@ -200,6 +202,6 @@ def best_checkpoint(checkpoints: Path) -> Path | None:
         path = latest_checkpoint(checkpoints / "best")
     except ValueError as error:  # raised for a damaged checkpoint that is named; others would be skipped
         if engine.rank() == 0:
-            log.warning("the best checkpoint is passed over: %s", error)
+            log.warning("the best checkpoint is ignored: %s", error)
         return None
     return None if path is None else path.resolve()

@@ -65,7 +65,7 @@ class Continuation:
     def _changed_flags(self, now: dict[str, Any], unsaid: Mapping[str, Any]) -> dict[str, Any]:
         """{flag: the value in the checkpoint's run} for flags whose values differ now.
 
-        unsaid: what None stands for, for flags where that is known.
+        unsaid: what None means, for flags where that is known.
         """
         known = [name for name in self.flags if name in now and (engine.rank() == 0 or name not in PLACES)]
 
@@ -76,35 +76,37 @@ class Continuation:
         return {n: x for n, x in before.items() if absolute_path(n, x) != absolute_path(n, meant(n, now[n]))}
 
     def _check_same(self, now: dict[str, Any], changed: dict[str, Any], data: Any) -> None:
-        remedy = f"--resume never starts anew, --resume {self.checkpoint} goes on all the same"
+        remedy = f"`--resume never` starts over, `--resume {self.checkpoint}` continues nevertheless"
         if changed:
             name, value = next(iter(changed.items()))
             raise ValueError(
-                f"{name}: got {now[name]!r}, but {self.checkpoint} is of a run with {value!r}. Give the same; or "
+                f"{name}: got {now[name]!r}, but the run of {self.checkpoint} had {value!r}. Give the same; or "
                 + remedy
             )
         if identity(data) != identity(self.data):
             raise ValueError(
-                f"train_data: the rows are not those that {self.checkpoint} was trained on"
-                f"{differences(self.data, data)}. Give the same; or {remedy}"
+                f"train_data: the rows differ from those that {self.checkpoint} was trained "
+                f"on{differences(self.data, data)}. Give the same; or {remedy}"
             )
 
     def _check_state_fits(self, now: dict[str, Any], changed: dict[str, Any]) -> None:
         """Raise ValueError if the state in the checkpoint cannot be used, even if --resume names it."""
         weights = f"--model {self.checkpoint}"
-        if self.flags.get("lora_rank") is not None:  # it has to be exported first
+        if self.flags.get("lora_rank") is not None:  # the checkpoint has to be exported first
             weights = f"`modelcenter export {shlex.quote(str(self.checkpoint))} DST`, then --model DST"
-        remedy = f"Give the same; or begin anew with its weights: {weights} and another --output_dir, without --resume"
+        remedy = (
+            f"Give the same; or start a new run with its weights: {weights} and another --output_dir, without --resume"
+        )
         for name, before in changed.items():
             if name in _PARAMETER_FLAGS:
                 raise ValueError(
-                    f"{name}: got {now[name]!r}, but {self.checkpoint} is of a run with {before!r}, which trains other "
+                    f"{name}: got {now[name]!r}, but the run of {self.checkpoint} had {before!r}, which trains other "
                     f"parameters. {remedy}"
                 )
             if name == "optimizer" or (name == "precision" and "fp16" in (now[name], before)):  # fp16 has a loss scale
                 raise ValueError(
-                    f"{name}: got {now[name]!r}, which has no use for the state that {self.checkpoint} keeps for "
-                    f"{before!r}. {remedy}"
+                    f"{name}: got {now[name]!r}, which cannot use the state for {before!r} in {self.checkpoint}. "
+                    f"{remedy}"
                 )
 
     def sums_of_other_base(self, cfg: TrainConfig, model: Model) -> dict[str, float] | None:
@@ -126,8 +128,8 @@ class Continuation:
         with together(f"comparing the weights under the adapter with those of {self.checkpoint}"):
             if frozen_sums(model) != before:
                 raise ValueError(
-                    f"model: got {cfg.model!r}, whose weights are not those under the adapter in {self.checkpoint}. "
-                    f"Give the model of that run, {self.flags['model']!r}; or begin anew with this one, without "
+                    f"model: got {cfg.model!r}, but the adapter in {self.checkpoint} was trained on other weights. "
+                    f"Give the model of that run, {self.flags['model']!r}; or start a new run with this one, without "
                     "--resume"
                 )
 
@@ -173,27 +175,27 @@ def find_continuation(cfg: TrainConfig) -> Continuation | None:
             return _read(newest, cfg, forced=False, in_output_dir=True)
     if path is None:
         fix = "give a run's folder or one of its checkpoints"
-        if (Path(expanduser(cfg.resume)) / "model").is_dir():  # a run that has ended and kept none
-            fix = f"to begin a run with the weights of that one give --model {cfg.resume}"
-        raise ValueError(f"resume: {root} holds no whole checkpoint; {fix}")
+        if (Path(expanduser(cfg.resume)) / "model").is_dir():  # a finished run that kept no checkpoint
+            fix = f"to start a run with its weights, give --model {cfg.resume}"
+        raise ValueError(f"resume: {root} has no complete checkpoint; {fix}")
     path = path.resolve()
     if newest is None or path == newest.resolve():
         return _read(path, cfg, forced=True, in_output_dir=newest is not None)
     if path.parent == home.resolve():
         raise ValueError(
-            f"resume: {path} is not the newest checkpoint in {home}, {newest.name} is. To go on from that leave "
-            "--resume out; to go back give another --output_dir"
+            f"resume: got {path}, but the newest checkpoint in {home} is {newest.name}. To continue from that, leave "
+            "--resume out; to go back, give another --output_dir"
         )
     raise ValueError(
-        f"resume: {home} holds checkpoints of a run that did not begin with {cfg.resume}. To go on from them leave "
-        "--resume out; to begin with it give another --output_dir"
+        f"resume: {home} has checkpoints of a run that did not start from {cfg.resume}. To continue that run, leave "
+        f"--resume out; to start from {cfg.resume}, give another --output_dir"
     )
 
 
 def _read(path: Path, cfg: TrainConfig, forced: bool, in_output_dir: bool) -> Continuation:
     run = _read_run_file(path)
     if run["task"] != cfg.task:
-        raise ValueError(f"resume: {path} is of a run of {run['task']}, this one is {cfg.task}")
+        raise ValueError(f"resume: got {path}, a checkpoint of the task {run['task']}, expected one of {cfg.task}")
     return Continuation(path, run["step"], run["flags"], run.get("data"), forced, in_output_dir)
 
 
@@ -205,7 +207,7 @@ def _read_run_file(path: Path) -> dict[str, Any]:
             try:
                 content = read_json(path / RUN_FILE)
             except ValueError as error:
-                raise ValueError(f"resume: {path} is no checkpoint of a run: {error}") from None
+                raise ValueError(f"resume: {path} is not a checkpoint of a run: {error}") from None
             for name, kind, expected in _RUN_FIELDS:
                 if not isinstance(value := content.get(name), kind):
                     raise ValueError(f"resume: {path / RUN_FILE} is damaged: {name} is {value!r}, expected {expected}")
@@ -243,7 +245,7 @@ def frozen_sums(model: Model) -> dict[str, float]:
 
 
 def load_state(checkpoint: Path, model: Model, manager: OptimManager) -> dict[str, Any]:
-    """engine.load_checkpoint, except that learning rates, decays and the like stay as the flags say, which may differ
+    """engine.load_checkpoint, except that learning rates, decays and the like are those of the flags, which may differ
     from the checkpoint's with --resume PATH. Collective."""
     groups = [
         [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ from modelcenter.training.output.folder import CHECKPOINTS, free_space
 
 
 class CheckpointWriter:
-    """Writes checkpoints while training goes on.
+    """Writes checkpoints while training continues.
 
     If one cannot be written, earlier ones stay. That is reported, and is an error only if the run ends with it.
     """

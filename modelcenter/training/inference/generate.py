@@ -31,10 +31,10 @@ def run_generate(cfg: GenerateConfig) -> None:
     interactive = _is_interactive(cfg)
     prompts = [] if interactive else _read_prompts(cfg)
     if interactive and engine.world_size() > 1:
-        raise ValueError("prompt: is read from the terminal by one process; with several, give --prompts_file")
+        raise ValueError("prompt: only one process can read from the terminal; with several, give --prompts_file")
     if interactive and cfg.output is not None:
         raise ValueError(
-            "output: a typed prompt is answered on the terminal; give prompts or --prompts_file, or a pipe"
+            "output: prompts typed at the terminal are answered there; give prompts, --prompts_file or a pipe"
         )
     generator = _Generator(cfg)
     if interactive:
@@ -67,14 +67,14 @@ class _Generator:
         self.model, self.run = load_model(cfg, trained), trained.run
         if self.model.task not in ("causal-lm", "seq2seq-lm"):
             raise ValueError(
-                f"{cfg.run}: a model for {self.model.task} writes no text; expected causal-lm or seq2seq-lm"
+                f"{cfg.run}: a model for {self.model.task} cannot generate text; expected causal-lm or seq2seq-lm"
             )
         self.tokenizer = load_tokenizer(cfg, trained)
         size = self.tokenizer.vocab_size  # added tokens may have no row; a prompt with one raises its own error
         if size > self.model.config.vocab_size:
             raise ValueError(
-                f"tokenizer: has {size} tokens, the model's vocabulary {self.model.config.vocab_size}; give the one "
-                "the model was trained with"
+                f"tokenizer: got {size} tokens, but the model's vocabulary has {self.model.config.vocab_size}; give "
+                "the tokenizer the model was trained with"
             )
         self._choose_languages()
         self.prefix = trained.run.prefix if isinstance(trained.run, Seq2SeqConfig) and not cfg.chat else ""
@@ -180,7 +180,7 @@ def _read_prompts(cfg: GenerateConfig) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"prompts_file: {path} cannot be read as UTF-8 text: {error}") from None
     elif int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ValueError("prompt: none was given; with several processes give texts or --prompts_file")
+        raise ValueError("prompt: none was given; with several processes, give texts or --prompts_file")
     else:
         text = _as_utf8(sys.stdin.read())
     place = cfg.prompts_file or "standard input"
@@ -191,8 +191,8 @@ def _read_prompts(cfg: GenerateConfig) -> list[str]:
         raise ValueError(f"prompt: none was given ({place} has no line with text)")
     # Skipping one would shift prompts against texts.
     if empty := [number for number, line in enumerate(lines, 1) if not line.strip()]:
-        more = f", as {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise ValueError(f"prompt: line {empty[0]} of {place} is empty{more}; each line is a prompt: remove it")
+        more = f", like {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise ValueError(f"prompt: line {empty[0]} of {place} is empty{more}; each line is a prompt, so remove it")
     return lines
 
 

@@ -88,8 +88,8 @@ def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Mod
     report = getattr(model, "load_report", None)
     if model.task not in TASKS[task.name].heads or (report is not None and report.initialised):
         raise ValueError(
-            f"{cfg.run}: a model for {model.task}, expected one that was trained for {task.head}; "
-            f"`modelcenter {TASKS[task.name].verb} {task.name}` trains it"
+            f"{cfg.run}: got a model for {model.task}, expected one that was trained for {task.head}; `modelcenter "
+            f"{TASKS[task.name].verb} {task.name}` trains it"
         )
     tokenizer = load_tokenizer(cfg, trained)
     omit_unused_token_types(tokenizer, model)
@@ -98,5 +98,5 @@ def _prepare(cfg: PredictConfig, task: Task, trained: TrainedModel) -> tuple[Mod
         examples = task.inference_examples(model, tokenizer, max_length)
     cut = getattr(examples, "truncated", 0)  # some tasks have lists of prompts, which are never truncated
     if cut and engine.rank() == 0:
-        log.warning("%s: %d texts cut at %s", examples.name, cut, task.length_limit(max_length))
+        log.warning("%s: %d texts truncated at %s", examples.name, cut, task.length_limit(max_length))
     return model, tokenizer, examples

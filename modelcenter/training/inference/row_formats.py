@@ -32,7 +32,9 @@ def format_of(path: str, endings: Sequence[str] = ENDINGS) -> str:
     if ending not in _OTHERS.union(ENDINGS):
         return LINES
     if ending not in endings:
-        raise ValueError(f"output: {path} ends in {ending}, expected {', '.join(endings)}, which name the format")
+        raise ValueError(
+            f"output: {path} has the extension {ending}, expected {', '.join(endings)}, which gives the format"
+        )
     if ending == ".parquet":
         try:
             import pyarrow  # noqa: F401

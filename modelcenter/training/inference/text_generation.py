@@ -33,7 +33,7 @@ def new_tokens(model: Model, given: int | None, prompt_length: int) -> int:
         return _DEFAULT_NEW_TOKENS
     if left > 0:
         most = model.config.max_written_tokens
-        _print_once(f"max_new_tokens: not given; a text ends where the {most} positions of the model do")
+        _print_once(f"max_new_tokens: not given; a text has at most the model's {most} positions")
     return max(left, 1)  # if there is no room, generate raises the error
 
 

@@ -115,7 +115,9 @@ class Generation:
             ValueError: the lists differ in length, or a row has no reference.
         """
         if len(predictions) != len(references):
-            raise ValueError(f"predictions, references: got {len(predictions)} and {len(references)}, expected as many")
+            raise ValueError(
+                f"predictions, references: got {len(predictions)} and {len(references)}, expected equal numbers"
+            )
         truths = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
         if empty := [i for i, truth in enumerate(truths) if not truth]:
             raise ValueError(f"references: row {empty[0]} of the batch has none, expected at least one text")

@@ -1,1 +1,1 @@
-"""What is measured while a run trains: time, tokens, arithmetic and skipped steps."""
+"""Measurements during training: time, tokens, arithmetic and skipped steps."""

@@ -1,4 +1,4 @@
-"""The clock of a run: seconds of training alone."""
+"""The clock of a run: seconds of training."""
 
 import time
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ class Clock:
     """Counts seconds of training, without evaluation and saving."""
 
     def __init__(self, before: float = 0.0):
-        """before: seconds that the run took until it was stopped."""
+        """before: seconds that the run took before it was stopped."""
         self._before = before
         self._started_at: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Counted until now."""
+        """The seconds counted so far."""
         return self._before + (0.0 if self._started_at is None else time.perf_counter() - self._started_at)
 
     def start(self) -> None:
@@ -27,14 +27,14 @@ class Clock:
         self._started_at = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop, once the device has done its work: what is still in a GPU's queue has not been done."""
+        """Stop, after waiting for the device: work in a GPU's queue is not done yet."""
         if engine.device().type == "cuda":
             torch.cuda.synchronize()
         self._before, self._started_at = self.seconds, None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing inside. After an exception the clock stays stopped."""
+        """Inside, nothing is counted. After an exception the clock stays stopped."""
         self.pause()
         yield
         self.start()

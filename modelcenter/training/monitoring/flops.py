@@ -1,12 +1,12 @@
-"""The floating-point operations that training needs, and their share of the devices' peak: model FLOPs utilisation
-(mfu), as in PaLM (arXiv:2204.02311, appendix B).
+"""The floating-point operations of training, and their share of the devices' peak: model FLOPs utilisation (mfu), as in
+PaLM (arXiv:2204.02311, appendix B).
 
-Counted are the products of linear layers, of attention and with the vocabulary, with two operations for each
-multiplication and addition: at every token, or, with the vocabulary, at every label. Recomputation in backward and
-padding are not counted, since they take time and add nothing; nor are DeBERTa's projections of distances, which are
-few. As is usual, every layer counts at every token, even the last one, which computes only the states that the head
-reads (Model.reads), and even at tokens that are left out (Model.without_unneeded). In shallow models with few labels,
-this makes the share look better than the executed products alone would.
+The count includes the products of linear layers and attention at every token, and those with the vocabulary at every
+label; a multiplication and an addition are two operations. Recomputation in backward and padding are not counted,
+because they only take time, and neither are DeBERTa's few projections of distances. As is usual, every layer counts at
+every token, even the last one, which computes only the states that the head reads (Model.reads), and even at tokens
+that are left out (Model.without_unneeded). In shallow models with few labels, this makes the share larger than that of
+the executed products.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from modelcenter.layers.heads import ExtractiveQA, LateClassifier, ReplacedToken
 from modelcenter.models.base import Model
 from modelcenter.training.metrics import sum_over_ranks
 
-# Peaks that manufacturers publish, in 1e12 operations a second: dense products of 16-bit numbers (data sheets also give
-# twice as many, for sparse weights), summed in fp32, on the fastest board of that name. The first key that is a part of
-# a device's name is used. A MI250X is two devices.
-# From NVIDIA's data sheets, as on nvidia.com/en-us/data-center/<a100|h100|h200|l4|l40s|...>; Blackwell's architecture
-# brief (HGX B100: 112e15 sparse fp4 operations of 8 boards, of which a 64th counts here); the white papers of GA102
-# (A40, RTX A6000, RTX 3090) and Ada (RTX 6000, RTX 4090); the A10G's data sheet for AWS. H800 and A800: as H100 and
-# A100. MI...: AMD's Instinct data sheets.
+# Published peaks, in 1e12 operations per second: dense products of 16-bit numbers, summed in fp32, on the fastest board
+# of that name (data sheets also give twice as many, for sparse weights). The first key that is part of a device's name
+# is used. A MI250X is two devices. Sources: NVIDIA's data sheets, as on
+# nvidia.com/en-us/data-center/<a100|h100|h200|l4|l40s|...>; Blackwell's architecture brief (HGX B100: 112e15 sparse fp4
+# operations of 8 boards, divided by 64 here); the white papers of GA102 (A40, RTX A6000, RTX 3090) and Ada (RTX 6000,
+# RTX 4090); the A10G's data sheet for AWS. H800 and A800 are as H100 and A100. MI...: AMD's Instinct data sheets.
 PUBLISHED_PEAKS: dict[str, float] = {
     "GB200": 2500, "B200": 2250, "B100": 1750, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835,
     "H200": 989, "GH200": 989, "H800 PCIe": 756, "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A30": 165,
@@ -46,16 +45,16 @@ PUBLISHED_PEAKS: dict[str, float] = {
 
 
 def published_peak(name: str) -> float | None:
-    """The peak operations per second that a device's manufacturer publishes; None if it is not in the table."""
+    """The published peak operations per second of a device; None if it is not in the table."""
     return next((1e12 * rate for part, rate in PUBLISHED_PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of a batch that operations depend on.
+    """The sizes of a batch on which the number of operations depends.
 
-    tokens: lengths of its sequences. target: those of the decoder of an encoder-decoder, else empty. labelled: tokens
-    with a label, where the head is a vocabulary's.
+    tokens: lengths of its sequences. target: those of the decoder of an encoder-decoder, else empty. labelled: the
+    number of tokens with a label, if the head predicts tokens.
     """
 
     tokens: Tensor
@@ -63,7 +62,7 @@ class Sizes:
     labelled: int
 
     def counts(self) -> dict[str, float]:
-        """{kind of place where a linear layer is applied: how many there are}."""
+        """{kind of place where linear layers are applied: number of these places}."""
         source, target = int(self.tokens.sum()), int(self.target.sum())
         return {"source": source, "target": target, "labelled": self.labelled, "sequences": len(self.tokens)}
 
@@ -72,9 +71,9 @@ class Sizes:
 class Arithmetic:
     """The multiplications of one pass of training.
 
-    model: on the meta device, which takes no memory. weights: {kind of place: multiplications at each, over forward and
-    backward}. attention: (pairs of tokens as a function of the sizes, multiplications for each) of every layer. prefix:
-    tokens that the model puts before each sequence.
+    model: on the meta device, which takes no memory. weights: {kind of place: multiplications at each, in forward and
+    backward}. attention: for every layer (the number of pairs of tokens as a function of the sizes, multiplications per
+    pair). prefix: the number of tokens that the model puts before each sequence.
     """
 
     model: Model
@@ -91,12 +90,12 @@ class Arithmetic:
         updates: Iterable[str] = (),
         prefix: int = 0,
     ) -> Arithmetic:
-        """That of the whole model of a configuration, however the model that trains is sharded.
+        """The arithmetic of the whole model of a configuration, however the trained model is sharded.
 
         Args:
             frozen: names of its parameters that are not trained: they get no gradients, and neither does anything
-                before the first parameter that is trained. updates: names of the adapter's parameters, inside its
-                modules or before all of them; they are so small that only the gradients that pass on to them count.
+                before the first trained parameter. updates: names of the adapter's parameters, inside its modules or
+                before all of them; they are so small that only the gradients passed on to them count.
         """
         model = on_meta(find_spec({"model_type": config.model_type}, None, "the config"), config, task)
         trained = {name for name, _ in model.named_parameters() if name not in frozen}
@@ -110,7 +109,7 @@ class Arithmetic:
             own = {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)} & trained
             inside = any(update.startswith(f"{name}.") for update in adapters)
             if isinstance(module, (SelfAttention, CrossAttention)):
-                # Scores and their sums of values; queries and keys are made of what this layer trains as well.
+                # Scores, and sums of values by them. Queries and keys depend on parameters that this layer trains.
                 below = reached or inside or any(f"{name}.{part}" in trained for part, _ in module.named_parameters())
                 scores = module.head_dim * getattr(module, "products", 1)
                 width = module.num_heads * (scores + getattr(module, "value_dim", module.head_dim))
@@ -128,7 +127,8 @@ class Arithmetic:
 
     @classmethod
     def of_model(cls, model: Model) -> Arithmetic:
-        """That of a model, which may be sharded. A stage of a pipeline does not know what other stages freeze."""
+        """The arithmetic of a model, which may be sharded. A pipeline stage does not know which parameters others
+        freeze."""
         names: dict[bool, list[str]] = {False: [], True: []}
         for name, parameter in model.named_parameters():
             names[parameter.requires_grad].append(clean_name(name))
@@ -137,15 +137,15 @@ class Arithmetic:
     def sizes(self, batch: Mapping[str, Any]) -> Sizes:
         """The sizes of a packed batch."""
         tokens = batch["cu_seqlens"].diff()
-        # A decoder without inputs of its own reads the encoder's again.
+        # A decoder without its own inputs reads the encoder's.
         target = batch.get("decoder_cu_seqlens", batch["cu_seqlens"]).diff() if _has_decoder(self.model) else tokens[:0]
         labelled = 0
-        if self.weights["labelled"]:  # not every head counts labels: one of embeddings has none
-            labelled, *_ = self.model.loss_counts(batch).values()  # of several terms the vocabulary's is the first
+        if self.weights["labelled"]:  # some heads, such as an embedding's, have no labels
+            labelled, *_ = self.model.loss_counts(batch).values()  # the first of several terms is the vocabulary's
         return Sizes(tokens, target, int(labelled))
 
     def operations(self, sizes: Sizes) -> float:
-        """Operations of forward and backward on a batch."""
+        """The operations of forward and backward on a batch."""
         if self.prefix:
             sizes = Sizes(sizes.tokens + self.prefix, sizes.target, sizes.labelled)
         counts = sizes.counts()
@@ -154,7 +154,7 @@ class Arithmetic:
 
 
 def _in_passing(model: Model) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) in the order of a forward, what is in a unit as often as the unit runs."""
+    """(name, module) in the order of a forward; modules of a unit occur as often as the unit runs."""
     units, names = list(model.units), {module: name for name, module in model.named_modules()}
     repeated = len(set(units)) < len(units)
     in_units = {module for unit in units for module in unit.modules()} if repeated else set()
@@ -173,7 +173,7 @@ def _has_decoder(model: Model) -> bool:
 
 
 def _place(name: str, modules: Mapping[str, nn.Module], two_sides: bool) -> str:
-    """Where a linear layer is applied: at the tokens of a side, at labelled ones, or once for each sequence."""
+    """The kind of place where a linear layer is applied: the tokens of a side, labelled tokens, or sequences."""
     first, *rest = name.split(".")
     owners = [modules[".".join([first, *rest[:i]])] for i in range(len(rest) + 1)]
     if first == "head":
@@ -191,7 +191,8 @@ def _place(name: str, modules: Mapping[str, nn.Module], two_sides: bool) -> str:
 
 
 def _pairs(name: str, module: SelfAttention | CrossAttention) -> Callable[[Sizes], float]:
-    """How many pairs of tokens an attention multiplies. Under a causal mask only half of all pairs count."""
+    """A function that returns the number of pairs of tokens that an attention multiplies: with a causal mask, only half
+    of all pairs."""
     if isinstance(module, CrossAttention):
         return lambda sizes: float((sizes.tokens.double() * sizes.target.double()).sum())
     decodes = name.startswith("decoder.")
@@ -207,13 +208,13 @@ def _pairs(name: str, module: SelfAttention | CrossAttention) -> Callable[[Sizes
 
 
 class Utilisation:
-    """The operations of a run as a share of its devices' peak. Every rank makes one and asks it at the same steps.
+    """The operations of a run as a share of its devices' peak. Every rank creates one and calls it at the same steps.
 
-    peak: operations a second of all devices together; None where that of one is not known.
+    peak: operations per second of all devices together; None if that of one device is unknown.
     """
 
     def __init__(self, model: Model, device_peak: float | None):
-        """device_peak: operations a second of one device; None: as its manufacturer publishes them."""
+        """device_peak: operations per second of one device; None: the published number."""
         self.done = 0.0
         device = engine.device()
         if device_peak is None and device.type == "cuda":
@@ -221,7 +222,7 @@ class Utilisation:
         numbers = torch.tensor([device_peak or 0.0, float(device_peak is not None)], dtype=torch.float64)
         peak, known_devices = sum_over_ranks(numbers).tolist()
         self.peak = peak if known_devices == engine.world_size() else None
-        networks = getattr(model, "networks", (model,))  # of a model that is several
+        networks = getattr(model, "networks", (model,))  # a model that consists of several
         self.arithmetics = [] if self.peak is None else [Arithmetic.of_model(net) for net in networks]
 
     def add(self, batch: Mapping[str, Any]) -> None:
@@ -229,10 +230,10 @@ class Utilisation:
         self.done += sum(each.operations(each.sizes(batch)) for each in self.arithmetics)
 
     def since_last(self, seconds: float) -> float | None:
-        """The share of the peak that was used in the seconds since the last call. Collective."""
+        """The share of the peak used in the seconds since the last call. Collective."""
         if self.peak is None:
             return None
-        # Ranks that split a model between them have the same batches.
+        # Ranks that share a model have the same batches.
         copies = engine.world_size() // engine.data_size()
         done = sum_over_ranks(torch.tensor([self.done], dtype=torch.float64)).item() / copies
         self.done = 0.0

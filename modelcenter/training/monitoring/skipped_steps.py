@@ -1,4 +1,4 @@
-"""The steps of a run that changed nothing because their gradient was not finite, and the rows of these steps."""
+"""The skipped steps of a run, which changed nothing because their gradient was not finite, and their rows."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +10,9 @@ from modelcenter.training.batch_sources import BatchSource
 
 
 class SkippedSteps:
-    """Finds out which steps were skipped, at times when the device is read anyway.
+    """Finds the skipped steps when the device is read anyway.
 
-    count: number of skipped steps of the whole run, as of the last call of `new_rows`.
+    count: the number of skipped steps in the whole run, as of the last call of `new_rows`.
     """
 
     def __init__(self, manager: OptimManager, source: BatchSource):
@@ -22,11 +22,11 @@ class SkippedSteps:
         self._last_checked = 0  # a step
 
     def start_from(self, step: int) -> None:
-        """A checkpoint of this step has been loaded."""
+        """Called when a checkpoint of this step has been loaded."""
         self.count, self._last_checked = self.manager.skipped, step
 
     def add(self, step: int, rows: Any, norm: torch.Tensor) -> None:
-        """Remember a step, whose norm stays on the device."""
+        """Record a step; its norm stays on the device."""
         self._recent.append((step, self.source.to_remember(rows), norm))
 
     def new_rows(self, step: int) -> Iterator[dict[str, Any]]:
@@ -41,6 +41,6 @@ class SkippedSteps:
         self._recent = self._recent[-2:]
 
     def rows_of_last_steps(self) -> str:
-        """Where the rows of the last two steps are. On a GPU the bad step may be the one before the last."""
+        """The locations of the rows of the last two steps. On a GPU the bad step may be the one before the last."""
         shown = [f"step {step}: {self.source.where(rows)}" for step, rows, _ in self._recent[-2:]]
         return "Rows of the last steps: " + " | ".join(shown)

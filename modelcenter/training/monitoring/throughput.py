@@ -1,4 +1,4 @@
-"""How fast a run is, for the rows of metrics.jsonl."""
+"""The speed of a run, for the rows of metrics.jsonl."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ from modelcenter.training.monitoring.flops import Utilisation
 
 
 class Throughput:
-    """Counts what a run trains on. tokens: without padding, over all ranks, since its first step."""
+    """Counts the tokens of a run. tokens: without padding, over all ranks, since its first step."""
 
     def __init__(self, model: Model, peak_flops: float | None):
         """peak_flops: see flops.Utilisation."""
         self.tokens = 0
-        # Of this rank's batches since the last row: places for tokens, and tokens in them.
+        # Slots and tokens in this rank's batches since the last row.
         self._slots = self._filled = 0
         self._utilisation = Utilisation(model, peak_flops)
-        self._tokens_at_row, self._seconds_at_row = 0, 0.0  # as of the last row
+        self._tokens_at_row, self._seconds_at_row = 0, 0.0  # at the last row
 
     def add(self, batch: GlobalBatch) -> None:
         """Count the batch of a step."""
@@ -28,7 +28,7 @@ class Throughput:
             self._utilisation.add(microbatch)
 
     def row(self, seconds: float) -> dict[str, Any]:
-        """Fields on the steps since the last row. seconds: of the run until now. Collective."""
+        """Fields about the steps since the last row. seconds: of the run until now. Collective."""
         passed, tokens = seconds - self._seconds_at_row, self.tokens - self._tokens_at_row
         mfu = self._utilisation.since_last(passed)
         padding = round(1 - self._filled / self._slots, 6) if self._slots else 0.0
@@ -42,17 +42,17 @@ class Throughput:
         }
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         return {"tokens": self.tokens}
 
     def load(self, state: Mapping[str, Any], seconds: float) -> None:
-        """Go on from what `state` gave, so many seconds into the run: the next row is on the steps from there."""
+        """Continue from a `state`, taken `seconds` into the run: the next row is about the steps after it."""
         self.tokens = self._tokens_at_row = state["tokens"]
         self._seconds_at_row = seconds
 
 
 def slots_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """(places, tokens in them) of a microbatch; an encoder-decoder has two sides."""
+    """(slots, tokens in them) of a microbatch; an encoder-decoder has two sides."""
     slots = filled = 0
     for prefix in ("", "decoder_"):
         ids, ends = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}cu_seqlens")

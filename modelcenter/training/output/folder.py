@@ -49,17 +49,21 @@ def prepare_output(path: Path, overwrite: bool) -> None:
         summary = path / "summary.json"
         foreign = [] if _is_run(path) else [entry.name for entry in path.iterdir() if not _may_be_there_before(entry)]
         if foreign:
-            raise ValueError(f"output_dir: {path} holds files of something else ({foreign[0]}, ...); give a new folder")
+            raise ValueError(
+                f"output_dir: {path} has files that are not from a run ({foreign[0]}, ...); give a new folder"
+            )
         if not overwrite and _status(summary) == "finished":
             raise ValueError(
-                f"output_dir: {path} holds a finished run; give another folder, to train it further with --resume "
-                f"{shlex.quote(str(path))}, or --overwrite_output_dir"
+                f"output_dir: {path} has a finished run; give another folder (with --resume {shlex.quote(str(path))} "
+                "to train it further), or --overwrite_output_dir"
             )
     if path.is_file():
         raise ValueError(f"output_dir: {path} is a file, expected a folder or a new name")
     for link in (path / name for name in _FILES):
         if link.is_symlink() and not link.exists():
-            raise ValueError(f"output_dir: {link} is a link to {link.readlink()}, which is not there; make that folder")
+            raise ValueError(
+                f"output_dir: {link} is a link to {link.readlink()}, which does not exist; create that folder"
+            )
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -69,9 +73,9 @@ def prepare_output(path: Path, overwrite: bool) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run wrote the folder. A config.yaml or model/ is no proof: it may be the user's own, and must not be
-    removed."""
-    if any((path / CHECKPOINTS).glob(f"step-*/{RUN_FILE}")):  # users copy checkpoints alone from another disk
+    """Whether a run wrote the folder. A config.yaml or model/ does not prove it: they may be the user's own, and must
+    not be removed."""
+    if any((path / CHECKPOINTS).glob(f"step-*/{RUN_FILE}")):  # users may copy only the checkpoints from another disk
         return True
     return (path / "metrics.jsonl").is_file() or (path / "summary.json").is_file()
 
@@ -79,7 +83,7 @@ def _is_run(path: Path) -> bool:
 def _may_be_there_before(entry: Path) -> bool:
     """Whether an entry may be in a folder that no run has written to."""
     if entry.name in _FILES and entry.is_dir() and (entry.is_symlink() or not any(entry.iterdir())):
-        return True  # prepared by the user, perhaps as a link to another disk
+        return True  # made by the user, perhaps as a link to another disk
     return entry.name.startswith(".") or _is_log(entry)
 
 

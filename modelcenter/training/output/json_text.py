@@ -7,7 +7,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become null, also inside dictionaries and lists."""
+    """The value with non-finite numbers replaced by null, at any depth, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: finite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -16,9 +16,10 @@ def finite(value: Any) -> Any:
 
 
 def json_text(value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """A value as JSON that any file takes: bytes of a path that are not UTF-8 become escapes, and read back alike.
+    """A value as JSON that can be written to any file: bytes of paths that are not UTF-8 are escaped, and read back as
+    they were.
 
-    default: what is written for a value that JSON has no type for; None: it raises a TypeError.
+    default: converts values of types that JSON lacks; None: these raise a TypeError.
     """
     text = json.dumps(finite(value), indent=indent, ensure_ascii=False, default=default)
     return text.encode("utf-8", "backslashreplace").decode()

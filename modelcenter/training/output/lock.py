@@ -1,4 +1,4 @@
-"""The lock of an output folder: two runs in it would remove and overwrite each other's checkpoints."""
+"""The lock of an output folder: two runs in one folder would remove and overwrite each other's checkpoints."""
 
 import fcntl
 import os
@@ -12,15 +12,14 @@ from typing import BinaryIO
 from modelcenter.hub.files.locks import is_same_file, try_lock
 
 _FILE = ".lock"
-_PATIENCE = 120.0  # seconds for which a file server may keep the lock of a node that has died
+_PATIENCE = 120.0  # seconds for which a file server may keep the lock of a dead node
 
 
 @contextmanager
 def lock_folder(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
-    """Keep other runs out of a folder while inside. The system releases the lock when the process ends, however it
-    ends.
+    """Inside, keep other runs out of a folder. The system releases the lock when the process ends, however it ends.
 
-    Where the file system has no locks, nobody is kept out.
+    Without effect if the file system has no locks.
 
     Args:
         patience: seconds to wait for a lock of another node, which may have died.
@@ -30,7 +29,7 @@ def lock_folder(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
     """
     path, node, deadline = folder / _FILE, platform.node(), time.monotonic() + patience
     while True:
-        folder.mkdir(parents=True, exist_ok=True)  # who had the lock may have failed, and removed the empty folder
+        folder.mkdir(parents=True, exist_ok=True)  # the run that had the lock may have removed the folder
         file = path.open("a+b", buffering=0)
         locked = _lock(file)
         if locked and is_same_file(path, file.fileno()):
@@ -42,11 +41,11 @@ def lock_folder(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
             continue
         if holder.endswith(f" on {node}") or time.monotonic() > deadline:
             raise ValueError(
-                f"output_dir: {holder} is training in {folder}; wait until it has ended, or give another folder"
+                f"output_dir: {holder} is training in {folder}; wait until it ends, or give another folder"
             )
         time.sleep(0.5)
     with file:
-        with suppress(OSError):  # a full disk: what is written is for people
+        with suppress(OSError):  # such as a full disk: the text is only for messages
             file.truncate(0)
             file.write(f"process {os.getpid()} on {node}".encode())
         try:
@@ -56,5 +55,6 @@ def lock_folder(folder: Path, patience: float = _PATIENCE) -> Iterator[None]:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether nobody else has the file. The lock is of this process alone: children that outlive it do not keep it."""
+    """Try to lock the file, and return whether that worked. The lock belongs to this process only: children that
+    outlive it do not keep it."""
     return try_lock(lambda: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB))

@@ -27,7 +27,7 @@ def start_message(run: "Run") -> str:
     size = run.cfg.global_batch_size
     step_size = f"{size} rows" if size is not None else f"{run.cfg.global_batch_tokens} tokens"
     steps = f"{run.batch_source.steps:,} steps of {step_size}"
-    going_on = f", going on after step {run.step:,}" if run.step else ""
+    going_on = f", continuing after step {run.step:,}" if run.step else ""
     return f"{rows}; {evaluation}; {steps} on {ranks} ({engine.device()}, {run.cfg.precision}){going_on}"
 
 
@@ -37,7 +37,7 @@ def end_message(run: "Run", output: Path) -> str:
     if run.stopping.reason is not None:
         return f"{run.stopping.reason}, at {steps}; {next_start(run, output)}"
     if run.cfg.quantize is not None:
-        return f"finished at {steps}: what was trained is in {output / 'adapter'}"
+        return f"finished at {steps}: the adapter is in {output / 'adapter'}"
     best = run.selection.best if run.cfg.best_metric is not None else {}
     which = f", of step {best['step']:,} ({run.cfg.best_metric} {best['value']:.4f})" if best else ""
     use = f"`modelcenter predict {shlex.quote(str(output))} DATA` uses it"
@@ -48,14 +48,14 @@ def next_start(run: "Run", output: Path) -> str:
     """What the same command does after a run that was stopped. Collective."""
     newest = latest_checkpoint(output / CHECKPOINTS)
     if newest is None:
-        return "the same command starts again"
-    fresh_start = ""  # the flag that would let the same command start anew
+        return "the same command starts over"
+    fresh_start = ""  # the flag that would make the same command start over
     if run.cfg.overwrite_output_dir:
         fresh_start = " without --overwrite_output_dir"
     elif run.cfg.resume == "never":
         fresh_start = " without --resume never"
     step = int(newest.name.removeprefix("step-"))
-    return f"the same command{fresh_start} goes on{'' if step == run.step else f' after step {step:,}'}"
+    return f"the same command{fresh_start} continues{'' if step == run.step else f' after step {step:,}'}"
 
 
 def model_card(run: "Run") -> dict[str, Any]:

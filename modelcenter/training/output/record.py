@@ -101,7 +101,7 @@ class Record:
     def _draw(self, path: Path) -> None:
         try:
             plot(self.rows, path)
-        except Exception as error:  # any error of matplotlib: a failed drawing must not end the run
+        except Exception as error:  # any error of matplotlib: a failed plot must not end the run
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             print(f"{path.name} could not be written: {reason}", file=sys.stderr)
 
@@ -114,7 +114,7 @@ class Record:
             if name not in self._unwritable and self.path is not None:
                 self._unwritable.add(name)
                 free = free_space(self.path)
-                self.report(f"{name} cannot be written, the run goes on without its rows: {error.strerror}; {free}")
+                self.report(f"{name} cannot be written, the run continues without its rows: {error.strerror}; {free}")
 
 
 def _write_summary(path: Path, summary: dict[str, Any]) -> None:

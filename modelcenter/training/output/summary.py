@@ -1,4 +1,4 @@
-"""summary.json: how a run ended, what it took, and on what machine."""
+"""summary.json: how a run ended, its time and memory, and the machine."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dict[str, Any]:
-    """The fields of summary.json. Collective if the run finished: then memory is the most of any rank.
+    """The fields of summary.json. Collective if the run finished: memory is then the maximum over the ranks.
 
     Args:
         skipped: steps that changed nothing.
@@ -51,42 +51,43 @@ def summary_of(run: "Run", status: str, reason: str | None, skipped: int) -> dic
 
 
 def _command() -> str:
-    """The command line, without a launcher's: as the verb, where the package was run by `python -m`."""
+    """The command line, without the launcher's; as `modelcenter VERB` if the package was run by `python -m`."""
     program, *words = sys.argv
     return shlex.join(["modelcenter" if os.path.basename(program) == "__main__.py" else program, *words])
 
 
 def _command_of_call(cfg: TrainConfig) -> str:
-    """The command line that does what a call of training.run did."""
+    """The command line that is equivalent to a call of training.run."""
     verb = TASKS[cfg.task].verb
     return shlex.join(["modelcenter", verb, cfg.task.removeprefix(f"{verb}-"), *cfg.words])
 
 
 def _parameters(model: Model) -> int:
-    """Parameters of the model without an adapter, as they are in model/: the same before and after it is merged."""
+    """The number of parameters of the model without an adapter, as in model/; the same before and after merging."""
     if model.adapter is None:
         return model.num_parameters()
     return model.adapter.layout.num_parameters
 
 
 def _last_and_best(rows: list[dict[str, Any]], selection: "ModelSelection") -> dict[str, dict[str, Any]]:
-    """The newest numbers of metrics.jsonl, and those of the best evaluation; without evaluations, of the best loss."""
+    """The latest numbers of metrics.jsonl, and those of the best evaluation or, without evaluations, of the best
+    loss."""
     evaluations = [row for row in rows if "eval_loss" in row]
     trained = [row for row in rows if row.get("loss") is not None]
-    # The last of its step: after a stop it may have been evaluated again, on other data.
+    # The last row of its step: after a stop, the step may have been evaluated again on other data.
     scored = [row for row in evaluations if row["step"] == selection.best.get("step")][-1:]
-    if selection.best and not scored:  # its row is in the folder that the run went on from
+    if selection.best and not scored:  # its row is in the folder that the run was resumed from
         known = [row for row in evaluations if row.get(selection.metric) is not None]
         scored = sorted(known, key=lambda row: row[selection.metric], reverse=not selection.smaller_is_better)[:1]
     best = scored[0] if scored else min(trained, key=lambda r: r["loss"], default={})
     last: dict[str, Any] = {}
     for row in sorted((*trained[-1:], *evaluations[-1:]), key=lambda r: r["step"]):
-        last |= row  # step and epoch are those of the newer one
+        last |= row  # step and epoch are those of the newer row
     return {"last": last, "best": {"metric": selection.metric if scored else "loss", **best} if best else {}}
 
 
 def peak_memory() -> dict[str, int]:
-    """Peak bytes of this process so far: host (resident), and device where it is a GPU."""
+    """Peak bytes of this process so far: host (resident), and device if that is a GPU."""
     peak = {"host_bytes": peak_resident()}
     if engine.device().type == "cuda":
         peak["device_bytes"] = torch.cuda.max_memory_allocated()

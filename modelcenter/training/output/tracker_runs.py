@@ -1,4 +1,4 @@
-"""The run that each tracker has of a training run: what continues it, so that a resumed run has one curve there."""
+"""The ids that trackers give to a training run, by which a resumed run continues its curves."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -10,17 +10,18 @@ from modelcenter._paths import write_whole
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.training.output.json_text import json_text
 
-FOLDER = "tracking"  # in output_dir, for what trackers write; gone when a run starts anew
+FOLDER = "tracking"  # in output_dir, for the trackers' files; removed when a run starts over
 _RUNS_FILE = "runs.json"  # in FOLDER: {tracker: id of its run}
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a tracker names its runs.
+    """How a tracker identifies its runs.
 
-    argument: of its start, for the id of a run to continue. id_of: the id of the run that it has started. options: what
-    else its start needs to continue a run, each with the variable by which users set it (empty: none).
-    variable: by which users name the run themselves.
+    argument: the argument of its start for the id of a run to continue. id_of: returns the id of the started run.
+    options: further arguments for continuing a run, each with the environment variable by which users set it (empty:
+    none).
+    variable: the environment variable by which users set the id themselves.
     """
 
     argument: str
@@ -29,7 +30,7 @@ class _Kind:
     variable: str = ""
 
 
-_KINDS = {  # of the trackers that continue runs
+_KINDS = {  # for trackers that can continue runs
     "wandb": _Kind("id", lambda run: run.id, {"resume": ("allow", "WANDB_RESUME")}, "WANDB_RUN_ID"),
     "mlflow": _Kind("run_id", lambda run: run.info.run_id, variable="MLFLOW_RUN_ID"),
     "trackio": _Kind("name", lambda run: run.name, {"resume": ("allow", "")}),
@@ -41,13 +42,13 @@ _KINDS = {  # of the trackers that continue runs
 
 
 def continuing_options(name: str, folder: Path, step: int) -> dict[str, Any] | None:
-    """The arguments with which a tracker continues its run of an output_dir; None: it has none, or cannot.
+    """The arguments with which a tracker continues its run of an output_dir; None: there is no such run, or it cannot.
 
     Args:
-        step: that the run goes on from.
+        step: the step that the run resumes from.
 
     Raises:
-        ValueError: what is noted of the runs cannot be read.
+        ValueError: the file of ids cannot be read.
     """
     if name == "tensorboard":  # the same folder; rows of later steps, which the stopped run wrote, are hidden
         return {"purge_step": step + 1} if step else None
@@ -60,10 +61,10 @@ def continuing_options(name: str, folder: Path, step: int) -> dict[str, Any] | N
 
 
 def note_run(name: str, folder: Path, tracker: Any) -> None:
-    """Write down which run a tracker of accelerate has started.
+    """Save the id of the run that a tracker of accelerate has started.
 
     Raises:
-        Exception: it has no id where it is expected, or the file cannot be written.
+        Exception: the id is not where it is expected, or the file cannot be written.
     """
     kind, path = _KINDS.get(name), folder / FOLDER / _RUNS_FILE
     if kind is None:

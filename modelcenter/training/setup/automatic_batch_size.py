@@ -117,6 +117,6 @@ def _bytes_of_step(task: Any, model: Model, examples: Examples, rows: np.ndarray
 def _out_of_memory(rows: int, tokens: int) -> ValueError:
     remedy = "lower --max_length, or give --recompute full, or --zero 3 on more GPUs"
     return ValueError(
-        f"batch_size: a step of {rows} row{'s' * (rows > 1)} of {tokens:,} tokens does not fit the memory of rank "
+        f"batch_size: a step of {rows} row{'s' * (rows > 1)} of {tokens:,} tokens does not fit in the memory of rank "
         f"{engine.rank()}'s GPU; " + (remedy if rows == 1 else "give --batch_size 1")
     )

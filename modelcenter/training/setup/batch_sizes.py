@@ -83,8 +83,8 @@ def _report_kept(continuation: Continuation, requested: int, kept: int, unit: st
     """Warn that a step keeps its size although the flags, which may differ in a forced resume, ask for another."""
     if continuation.forced and requested != kept and engine.rank() == 0:
         log.warning(
-            "resume: a step keeps its global_batch_%s of %d, though the flags make %d; for that give --global_batch_%s "
-            "too",
+            "resume: a step keeps its global_batch_%s of %d, although the flags give %d; to change it, give "
+            "--global_batch_%s too",
             unit, kept, requested, unit,
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ def load_tokenizer(cfg: TrainConfig) -> Any:
         with flag_in_errors("tokenizer"):
             return modelcenter.AutoTokenizer.from_pretrained(cfg.tokenizer)
     if cfg.from_scratch:
-        raise ValueError("--tokenizer is needed: with --from_scratch the model brings none")
+        raise ValueError("--tokenizer is needed: with --from_scratch the model has none")
     revision = {"revision": cfg.revision} if cfg.revision else {}
     with flag_in_errors("model"):
         return modelcenter.AutoTokenizer.from_pretrained(str(cfg.model), **revision)
@@ -45,22 +45,22 @@ def build_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
         if tokenizer.vocab_size <= vocab_size:
             added = tokenizer.get_added_vocab()
             last = max(added, key=added.__getitem__)
-            why = f"words were added to it for which the model has no rows. --add_tokens {last!r} makes rows for all"
+            why = f"the model has no rows for words that were added to it; --add_tokens {last!r} adds rows for all"
         raise ValueError(
             f"tokenizer: {cfg.tokenizer or cfg.model} has {len(tokenizer)} tokens, but the model's vocab_size is "
             f"{vocab_size}: {why}"
         )
-    mask = getattr(model.config, "mask_token_id", None)  # only in models that embed it unlike other tokens
+    mask = getattr(model.config, "mask_token_id", None)  # only for models that embed the mask unlike other tokens
     if mask is not None and tokenizer.mask_token_id not in (None, mask):
         raise ValueError(
-            f"mask_token_id: the model's mask is token {mask}, but {cfg.tokenizer or cfg.model} has "
-            f"{tokenizer.mask_token!r} as {tokenizer.mask_token_id}: --model_config "
+            f"mask_token_id: the model's mask is token {mask}, but in {cfg.tokenizer or cfg.model} "
+            f"{tokenizer.mask_token!r} is {tokenizer.mask_token_id}; give --model_config "
             f"mask_token_id={tokenizer.mask_token_id}, or another tokenizer"
         )
     if model.task == "causal-lm" and not getattr(model.config, "is_decoder", True):
         raise ValueError(
-            f"model: {cfg.model} is an encoder, in which a token sees those it is to predict; take a decoder, such as "
-            "openai-community/gpt2, or make it one: --model_config is_decoder=true"
+            f"model: {cfg.model} is an encoder, in which tokens see those that they should predict; use a decoder, "
+            "such as openai-community/gpt2, or make it one with --model_config is_decoder=true"
         )
     if model.config.max_tokens and tokenizer.model_max_length > model.config.max_tokens:
         # transformers truncates texts to the saved tokenizer's length; longer ones would exceed the position table.
@@ -105,8 +105,8 @@ def _load_model(cfg: TrainConfig, task: Any, tokenizer: Any) -> Model:
             adapter.attach(model)
         if not all(table.weight.requires_grad for table in model.word_tables().values()):
             raise ValueError(
-                "freeze: the embedding is frozen, so the rows of the words in add_tokens would stay as they are drawn; "
-                "let it train, or leave add_tokens out"
+                "freeze: the embedding is frozen, so the rows of the words in add_tokens would stay random; train it, "
+                "or leave add_tokens out"
             )
     if task.wraps_model:
         model = task.wrap(model, functools.partial(build, **fixed, dtype=dtype, policy=False))
@@ -144,7 +144,7 @@ def smooth_labels(model: Model, share: float) -> None:
     kind = getattr(model.config, "problem_type", None) if model.task == "sequence-classification" else None
     if not hasattr(head, "label_smoothing") or kind not in (None, "single_label_classification"):
         what = f"{model.task}, {kind}" if kind else model.task
-        raise ValueError(f"label_smoothing: for one label among classes, not for {what}; leave it out")
+        raise ValueError(f"label_smoothing: supported for one label among classes, not for {what}; leave it out")
     head.label_smoothing = share
 
 

@@ -12,7 +12,7 @@ from modelcenter.training.config.common import PLACES
 def check_flags(cfg: TrainConfig) -> None:
     """Raise ValueError, on all ranks, naming a flag whose values differ between ranks. Collective."""
     values = {name: value for name, value in cfg.to_dict().items() if name not in PLACES}
-    _check(values, "start all ranks with the same")
+    _check(values, "start all ranks with the same value")
 
 
 def check_data(train_set: Any, eval_set: Any) -> None:

@@ -49,7 +49,7 @@ def resolve_for_model(cfg: TrainConfig, model: Model, tokenizer: Any, teacher: T
     positions = None if teacher is None else teacher.model.config.max_tokens
     if positions is not None and positions < cfg.max_length:
         if requested is not None:
-            raise ValueError(f"max_length: got {requested}, the position table of the teacher has {positions}")
+            raise ValueError(f"max_length: got {requested}, but the position table of the teacher has {positions}")
         cfg.max_length = positions
 
 
@@ -93,7 +93,9 @@ def set_matmul_precision(precision: str) -> None:
     """Set how this process multiplies fp32 matrices. Warns if "medium" changes nothing on this CPU."""
     torch.set_float32_matmul_precision(precision)
     if precision == "medium" and engine.device().type == "cpu" and engine.rank() == 0 and not multiplies_in_bf16():
-        log.warning("matmul_precision: medium changes nothing here: this CPU multiplies bf16 no faster than fp32")
+        log.warning(
+            "matmul_precision: medium changes nothing here, because this CPU does not multiply bf16 faster than fp32"
+        )
 
 
 def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> int:
@@ -107,7 +109,7 @@ def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> i
         return most if most < 2**31 else 512
     positions = model.config.max_tokens or requested
     if requested > positions:
-        raise ValueError(f"max_length: got {requested}, the position table of this model has {positions}")
+        raise ValueError(f"max_length: got {requested}, but the position table of this model has {positions}")
     special = tokenizer.num_special_tokens_to_add(pair=True)
     if requested <= special:
         raise ValueError(f"max_length: got {requested}, expected more than the {special} special tokens of a row")

@@ -26,8 +26,8 @@ from modelcenter.training.distillation.teacher import Teacher
 from modelcenter.training.tasks.base import takes_tokens_for_context
 
 _GONE = (
-    "A run that goes on needs the teacher it began with: if that has moved, name its new place, and the run or its "
-    "checkpoint by --resume"
+    "A resumed run needs its original teacher: if that has moved, give its new path, and --resume with the run or its "
+    "checkpoint"
 )
 _TYPES = "token_type_ids"
 _KINDS = {"regression": Scores, "multi_label_classification": SeveralOfSeveral}
@@ -50,12 +50,12 @@ def give_teacher(cfg: Any, task: Any, model: Model, tokenizer: Any, goes_on: boo
     if takes_tokens_for_context(teacher.model) != takes_tokens_for_context(model):
         kinds = teacher.model.config.model_type, model.config.model_type
         raise ValueError(
-            f"teacher: {teacher.name} is of the family {kinds[0]}, the model of {kinds[1]}; one of the two takes "
-            "tokens for context, which sees what follows it, unless told otherwise: give one of its family"
+            f"teacher: {teacher.name} is of the family {kinds[0]}, but the model is of {kinds[1]}; one of the two "
+            "reads tokens as context, which sees later tokens, by default; give a teacher of the model's family"
         )
     comparison = None if teacher.vocabulary_head is not None else _comparison(cfg, model, teacher)
     if isinstance(comparison, Scores):
-        cfg.refuse_idle("teacher_temperature", True, "in regression, which compares values as they are; leave it out")
+        cfg.refuse_idle("teacher_temperature", True, "in regression, which compares values directly; leave it out")
     hidden = frozenset() if _TYPES in tokenizer.model_input_names else frozenset({_TYPES})
     labels = training_loss(model, task.loss_fn)
     task.learn_from(Distillation(labels, teacher, cfg.teacher_weight, cfg.teacher_temperature, comparison, hidden))
@@ -80,8 +80,8 @@ def with_teachers_types(tokenizer: Any, teacher: Teacher | None) -> Iterator[Non
 def _check_student(model: Model) -> None:
     if isinstance(model.head, VocabularyHead) and "soft_targets" not in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"teacher: {model.config.model_type}, whose vocabulary goes on with words of each batch, learns from none; "
-            "leave it out"
+            f"teacher: not supported for {model.config.model_type}, whose vocabulary is extended in each batch; leave "
+            "it out"
         )
 
 
@@ -103,13 +103,15 @@ def _load(cfg: Any, head: str, tokenizer: Any, goes_on: bool) -> Teacher:
             f"be random; give a model that was, such as the folder of a `modelcenter finetune` run"
         )
     if head == "causal-lm" and not getattr(model.config, "is_decoder", True):
-        raise ValueError(f"teacher: {name} is an encoder, in which a token sees those it is to predict; take a decoder")
+        raise ValueError(
+            f"teacher: {name} is an encoder, in which tokens see those that they should predict; use a decoder"
+        )
     own = _tokenizer_of(name)
     check_same_tokens(name, own, str(cfg.tokenizer or cfg.model), tokenizer)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
-            f"teacher: {name} has {model.config.vocab_size:,} tokens, the tokenizer {len(tokenizer):,}: it has no rows "
-            "for the last ones; give a teacher that has"
+            f"teacher: {name} has {model.config.vocab_size:,} tokens, the tokenizer {len(tokenizer):,}, so it has no "
+            "rows for the last ones; give a teacher that has"
         )
     tells_types = _TYPES in own.model_input_names and (getattr(model.config, "type_vocab_size", 0) or 0) > 1
     return Teacher(model, name, tells_types)
@@ -120,8 +122,8 @@ def _tokenizer_of(name: str) -> Any:
         return modelcenter.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"teacher: {name} has no tokenizer ({error}), by which to tell whether it reads the tokens of the model; "
-            "save it beside the weights"
+            f"teacher: {name} has no tokenizer ({error}), which is needed to check that its tokens are those of the "
+            "model; save it beside the weights"
         ) from error
 
 
@@ -139,8 +141,8 @@ def check_same_tokens(name: str, theirs: Any, student: str, tokenizer: Any) -> N
         there = f"has the number {numbers[word]:,} there" if word in numbers else "is none there"
         raise ValueError(
             f"teacher: {name} and {student} have different vocabularies: {len(others):,} of {len(words):,} tokens, the "
-            f"first of them {word!r} with the number {number:,}, which {there}. A teacher reads the tokens of the "
-            "model: give one with the same tokenizer"
+            f"first of them {word!r} with the number {number:,}, which {there}. A teacher reads the model's tokens; "
+            "give one with the same tokenizer"
         )
 
 
@@ -165,7 +167,7 @@ def _comparison(cfg: Any, model: Model, teacher: Teacher) -> Comparison:
             return Tags(order())
     if theirs.problem_type not in (None, config.problem_type):
         raise ValueError(
-            f"teacher: {teacher.name} was trained for {theirs.problem_type}, the labels are {config.problem_type}; "
-            "give a teacher of that kind, or problem_type"
+            f"teacher: {teacher.name} was trained for {theirs.problem_type}, but the labels are {config.problem_type}; "
+            "give a teacher for such labels, or problem_type"
         )
     return _KINDS.get(config.problem_type or "", OneOfSeveral)(order())

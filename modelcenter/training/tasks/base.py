@@ -256,14 +256,14 @@ def decoder_token(tokenizer: Any, name: str, use: str) -> int:
     token: int | None = getattr(tokenizer, f"{name}_token_id")
     if token is None:
         raise ValueError(
-            f"tokenizer: it has no {name}_token; an encoder-decoder {use} a text with it: set it in the tokenizer's "
+            f"tokenizer: it has no {name}_token, with which an encoder-decoder {use} a text; set it in the tokenizer's "
             "files"
         )
     return token
 
 
 def takes_tokens_for_context(model: Model) -> bool:
-    """Whether tokens are context, which sees what follows it, unless a batch says otherwise, as in CPM-Ant."""
+    """Whether tokens are by default context, which also sees later tokens, as in CPM-Ant."""
     return getattr(model, "input_defaults", {}).get("context") == 1
 
 

@@ -75,6 +75,6 @@ def parse_class_weights(
             weights[name] = 0.0
         if not 0 < weights[name] < 1e6:
             raise ValueError(
-                f"class_weights: got {entry!r}, expected a number above 0 and below 1000000 behind the name"
+                f"class_weights: got {entry!r}, expected a number above 0 and below 1000000 after the name"
             )
     return [weights.get(name, 1.0) for name in names]

@@ -75,7 +75,7 @@ class Classification(Task):
         targets = labels.encode(table.columns[columns.label], table.where, classes=names)
         for flag in ("group_column", "class_weights"):
             if getattr(cfg, flag) and labels.problem_type != "single_label_classification":
-                raise ValueError(f"{flag}: for rows with one label each, not for {labels.problem_type}")
+                raise ValueError(f"{flag}: supported for rows with one label each, not for {labels.problem_type}")
         eval_targets = None
         if eval_table is not None:
             classes = eval_table.classes.get(columns.label)
@@ -103,7 +103,7 @@ class Classification(Task):
         kind, names = classes_of_teacher(teacher)
         labels, eval_targets = Labels(kind, tuple(names)), None
         for flag in ("num_labels", "problem_type"):
-            cfg.refuse_idle(flag, True, "beside teacher_weight 1, where the classes are the teacher's; leave it out")
+            cfg.refuse_idle(flag, True, "with teacher_weight 1, because the classes are the teacher's; leave it out")
         if eval_table is not None:
             find_columns(eval_table, columns.text, columns.text_pair, cfg.label_column, labelled=False)
             label = cfg.label_column or find_usual_name(eval_table, LABEL_NAMES, {columns.text, columns.text_pair})
@@ -265,8 +265,8 @@ def _refuse_part_of_labels(table: Table, label: str) -> None:
     lacking = [part for part in parts if part not in table.columns]
     if label not in table.columns and 0 < len(lacking) < len(parts):
         raise ValueError(
-            f"label_column: {table.name} has no column {', '.join(map(repr, lacking))}, and the run's labels are "
-            f"columns of zeros and ones, {label}; add what is missing, or give label_column"
+            f"label_column: {table.name} has no column {', '.join(map(repr, lacking))}, but the run's labels are "
+            f"columns of zeros and ones, {label}; add the missing columns, or give label_column"
         )
 
 

@@ -33,7 +33,7 @@ def find_named(table: Table, roles: Mapping[str, tuple[str | None, Sequence[str]
             )
         if column in found.values():
             other = next(name for name, its_column in found.items() if its_column == column)
-            raise ValueError(f"{role}_column: got {column!r}, which is the column of the {other} already")
+            raise ValueError(f"{role}_column: got {column!r}, which is already the column of the {other}")
         found[role] = column
     return found
 

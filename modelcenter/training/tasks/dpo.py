@@ -173,7 +173,9 @@ class DPO(LanguageModelling):
     def on_model_built(self, model: Model) -> None:
         super().on_model_built(model)
         if "output_log_probs" not in inspect.signature(model.forward).parameters:
-            raise ValueError(f"model: {model.config.model_type} gives no log-probabilities of answers; use another")
+            raise ValueError(
+                f"model: {model.config.model_type} cannot compute log-probabilities of answers; use another"
+            )
 
     def describe_columns(self) -> str:
         assert self.template is not None
@@ -189,7 +191,9 @@ class DPO(LanguageModelling):
         pairs = numbers.reshape(-1, 2)
         whole = np.flatnonzero((pairs >= 0).all(1))
         if not len(whole):
-            raise ValueError(f"{table.name}: in no row both answers have a token within max_length {max_length}")
+            raise ValueError(
+                f"{table.name}: no row has two answers that each have a token within max_length {max_length}"
+            )
         warn_left_out(table, _of_pairs(labelled), max_length, self.cfg.too_long != "cut")
         context = self.model is not None and takes_tokens_for_context(self.model)
         answers = AnswerExamples(table, labelled.tokens, labelled.labels, context)
@@ -245,9 +249,9 @@ class DPO(LanguageModelling):
             return
         if self.cfg.reference is None and start != self.start and missing:
             raise ValueError(
-                f"model: got {self.cfg.model}, but the reference is what the run in {checkpoint} began with, and more "
-                f"of its log-probabilities are needed than are kept there; go on with --model {start}, or with as many "
-                "steps as that run had"
+                f"model: got {self.cfg.model}, but the reference is the initial model of the run in {checkpoint}, and "
+                f"log-probabilities that are not stored there are needed; give --model {start}, or as many steps as "
+                "that run had"
             )
         self.start = start
 
@@ -278,8 +282,8 @@ class DPO(LanguageModelling):
             model = modelcenter.from_pretrained(name, self.head, **{**options, "dtype": "float32", "policy": policy})
         if model.config.vocab_size < len(tokenizer):
             raise ValueError(
-                f"reference: {name} has {model.config.vocab_size:,} tokens, the tokenizer {len(tokenizer):,}: they do "
-                "not belong together; give a reference with the vocabulary of the model"
+                f"reference: {name} has {model.config.vocab_size:,} tokens, the tokenizer {len(tokenizer):,}, so they "
+                "do not belong together; give a reference with the vocabulary of the model"
             )
         return model
 
@@ -296,8 +300,8 @@ class DPO(LanguageModelling):
         positions = model.config.max_tokens
         if model.bounded and positions is not None and longest > positions:
             raise ValueError(
-                f"reference: {model.base_name} has {positions} positions, but the longest answer and its prompt are "
-                f"{longest} tokens; cut them by --max_length {positions}, or give a reference with more"
+                f"reference: {model.base_name} has {positions} positions, but the longest answer with its prompt has "
+                f"{longest} tokens; truncate with --max_length {positions}, or give a reference with more positions"
             )
         for examples, numbers in sets:
             if not len(numbers):
@@ -355,7 +359,8 @@ class DPO(LanguageModelling):
         if name is None:
             if self.cfg.from_scratch:
                 raise ValueError(
-                    "reference: the run started from random weights, which are not kept; nothing to compare"
+                    "reference: the run started from random weights, which are not kept, so there is nothing to "
+                    "compare with"
                 )
             # The initial model of the run, with the run's options.
             name, options = self.cfg.model, {"revision": self.cfg.revision, **self.cfg.model_config}
@@ -374,7 +379,7 @@ def check_same_vocabulary(name: str, tokenizer: Any) -> None:
     if 2 * same < len(words):
         raise ValueError(
             f"reference: the tokenizer of {name} gives {same:,} of the {len(words):,} tokens of this one the same "
-            "number: they do not belong together; give a reference with the vocabulary of the model"
+            "number, so they do not belong together; give a reference with the vocabulary of the model"
         )
 
 

@@ -43,7 +43,7 @@ def check_texts(table: Table, columns: Columns) -> None:
     texts = [table.columns[name] for name in (columns.text, columns.text_pair) if name is not None]
     blank = [i for i, row in enumerate(zip(*texts, strict=True)) if all(v == "" or str(v).isspace() for v in row)]
     if len(blank) == len(table):
-        raise ValueError(f"{table.name}: column {columns.text!r} holds no text")
+        raise ValueError(f"{table.name}: column {columns.text!r} has no text")
     if blank and tells_of_rows():
         log.warning("%s: %d rows have an empty text (first: %s)", table.name, len(blank), table.where(blank[0]))
 
@@ -56,7 +56,7 @@ def tokenize_texts(tokenizer: Any, table: Table, columns: Columns, max_length: i
         empty = int(np.argmin(tokens.lengths))
         raise ValueError(
             f"{table.where(empty)}: {table.columns[columns.text][empty]!r:.60} has no token, and this tokenizer adds "
-            "none of its own: there is nothing to read; remove the row"
+            "no special tokens, so there is nothing to read; remove the row"
         )
     return tokens
 

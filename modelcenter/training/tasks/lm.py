@@ -267,7 +267,7 @@ def refuse_chat_columns(cfg: Flags, columns: ChatColumns) -> None:
 
 
 def _no_chat(columns: ChatColumns) -> str:
-    return f"with {'plain text' if columns.answers is None else 'objects'}, which is no chat; leave it out"
+    return f"with {'plain text' if columns.answers is None else 'objects'} instead of chats; leave it out"
 
 
 def prompt_tokens(template: ChatTemplate, rows: Sequence[Any], table: Table, max_length: int) -> Tokens:
@@ -284,8 +284,8 @@ def prompt_tokens(template: ChatTemplate, rows: Sequence[Any], table: Table, max
             raise ValueError(f"{table.where(number)}: {error}") from error
         if not 0 < len(ids) < max_length:
             raise ValueError(
-                f"{table.where(number)}: the prompt has {len(ids)} tokens, expected 1 to {max_length - 1}, so that "
-                f"something can follow within max_length {max_length}"
+                f"{table.where(number)}: the prompt has {len(ids)} tokens, expected 1 to {max_length - 1}, to leave "
+                f"room for an answer within max_length {max_length}"
             )
         prompts.append(ids)
     offsets = np.concatenate(([0], np.cumsum([len(ids) for ids in prompts]))).astype(np.int64)
@@ -305,7 +305,7 @@ def warn_unused_tools(template: ChatTemplate, column: str | None) -> None:
     """Warn, once, of tools that the template does not render."""
     if column is not None and not template.uses_tools and engine.rank() == 0:
         log.warning(
-            "template %s: it does not write tools, so the tools of column %r are not read", template.name, column
+            "template %s: it does not render tools, so the tools in column %r are ignored", template.name, column
         )
 
 

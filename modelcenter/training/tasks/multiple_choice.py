@@ -107,7 +107,7 @@ class MultipleChoice(Task):
         targets, cfg.first_choice, kind = correct_choices(
             table, columns.label, choices, cfg.first_choice, cfg.label_kind
         )
-        cfg.refuse_idle("label_kind", cfg.label_kind not in (None, kind), f"as labels are of the kind {kind}")
+        cfg.refuse_idle("label_kind", cfg.label_kind not in (None, kind), f"because labels are of the kind {kind}")
         cfg.label_kind = kind
         eval_choices, eval_targets = None, None
         if eval_table is not None:
@@ -115,7 +115,9 @@ class MultipleChoice(Task):
             eval_choices = read_choices(eval_table, columns)
             eval_targets, *_ = correct_choices(eval_table, columns.label, eval_choices, cfg.first_choice, kind)
         if cfg.label_smoothing and len(set(choices.counts.tolist())) > 1:
-            raise ValueError("label_smoothing: for rows with equally many choices, these differ; leave it out")
+            raise ValueError(
+                "label_smoothing: supported if all rows have equally many choices, which they do not; leave it out"
+            )
         return cls(
             table=table,
             columns=columns,

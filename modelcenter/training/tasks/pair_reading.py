@@ -50,12 +50,14 @@ class PairReading:
             tokenizer.chat_template = template_text(self.pair_template)
             if not writes_pairs(tokenizer.chat_template):
                 raise ValueError(
-                    f"pair_template: {self.pair_template} writes no messages of the roles 'query' and 'document'"
+                    f"pair_template: {self.pair_template} does not render messages of the roles 'query' and "
+                    "'document'; give one that does"
                 )
         if self.instruction is not None:
             if not writes_pairs(getattr(tokenizer, "chat_template", None)):
                 raise ValueError(
-                    "instruction: this model reads pairs without a template, so nothing writes it; give pair_template"
+                    "instruction: this model reads pairs without a template, so it would not be used; give "
+                    "pair_template too"
                 )
             tokenizer.chat_template = with_instruction(tokenizer.chat_template, self.instruction)
         if not writes_pairs(getattr(tokenizer, "chat_template", None)):

@@ -30,8 +30,8 @@ def check_one_label(model: Model) -> None:
     """Raise ValueError for a classifier with several classes."""
     if model.config.num_labels != 1:
         raise ValueError(
-            f"{model.base_name}: a classifier with {model.config.num_labels} labels, expected a reranker, which has "
-            "one; `modelcenter finetune reranking` trains it"
+            f"{model.base_name}: got a classifier with {model.config.num_labels} labels, expected a reranker, which "
+            "has one; `modelcenter finetune reranking` trains it"
         )
 
 

@@ -143,7 +143,9 @@ class QuestionAnswering(WindowTask):
             row = questions.starts.index(NO_ANSWER)
             raise ValueError(f"no_answer: got false, but the question at {table.where(row)} has no answer")
         cfg.refuse_idle(
-            "null_threshold", not cfg.no_answer, "as all questions have answers; leave it out, or give no_answer true"
+            "null_threshold",
+            not cfg.no_answer,
+            "because all questions have answers; leave it out, or give no_answer true",
         )
         eval_questions = None
         if eval_table is not None:
@@ -194,7 +196,7 @@ class QuestionAnswering(WindowTask):
 
     def describe_columns(self) -> str:
         question, context, answers = self.columns
-        moved = f"; {self.questions.moved} answers found elsewhere than said" if self.questions.moved else ""
+        moved = f"; {self.questions.moved} answers found at other positions than given" if self.questions.moved else ""
         none = self.questions.starts.count(NO_ANSWER)
         without = f", {none:,} of them without an answer" if none else ""
         return (
@@ -261,7 +263,7 @@ def _describe_wrong(table: Table, questions: Questions, wrong_answers: str) -> s
         ValueError: wrong_answers is "error", or no other row is left.
     """
     count, first = len(questions.wrong), table.where(min(questions.wrong))
-    rows = f"{count} rows have answers that their context does not hold, the first at {first}"
+    rows = f"{count} rows have answers that are not in their context, the first at {first}"
     if wrong_answers == "error" or count == len(table):
         fix = "; wrong_answers drop leaves them out" if count < len(table) else ""
         raise ValueError(f"{table.name}: {rows}{fix}")

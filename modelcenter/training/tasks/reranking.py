@@ -76,8 +76,8 @@ class Reranking(Task):
         cfg.refuse_idle("max_negatives", not columns.negatives, "without negatives in the data; leave it out")
         if cfg.loss == "margin_mse" and columns.score is None:
             raise ValueError(
-                "score_column: margin_mse follows a teacher's scores, a list with one for each text of a row, "
-                "positives first; name their column. `modelcenter mine --output_scores` writes them"
+                "score_column: margin_mse needs a teacher's scores, a list with one per text of a row, positives "
+                "first; give their column. `modelcenter mine --output_scores` writes them"
             )
         _check_labels(table, columns, texts, cfg.loss, loss_fn)
         if eval_table is not None:
@@ -231,7 +231,7 @@ def _examples(table: Table, texts: RankedTexts, tokenizer: Any, max_length: int,
         row = int(texts.row_of[np.argmin(tokens.lengths)])
         raise ValueError(
             f"{table.where(row)}: the query {texts.queries[row]!r:.60} and a text have no token, and this tokenizer "
-            "adds none of its own: there is nothing to read; remove the row"
+            "adds no special tokens, so there is nothing to read; remove the row"
         )
     return RankedExamples(table, tokens, texts, **options)
 
@@ -286,11 +286,11 @@ def _tell_rows_without_loss(table: Table, texts: RankedTexts, loss: str, loss_fn
         idle += [start + row for row in (items == 0).nonzero().flatten().tolist()]
     if len(idle) == len(texts):
         raise ValueError(
-            f"loss: {loss} compares the texts of a query, and no query of {table.name} has texts to tell apart; give "
-            "--loss binary, which looks at each text by itself, or data with several texts for a query"
+            f"loss: {loss} compares the texts of a query, but no query of {table.name} has texts with different "
+            "labels; give --loss binary, which scores each text by itself, or data with several texts per query"
         )
     if idle and tells_of_rows():
         log.warning(
-            "%s: %d of %d queries have no texts that %s tells apart (first: %s); they teach nothing",
+            "%s: %d of %d queries have no texts that %s can compare (first: %s); they are not learned from",
             table.name, len(idle), len(texts), loss, table.where(idle[0]),
         )  # fmt: skip

@@ -142,7 +142,7 @@ class SequenceToSequence(Task):
         """Set the languages of the tokenizer. given: the flags of a run or of a verb."""
         self.tokenizer, columns, cfg = tokenizer, self.columns, self.cfg
         alone = cfg.source_lang not in (columns.source, columns.source_lang)
-        why_idle = f"as column {columns.source!r} holds texts alone" if alone else None
+        why_idle = f"because column {columns.source!r} has only texts" if alone else None
         choose_languages(given, tokenizer, cfg.source_lang, cfg.target_lang, why_idle)
 
     def on_model_built(self, model: Model) -> None:
@@ -178,7 +178,7 @@ class SequenceToSequence(Task):
             targets = [text for of_row in answers for text in of_row]
         tokens = tokenize_targets(tokenizer, targets, max_length=longest)
         if tokens.truncated and engine.rank() == 0:
-            log.warning("%s: %d targets cut at max_target_length %d", table.name, tokens.truncated, longest)
+            log.warning("%s: %d targets truncated at max_target_length %d", table.name, tokens.truncated, longest)
         return tokens, first
 
     def describe_columns(self) -> str:

@@ -79,7 +79,7 @@ def train_sources(cfg: TrainConfig) -> tuple[list[sources.Source], list[float] |
     if weighted is None:
         return [sources.find(data, cfg.data_config)], None
     if not cfg.mixes:
-        raise ValueError(f"train_data: {data[0]}: {cfg.task} takes no weights; write {weighted[0][0]}")
+        raise ValueError(f"train_data: {data[0]}: {cfg.task} does not support weights; write {weighted[0][0]}")
     return [sources.find(path, cfg.data_config) for path, _ in weighted], [weight for _, weight in weighted]
 
 
@@ -91,7 +91,7 @@ def evaluation_split(source: sources.Source) -> str:
             return split
     if len(source.splits) > 1:
         raise ValueError(
-            f"eval_split: {source.name} has the splits {', '.join(source.splits)}; say which to evaluate on"
+            f"eval_split: {source.name} has the splits {', '.join(source.splits)}; give the one to evaluate on"
         )
     return source.splits[0]
 
@@ -100,8 +100,8 @@ def check_one_split(source: sources.Source, flag: str) -> None:
     """Raise ValueError if choosing one split would leave out a file that was given together with a folder."""
     if source.unsplit is not None:
         raise ValueError(
-            f"{flag}: {source.unsplit} is of no split, and beside it there are the splits {', '.join(source.splits)}: "
-            f"name the files that are meant, or give {flag}"
+            f"{flag}: {source.unsplit} belongs to no split, but was given together with the splits "
+            f"{', '.join(source.splits)}; list the files to read, or give {flag}"
         )
 
 

@@ -108,7 +108,7 @@ def label_objects(
         elif len(row) > max_length:
             if too_long == "error":
                 raise ValueError(
-                    f"{table.where(i)}: the row has {len(row)} tokens, max_length is {max_length}; give --too_long "
+                    f"{table.where(i)}: the row has {len(row)} tokens, but max_length is {max_length}; give --too_long "
                     "drop, or a larger --max_length"
                 )
             unfitting.append(i)
@@ -166,7 +166,7 @@ def objects_to_fill(
 def _encoder(model: Any, tokenizer: Any) -> StructuredEncoder:
     if not getattr(model, "structured", False):
         raise ValueError(
-            f"columns: objects with {ANSWER!r} are for CPM-Bee, and this is {model.config.model_type}; give "
+            f"columns: objects with {ANSWER!r} are for CPM-Bee, but this model is {model.config.model_type}; give "
             "prompt_column and response_column, or text_column"
         )
     return StructuredEncoder(tokenizer)

@@ -123,8 +123,8 @@ class TokenClassification(WindowTask):
         tag_names = names_of_tags(table, columns[1], known, cfg.tag_names)
         if len(tag_names) == 1:
             raise ValueError(
-                f"{table.name}: all words have one tag, {tag_names[0]!r}, in column {columns[1]!r}: there is nothing "
-                "to learn"
+                f"{table.name}: all words have the same tag, {tag_names[0]!r}, in column {columns[1]!r}, so there is "
+                "nothing to learn"
             )
         targets = encode_tags(table, words, tags, tag_names)
         if not any(words):

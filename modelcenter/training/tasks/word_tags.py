@@ -52,13 +52,13 @@ def words_of(table: Table, column: str, tagged: bool) -> list[list[str]]:
         wrong = not isinstance(value, (list, tuple)) or any(not isinstance(word, (str, int, float)) for word in value)
         if wrong or any(word == "" for word in value):
             raise ValueError(
-                f"{table.where(i)}: got {value!r:.60} in column {column!r}, expected a list of words that are not empty"
+                f"{table.where(i)}: got {value!r:.60} in column {column!r}, expected a list of non-empty words"
             )
         rows.append([str(word) for word in value])
     if tagged and sum(map(len, rows)) > _FEW_WORDS and max(map(len, rows)) == 1:
         raise ValueError(
             f"{table.name}: each of {len(rows)} rows has one word in column {column!r}, expected a sentence in each; a "
-            "file with a row for each word needs empty lines between sentences (.conll, .tsv, .csv) or a column "
+            "file with one row per word needs empty lines between sentences (.conll, .tsv, .csv) or a column "
             "sentence_id (.tsv, .csv)"
         )
     return rows
@@ -124,8 +124,8 @@ def named_tags(table: Table, column: str | None, tags: list[list[Any]]) -> list[
     odd = [tag for row in tags for tag in row if tag is not None and not isinstance(tag, str)]
     if odd:
         raise ValueError(
-            f"tag_names: {table.name} has the tag {odd[0]!r} in column {column!r}, a number without a name; give their "
-            "names in order, such as tag_names O B-PER I-PER"
+            f"tag_names: {table.name} has the tag {odd[0]!r} in column {column!r}, a number without a name; give the "
+            "names of the tags in order, such as tag_names O B-PER I-PER"
         )
     return tags
 

@@ -134,7 +134,7 @@ def test_parts_and_weights_that_cannot_be_mixed_are_named():
         ([(A, float("nan"))], {}, "weight of from 100 is nan"),
         ([(A, float("inf"))], {}, "weight of from 100 is inf"),
         ([(A, 1), (Toy(0, []), 1)], {}, "from 0 has no rows"),
-        ([(A, 1), (B, 1e-6)], {}, "from 200 with .* has none of them"),
+        ([(A, 1), (B, 1e-6)], {}, "from 200 with .* gets no row"),
     ]:
         with pytest.raises(ValueError, match=says):
             Mixture(parts, 0, **options)
@@ -151,7 +151,7 @@ def test_weights_on_the_command_line():
         parse_weight("a@-1")
     assert parse_weights(["a@1", "b@2"]) == [("a", 1), ("b", 2)] and parse_weights(["a", "b"]) is None
     with pytest.raises(
-        ValueError, match=r"train_data: got '0\.3'; a weight is written behind its entry, as in PATH@0\.3"
+        ValueError, match=r"train_data: got '0\.3'; a weight is written after its entry, as in PATH@0\.3"
     ):
         parse_weights(["0.3", "a", "0.7", "b"])
 

@@ -41,5 +41,5 @@ def test_cut_makes_the_fewest_runs():
     assert cut(np.array([3, 3, 4, 10, 0, 1]), 10).tolist() == [3, 5, 6]
     assert cut(np.zeros(0, np.int64), 10).tolist() == []
     assert cut(np.array([0, 0]), 5).tolist() == [2]
-    with pytest.raises(ValueError, match="a row has 11 tokens, but a microbatch takes 10"):
+    with pytest.raises(ValueError, match="a row has 11 tokens, but a microbatch has at most 10"):
         cut(np.array([11]), 10)

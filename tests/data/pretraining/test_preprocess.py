@@ -114,7 +114,7 @@ def test_the_verb(data, tmp_path, capsys):
     (tmp_path / "play.txt").write_text("the film\nwas fine\n\na plot\n")
     cli.run(["preprocess", str(tmp_path / "play.txt"), *common, str(tmp_path / "p"), "--document", "paragraph"])
     assert [len(d) for d in documents(open_tokens(tmp_path / "p"))] == [5, 3]
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         cli.run(["preprocess", str(data), *common, str(tmp_path / "out")])
     with pytest.raises(ValueError, match="no such file or directory"):
         cli.run(["preprocess", str(tmp_path / "nothing.txt"), *common, str(tmp_path / "q")])

@@ -127,7 +127,7 @@ def test_an_end_behind_later_turns_is_not_that_of_an_answer():
     ended += "{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
     tokenizer = make_tokenizer(ended)
     for rows in ([CHAT], [[*PAIR, CHAT[3]]]):
-        with pytest.raises(ValueError, match=r"template chat: writes turn \d in another way .* give --train_on last"):
+        with pytest.raises(ValueError, match=r"template chat: turn \d is rendered differently .* give --train_on last"):
             labelled(ChatTemplate(tokenizer), rows)
     assert answers(labelled(ChatTemplate(tokenizer), [CHAT], train_on="last"), tokenizer) == [
         "Italian food.\n<|endoftext|>"
@@ -147,7 +147,7 @@ def test_templates_that_end_the_conversation_too(space):
     assert found.stops == sorted(map(tokenizer.convert_tokens_to_ids, ("<|im_end|>", "<|endoftext|>")))
     # An answer that is written otherwise once turns follow ends in the same token, if the whole has that there.
     tokenizer.chat_template = THINKS + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-    with pytest.raises(ValueError, match="template chat: writes turn 3 in another way"):
+    with pytest.raises(ValueError, match="template chat: turn 3 is rendered differently"):
         labelled(ChatTemplate(tokenizer), [CHAT])
     # Where the content alone ends in such a token, no token ends the answer.
     tokenizer.chat_template = ended.replace("<|im_end|>", "")
@@ -260,7 +260,7 @@ def test_rows_that_are_too_long():
     found = labelled(template, rows, 30, too_long="drop")
     assert found.rows.tolist() == [0, 2] and found.tokens.truncated == 0
     with pytest.raises(
-        ValueError, match="line 2: the row has .* tokens, max_length is 30; give --too_long cut or drop"
+        ValueError, match="line 2: the row has .* tokens, but max_length is 30; give --too_long cut or drop"
     ):
         labelled(template, rows, 30, too_long="error")
     with pytest.raises(ValueError, match="line 1: neither this row nor any other has some of its answer in 10 tokens"):

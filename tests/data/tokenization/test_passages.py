@@ -121,5 +121,5 @@ def test_contexts_that_leave_no_windows_are_named():
     with pytest.raises(ValueError, match="row 3: the context has no token"):
         windows_of(tokenizer, contexts=[*CONTEXTS[:2], "\u200b", *CONTEXTS[3:]])
     slow = type("Slow", (), {"is_fast": False})()
-    with pytest.raises(ValueError, match="Slow does not say which characters its tokens stand for"):
+    with pytest.raises(ValueError, match="Slow does not map tokens to characters"):
         windows_of(slow)

@@ -60,7 +60,7 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
     assert best["metric"] == "eval_loss"
     losses = {row["step"]: row["eval_loss"] for row in curve(folder, "ten") if "eval_loss" in row}
     assert best["step"] == min(losses, key=losses.get)
-    with pytest.raises(ValueError, match="best_metric: got 'f1_x', the evaluation gives loss, accuracy, f1, mcc"):
+    with pytest.raises(ValueError, match="best_metric: got 'f1_x', but the evaluation reports loss, accuracy, f1, mcc"):
         monkeypatch.setattr(loop, "check_best_metric", lambda *_: None)
         main(command(run_values(folder, "wrong", best_metric="f1_x")))
 
@@ -121,7 +121,7 @@ def test_what_is_the_best_after_a_stop(folder, caplog):
     assert not model_selection.still_counts(cfg, "eval_loss", {**best, "step": 1})  # best names another checkpoint
     (checkpoints / "best").unlink()
     assert not model_selection.still_counts(cfg, "eval_loss", best)
-    assert "its checkpoint is not in output_dir" in caplog.text
+    assert "its checkpoint is damaged or not in output_dir" in caplog.text
     cfg.best_metric, cfg.early_stopping = None, 3
     assert model_selection.still_counts(cfg, "eval_loss", best)  # no model is made of it
 
@@ -306,7 +306,7 @@ def test_the_best_of_other_evaluation_data_does_not_count(folder, monkeypatch, c
     write_jsonl(folder / "data" / "dev.jsonl", make_rows(4, seed=9))
     main(command(short_run_values(folder, "run", **judged)))
     assert best_of(folder) == "step-00000004"
-    assert "accuracy 0.9 of step 1, does not count: eval_data is another now" in caplog.text
+    assert "accuracy 0.9 of step 1, does not count: eval_data has changed" in caplog.text
     assert read_summary(folder)["best"]["step"] == 4
 
 
@@ -359,7 +359,7 @@ def test_the_best_under_other_flags_ends_no_run_that_goes_on_with_its_weights(fo
     main(command(short_run_values(folder, "other", **judged)))
     summary = read_summary(folder, "other")
     assert (summary["steps"], summary["best"]["step"]) == (4, 4)
-    assert "accuracy 0.9 of step 1, does not count: max_length is another now" in caplog.text
+    assert "accuracy 0.9 of step 1, does not count: max_length has changed" in caplog.text
 
 
 def test_an_evaluation_without_the_metric_of_now_is_made_again():
@@ -382,7 +382,7 @@ def test_ranks_agree_on_the_best_model_that_takes_the_place_of_a_lost_one(folder
     on_ranks(lambda: stop_at(monkeypatch, 2, values), 2, timeout=60)
     losing(monkeypatch, 4)
     on_ranks(lambda: main(command(values)), 2, timeout=60)
-    assert "the best model, of step 4, is not there; that of step 2 takes its place" in capfd.readouterr().out
+    assert "the best model, of step 4, is missing; that of step 2 is used instead" in capfd.readouterr().out
 
 
 def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, monkeypatch, caplog, capsys):
@@ -406,9 +406,9 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_going_on(folder, mon
     save = loop.save_final_model
     monkeypatch.setattr(loop, "save_final_model", lambda run, target: (damage(), save(run, target)))
     main(command(short_run_values(folder, "run", **judged)))
-    assert "the best checkpoint is passed over: " in caplog.text
+    assert "the best checkpoint is ignored: " in caplog.text
     said = capsys.readouterr().out
-    assert "the best model, of step 3, is not there; the last one takes its place" in said
+    assert "the best model, of step 3, is missing; the last one is used instead" in said
     assert (folder / "run" / "model").is_dir() and "of step" not in said.splitlines()[-1]
 
 

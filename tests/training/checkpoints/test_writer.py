@@ -129,7 +129,7 @@ def test_a_stop_that_cannot_save_is_a_failure(folder, monkeypatch, capfd):
         stop_at(patch, 2, short_run_values(folder, "run"))
     said = str(caught.value)
     assert said.startswith("stopped by SIGTERM, but step 3: the checkpoint could not be written: [Errno 28] No space")
-    assert said.endswith("/run; the same command goes on after step 2")
+    assert said.endswith("/run; the same command continues after step 2")
     summary = read_summary(folder)
     assert (summary["status"], summary["reason"]) == ("failed", f"OSError: {said}")
     main(command(short_run_values(folder, "run")))
@@ -141,7 +141,7 @@ def test_all_ranks_fail_where_one_cannot_save_at_a_stop(folder, monkeypatch, cap
     values = short_run_values(folder, "run", max_time="0.000001s")
 
     def on_a_rank():
-        with pytest.raises(OSError, match="max_time passed, but step 1: .*; the same command starts again") as caught:
+        with pytest.raises(OSError, match="max_time passed, but step 1: .*; the same command starts over") as caught:
             main(command(values))
         return "rank 1 failed while" in str(caught.value)
 

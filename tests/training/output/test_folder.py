@@ -31,7 +31,8 @@ def test_a_link_to_a_folder_elsewhere_stays_one(folder, name):
     assert (elsewhere / {"checkpoints": "last", "model": "config.json"}[name]).exists()
     main(command(short_run_values(folder, "run", max_steps=1, overwrite_output_dir=True)))
     elsewhere.rename(folder / "gone")
-    with pytest.raises(ValueError, match=rf"output_dir: .*{name} is a link to .*elsewhere, which is not there; make"):
+    says = rf"output_dir: .*{name} is a link to .*elsewhere, which does not exist; create"
+    with pytest.raises(ValueError, match=says):
         main(command(short_run_values(folder, "run", max_steps=1, overwrite_output_dir=True)))
 
 
@@ -48,7 +49,7 @@ def test_nothing_of_a_run_is_left_by_the_next(tmp_path):
 
 def test_output_dir_is_never_overwritten_unasked(folder):
     train_classifier(folder, max_steps=1)
-    with pytest.raises(ValueError, match="output_dir: .*run holds a finished run; .*--overwrite_output_dir"):
+    with pytest.raises(ValueError, match="output_dir: .*run has a finished run; .*--overwrite_output_dir"):
         train_classifier(folder, max_steps=1)
     with pytest.raises(ValueError, match="no column 'txt'"):
         train_classifier(folder, text_column="txt", overwrite_output_dir=True)
@@ -62,7 +63,7 @@ def test_output_dir_is_never_overwritten_unasked(folder):
     (folder / "home").mkdir()
     (folder / "home" / "thesis.tex").touch()
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="holds files of something else"):
+        with pytest.raises(ValueError, match="has files that are not from a run"):
             train_classifier(folder, output_dir=str(folder / "home"), overwrite_output_dir=overwrite)
     assert (folder / "home" / "thesis.tex").exists()
     for name in ("config.yaml", "model/model.safetensors", "checkpoints/mine.pt"):  # as a run names them
@@ -70,7 +71,7 @@ def test_output_dir_is_never_overwritten_unasked(folder):
         own.parent.mkdir(parents=True, exist_ok=True)
         own.write_text("batch_size: 4 # fits")
         for overwrite in (False, True):
-            with pytest.raises(ValueError, match=f"own holds files of something else \\({name.split('/')[0]}, "):
+            with pytest.raises(ValueError, match=f"own has files that are not from a run \\({name.split('/')[0]}, "):
                 train_classifier(folder, output_dir=str(folder / "own"), overwrite_output_dir=overwrite)
         assert own.read_text() == "batch_size: 4 # fits"
         own.unlink()

@@ -50,7 +50,7 @@ def test_two_runs_do_not_share_a_folder(folder, monkeypatch):
     other = context.Process(target=_hold, args=(out, held, done))
     other.start()
     assert held.wait(30)
-    said = f"output_dir: process {other.pid} on {platform.node()} is training in {out}; wait until it has ended"
+    said = f"output_dir: process {other.pid} on {platform.node()} is training in {out}; wait until it ends"
     with pytest.raises(ValueError, match=re.escape(said)):
         main(command(short_run_values(folder, "run")))
     assert os.listdir(out) == [".lock"]

@@ -34,7 +34,8 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
     assert record.rows == [{"step": 1}, {"step": 2}] and json.loads((tmp_path / "summary.json").read_text())["steps"]
     said = capsys.readouterr().out
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert said.count(f"{name} cannot be written, the run goes on without its rows: No space left on device; ") == 1
+        says = f"{name} cannot be written, the run continues without its rows: No space left on device; "
+        assert said.count(says) == 1
 
 
 def test_a_summary_that_finds_no_room_is_an_error_with_its_name(tmp_path):

@@ -179,7 +179,7 @@ def test_a_tracker_that_has_lost_its_run_begins_another(started, tmp_path, capsy
     started.known.clear()  # another server
     run_trackers(tmp_path, ["mlflow"], step=7)
     assert started.told[3:] == [{"run_id": "run-0"}, {}, 0.5, (8, {"loss": 0.25})]
-    says = "trackers: mlflow begins another run, as it cannot go on with the one before: Run 'run-0' not found\n"
+    says = "trackers: mlflow starts a new run, because it cannot continue the previous one: Run 'run-0' not found\n"
     assert capsys.readouterr().err == says
     (tmp_path / "tracking" / "runs.json").write_text("{")
     run_trackers(tmp_path, ["mlflow"], step=9)
@@ -213,7 +213,7 @@ def test_a_tracker_that_cannot_start_ends_no_run(tmp_path, monkeypatch, capsys):
     record = Record(tmp_path, 3, True, cfg=ClassificationConfig(trackers=["wandb"]))
     record.close({"status": "finished"})
     assert (tmp_path / "summary.json").is_file()
-    assert capsys.readouterr().err == "trackers: wandb gets no rows, as it could not be started: no login\n"
+    assert capsys.readouterr().err == "trackers: wandb gets no rows, because it could not be started: no login\n"
 
 
 def test_a_tracker_that_fails_is_said_once_and_ends_no_run(tmp_path, monkeypatch, capsys):
@@ -231,6 +231,6 @@ def test_a_tracker_that_fails_is_said_once_and_ends_no_run(tmp_path, monkeypatch
         record.close({"status": "finished"})
         assert (tmp_path / name / "summary.json").is_file()
     assert capsys.readouterr().err.splitlines() == [
-        "trackers: mlflow gets no more rows, as it failed: the server is away",
-        "trackers: mlflow could not be ended: the server is away",
+        "trackers: mlflow gets no more rows, because it failed: the server is away",
+        "trackers: mlflow could not be closed: the server is away",
     ]

@@ -30,11 +30,12 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("given", "flags", "says"),
     [
-        ({"batch_size": 64}, {"global_batch_size": 8}, "keeps its global_batch_size of 8, though the flags make 64;"),
+        ({"batch_size": 64}, {"global_batch_size": 8}, "keeps its global_batch_size of 8, although the flags give 64;"),
         (
             {"batch_tokens": 40, "gradient_accumulation_steps": 3},
             {"global_batch_tokens": 40, "batch_tokens": 40},
-            "keeps its global_batch_tokens of 40, though the flags make 120; for that give --global_batch_tokens too",
+            "keeps its global_batch_tokens of 40, although the flags give 120; "
+            "to change it, give --global_batch_tokens too",
         ),
     ],
 )
@@ -136,7 +137,7 @@ def test_automatic_batch_size_on_a_gpu(monkeypatch, free, trained, more, rows):
     largest_batch_sizes(cfg, SimpleNamespace(loss_fn=None), model, examples)
     assert found == [[1], [1, 1], 1]
     held["fit"] = 0
-    with pytest.raises(ValueError, match="1 row of 8 tokens does not fit the memory of rank 0's GPU; lower --max_len"):
+    with pytest.raises(ValueError, match="1 row of 8 tokens does not fit in the memory of rank 0's GPU; lower --max"):
         largest_batch_sizes(cfg, SimpleNamespace(loss_fn=None), model, examples)
     held["fit"] = 1
     monkeypatch.setattr(engine, "world_size", lambda: 2)

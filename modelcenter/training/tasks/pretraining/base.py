@@ -79,7 +79,7 @@ class Pretraining(Task):
         if stream is not None:
             tables.append(stream_head(stream))
         for name in ("text_column", "document"):
-            cfg.refuse_idle(name, not tables, "with token files alone, which hold no texts; leave it out")
+            cfg.refuse_idle(name, not tables, "without texts, as all data are token files; leave it out")
         cfg.text_column = _text_column(tables, cfg.text_column)
         return cls(cfg=cfg, parts=parts, eval_parts=eval_parts, stream=stream, column=cfg.text_column)
 
@@ -190,8 +190,8 @@ def _open_stream(cfg: PretrainConfig) -> RowSource:
     data = cfg.train_data or []
     for spec in data:
         if parse_weight(spec)[1] is not None or is_tokens(spec):
-            what = "a token file is read as it is" if is_tokens(spec) else "parts have no weights in a stream"
-            raise ValueError(f"train_data: {spec}: {what}, leave streaming out")
+            what = "a token file needs no streaming" if is_tokens(spec) else "parts of a stream cannot have weights"
+            raise ValueError(f"train_data: {spec}: {what}; leave streaming out")
     return open_rows(data, cfg.data_config, cfg.train_split, cfg.document)
 
 
@@ -203,7 +203,8 @@ def _eval_parts_reader(cfg: PretrainConfig) -> Callable[[], list[Part]] | None:
     if cfg.eval_data is not None:
         config = cfg.data_config if cfg.eval_data == cfg.train_data else None
         return partial(read_parts, cfg.eval_data, config, cfg.document, lambda s: cfg.eval_split or evaluation_split(s))
-    # An entry with a weight is a data set by itself: one of the Hub or save_to_disk is not found together with others.
+    # An entry with a weight is a separate data set: those of the Hub or save_to_disk cannot be read together with
+    # others.
     parsed = [parse_weight(spec) for spec in cfg.train_data or [] if not is_tokens(parse_weight(spec)[0])]
     bare = [path for path, weight in parsed if weight is None]
     groups = [[path] for path, weight in parsed if weight is not None] + ([bare] if bare else [])

@@ -68,7 +68,10 @@ def read_texts(specs: list[str], config: str | None, source: sources.Source, spl
     paths = sources.find_paths(specs, config, split)
     wrong = next((path for path in paths or [] if suffix_of(path) != ".txt"), None)
     if paths is None or wrong is not None:
-        raise ValueError(f"document: {document} is for txt files, but {wrong or source.name} has rows of its own")
+        raise ValueError(
+            f"document: got {document}, which is for txt files, but {wrong or source.name} is divided into rows; leave "
+            "it out"
+        )
     origins, texts = [], []
     for path in paths:
         lines: list[int] = []
@@ -80,7 +83,7 @@ def read_texts(specs: list[str], config: str | None, source: sources.Source, spl
             first = after.row + 1
         origins.append(Origin(str(path), len(lines), _digest(path), lines))
     if not texts:
-        raise ValueError(f"{source.name}: holds no text")
+        raise ValueError(f"{source.name}: got no rows with text; check the data and --text_column")
     return Table({"text": texts}, origins)
 
 
@@ -104,9 +107,9 @@ def document_texts(table: Table, column: str) -> list[str]:
     texts = [value if value and not value.isspace() else "" for value in values]
     missing = texts.count("")
     if missing == len(texts):
-        raise ValueError(f"{table.name}: column {column!r} holds no text")
+        raise ValueError(f"{table.name}: column {column!r} has no text")
     if missing and engine.rank() == 0:
-        log.warning("%s: %d of %d rows have no text, they are left out", table.name, missing, len(texts))
+        log.warning("%s: %d of %d rows have no text and are left out", table.name, missing, len(texts))
     return texts
 
 
@@ -119,7 +122,7 @@ def stream_head(source: RowSource, count: int = 1000) -> Table:
         if len(rows) == count:
             break
     if not rows:
-        raise ValueError(f"{source.name}: holds no rows")
+        raise ValueError(f"{source.name}: got no rows; check the data")
     names = dict.fromkeys(name for row in rows for name in row)
     return Table({name: [row.get(name) for row in rows] for name in names}, [Origin(source.name, len(rows), "")])
 

@@ -88,12 +88,11 @@ class MaskedPretraining(Pretraining):
         kind, own = model.config.model_type, _second_task(model)
         if own is None:
             raise ValueError(
-                f"model: pretraining of {kind} is telling which tokens were replaced, which this task does not do: "
-                "`pretrain replaced-tokens` trains a discriminator and its generator, mlm without a second task a "
-                "generator alone"
+                f"model: {kind} is pretrained to detect replaced tokens, which this task does not do; `pretrain "
+                "replaced-tokens` trains a discriminator and its generator, mlm without a second task only a generator"
             )
         if own != self.second:
-            raise ValueError(f"{self.second}: the second task of {kind} is another; give {own} in its place")
+            raise ValueError(f"{self.second}: {kind} has another second task; give {own} instead")
 
     def objective(self, tokenizer: Any, max_length: int, seed: int) -> Objective:
         words: Words = "none"

@@ -17,6 +17,8 @@ def encode_prompts(tokenizer: Any, table: Any, column: str, max_length: int, spe
         if not text.strip() or not ids:
             raise ValueError(f"{table.where(i)}: the row has no text in column {column!r}")
         if len(ids) > max_length:
-            raise ValueError(f"{table.where(i)}: the row has {len(ids)} tokens, max_length is {max_length}; shorten it")
+            raise ValueError(
+                f"{table.where(i)}: the row has {len(ids)} tokens, but max_length is {max_length}; shorten it"
+            )
         rows.append(ids)
     return rows

@@ -78,12 +78,14 @@ def _check_flags(flags: list[int], step: int, uneven: str) -> None:
     """Raise, on every rank, if the batches of a rank raised, or only some ranks have ended and that is an error."""
     failed, ended, more = ([r for r, flag in enumerate(flags) if flag == kind] for kind in (_FAILED, _ENDED, _MORE))
     if failed:
-        raise RuntimeError(f"the batches of {_ranks(failed)} raised at step {step}: its own error says why")
+        raise RuntimeError(
+            f"the batches of {_ranks(failed)} raised an error at step {step}: see the error of that rank"
+        )
     if ended and more and uneven == "error":
         raise ValueError(
-            f"{_ranks(ended)} ended after {step} batches while {_ranks(more)} had more. Give every rank as "
-            "many (a sampler that drops or repeats the rest), run them by engine.accumulate(empty=...), or "
-            "let all stop here by in_step(uneven='stop')"
+            f"{_ranks(ended)} ended after {step} batches while {_ranks(more)} had more. Give every rank the same "
+            "number (with a sampler that drops or repeats the rest), run them with engine.accumulate(empty=...), or "
+            "let all stop here with in_step(uneven='stop')"
         )
 
 
@@ -100,7 +102,7 @@ def _gather_flags(have: int, loop: int, step: int) -> list[int]:
         if not _LOST.search(str(error)):
             raise
         raise RuntimeError(
-            f"rank {rank} waited at step {step} of its loop over batches, and not all ranks came: "
+            f"rank {rank} waited at step {step} of its loop over batches, but not all ranks arrived: "
             f"{_last_seen(loop, step)}. {where_to_look(error)}"
         ) from error
     return [int(other.item()) for other in found]
@@ -109,8 +111,8 @@ def _gather_flags(have: int, loop: int, step: int) -> list[int]:
 def where_to_look(error: RuntimeError) -> str:
     """A hint for the message about a missing rank. error: what torch raised for it."""
     return (
-        "A rank that raised or was killed says so in its own output; one that hangs is shown by `py-spy dump`. torch "
-        f"said: {str(error).strip().splitlines()[0]}"
+        "The output of a rank shows whether it raised an error or was killed; `py-spy dump` shows where it hangs. "
+        f"torch said: {str(error).strip().splitlines()[0]}"
     )
 
 
@@ -124,8 +126,8 @@ def _last_seen(loop: int, step: int) -> str:
             if last < step:
                 behind.append(f"rank {rank} was last at step {last}" if last >= 0 else f"rank {rank} never began")
     except RuntimeError:
-        return "the store that knows where they are is gone, so the process that holds it (rank 0 or torchrun) ended"
-    return ", ".join(behind) or "all had come to it, so one ended or lost its connection just now"
+        return "the store with their positions is gone, so the process that holds it (rank 0 or torchrun) has ended"
+    return ", ".join(behind) or "all had arrived, so one has just ended or lost its connection"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -150,7 +152,7 @@ def watched(what: str) -> Iterator[None]:
         if runtime.world_size() == 1 or is_told(error) or not _LOST.search(str(error)):
             raise
         lost = RuntimeError(
-            f"rank {runtime.rank()} was in {what}, and a collective of it did not complete: "
+            f"rank {runtime.rank()} was in {what}, and one of its collectives did not complete: "
             f"{_not_waiting(what, number)}. {where_to_look(error)}"
         )
         raise told(lost) from error
@@ -164,8 +166,8 @@ def _not_waiting(what: str, number: int) -> str:
         deadline = time.monotonic() + _PATIENCE
         while away := [rank for rank, key in keys.items() if not store.check([key])]:
             if time.monotonic() > deadline:
-                return f"{_ranks(away)} did not say so too within {_PATIENCE:g} s"
+                return f"{_ranks(away)} did not report the same within {_PATIENCE:g} s"
             time.sleep(0.05)
     except RuntimeError:
-        return "the store that knows who waits is gone, so the process that holds it (rank 0 or torchrun) ended"
-    return "all ranks waited in it, so they made different collectives, or the network between them failed"
+        return "the store of waiting ranks is gone, so the process that holds it (rank 0 or torchrun) has ended"
+    return "all ranks waited in it, so they called different collectives, or the network between them failed"

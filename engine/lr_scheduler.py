@@ -25,7 +25,8 @@ class WarmupLRScheduler:
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0) -> None:
         if start_lr < 0 or warmup_iter < 0 or num_iter < 0:
             raise ValueError(
-                f"start_lr is {start_lr}, warmup_iter {warmup_iter}, num_iter {num_iter}: expected none below 0"
+                f"start_lr is {start_lr}, warmup_iter {warmup_iter}, num_iter {num_iter}: expected numbers of at least "
+                "0"
             )
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
@@ -86,7 +87,7 @@ class WarmupLRScheduler:
         if missing := [name for name in WarmupLRScheduler.state_dict(self) if name not in state_dict]:
             raise ValueError(
                 f"the state of {type(self).__name__} has no {', '.join(missing)} (it has "
-                f"{', '.join(state_dict) or 'nothing'}): give what state_dict() of such a schedule returned"
+                f"{', '.join(state_dict) or 'nothing'}): pass the result of state_dict() of such a schedule"
             )
         for name in self.state_dict():
             if name in state_dict:

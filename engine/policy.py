@@ -72,7 +72,7 @@ class Policy:
             if self.recompute not in ("none", "offload"):
                 raise ValueError(
                     f"offload is 'all', which keeps activations in host memory, but recompute={self.recompute!r} "
-                    "computes them again: give offload='optimizer' with it, or leave recompute out"
+                    "recomputes them: pass offload='optimizer' with it, or leave recompute out"
                 )
             object.__setattr__(self, "recompute", "offload")
         if not isinstance(self.compile, bool | str):

@@ -70,8 +70,8 @@ def choose_device(device: str | torch.device | None, local_rank: int) -> torch.d
         if device.index is not None:
             raise ValueError(f"device is {str(device)!r} but torch sees {there} GPU(s): use one from cuda:0 on")
         raise ValueError(
-            f"this rank needs GPU {index} (LOCAL_RANK) but torch sees {there}: start at most one rank per GPU; where "
-            "each rank is shown only its own one (CUDA_VISIBLE_DEVICES), set LOCAL_RANK to 0"
+            f"this rank needs GPU {index} (LOCAL_RANK) but torch sees {there}: start at most one rank per GPU; if each "
+            "rank sees only its own GPU (CUDA_VISIBLE_DEVICES), set LOCAL_RANK to 0"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -59,6 +59,6 @@ def profile(
         yield profiler
     if not written:
         warnings.warn(
-            f"no trace in {target}: the loop ended before {wait + warmup + 1} steps (profiler.step() ends one)",
+            f"no trace in {target}: the loop ended before step {wait + warmup + 1} (profiler.step() ends a step)",
             stacklevel=3,
         )

@@ -117,10 +117,10 @@ def _noticing_python(forward: Forward) -> Forward:
 @functools.cache
 def _warn_of_python(unit: str) -> None:
     runtime.warn(
-        f"compile with recompute='selective': torch.compile leaves {unit} to Python in training, as a part of it "
-        "cannot be in its graph (layers split by tensor parallelism; attention of packed rows with a bias, segments or "
-        "a soft cap on a GPU, in 16 bits on a CPU, or by several ranks that share the tokens). Give recompute='full', "
-        "which compiles the rest, or leave out compile",
+        f"compile with recompute='selective': torch.compile falls back to Python for {unit} in training, because a "
+        "part of it cannot be in its graph (layers split by tensor parallelism; attention of packed rows with a bias, "
+        "segments or a soft cap on a GPU, in 16 bits on a CPU, or by several ranks that share the tokens). Pass "
+        "recompute='full', which compiles the rest, or leave compile out",
         stacklevel=2,
     )
 

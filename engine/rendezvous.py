@@ -63,7 +63,7 @@ def agree_on_round(store: dist.Store, rank: int, world_size: int, seconds: float
                 return name
         time.sleep(_POLL_INTERVAL)
     absent = [i for i in range(1, world_size) if not (name and store.check([_agreed(name, i)]))] if rank == 0 else [0]
-    raise RuntimeError(f"no word of rank {', '.join(map(str, absent))}")
+    raise RuntimeError(f"nothing was heard from rank {', '.join(map(str, absent))}")
 
 
 def _agreed(name: str, rank: int) -> str:

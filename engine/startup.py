@@ -138,7 +138,9 @@ def _merged_pp_size(pp_size: int, pipe_size: int | None) -> int:
     if pipe_size is None:
         return pp_size
     if pp_size not in (1, pipe_size):
-        raise ValueError(f"pp_size is {pp_size} and pipe_size is {pipe_size}: they are one setting, pass one of them")
+        raise ValueError(
+            f"pp_size is {pp_size} and pipe_size is {pipe_size}: they are the same setting, pass one of them"
+        )
     return 1 if pipe_size == -1 else pipe_size
 
 

@@ -148,8 +148,8 @@ class Pool:
             raise RuntimeError("engine.testing forks its ranks, which CUDA forbids once this process has used it")
         if dist.is_initialized():
             raise RuntimeError(
-                "engine.testing forks its ranks, which would have the process group of this process: end it with "
-                "torch.distributed.destroy_process_group() before"
+                "engine.testing forks its ranks, which would inherit the process group of this process: call "
+                "torch.distributed.destroy_process_group() first"
             )
         # FSDP is imported before the fork, once for all ranks and all later pools.
         importlib.import_module("engine.parallel.shard")

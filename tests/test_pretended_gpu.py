@@ -366,7 +366,7 @@ def test_gradients_of_two_devices_come_in_buckets_of_their_own():
     [
         (
             209,
-            r"has no code for this GPU \(compute capability 9.0\); build it anew with TORCH_CUDA_ARCH_LIST unset or 9",
+            r"has no code for this GPU \(compute capability 9.0\); rebuild it with TORCH_CUDA_ARCH_LIST unset or 9",
         ),
         (35, "the GPU's driver is older than the CUDA toolkit"),
         (700, None),

@@ -38,14 +38,14 @@ def checked_loss(loss: Any, step: int) -> torch.Tensor:
     """What ``forward`` returned, if it is a loss that can be differentiated."""
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
-            f"forward returned {loss!r} as the loss of microbatch {step}, expected a 0-d tensor, which depends on the "
+            f"forward returned {loss!r} as the loss of microbatch {step}, expected a 0-d tensor that depends on the "
             "parameters"
         )
     if not loss.requires_grad:
         raise RuntimeError(
             f"the loss of microbatch {step} on rank {runtime.rank()} does not depend on the parameters, so this rank "
-            "cannot take part in the reduction of the gradients: a loss over no items must be a sum over nothing, not "
-            "a constant"
+            "cannot take part in the reduction of the gradients: a loss over no items must be an empty sum, not a "
+            "constant"
         )
     return loss
 

@@ -72,8 +72,8 @@ def _check_stages(model: nn.Module, pipeline: Pipeline | None) -> None:
     pp_size = runtime.current().pp_size
     if pipeline is None and pp_size > 1:
         raise ValueError(
-            f"pp_size is {pp_size}, but this {type(model).__name__} is not split into stages: call "
-            "engine.shard(model) first (a PipelineTransformerBlockList trains in a loop of its own, by loss.backward())"
+            f"pp_size is {pp_size}, but this {type(model).__name__} is not split into stages: call engine.shard(model) "
+            "first (a PipelineTransformerBlockList is trained by loss.backward() instead)"
         )
 
 
@@ -82,8 +82,8 @@ def _number_to_run(most: int, pipeline: Pipeline | None, empty: Callable[[], Any
     needed = most if pipeline is None else pipeline.round_up(most)
     if needed > most and empty is None:
         raise ValueError(
-            f"the interleaved schedule (pp_chunks above 1) runs a multiple of pp_size={runtime.current().pp_size} "
-            f"microbatches, there are {most}: pass empty= so that they can be filled up"
+            f"the interleaved schedule (pp_chunks above 1) needs a multiple of pp_size={runtime.current().pp_size} "
+            f"microbatches, got {most}: pass empty= to fill them up"
         )
     return needed
 

@@ -82,7 +82,7 @@ def _count(
     if not microbatches and empty is not None:
         own = {term: 0 for term in _checked(counts(empty()))}
     if len(own) > _MAX_TERMS:
-        raise ValueError(f"counts returns {len(own)} loss terms, at most {_MAX_TERMS} are supported")
+        raise ValueError(f"counts returned {len(own)} loss terms, expected at most {_MAX_TERMS}")
     return own
 
 
@@ -98,7 +98,7 @@ def _gather(share: _Share) -> list[_Share]:
 def _check_shares(shares: Sequence[_Share], terms: Sequence[str]) -> None:
     """Raise an error if the shares do not make one global batch. terms: this rank's."""
     if failed := [rank for rank, share in enumerate(shares) if share.failed]:
-        raise RuntimeError(f"counts raised on rank {failed[0]}: its own error says why")
+        raise RuntimeError(f"counts raised an error on rank {failed[0]}: see the error of that rank")
     numbers = [share.microbatches for share in shares]
     most = max(numbers)
     if most == 0:
@@ -115,8 +115,8 @@ def _check_shares(shares: Sequence[_Share], terms: Sequence[str]) -> None:
         first = rank % pipes // together * together
         if share._replace(unsure=0) != shares[first]._replace(unsure=0):
             raise ValueError(
-                f"ranks {first} and {rank} compute one batch together (pp_size, tp_size, cp_size) but were given other "
-                "microbatches: split the data by engine.data_rank() and engine.data_size()"
+                f"ranks {first} and {rank} compute one batch together (pp_size, tp_size, cp_size) but were given "
+                "different microbatches: split the data by engine.data_rank() and engine.data_size()"
             )
 
 
@@ -127,7 +127,7 @@ def _totals(items: Mapping[str, int]) -> dict[str, int]:
 
 class _Totals(dict[str, int]):
     def __missing__(self, term: str) -> int:
-        raise ValueError(f"forward divides by totals[{term!r}], but counts returns {', '.join(self) or 'no term'}")
+        raise ValueError(f"forward divides by totals[{term!r}], but counts returned {', '.join(self) or 'no term'}")
 
 
 def _checked(found: Any) -> Mapping[str, int]:

@@ -53,8 +53,8 @@ class Block(nn.Module):
             raise ValueError(f"zero_level of a Block is {zero_level!r}, expected 2, 3 or None")
         if initialized:
             raise ValueError(
-                "initialized of a Block is True, expected False: blocks share parameters by being the same module, "
-                "which may stand in a list several times"
+                "initialized of a Block is True, expected False: to share parameters, put the same module into a list "
+                "several times"
             )
         if mode not in ("BLOCK", "PIPE"):
             raise ValueError(f"mode of a Block is {mode!r}, expected 'BLOCK' or 'PIPE'")

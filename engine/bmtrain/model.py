@@ -94,7 +94,7 @@ def _roots(model: nn.Module) -> list[nn.Module]:
     if own := next(iter(name for name, p in model._parameters.items() if p is not None), None):
         raise ValueError(
             f"parameter {own} of {type(model).__name__} is not sharded but a module inside it is: call init_parameters "
-            "once, on the outermost module, or put the parameter in a module of its own"
+            "once, on the outermost module, or put the parameter into a separate module"
         )
     return [root for child in model.children() for root in _roots(child)]
 

@@ -68,7 +68,10 @@ class PipelineTransformerBlockList(TransformerBlockList):
         if runtime.stages() == 1:
             return super().forward(*args, return_hidden_states=return_hidden_states)
         if return_hidden_states:
-            raise ValueError("return_hidden_states: under pipe_size they are on several ranks; leave it out")
+            raise ValueError(
+                "return_hidden_states: not supported with pipe_size, under which they are on several ranks; leave it "
+                "out"
+            )
         mine = split_units(len(self), runtime.stages())[runtime.stage()]
         if not all(is_absent(block) for i, block in enumerate(self) if i not in mine):
             raise ValueError(

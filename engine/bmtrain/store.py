@@ -64,7 +64,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     collected: dict[int, torch.Tensor] = {}  # a tied tensor is gathered and stored once
     with torch.no_grad():
         held = _named_tensors(model)
-        with together("looking at the parameters to write"):
+        with together("checking the parameters to write"):
             _check_stages(model)
             if lost := next((name for name, tensor in held.items() if tensor.is_meta), None):
                 raise ValueError(f"parameter {lost} is on the meta device, so there is nothing to save")
@@ -195,11 +195,13 @@ def _read(file_name: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         state = torch.load(file_name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file_name))
     except Exception as error:  # torch raises many kinds of errors for a bad file; report the cause
         raise ValueError(
-            f"{file_name} cannot be read as a state dict, of which only tensors are read and nothing is executed: "
+            f"{file_name} cannot be read as a state dict (only tensors are read, nothing is executed): "
             f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
-        raise ValueError(f"{file_name} holds a {type(state).__name__}, expected a state dict: names to tensors")
+        raise ValueError(
+            f"{file_name} holds a {type(state).__name__}, expected a state dict, a dict of tensors by name"
+        )
     _check_values(state, file_name)
     return state
 
@@ -209,8 +211,8 @@ def _check_values(state: Mapping[str, torch.Tensor], file_name: str | os.PathLik
     for name, tensor in state.items():
         if is_shard(tensor):
             raise ValueError(
-                f"{file_name} holds one rank's shard of {name}, as state_dict() of a sharded model does, and not the "
-                "rest: write the model by engine.save, which every rank calls"
+                f"{file_name} holds only one rank's shard of {name}, as in state_dict() of a sharded model: write the "
+                "model with engine.save, called on every rank"
             )
         if tensor.is_meta or tensor.layout is not torch.strided:
             kind = "is on the meta device and has no values" if tensor.is_meta else f"is a {tensor.layout} tensor"

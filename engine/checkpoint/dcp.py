@@ -129,7 +129,7 @@ class _Planner(dcp.DefaultLoadPlanner):
     """Reads only tensors: torch unpickles other values, which could run anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint, expected one")
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor in the checkpoint, expected one")
 
 
 class _Reader(dcp.FileSystemReader):

@@ -59,7 +59,7 @@ def _memory_format(kind: type, name: str) -> Any:
     """Stands in for getattr, with which early versions of Python 3.11 (Debian's 3.11.2) pickle an Enum member; others
     pickle a call with its value."""
     if getattr(kind, "__name__", None) != MEMORY_FORMAT or name not in _MEMORY_FORMATS:
-        raise pickle.UnpicklingError(f"it takes {name} of {kind}, which no checkpoint of ours does")
+        raise pickle.UnpicklingError(f"it uses {name} of {kind}, which checkpoints of the engine never do")
     return kind(_MEMORY_FORMATS.index(name))
 
 
@@ -96,7 +96,7 @@ class MetadataUnpickler(BoundedUnpickler):
 
 
 def _strange(module: str, name: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
+    return pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints of the engine never do")
 
 
 class _PlainUnpickler(MetadataUnpickler):

@@ -189,10 +189,10 @@ def checked_place(directory: Path) -> Path:
     if not inside or MANIFEST in inside or STEP.fullmatch(target.name):
         return target
     many = [name for name in inside if STEP.fullmatch(name)]
-    advice = ", or one of many by step=" if many else ""
+    advice = ", or pass step= to save one of several inside" if many else ""
     raise ValueError(
-        f"{target} is no checkpoint and has other files, such as {(many or inside)[0]}, which one saved there would "
-        f"replace: name a new directory{advice}"
+        f"{target} is not a checkpoint and has other files, such as {(many or inside)[0]}, which a checkpoint saved "
+        f"there would replace: name a new directory{advice}"
     )
 
 
@@ -263,12 +263,12 @@ def check_manifest(directory: str | os.PathLike[str], hashes: bool = False) -> d
         if not file.is_file():
             raise ValueError(f"checkpoint {path} is incomplete: {name} is missing")
         if (size := file.stat().st_size) != expected:
-            raise ValueError(f"checkpoint {path} is damaged: {name} has {size} bytes, its manifest says {expected}")
+            raise ValueError(f"checkpoint {path} is damaged: {name} has {size} bytes, but its manifest says {expected}")
         if hashes and "parts" in entry:
             _check_parts(path, name, entry)
         elif hashes and (found := _sha256(file)) != entry.get("sha256"):
             raise ValueError(
-                f"checkpoint {path} is damaged: {name} has sha256 {found}, its manifest says {entry.get('sha256')}"
+                f"checkpoint {path} is damaged: {name} has sha256 {found}, but its manifest says {entry.get('sha256')}"
             )
     return manifest
 
@@ -278,7 +278,11 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if not (path / MANIFEST).is_file():
         place = Path(os.path.realpath(path))
         replaced = [] if place.exists() else [*place.parent.glob(f".{glob.escape(place.name)}.old-*/{MANIFEST}")]
-        hint = f"; what a save that was killed was replacing is {replaced[0].parent}: rename it" if replaced else ""
+        hint = (
+            f"; a killed save was replacing it, and left the old one as {replaced[0].parent}: rename that"
+            if replaced
+            else ""
+        )
         raise ValueError(f"{path} is not a complete checkpoint: it has no {MANIFEST}{hint}")
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -286,7 +290,7 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
             return manifest, {name: int(entry["size"]) for name, entry in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged: {error!r}") from error
-    raise ValueError(f"{path / MANIFEST} has format_version {version!r}, this version reads {FORMAT_VERSION}")
+    raise ValueError(f"{path / MANIFEST} has format_version {version!r}, but this version reads {FORMAT_VERSION}")
 
 
 def hash_ranges(file: BinaryIO, ranges: Sequence[Sequence[int]]) -> str:
@@ -307,7 +311,7 @@ def _check_parts(path: Path, name: str, entry: Mapping[str, Any]) -> None:
         for first, end in sorted((first, end) for part in parts for first, end in part["bytes"]):
             at = end if first == at <= end else -1
         if at != entry["size"]:
-            raise ValueError("they are not each byte once")
+            raise ValueError("they do not contain each byte once")
         hashes = [part["sha256"] for part in parts]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged: the parts of {name}: {error!r}") from error
@@ -316,6 +320,6 @@ def _check_parts(path: Path, name: str, entry: Mapping[str, Any]) -> None:
             if (found := hash_ranges(file, part["bytes"])) != expected:
                 where = ", ".join(f"{first} to {end}" for first, end in part["bytes"][:3])
                 raise ValueError(
-                    f"checkpoint {path} is damaged: bytes {where} of {name} have sha256 {found}, its manifest says "
+                    f"checkpoint {path} is damaged: bytes {where} of {name} have sha256 {found}, but its manifest says "
                     f"{expected}"
                 )

@@ -45,7 +45,7 @@ def save_model(
 
 def write_model(path: Path, model: nn.Module) -> None:
     """Write ``model`` under ``path``/model, inside ``atomic_directory``. Collective."""
-    with together("looking at the parameters to write"):
+    with together("checking the parameters to write"):
         tensors = filled_tensors(model)
     write_tensors(path / MODEL, tensors)
 

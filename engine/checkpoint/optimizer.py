@@ -142,7 +142,7 @@ def _check_groups(
         if different := sorted(everywhere ^ set(old["params"])):
             where = "only here" if different[0] in everywhere else "only in the checkpoint"
             raise ValueError(
-                f"group {number} of optimizer {index} has other parameters than in checkpoint {directory}: "
+                f"the parameters of group {number} of optimizer {index} differ from those in checkpoint {directory}: "
                 f"{different[0]} is {where}"
             )
 

@@ -92,10 +92,10 @@ def refuse_compressed(path: str | os.PathLike[str]) -> None:
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(
-                f"{path}: {entry.filename} inside is compressed, which torch.save never does; refusing to unpack it"
+                f"{path}: its entry {entry.filename} is compressed, which torch.save never does; refusing to unpack it"
             )
     if (claimed := sum(entry.file_size for entry in entries)) > (size := os.path.getsize(path)):
-        raise ValueError(f"{path} is damaged: its entries take {claimed} bytes, the file has {size}")
+        raise ValueError(f"{path} is damaged: its entries take {claimed} bytes, but the file has {size}")
 
 
 def _pickled(value: Any) -> bytes:

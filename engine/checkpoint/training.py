@@ -130,7 +130,9 @@ def save_checkpoint(
     """
     wait_checkpoint()
     if step is None and (keep is not None or best):
-        raise ValueError(f"{'keep' if keep is not None else 'best'} needs step=, which names one checkpoint of many")
+        raise ValueError(
+            f"{'keep' if keep is not None else 'best'} needs step=, which names one of several checkpoints"
+        )
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"step is {step!r}, expected a whole number of at least 0")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -189,12 +191,12 @@ def load_checkpoint(
     wait_checkpoint()
     path, broken = newest(Path(directory).absolute(), verify)
     if path is None:
-        why = "; ".join(broken) or f"neither {MANIFEST} nor a step-... that has one"
+        why = "; ".join(broken) or f"it has neither {MANIFEST} nor a folder step-... with one"
         raise ValueError(f"{Path(directory).absolute()} holds no valid checkpoint: {why}")
     load_model(path, model, strict=strict)  # with `verify`, its hashes have just been compared
     if not from_rank_0(runtime.rank() == 0 and (path / STATE).is_dir()):
         if optim_manager is not None:
-            raise ValueError(f"checkpoint {path} holds a model only, no optimizer: load it without optim_manager")
+            raise ValueError(f"checkpoint {path} holds only a model, no optimizer: load it without optim_manager")
         return {}
     with together(f"reading {path}"):
         common = load(path / STATE / _COMMON)

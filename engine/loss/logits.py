@@ -103,7 +103,7 @@ class FusedCrossEntropy(torch.nn.Module):
             loss = _ParallelCrossEntropy.apply(input, target, self.label_smoothing, shard) * labelled
             if weight is not None:
                 if weight.shape[0] != shard.vocab:
-                    raise ValueError(f"weight has {weight.shape[0]} classes, the ranks together have {shard.vocab}")
+                    raise ValueError(f"weight has {weight.shape[0]} classes, but the ranks together have {shard.vocab}")
                 loss = loss * weight[classes]
             loss = loss if self.reduction == "none" else loss.sum()
         else:

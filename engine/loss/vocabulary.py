@@ -62,7 +62,7 @@ class VocabularyShard:
             low, high = int(targets.min()), int(targets.max())
             if low < 0 or high >= self.vocab:
                 wrong, last = low if low < 0 else high, self.vocab - 1
-                raise IndexError(f"target is {wrong}, expected 0 to {last}: the classes that the ranks together have")
+                raise IndexError(f"target is {wrong}, expected 0 to {last}, the classes of all ranks together")
 
     def columns(self, targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """(the columns (n, 1) of targets (n,) in this rank's logits, which have `columns`, or 0 if they are not there;
@@ -116,8 +116,8 @@ def local_vocabulary(
     if weight.is_meta and not hidden.is_meta:  # torch would multiply by uninitialised memory
         raise ValueError(
             "the weight of the vocabulary is on the meta device: a head that is tied to a table needs it after the "
-            "table's own forward. Hooks that move weights of single modules away (accelerate's cpu_offload) are to "
-            "leave the table where it is"
+            "table's own forward. Hooks that move weights of single modules away (accelerate's cpu_offload) must leave "
+            "the table in place"
         )
     if not hasattr(weight, "to_local"):
         return weight, bias, None

@@ -14,13 +14,13 @@ from engine.ops import build
 def main(arguments: list[str] | None = None) -> int:
     """Report or build; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m engine.ops", description=__doc__)
-    parser.add_argument("--build", action="store_true", help="compile for the CPU, and for CUDA if it is here")
-    parser.add_argument("--cuda", action="store_true", help="with --build: CUDA's also where torch has no CUDA")
-    parser.add_argument("--verbose", action="store_true", help="with --build: print what the compilers report")
+    parser.add_argument("--build", action="store_true", help="compile for the CPU, and for CUDA if available")
+    parser.add_argument("--cuda", action="store_true", help="with --build: also compile for CUDA if torch has no CUDA")
+    parser.add_argument("--verbose", action="store_true", help="with --build: print the compilers' output")
     args = parser.parse_args(arguments)
     if not args.build:
         if args.cuda or args.verbose:
-            parser.error("--cuda and --verbose go with --build")
+            parser.error("--cuda and --verbose need --build")
         return _report()
     kinds = ["cpu"]
     if args.cuda or (build.nvcc() and _torch_has_cuda()):
@@ -58,7 +58,7 @@ def _report() -> int:
         try:
             status = library.on(torch.device(device))
         except RuntimeError as error:  # a GPU that is full, or in exclusive use by another process
-            status = library.Status(False, f"the GPU does not answer: {str(error).splitlines()[0]}")
+            status = library.Status(False, f"the GPU does not respond: {str(error).splitlines()[0]}")
         lines.append(f"{name}: {status.what}" if status.loaded else f"{name}: not loaded: {status.what}")
     used, why = onednn_linear()
     if used:

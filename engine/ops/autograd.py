@@ -42,8 +42,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
-                f"{backward.__qualname__.partition('.')[0].strip('_')} has no second derivative, for which "
-                "create_graph=True asks: leave it out, or use torch's own operators"
+                f"{backward.__qualname__.partition('.')[0].strip('_')} has no second derivative, which "
+                "create_graph=True needs: leave it out, or use torch's own operators"
             )
         return backward(ctx, *grads)
 

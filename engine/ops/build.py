@@ -179,8 +179,8 @@ def _cuda_parts() -> list[list[str]]:
     if not (codes := architectures(cc)):
         chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
         raise BuildError(
-            f"TORCH_CUDA_ARCH_LIST={chosen} names no compute capability, such as 9.0" if chosen else
-            f"{cc} knows none of the compute capabilities {', '.join(_ARCHITECTURES)}"
+            f"TORCH_CUDA_ARCH_LIST is {chosen}, expected compute capabilities, such as 9.0" if chosen else
+            f"{cc} supports none of the compute capabilities {', '.join(_ARCHITECTURES)}"
         )  # fmt: skip
     generate = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
     generate.append(f"-gencode=arch=compute_{codes[-1]},code=compute_{codes[-1]}")  # PTX, for future GPUs
@@ -219,7 +219,7 @@ def _writable() -> Path:
                 return folder
         except OSError as error:
             tried.append(f"{folder} ({error.strerror or error})")
-    raise BuildError(f"no folder to build into: {', '.join(tried)}")
+    raise BuildError(f"no folder to build into could be written; tried {', '.join(tried)}")
 
 
 def _run(command: Sequence[str]) -> str:

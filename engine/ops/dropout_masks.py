@@ -310,7 +310,7 @@ def _by_triton(out: Tensor, x: Tensor, *more: Any) -> bool:
         torch.cuda.synchronize(x.device)  # raises an earlier kernel's error, which Triton reports as its own
         _triton_works = False
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(f"dropout runs by some 400 kernels of torch's, as Triton fails: {reason}", stacklevel=2)
+        warnings.warn(f"dropout runs about 400 kernels of torch, because Triton fails: {reason}", stacklevel=2)
         return False
     return True
 

@@ -159,7 +159,7 @@ class Embedding(nn.Embedding):
         super().__init__(*args, **kwargs)
         given = {"max_norm": self.max_norm, "scale_grad_by_freq": self.scale_grad_by_freq, "sparse": self.sparse}
         if wrong := [name for name, value in given.items() if value]:
-            raise ValueError(f"Embedding does not know {', '.join(wrong)}: leave it out, or use torch.nn.Embedding")
+            raise ValueError(f"Embedding does not support {', '.join(wrong)}: leave it out, or use torch.nn.Embedding")
 
     def forward(self, ids: Tensor) -> Tensor:
         return embedding(ids, self.weight, self.padding_idx)

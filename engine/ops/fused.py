@@ -300,7 +300,7 @@ def _lists(a: StepArguments) -> dict[str, Tensors]:
 
 def _check_lengths(a: StepArguments) -> None:
     if a.mode not in _WITH_AUX and len(a.aux):
-        raise ValueError(f"aux has {len(a.aux)} tensors, this mode takes none")
+        raise ValueError(f"aux has {len(a.aux)} tensors, expected none in this mode")
     for name, tensors in {**_lists(a), "step": a.step}.items():
         if len(tensors) != len(a.p):
             raise ValueError(f"the lists differ in length: {name} has {len(tensors)} tensors, p has {len(a.p)}")

@@ -95,7 +95,7 @@ def on(device: torch.device) -> Status:
     if device.type == "cpu":
         return cpu()
     if device.type != "cuda":
-        return Status(False, f"there is none for {device.type}")
+        return Status(False, f"there are none for {device.type}")
     if not (status := cuda()).loaded:
         return status
     capability = torch.cuda.get_device_capability(device)
@@ -196,13 +196,13 @@ def _why_not_launched(said: str, path: str, capability: tuple[int, int]) -> str 
     if error in _NO_CODE:
         wanted = ".".join(map(str, capability))
         return (
-            f"{path} has no code for this GPU (compute capability {wanted}); build it anew with TORCH_CUDA_ARCH_LIST "
+            f"{path} has no code for this GPU (compute capability {wanted}); rebuild it with TORCH_CUDA_ARCH_LIST "
             f"unset or {wanted}: python -m engine.ops --build"
         )
     if error in _OLD_DRIVER:
         return (
-            f"the GPU's driver is older than the CUDA toolkit that {path} was built with; update it, or build anew "
-            "with an older toolkit (CUDA_HOME): python -m engine.ops --build"
+            f"the GPU's driver is older than the CUDA toolkit that {path} was built with; update it, or rebuild with "
+            "an older toolkit (CUDA_HOME): python -m engine.ops --build"
         )
     return None
 
@@ -211,7 +211,7 @@ def _why_not_found(kind: str) -> str:
     others = sorted(path for folder in build.folders() for path in folder.glob(f"fused-{kind}-*.so"))
     here = f"-{platform.machine()}-"
     if foreign := next((path for path in others if here not in path.name), None):
-        return f"{foreign} was built for another CPU; build one for this: python -m engine.ops --build"
+        return f"{foreign} was built for another CPU; build one for this CPU: python -m engine.ops --build"
     if others:
-        return f"{others[-1]} was built from other sources; build it anew: python -m engine.ops --build"
+        return f"{others[-1]} was built from other sources; rebuild it: python -m engine.ops --build"
     return "not built; python -m engine.ops --build builds it"

@@ -169,7 +169,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: the rows of x are not as long as the weight.
     """
     if x.shape[-1:] != weight.shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected that of a row of x, {tuple(x.shape[-1:])}")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, expected the shape of a row of x, {tuple(x.shape[-1:])}"
+        )
     if _is_compiled(x, weight):
         return _norm(x, weight, None, eps)
     # F.rms_norm rounds once, from fp32, as if on an fp32 copy, but backward need not keep such a copy.

@@ -361,7 +361,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if "exp_avg" in saved and bits != self._quantised(parameter):
                 kinds = ("8-bit", "fp32") if bits else ("fp32", "8-bit")
                 raise ValueError(
-                    f"the state of a parameter of shape {tuple(parameter.shape)} has {kinds[0]} moments, this "
+                    f"the state of a parameter of shape {tuple(parameter.shape)} has {kinds[0]} moments, but this "
                     f"{type(self).__name__} keeps {kinds[1]} ones: load it with the optimizer and min_size it was "
                     "saved with"
                 )

@@ -74,8 +74,8 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
                 # Not an error, since the caller may have averaged the gradient without telling.
                 warnings.warn(
                     f"{type(optimizer).__name__} holds sharded parameters and one of shape {tuple(parameter.shape)} "
-                    "that is not, whose gradient is each rank's own: unless you average it, the ranks train apart. Add "
-                    "parameters before engine.shard(model), or train by engine.accumulate, which averages them",
+                    "that is not, whose gradient differs between ranks: unless you average it, the ranks diverge. Add "
+                    "parameters before engine.shard(model), or train with engine.accumulate, which averages gradients",
                     stacklevel=2,
                 )
                 break
@@ -128,8 +128,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             if AWAITS_SHARDING.get(parameter):
                 raise ValueError(
                     f"{type(optimizer).__name__} was given a DistributedParameter of shape {tuple(parameter.shape)} "
-                    "that is not sharded, so the ranks would train apart. Call init_parameters(model), "
-                    "load(model, file) or BMTrainModelWrapper(model) before the optimizer is built"
+                    "that is not sharded, so the ranks would diverge. Call init_parameters(model), load(model, file) "
+                    "or BMTrainModelWrapper(model) before the optimizer is built"
                 )
             if STATES_ON_HOST.get(parameter) and not on_host:
                 raise ValueError(

@@ -145,7 +145,7 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> 
     Raises ValueError for a ``max_norm`` below 0, which would reverse the gradients.
     """
     if not isinstance(max_norm, Real) or not max_norm >= 0:
-        raise ValueError(f"max_norm is {max_norm!r}, expected a number of at least 0: do not clip for no limit")
+        raise ValueError(f"max_norm is {max_norm!r}, expected a number of at least 0; for no limit, do not clip")
     return torch.clamp(max_norm / (norm + eps), max=1.0)
 
 

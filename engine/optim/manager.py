@@ -103,7 +103,7 @@ class OptimManager:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
-                f"{type(optimizer).__name__} needs a closure that computes the loss anew, which step() does not have: "
+                f"{type(optimizer).__name__} needs a closure that recomputes the loss, which step() does not have: "
                 "leave it out of add_optimizer and call its step(closure)"
             )
         taken = {id(p): o for o in self.optimizers for p in _parameters(o.param_groups)}
@@ -266,7 +266,7 @@ class OptimManager:
         if in_a_row >= self._abort_after:
             raise FloatingPointError(
                 f"gradients were not finite in {in_a_row} steps in a row ({in_all} in all): lower the learning rate, "
-                "look at the data of these steps, or use bf16 or fp32 in place of fp16"
+                "check the data of these steps, or use bf16 or fp32 instead of fp16"
             )
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
@@ -302,8 +302,8 @@ class OptimManager:
             elif saved is not None and runtime.rank() == 0:
                 rates = ", ".join(f"{group['lr']:g}" for group in self.optimizers[i].param_groups)
                 warnings.warn(
-                    f"optimizer {i} was saved with a learning rate schedule and has none here: its rates stay at "
-                    f"{rates}. Give add_optimizer the schedule, too, to go on with it",
+                    f"optimizer {i} was saved with a learning rate schedule but has none here: its rates stay at "
+                    f"{rates}. To continue the schedule, pass it to add_optimizer",
                     stacklevel=2,
                 )
         if self._skipped is not None:
@@ -317,26 +317,26 @@ class OptimManager:
         """The loss scale in a manager's state. Raises ValueError if the state does not fit this manager."""
         if not isinstance(state, Mapping):
             raise ValueError(
-                f"the state of an OptimManager is a {type(state).__name__}, expected a dict: what its state_dict() "
+                f"the state of an OptimManager is a {type(state).__name__}, expected the dict that its state_dict() "
                 "returned"
             )
         if lacking := sorted({"optimizers", "lr_schedulers", "loss_scale"} - set(state)):
             raise ValueError(
                 f"the state of an OptimManager has no {', '.join(lacking)}, but "
-                f"{', '.join(map(str, state)) or 'nothing'}: give what its state_dict() returned, and an "
-                "optimizer's own state to that optimizer"
+                f"{', '.join(map(str, state)) or 'nothing'}: pass the result of its state_dict(), and an optimizer's "
+                "own state to that optimizer"
             )
         for name, here in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state[name]) != len(here):
                 raise ValueError(
-                    f"the state has {len(state[name])} {name}, this manager {len(here)}: call add_optimizer as before "
-                    "the save"
+                    f"the state has {len(state[name])} {name}, but this manager has {len(here)}: call add_optimizer as "
+                    "before the save"
                 )
         scale = state["loss_scale"] if state.get("loss_scale_enabled", True) else None  # which BMTrain writes
         if (scale is None) != (self._first_scale is None):
             raise ValueError(
-                f"the state has loss_scale {scale}, this manager {self._first_scale}: give OptimManager a loss_scale "
-                "where it had one, and None where it had none"
+                f"the state has loss_scale {scale}, but this manager has {self._first_scale}: give OptimManager a "
+                "loss_scale if the saved one had one, else None"
             )
         return scale
 
@@ -348,7 +348,7 @@ def _is_number(value: Any) -> bool:
 def _check_loss_scale(first: float | None, factor: float, steps: int, least: float, most: float) -> None:
     """Raise ValueError for invalid settings of the loss scale."""
     if first is not None and not (_is_number(first) and math.isfinite(first)):
-        raise ValueError(f"loss_scale is {first!r}, expected the first scale, such as 2**16, or None")
+        raise ValueError(f"loss_scale is {first!r}, expected the initial scale, such as 2**16, or None")
     for name, value in (("min_loss_scale", least), ("max_loss_scale", most)):
         if not _is_number(value):
             raise ValueError(f"{name} is {value!r}, expected a number")

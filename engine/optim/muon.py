@@ -79,8 +79,9 @@ class Muon(torch.optim.Optimizer):
                 saved = group["ns_steps"], group.get("adjust_lr_fn") or "original"
                 if saved != (self._ns_steps, self._adjust):
                     raise ValueError(
-                        f"group {number} of the state has ns_steps {saved[0]} and adjust_lr_fn {saved[1]!r}, this Muon "
-                        f"ns_steps={self._ns_steps} and adjust_lr={self._adjust!r}: build it with those of the state"
+                        f"group {number} of the state has ns_steps {saved[0]} and adjust_lr_fn {saved[1]!r}, but this "
+                        f"Muon has ns_steps={self._ns_steps} and adjust_lr={self._adjust!r}: build it with those of "
+                        "the state"
                     )
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
@@ -98,8 +99,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.ndim != 2 or parameter.dtype != torch.float32:
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is not an fp32 matrix: "
-                    "give it to an AdamOptimizer beside this one"
+                    f"a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} is not an fp32 matrix: give "
+                    "it to an AdamOptimizer next to this one"
                 )
 
     @torch.no_grad()

@@ -33,8 +33,8 @@ def check_group(group: dict[str, Any], *names: str, flags: Collection[str] = ())
     for flag in _FLAGS:
         if group.get(flag) and flag not in flags:
             raise ValueError(
-                f"{flag} of a parameter group is {group[flag]!r}, which this optimizer does not do: leave it out, or "
-                "use torch's optimizer"
+                f"{flag} of a parameter group is {group[flag]!r}, which this optimizer does not support: leave it out, "
+                "or use torch's optimizer"
             )
     if any(p.is_meta for p in group["params"]):
         raise ValueError("a parameter is on the meta device: call engine.materialize(model) before the optimizer")
@@ -111,22 +111,22 @@ def saved_states(
 def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError(
-            f"a state of {type(optimizer).__name__} has state and param_groups, this has "
-            f"{', '.join(map(str, state_dict)) or 'nothing'}: give what its state_dict() returned"
+            f"a state of {type(optimizer).__name__} has state and param_groups, but this one has "
+            f"{', '.join(map(str, state_dict)) or 'nothing'}: pass the result of its state_dict()"
         )
     here = (runtime.stage(), runtime.stages())
     if (saved := tuple(state_dict.get("stage", here))) != here:
         place = "in no pipeline" if here[1] == 1 else f"of stage {here[0]} of {here[1]}"
         raise ValueError(
-            f"a state of {type(optimizer).__name__} is of stage {saved[0]} of the {saved[1]} of a pipeline, this rank "
-            f"is {place}: the optimizer of each stage has other parameters. Save one for each stage and load it there, "
-            "or use engine.save_checkpoint, whose files fit any number of stages"
+            f"a state of {type(optimizer).__name__} is from stage {saved[0]} of the {saved[1]} of a pipeline, but this "
+            f"rank is {place}, and each stage has its own parameters. Save one state per stage and load it there, or "
+            "use engine.save_checkpoint, whose files fit any number of stages"
         )
     if "shards" in state_dict and state_dict["shards"] != _held_parts(state_dict):
         raise ValueError(
             f"a state of {type(optimizer).__name__} holds the shards of another rank than this one, rank "
-            f"{runtime.rank()}: save one file for each rank, or whole states, by state_dict(gather_opt=True) of the "
-            "OptimManager, in one file for all"
+            f"{runtime.rank()}: save one file per rank, or one file with whole states from state_dict(gather_opt=True) "
+            "of the OptimManager"
         )
 
 
@@ -142,13 +142,15 @@ def as_adamw_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
         if "decoupled_weight_decay" in group:  # written by all of these, and only AdamW's is True
             if "amsgrad" not in group:
                 raise ValueError(
-                    f"group {number} of the state has decoupled_weight_decay and no amsgrad, as torch's RAdam's or "
-                    f"NAdam's: {kind} steps otherwise; load it with the optimizer it was saved with"
+                    f"group {number} of the state has decoupled_weight_decay and no amsgrad, like that of torch's "
+                    f"RAdam or NAdam, whose steps differ from those of {kind}: load it with the optimizer it was saved "
+                    "with"
                 )
             if not group["decoupled_weight_decay"] and group.get("weight_decay"):
                 raise ValueError(
                     f"group {number} of the state has weight_decay {group['weight_decay']} that is not decoupled, as "
-                    f"torch's Adam's: that of {kind} is. Load it with torch.optim.Adam, or set weight_decay to 0 there"
+                    f"in torch's Adam, while that of {kind} is: load it with torch.optim.Adam, or set weight_decay to "
+                    "0 there"
                 )
             group = {**group, "decoupled_weight_decay": True}
         groups.append(group)
@@ -176,8 +178,8 @@ def check_states(
     for number, group in enumerate(state_dict["param_groups"]):
         if lacking := sorted(set(optimizer.defaults) - set(group) - set(_FLAGS)):
             raise ValueError(
-                f"group {number} of the state has no {', '.join(lacking)}, which {kind} needs: it is of another "
-                "optimizer; load it with the one it was saved with"
+                f"group {number} of the state has no {', '.join(lacking)}, which {kind} needs, so it is from another "
+                "optimizer: load it with the one it was saved with"
             )
     for parameter, state in saved_states(optimizer, state_dict):
         wanted = shapes(parameter) if state else {}
@@ -195,8 +197,8 @@ def check_states(
             if tuple(state[name].shape) != tuple(shape):
                 raise ValueError(
                     f"state {name} of a parameter of shape {tuple(parameter.shape)} has shape "
-                    f"{tuple(state[name].shape)}, expected {tuple(shape)}: give the optimizer the same parameters in "
-                    "the same order as the one that was saved"
+                    f"{tuple(state[name].shape)}, expected {tuple(shape)}: give the optimizer the same parameters, in "
+                    "the same order, as the saved one"
                 )
 
 

@@ -17,8 +17,8 @@ from engine.names import clean_name
 from engine.shards import is_sharded
 
 _ON_SHARDS = (
-    "after engine.shard give the parameters a register_post_accumulate_grad_hook, which is called with this rank's "
-    "shard and its averaged gradient"
+    "call register_post_accumulate_grad_hook on the parameters after engine.shard; such hooks get this rank's shard "
+    "and its averaged gradient"
 )
 
 
@@ -26,7 +26,9 @@ def check_model(model: nn.Module, methods: Iterable[str]) -> None:
     """Raise ValueError if a model cannot be sharded as it is, or lacks one of these methods."""
     for name, module in model.named_modules():
         if is_sharded(module):
-            raise ValueError(f"module {name} is already sharded but the model around it is not: shard the model whole")
+            raise ValueError(
+                f"module {name} is already sharded but the model around it is not: shard the whole model at once"
+            )
         if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
             raise ValueError(
                 f"module {name or type(module).__name__} has parameters whose shapes are not known yet: run one batch "
@@ -59,8 +61,8 @@ def check_hooks(model: nn.Module) -> None:
         # An enclosing model that was sharded later, and called first, has its own hooks there.
         if not all(map(is_own_hook, (parameter._backward_hooks or {}).values())):
             raise ValueError(
-                f"register_hook of parameter {clean_name(name)} would never be called, as FSDP sets the gradients of "
-                f"shards itself: {_ON_SHARDS}"
+                f"register_hook of parameter {clean_name(name)} would never be called, because FSDP sets the gradients "
+                f"of shards itself: {_ON_SHARDS}"
             )
 
 
@@ -103,8 +105,8 @@ def check_units(units: Mapping[nn.Module, list[tuple[str, nn.Parameter]]]) -> No
         number = next((name for name, p in members if p.ndim == 0), None)
         if number is not None and settings.tp_size * settings.pp_size > 1:
             raise ValueError(
-                f"parameter {clean_name(number)} has no dimensions, and a single number takes no part in tp_size="
-                f"{settings.tp_size} and pp_size={settings.pp_size}: give it the shape (1,)"
+                f"parameter {clean_name(number)} has no dimensions, which is not supported with "
+                f"tp_size={settings.tp_size} and pp_size={settings.pp_size}: give it the shape (1,)"
             )
         by_dtype = {p.dtype: name for name, p in members if p.requires_grad and p.ndim}
         if len(by_dtype) > 1:
@@ -123,7 +125,7 @@ def check_no_generator(units: Iterable[nn.Module]) -> None:
     for unit in units:
         if inspect.isgeneratorfunction(type(unit).forward):
             raise ValueError(
-                f"forward of unit {type(unit).__name__} yields, but its parameters are there only until it returns: "
+                f"forward of unit {type(unit).__name__} yields, but its parameters are gathered only until it returns: "
                 "return a list, or name other units with units="
             )
 

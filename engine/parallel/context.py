@@ -108,6 +108,6 @@ def split_tokens(model: nn.Module, mesh: DeviceMesh, sequence: bool = False) -> 
     if not hasattr(model, "token_split"):
         raise ValueError(
             f"cp_size is {mesh['cp'].size()} and sequence_parallel is {sequence}, but {type(model).__name__} has no "
-            "attribute token_split, by which a model lets its tokens be split: use cp_size=1 and no sequence_parallel"
+            "attribute token_split, which splitting its tokens needs: use cp_size=1 and no sequence_parallel"
         )
     model.token_split = TokenSplit(mesh, sequence)  # type: ignore[assignment]

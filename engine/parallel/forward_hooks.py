@@ -46,8 +46,8 @@ from engine.torch_compat import in_backward
 
 _MIXED = "mixed torch.Tensor and DTensor"
 _MIXED_NOTE = (
-    "engine.shard: a module used parameters of another, which are whole in that one's own forward only. Leave that one "
-    "out of units=, so that its parameters are gathered with the model's, or call it."
+    "engine.shard: a module used parameters of another one, which are gathered only in that one's forward. Leave the "
+    "other one out of units=, so that its parameters are gathered with the model's, or call it."
 )
 
 
@@ -96,8 +96,8 @@ class ForwardHooks:
         if self._records and (dtype := self._records[0].sharded_param.dtype) != self._dtype:
             raise ValueError(
                 f"the parameters were {self._dtype} at the model's first forward and are {dtype} now, which FSDP does "
-                "not follow: convert the model before engine.shard, or let Policy(precision=...) say in what it "
-                "computes"
+                "not support: convert the model before engine.shard, or set the dtype of computations with "
+                "Policy(precision=...)"
             )
         if self._depth == 0:
             self._drop_old()
@@ -163,14 +163,14 @@ class ForwardHooks:
         if (place := replaced_parameter(self._records)) is not None:
             raise ValueError(
                 f"parameter {_name_in(model, *place)} was replaced after engine.shard, by torch.func.functional_call "
-                "or an assignment, and the new one would not be used. Give new values by load_state_dict, or write "
+                "or an assignment, and the new one would not be used. Set new values with load_state_dict, or write "
                 "them into the shard; call functional_call with a model that is not sharded"
             )
         if (place := self._assignments.find()) is not None:
             raise ValueError(
                 f"something was assigned to the data of parameter {_name_in(model, *place)}, by parameter.data = x or "
-                "torch.nn.utils.vector_to_parameters, which leaves a shard as it is. Write parameter.copy_(x), under "
-                "torch.no_grad(), or give new values by load_state_dict"
+                "torch.nn.utils.vector_to_parameters, which does not change the shard. Write parameter.copy_(x), under "
+                "torch.no_grad(), or set new values with load_state_dict"
             )
 
     def _drop_old(self) -> None:
@@ -209,8 +209,8 @@ def _refuse_create_graph() -> None:
     """A second backward would read gathered parameters that FSDP has freed or overwritten, and crash the process."""
     if torch.is_grad_enabled():  # within a backward, that is so only with create_graph
         raise ValueError(
-            "create_graph=True: a sharded model has no second derivatives (as of a gradient penalty). Take them of a "
-            "model that is not sharded, or leave create_graph out"
+            "create_graph=True: a sharded model has no second derivatives (as for a gradient penalty). Compute them on "
+            "a model that is not sharded, or leave create_graph out"
         )
 
 
@@ -240,8 +240,8 @@ def _reshard_shown(*_: Any) -> None:
         if isinstance(model, FSDPModule) and has_unreduced_gradients(model):
             drop_pass(model)
             raise ValueError(
-                f"the backward of {type(model).__name__} went past the outputs of its forward, so that gradients were "
-                "not reduced and this step would lose them. Let forward return the tensors of the loss: one, or in a "
-                "tuple, list, dict, dataclass or in the attributes of an object"
+                f"the backward of {type(model).__name__} did not go through the outputs of its forward, so gradients "
+                "were not reduced and this step would lose them. Let forward return the tensors that the loss depends "
+                "on: one, or several in a tuple, list, dict, dataclass or the attributes of an object"
             )
         reshard(model)

@@ -45,14 +45,14 @@ def _check_stages(lists: list[nn.ModuleList]) -> None:
     settings = runtime.current()
     if settings.tp_size * settings.cp_size * settings.pp_chunks > 1:
         raise ValueError(
-            f"PipelineTransformerBlockList (pp_size={settings.pp_size}) works without tp_size, cp_size and pp_chunks, "
-            f"which are {settings.tp_size}, {settings.cp_size} and {settings.pp_chunks}: set them to 1"
+            f"PipelineTransformerBlockList (pp_size={settings.pp_size}) does not support tp_size, cp_size and "
+            f"pp_chunks, which are {settings.tp_size}, {settings.cp_size} and {settings.pp_chunks}: set them to 1"
         )
     for blocks in lists:
         if len(blocks) < settings.pp_size:
             raise ValueError(
-                f"a PipelineTransformerBlockList has {len(blocks)} blocks, which are fewer than the {settings.pp_size} "
-                "stages of the pipeline (pp_size): use fewer"
+                f"a PipelineTransformerBlockList has {len(blocks)} blocks, fewer than the {settings.pp_size} stages of "
+                "the pipeline (pp_size): use fewer stages"
             )
 
 

@@ -77,7 +77,9 @@ def lay_over_ranks(
     that pipeline their blocks themselves are split into stages."""
     policy = policy or Policy()
     if not isinstance(policy, Policy):
-        raise ValueError(f"policy: got {policy!r}, expected an engine.Policy, or None for what init_distributed said")
+        raise ValueError(
+            f"policy: got {policy!r}, expected an engine.Policy, or None for the settings of init_distributed"
+        )
     if is_sharded(model):
         return model
     methods, stays_plain = list(forward_methods), runtime.world_size() == 1
@@ -124,8 +126,8 @@ def _check_chosen(model: nn.Module, chosen: Units, policy: Policy, stays_plain: 
     """
     if _wraps_units(policy) and not chosen.all:
         raise ValueError(
-            f"the policy recomputes or compiles units, but {type(model).__name__} has none that were found: name them "
-            "with units="
+            f"the policy recomputes or compiles units, but none were found in {type(model).__name__}: name them with "
+            "units="
         )
     if stays_plain:
         if policy.compute_dtype is not None:

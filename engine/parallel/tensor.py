@@ -30,7 +30,7 @@ _ALIASES = {
 }
 STYLES = {
     "colwise": "nn.Linear whose outputs are split over the ranks; takes whole inputs",
-    "colwise_gather": "the same, with the outputs put together again",
+    "colwise_gather": "the same, with the outputs gathered",
     "rowwise": "nn.Linear whose inputs are split over the ranks; gives whole outputs",
     "vocab": "nn.Embedding, or a parameter (vocabulary, ...), whose rows are split over the ranks",
     "partial": "any module that each rank applies to its own part of the activations",
@@ -52,13 +52,14 @@ def find_plan(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str
     if plan is None or not (plan or self_split):
         if self_split:
             raise ValueError(
-                f"{type(model).__name__} has layers that tp_size splits and others beside them: give it a tp_plan() "
-                "that returns {name of a module that sees this rank's rows only, such as a norm: 'partial'}, or {} if "
-                "all of them see what every rank sees"
+                f"{type(model).__name__} has layers that tp_size splits and others that it does not: give it a "
+                "tp_plan() that returns {name of a module that sees this rank's rows only, such as a norm: 'partial'}, "
+                "or {} if all of them see the same on every rank"
             )
         raise ValueError(
-            f"tp_size is {runtime.current().tp_size} but {type(model).__name__} does not say how to split it: give it "
-            "a tp_plan(), or pass engine.shard(model, tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'})"
+            f"tp_size is {runtime.current().tp_size} but {type(model).__name__} does not define how it is split: give "
+            "it a tp_plan(), or pass engine.shard(model, tp_plan={'layers.*.up': 'colwise', 'layers.*.down': "
+            "'rowwise'})"
         )
     found = {pattern: _ALIASES.get(style, style) for pattern, style in plan.items()}
     for pattern, style in found.items():
@@ -143,7 +144,7 @@ def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallel
             f"{type(module).__name__}"
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
-        raise ValueError(f"embedding {name} has max_norm or scale_grad_by_freq, which style 'vocab' does not do")
+        raise ValueError(f"embedding {name} has max_norm or scale_grad_by_freq, which style 'vocab' does not support")
     assert isinstance(module.weight, Tensor)
     placement = Shard(1) if style == "rowwise" else Shard(0)
     first = local_box(module.weight.shape, group.mesh, [placement])[1][0]
@@ -176,7 +177,7 @@ def _assign(model: nn.Module, plan: Mapping[str, str], strict: bool, absent: Col
                     names.append(full)
                     found[full] = (style, module, own)
         if strict and not names and not any(match(name) for name in absent):
-            raise ValueError(f"tp_plan names {pattern!r}, but no module or parameter of {type(model).__name__} has it")
+            raise ValueError(f"tp_plan names {pattern!r}, but no module or parameter of {type(model).__name__} matches")
     tables = {
         id(module.weight)
         for style, module, own in found.values()

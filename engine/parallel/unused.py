@@ -21,8 +21,8 @@ from engine.torch_compat import run_after_backward, running_backward
 
 ORDERS_DIFFER = (
     "the gradients of this step are wrong: ranks reached the model's units in different orders in backward, so "
-    "gradients of one unit were added to those of another. Leave modules on whose outputs only some losses depend out "
-    "of units= of engine.shard"
+    "gradients of one unit were added to those of another. Leave modules whose outputs only some losses use out of "
+    "units= of engine.shard"
 )
 
 

@@ -100,10 +100,10 @@ def constant_loss():
 def test_errors_reach_every_rank(two):
     with pytest.raises(RuntimeError, match="KeyError: 'labels'") as error:
         two.run(counting_fails)
-    assert "counts raised on rank 1" in str(error.value)
-    with pytest.raises(RuntimeError, match="ValueError: counts returns 17 loss terms, at most 16") as error:
+    assert "counts raised an error on rank 1" in str(error.value)
+    with pytest.raises(RuntimeError, match="ValueError: counts returned 17 loss terms, expected at most 16") as error:
         two.run(too_many_terms_on_one)
-    assert "counts raised on rank 1" in str(error.value)
+    assert "counts raised an error on rank 1" in str(error.value)
     with pytest.raises(RuntimeError, match="ValueError: ranks count different loss terms: rank 1 and rank 0"):
         two.run(different_terms)
     with pytest.raises(RuntimeError, match="the loss of microbatch 0 on rank 0 does not depend on the parameters"):
@@ -119,7 +119,7 @@ def test_errors_reach_every_rank(two):
         (None, {"tokens": -2}, "counts returned -2 for 'tokens', expected a whole number of items, at least 0"),
         (None, {"tokens": 2.5}, "counts returned 2.5 for 'tokens'"),
         (None, {"tokens": None}, "counts returned None for 'tokens'"),
-        (None, {"items": 1}, r"divides by totals\['tokens'\], but counts returns items"),
+        (None, {"items": 1}, r"divides by totals\['tokens'\], but counts returned items"),
     ],
 )
 def test_what_forward_and_counts_return_is_checked(loss, counts, message):

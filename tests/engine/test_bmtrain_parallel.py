@@ -261,7 +261,7 @@ def refused_sizes() -> None:
     bmt.init_parameters(layer)
     with pytest.raises(ValueError, match="dimension 0 has 3 rows, which 2 ranks"):
         layer(values(3, INPUTS // 2))
-    with pytest.raises(ValueError, match=r"weight has 12 classes, the ranks together have 24"):
+    with pytest.raises(ValueError, match=r"weight has 12 classes, but the ranks together have 24"):
         bmt.loss.FusedCrossEntropy(torch.ones(12), parallel=True)(values(3, 12), torch.zeros(3))
 
 

@@ -152,8 +152,8 @@ def test_whole_states_of_one_stage_do_not_load_on_another(two):
     for kind, (state, there), (_, elsewhere) in zip(KINDS, first, second, strict=True):
         manager = bmt.optim.OptimManager()
         manager.add_optimizer(kind(alone.parameters(), lr=0.1))
-        assert there is None and "is of stage 0 of the 2 of a pipeline, this rank is of stage 1 of 2" in elsewhere
-        assert "is of stage 0 of the 2 of a pipeline, this rank is in no pipeline" in load_message(manager, state)
+        assert there is None and "is from stage 0 of the 2 of a pipeline, but this rank is of stage 1 of 2" in elsewhere
+        assert "is from stage 0 of the 2 of a pipeline, but this rank is in no pipeline" in load_message(manager, state)
 
 
 class Tied(torch.nn.Module):
@@ -350,12 +350,12 @@ def refused(what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("chunks", "works without tp_size, cp_size and pp_chunks"),
-        ("blocks", "has 1 blocks, which are fewer than the 2 stages"),
+        ("chunks", "does not support tp_size, cp_size and pp_chunks"),
+        ("blocks", "has 1 blocks, fewer than the 2 stages"),
         ("unsharded", "has all its blocks on this rank"),
         ("shapes", "their batches must have the same size"),
-        ("hidden", "return_hidden_states: under pipe_size"),
-        ("accumulate", "trains in a loop of its own, by loss.backward()"),
+        ("hidden", "return_hidden_states: not supported with pipe_size"),
+        ("accumulate", "is trained by loss.backward() instead"),
     ],
 )
 def test_errors_name_what_is_wrong(two, what, message):

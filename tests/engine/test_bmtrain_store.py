@@ -201,7 +201,7 @@ def load_what_a_state_dict_holds(file):
 def test_a_file_of_shards_or_without_values_is_refused_on_every_rank(two, tmp_path):
     file = str(tmp_path / "shards.pt")
     for message in two.run(load_what_a_state_dict_holds, file):
-        assert "one rank's shard of scale" in message and "write the model by engine.save" in message
+        assert "one rank's shard of scale" in message and "write the model with engine.save" in message
     for value, words in (
         (torch.empty(1, device="meta"), "is on the meta device and has no values"),
         (torch.ones(1).to_sparse(), "is a torch.sparse_coo tensor"),

@@ -92,7 +92,7 @@ def test_a_list_of_architectures_without_a_number(monkeypatch):
     monkeypatch.setattr(build, "nvcc", lambda: "nvcc")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
     with pytest.raises(
-        build.BuildError, match=r"TORCH_CUDA_ARCH_LIST=Hopper names no compute capability, such as 9\.0"
+        build.BuildError, match=r"TORCH_CUDA_ARCH_LIST is Hopper, expected compute capabilities, such as 9\.0"
     ):
         build.build("cuda")
 
@@ -152,7 +152,7 @@ def test_a_library_of_other_sources_or_another_cpu_is_not_loaded(monkeypatch, tm
     monkeypatch.setenv("MODELCENTER_LIBRARY_DIR", str(tmp_path))
     other = tmp_path / build.file_name("cpu").replace(build.key(), "0123456789ab")
     other.touch()
-    assert "other sources; build it anew" in library.cpu().what
+    assert "other sources; rebuild it" in library.cpu().what
     other.rename(tmp_path / "fused-cpu-linux-sparc-0123456789ab.so")
     library.cpu.cache_clear()
     assert "another CPU; build one for this" in library.cpu().what

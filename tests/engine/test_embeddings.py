@@ -41,7 +41,7 @@ def test_what_is_not_trained_takes_torchs_way():
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
 def test_what_is_not_known_is_refused(option):
-    with pytest.raises(ValueError, match=f"does not know {next(iter(option))}"):
+    with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):
         Embedding(5, 3, **option)
 
 

@@ -73,7 +73,7 @@ def failing_loop():
 def test_a_loader_that_raises(three):
     texts = three.run(failing_loop)
     assert texts[1] == "bad file"
-    assert texts[0] == texts[2] == "the batches of rank 1 raised at step 1: its own error says why"
+    assert texts[0] == texts[2] == "the batches of rank 1 raised an error at step 1: see the error of that rank"
 
 
 def leaves(how):
@@ -142,16 +142,16 @@ def test_a_rank_that_leaves_accumulate_is_named():
     assert texts[1][0] == "in the forward"
     for rank in (0, 2):
         text, seconds = texts[rank]
-        where = f"rank {rank} was in engine.accumulate, and a collective of it did not complete"
+        where = f"rank {rank} was in engine.accumulate, and one of its collectives did not complete"
         assert text.startswith(
-            f"{where}: rank 1 did not say so too within 1 s. A rank that raised or was killed says so"
+            f"{where}: rank 1 did not report the same within 1 s. The output of a rank shows whether it raised"
         )
         assert seconds < 9
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("hangs", marks=pytest.mark.full)])
 def test_a_rank_that_is_lost_in_accumulate_is_named(how):
-    said = r"(?s)rank [02] .*was in engine\.accumulate, .*complete: ranks? .*1.* did not say"
+    said = r"(?s)rank [02] .*was in engine\.accumulate, .*complete: ranks? .*1.* did not report"
     with pytest.raises(RuntimeError, match=said):
         ranks_of_accumulate(noted, how)
 
@@ -173,7 +173,7 @@ def checkpoint_of_which_a_rank_is_lost(what, folder):
 
 @pytest.mark.parametrize("what", ["save", pytest.param("load", marks=pytest.mark.full)])
 def test_a_rank_that_is_lost_in_a_checkpoint_is_named(what, tmp_path):
-    said = rf"(?s)rank 0 .*was in engine\.{what}_checkpoint, .*complete: rank 1 did not say so too"
+    said = rf"(?s)rank 0 .*was in engine\.{what}_checkpoint, .*complete: rank 1 did not report the same"
     with pytest.raises(RuntimeError, match=said):
         run(checkpoint_of_which_a_rank_is_lost, 2, what, tmp_path / "c", timeout=30)
 
@@ -217,8 +217,8 @@ def test_messages_between_two_ranks_keep_to_the_timeout(what):
     text, seconds = run(messages_that_do_not_come, 4, what)[0]
     assert seconds < 30, text  # where half an hour was said
     if what == "a stage":
-        assert text.startswith("rank 0 waited for rank 2, whose stage of the model (pp_size) is another, to exchange ")
-        assert "layers.1.mlp.up.weight, and it did not come (timeout: 1 s)" in text
+        assert text.startswith("rank 0 waited for rank 2, another stage of the model (pp_size), to exchange ")
+        assert "layers.1.mlp.up.weight, but it did not arrive (timeout: 1 s)" in text
 
 
 # -- what is said, without ranks --------------------------------------------------------------------------------------
@@ -243,9 +243,9 @@ def test_a_second_failure_does_not_take_the_first_for_its_own(first_of_two):
             raise RuntimeError("connection closed")
         return str(error.value)
 
-    assert "rank 0 did not say so" in lost(1)
+    assert "rank 0 did not report the same" in lost(1)
     assert "all ranks waited in it" in lost(0)
-    assert "rank 1 did not say so" in lost(0)
+    assert "rank 1 did not report the same" in lost(0)
 
 
 def test_ranks_that_are_behind_are_named_with_their_last_step(first_of_two):

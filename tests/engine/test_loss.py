@@ -115,7 +115,7 @@ def test_a_second_derivative_is_refused_and_not_wrong(which):
     hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3)
     more = (4,) if which == "linear_cross_entropy" else ()
     value = getattr(loss, which)(hidden.tanh(), weight, None, torch.tensor([0, 1, 2, 3]), *more).sum()
-    with pytest.raises(RuntimeError, match="has no second derivative, for which create_graph=True asks"):
+    with pytest.raises(RuntimeError, match="has no second derivative, which create_graph=True needs"):
         torch.autograd.grad(value, hidden, create_graph=True)
     assert torch.autograd.grad(value, hidden)[0].any()
 

@@ -151,7 +151,7 @@ def test_inputs_that_do_not_fit_each_other_are_named(either):
         norm_before(x, weight, bias, EPS, Added(branch, 1.5))
     with pytest.raises(ValueError, match=r"tokens has 2 numbers for an x of shape \(3, 11, 24\)"):
         norm_before(x, weight, bias, EPS, Added(branch, 0.5, KEY, SITE, tokens.flatten()[:2]))
-    with pytest.raises(ValueError, match=r"weight has shape \(23,\), expected that of a row of x, \(24,\)"):
+    with pytest.raises(ValueError, match=r"weight has shape \(23,\), expected the shape of a row of x, \(24,\)"):
         norm_after(x, weight[:23], None, EPS, Added(branch))
     with pytest.raises(RuntimeError, match="normalized_shape"):
         norm_after(x, weight[:23], bias[:23], EPS, Added(branch))

@@ -155,7 +155,7 @@ def test_a_second_derivative_is_refused_and_not_wrong(onednn):
             (dx,) = torch.autograd.grad(function(ops.linear(x, w)).sum(), x, create_graph=True)
             dx.sum().backward()
             continue
-        with pytest.raises(RuntimeError, match="Linear has no second derivative, for which create_graph=True asks"):
+        with pytest.raises(RuntimeError, match="Linear has no second derivative, which create_graph=True needs"):
             torch.autograd.grad(function(ops.linear(x, w)).sum(), x, create_graph=True)
 
 
@@ -530,7 +530,7 @@ def test_rms_norm_of_other_tensors_is_torchs(either):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_of_another_width_is_an_error(either, dtype):
     """Also where the width of the weight divides that of the rows."""
-    with pytest.raises(ValueError, match=r"weight has shape \(32,\), expected that of a row of x, \(64,\)"):
+    with pytest.raises(ValueError, match=r"weight has shape \(32,\), expected the shape of a row of x, \(64,\)"):
         ops.rms_norm(torch.randn(2, 64, dtype=dtype), torch.ones(32, dtype=dtype), 1e-6)
 
 

@@ -128,7 +128,7 @@ def test_what_a_manager_cannot_run():
     for again in (optimizer, AdamOptimizer([weight], lr=np.float32(0.5))):
         with pytest.raises(ValueError, match=rf"shape \(2,\) is in SGD and in {type(again).__name__}"):
             manager.add_optimizer(again)
-    with pytest.raises(ValueError, match="loss_scale is 'dynamic', expected the first scale"):
+    with pytest.raises(ValueError, match="loss_scale is 'dynamic', expected the initial scale"):
         OptimManager(loss_scale="dynamic")
 
 

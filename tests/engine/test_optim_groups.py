@@ -19,7 +19,7 @@ def test_what_a_group_asks_for_and_an_optimizer_does_not_do_is_an_error(kind):
     for lr in ("1e-3", None):
         with pytest.raises(ValueError, match=f"lr is {lr!r}, expected a number"):
             KINDS[kind](matrices().parameters(), lr=lr)
-    with pytest.raises(ValueError, match=r"has state and param_groups, this has model: give what its state_dict\(\)"):
+    with pytest.raises(ValueError, match=r"has state and param_groups, but this one has model: pass the result"):
         KINDS[kind](matrices().parameters(), lr=0.1).load_state_dict({"model": {}})
 
 

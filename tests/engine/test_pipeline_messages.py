@@ -169,18 +169,18 @@ def refused(what):
         ("chunks", "pp_chunks is 2 but pp_size is 1"),
         ("twice", "pp_size is 2 and pipe_size is 1"),
         ("plain", "Toy cannot be split into stages"),
-        ("units", "Bert has 1 units, which are fewer than the 2 parts"),
+        ("units", "Bert has 1 units, fewer than the 2 parts"),
         ("lists", "Bert cannot be split into stages: its units are not one list"),
         (
             "begin",
             "its begin computes more than the first hidden states from its parameters (embed, position, token_type",
         ),
         ("gate", "Bert cannot be split into stages: gate is in no unit, and in no module that stage_homes names"),
-        ("interleaved", "Bert has 2 units, which are fewer than the 4 parts"),
+        ("interleaved", "Bert has 2 units, fewer than the 4 parts"),
         ("unsplit", "this Bert is not split into stages: call engine.shard"),
         ("call", "no rank can call it alone: use engine.accumulate"),
-        ("other batches", "its pipeline (pp_size=2) were given other microbatches"),
-        ("other number", "compute one batch together (pp_size, tp_size, cp_size) but were given other"),
+        ("other batches", "its pipeline (pp_size=2) were given different microbatches"),
+        ("other number", "compute one batch together (pp_size, tp_size, cp_size) but were given different"),
     ],
 )
 def test_errors_name_what_is_wrong(two, what, message):

@@ -292,7 +292,7 @@ def asked_for_more(rank_has_more):
 
 
 def test_other_settings_on_a_stage_are_an_error(two):
-    assert all("other rows or settings" in message for message in two.run(asked_for_more, 1))
+    assert all("different rows or settings" in message for message in two.run(asked_for_more, 1))
 
 
 def shown(name, task, sizes, fields):

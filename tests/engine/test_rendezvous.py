@@ -31,8 +31,8 @@ def test_each_start_has_a_round_of_its_own():
 
 def test_a_rank_that_died_before_the_round_was_closed():
     store = dist.HashStore()
-    with pytest.raises(RuntimeError, match="no word of rank 0"):
+    with pytest.raises(RuntimeError, match="nothing was heard from rank 0"):
         agree_on_round(store, 1, 2, 0.1)  # it came, and is gone
-    with pytest.raises(RuntimeError, match="no word of rank 1"):
+    with pytest.raises(RuntimeError, match="nothing was heard from rank 1"):
         agree_on_round(store, 0, 2, 0.1)  # found its number, and nobody who agrees
     assert len(set(meet(store, 2, late=(1,)))) == 1

@@ -254,7 +254,7 @@ def test_what_is_left_to_torch(called):
     assert not called
     with pytest.raises(RuntimeError, match="normalized_shape"):
         layer_norm(x, (5,), *drawn((5,), (5,)), EPS)
-    with pytest.raises(ValueError, match=r"weight has shape \(5,\), expected that of a row of x, \(6,\)"):
+    with pytest.raises(ValueError, match=r"weight has shape \(5,\), expected the shape of a row of x, \(6,\)"):
         rms_norm(x, weight[:5], EPS)
 
 

@@ -120,7 +120,7 @@ def past_the_outputs():
 
 def test_a_backward_past_the_outputs_is_an_error_and_leaves_no_gradient(two):
     for refused, gradient in two.run(past_the_outputs):
-        assert "the backward of FSDPKeeps went past the outputs of its forward" in refused
+        assert "the backward of FSDPKeeps did not go through the outputs of its forward" in refused
         assert torch.equal(gradient, torch.ones(2, 3))
 
 
@@ -191,7 +191,7 @@ def test_parameters_replaced_shared_or_converted_are_errors_that_say_what_to_do(
         for message, name in zip(messages, ["head.weight"] * 2 + ["layers.0.up.weight"] * 2, strict=True):
             assert f"parameter {name} of this FSDPToy was replaced after engine.shard" in message
         assert unharmed
-        assert "mixed torch.Tensor and DTensor" in borrowed and "Leave that one out of units=" in borrowed
+        assert "mixed torch.Tensor and DTensor" in borrowed and "Leave the other one out of units=" in borrowed
         assert "were torch.float32 at the model's first forward and are torch.bfloat16 now" in converted
         assert "module 0 has parameters whose shapes are not known yet: run one batch" in lazy
         assert "embedding 0 has sparse gradients, which cannot be sharded: build it with sparse=False" in sparse

@@ -153,7 +153,7 @@ def test_one_that_comes_late_is_waited_for(two):
 def test_one_that_does_not_come_is_named():
     with Pool(2) as pool:  # of its own: the group is of no use afterwards
         (said, seconds), _ = pool.run(waits, "hangs", timeout=60)
-        assert said.startswith("timed out after 1 s in which nothing came from rank 1 (process ")
+        assert said.startswith("timed out after 1 s without data from rank 1 (process ")
         assert 0.9 < seconds < 10
     with Pool(2) as pool, pytest.raises(RuntimeError) as caught:
         pool.run(waits, "dies", timeout=60)

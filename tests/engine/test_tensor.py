@@ -385,7 +385,7 @@ def refused(what):
         ("zero", "tp_size is 0, expected a whole number of at least 1"),
         ("heads", "layers.0.attn has num_heads=3, which tp_size=2 does not divide"),
         ("hf-heads", "model.layers.0.self_attn has num_key_value_heads=1, which tp_size=2 does not divide"),
-        ("no plan", "Toy does not say how to split it: give it a tp_plan()"),
+        ("no plan", "Toy does not define how it is split: give it a tp_plan()"),
         ("style", "tp_plan has the style 'diagonal' for embed, expected one of: colwise"),
         ("name", "tp_plan names 'layer.*.up', but no module or parameter of Toy has it"),
         ("kind", "tp_plan gives layers.0.norm the style 'rowwise', which is for Linear, but it is a LayerNorm"),

@@ -246,9 +246,7 @@ def test_what_the_reference_gives_is_worked_out_for_the_rows_that_steps_take(fol
     assert losses(folder, "on") == pytest.approx(losses(folder, "whole")[2:4], abs=1e-5)
     # Another model, which may be given where all is kept, is no reference for more.
     more = {"resume": str(folder / "on"), "model": str(folder / "other"), "output_dir": str(folder / "third")}
-    said = (
-        rf"^model: got .*other, but the reference is .* not stored there are needed; give --model {start}, or as many"
-    )
+    said = rf"^model: got .*other, but the reference is .* not stored there are needed; give --model {start}, or as"
     with pytest.raises(ValueError, match=said):
         main(command(flags(folder, **more)))
     assert len(worked_out) == 3

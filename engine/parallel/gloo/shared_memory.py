@@ -124,7 +124,7 @@ class SharedMemory:
             if _has_ended(self._processes[rank]) and not counters.reached(counter, value, 0):
                 raise RuntimeError(f"lost the connection to {self._name(rank)}, which has ended")
             if time.monotonic() > end:
-                raise RuntimeError(f"timed out after {timeout:g} s in which nothing came from {self._name(rank)}")
+                raise RuntimeError(f"timed out after {timeout:g} s without data from {self._name(rank)}")
 
     def _name(self, rank: int) -> str:
         return f"rank {dist.get_global_rank(self.group, rank)} (process {self._processes[rank]})"

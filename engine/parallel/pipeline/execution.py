@@ -147,7 +147,7 @@ class Pipeline(Stages):
             raise ValueError(
                 f"{type(model).__name__} cannot be split into stages: its begin computes more than the first hidden "
                 f"states from its parameters ({', '.join(self._begin)}), which other stages do not have; stage_homes "
-                "can give such a module a home with every unit"
+                "can place such a module on every stage"
             )
         return ctx
 
@@ -174,9 +174,10 @@ class Pipeline(Stages):
     def _now(self) -> _PartialForward:
         if self._turn is None:
             raise ValueError(
-                f"this model is split into {self.size * self.chunks} parts over the ranks of a pipeline (pp_size="
-                f"{self.size}), so no rank can call it alone: use engine.accumulate or modelcenter.training.accumulate "
-                "to train, modelcenter.training.evaluate to evaluate, generate to write"
+                f"this model is split into {self.size * self.chunks} parts over the ranks of a pipeline "
+                f"(pp_size={self.size}), so no rank can call it alone: use engine.accumulate or "
+                "modelcenter.training.accumulate to train, modelcenter.training.evaluate to evaluate, generate to "
+                "generate text"
             )
         return self._turn
 
@@ -206,8 +207,8 @@ class Pipeline(Stages):
         other = first_difference(mine, self.mesh["pp"].get_group())
         if other is not None:
             raise ValueError(
-                f"rank {runtime.rank()} and stage {other} of its pipeline (pp_size={self.size}) were given other "
-                "microbatches (to generate: other rows or settings): split the data by engine.data_rank() and "
+                f"rank {runtime.rank()} and stage {other} of its pipeline (pp_size={self.size}) were given different "
+                "microbatches (in generation: different rows or settings): split the data by engine.data_rank() and "
                 "engine.data_size(), not by rank and world size"
             )
 
@@ -356,7 +357,7 @@ def _check_homes(model: nn.Module, said: Iterable[str]) -> None:
         if parameter not in kept:
             raise ValueError(
                 f"{type(model).__name__} cannot be split into stages: {clean_name(name)} is in no unit, and in no "
-                "module that stage_homes names, so each stage would train one of its own; put it into a module, or use "
+                "module that stage_homes names, so each stage would train its own copy; put it into a module, or use "
                 "pp_size=1"
             )
 
@@ -393,8 +394,8 @@ def split_into_stages(model: nn.Module, mesh: DeviceMesh, chunks: int) -> None:
         )
     if len(units) < stages:
         raise ValueError(
-            f"{type(model).__name__} has {len(units)} units, which are fewer than the {stages} parts of the pipeline "
-            f"(pp_size={mesh['pp'].size()}, pp_chunks={chunks}): use fewer"
+            f"{type(model).__name__} has {len(units)} units, fewer than the {stages} parts of the pipeline "
+            f"(pp_size={mesh['pp'].size()}, pp_chunks={chunks}): use fewer parts"
         )
     pipeline = Pipeline(model, mesh, chunks)
     # On every rank, before anything travels.

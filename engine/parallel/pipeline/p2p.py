@@ -38,8 +38,8 @@ class Neighbours:
         """
         if self._channels[0] in _broken:
             raise RuntimeError(
-                "an exception ended an earlier step of this pipeline (pp_size) in the middle, and what its stages had "
-                "sent is still on its way: start the ranks again from a checkpoint"
+                "an exception ended an earlier step of this pipeline (pp_size), and tensors that its stages had sent "
+                "are still pending: restart the ranks from a checkpoint"
             )
         self._used = False
         try:

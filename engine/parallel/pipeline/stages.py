@@ -124,8 +124,8 @@ def _wait_for_stage(work: Any, name: str, group: dist.ProcessGroup, other: int) 
         wait_for(work)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {runtime.rank()} waited for rank {dist.get_global_rank(group, other)}, whose stage of the model "
-            f"(pp_size) is another, to exchange {name}, and it did not come (timeout: {runtime.last_timeout():g} s). "
+            f"rank {runtime.rank()} waited for rank {dist.get_global_rank(group, other)}, another stage of the model "
+            f"(pp_size), to exchange {name}, but it did not arrive (timeout: {runtime.last_timeout():g} s). "
             f"{where_to_look(error)}"
         ) from error
 

@@ -80,7 +80,7 @@ def run(arguments: list[str], log: Path) -> str:
 
 def finetune(start: Path, out: Path, ranks: int, epochs: int) -> dict[str, Any]:
     """Fine-tune with parameters, gradients and optimizer state sharded over `ranks` processes. Returns the summary."""
-    # By default torchrun looks up the name of the machine, which on some laptops and in some containers nobody knows.
+    # By default torchrun resolves the machine's name, which fails on some laptops and in some containers.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
     launcher += ["--nproc_per_node", str(ranks)]
     flags: dict[str, Any] = {
@@ -102,7 +102,7 @@ def finetune(start: Path, out: Path, ranks: int, epochs: int) -> dict[str, Any]:
 
 
 def accuracy_in_transformers(model_dir: Path) -> float:
-    """Accuracy on the dev file with transformers, which loads the export like any Hugging Face checkpoint."""
+    """The accuracy on the dev file in transformers, which loads the export like any Hugging Face checkpoint."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -118,11 +118,11 @@ def accuracy_in_transformers(model_dir: Path) -> float:
 
 
 def use_gpus_or_hide_them(ranks: int) -> None:
-    """A rank needs a GPU of its own: with too few GPUs the demo runs on the CPU."""
+    """Run the demo on the CPU if there are fewer GPUs than ranks, since each rank needs its own."""
     import torch
 
     if 0 < torch.cuda.device_count() < ranks:
-        print(f"{ranks} ranks need as many GPUs: running on the CPU")
+        print(f"{ranks} ranks need {ranks} GPUs: running on the CPU")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -130,7 +130,7 @@ def prepare(folder: Path) -> None:
     """Make an empty folder. An earlier demo there is replaced; any other content is an error."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
-            raise SystemExit(f"demo: --output_dir {folder} holds files that no demo wrote; choose another folder")
+            raise SystemExit(f"demo: --output_dir {folder} has files that no demo wrote; choose another folder")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
@@ -139,7 +139,7 @@ def prepare(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--output_dir", type=Path, default=Path("demo-run"), help="where everything goes (default: demo-run)"
+        "--output_dir", type=Path, default=Path("demo-run"), help="folder for all output (default: demo-run)"
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes to shard over (default: 2)")
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training file (default: 8)")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Train a language model on pairs of a preferred and a rejected answer (DPO or IPO).
 
-Each row has a prompt, a chosen answer and a rejected answer, as texts or as chat messages. The columns are found by
-their names, or named by flags. The model is compared with a reference model: itself before training, or --reference.
+Each row has a prompt, a chosen answer and a rejected answer, as texts or as chat messages. The columns are detected by
+their names or given by flags. The model is compared with a reference model: itself before training, or --reference.
 --dry_run shows which tokens are trained on, runs one step and writes nothing.
 
 Example:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train a model to make embeddings: vectors of texts that are the more alike, the more the texts belong together.
+"""Train a model to make embeddings: vectors that are more similar for texts that belong together.
 
 Each row has a text and one that belongs to it, such as a question and its answer, and perhaps texts that do not; or two
-texts and a score of how alike they are. Texts are told apart from all others of a step, on all ranks and in all
-microbatches, and gradients do not depend on how the step is cut. The model is saved as sentence-transformers has it.
---dry_run shows the plan, runs one step and writes nothing.
+texts and a score of their similarity. Each text is compared with all others of a step, on all ranks and in all
+microbatches, so gradients do not depend on how the step is split. The model is saved in the format of
+sentence-transformers. --dry_run shows the plan, runs one step and writes nothing.
 
 Example:
   modelcenter finetune embedding --model google-bert/bert-base-uncased --output_dir runs/nq \\

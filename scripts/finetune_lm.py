@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Train a language model on chats, on instructions with answers, or on plain text.
 
-Chats are rows of messages; instructions are rows with a prompt and an answer, as in Alpaca. The columns are found by
-their names, or named by flags. Rows are formatted with the tokenizer's chat template if it has one. Only answers are
-trained on; of plain text, everything. --dry_run shows which tokens are trained on, runs one step and writes nothing.
+Chats are rows of messages; instructions are rows with a prompt and an answer, as in Alpaca. The columns are detected by
+their names or given by flags. Rows are formatted with the tokenizer's chat template if it has one. Only answers are
+trained on; for plain text, all tokens. --dry_run shows which tokens are trained on, runs one step and writes nothing.
 
 Example:
   modelcenter finetune lm --model openai-community/gpt2 --output_dir runs/chat --train_data chats.jsonl --epochs 3

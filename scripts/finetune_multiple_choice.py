@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Train a model to choose the right one of several texts.
+"""Train a model to choose the correct one of several texts.
 
-Each row has a context, a question or both, its choices, and the right choice. Rows may have different numbers of
-choices. The data are files or a data set of the Hugging Face Hub; the columns of SWAG, COPA, RACE, C3, ARC and others
-are known, and flags name those of other data. --dry_run shows the plan, runs one step and writes nothing.
+Each row has a context, a question or both, its choices, and the correct choice. Rows may have different numbers of
+choices. The data are files or a data set of the Hugging Face Hub. The columns of SWAG, COPA, RACE, C3, ARC and others
+are detected; flags name those of other data. --dry_run shows the plan, runs one step and writes nothing.
 
 Example:
   modelcenter finetune multiple-choice --model google-bert/bert-base-uncased --output_dir runs/swag \\

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train a model to answer questions with a passage of a given text (extractive question answering).
+"""Train a model to answer questions with a span of a given text (extractive question answering).
 
 The data are json files in the format of SQuAD, rows with question, context and answers, or a data set of the Hugging
 Face Hub. Long texts are read in overlapping windows. Questions may have no answer. --dry_run shows the plan, runs one

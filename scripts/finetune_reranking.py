@@ -2,8 +2,8 @@
 """Train a reranker, also called cross-encoder: it reads a query and a text together, and scores the text.
 
 Each row has a query and a text with a label, or a list of texts with a list of labels; or a query, a text that answers
-it and texts that do not, which `modelcenter mine` finds. The texts of a row are compared with each other, and are
-always in one microbatch; gradients do not depend on how a step is cut. The model is saved as a CrossEncoder of
+it and texts that do not, which `modelcenter mine` finds. The texts of a row are compared with each other and are always
+in one microbatch; gradients do not depend on how a step is split. The model is saved as a CrossEncoder of
 sentence-transformers. --dry_run shows the plan, runs one step and writes nothing.
 
 Example:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train an encoder-decoder such as T5 to write a text from a text: summaries, translations, descriptions of data.
+"""Train an encoder-decoder such as T5 to generate a text from a text: summaries, translations, descriptions of data.
 
 The data are json, jsonl, csv, tsv or parquet files, a folder of them (train, dev and test), or a data set of the
-Hugging Face Hub. Source and target columns are found by their names, or named by --source_column and --target_column;
-a column that holds translations needs --source_lang and --target_lang. Evaluations write texts and score them
-(--metrics). --dry_run shows the plan, runs one step and writes nothing.
+Hugging Face Hub. Source and target columns are detected by their names, or given by --source_column and
+--target_column; a column of translations needs --source_lang and --target_lang. Evaluations generate texts and score
+them (--metrics). --dry_run shows the plan, runs one step and writes nothing.
 
 Example:
   modelcenter finetune seq2seq --model google-t5/t5-small --output_dir runs/summaries \\

@@ -2,8 +2,8 @@
 """Train a model to tag words: named entities, parts of speech, word segments.
 
 The data are CoNLL files, json, jsonl or parquet files with a list of words and a list of tags in each row, a folder of
-them (train, dev and test), or a data set of the Hugging Face Hub. Precision, recall and F1 are those of whole entities.
---dry_run shows the plan, runs one step and writes nothing.
+them (train, dev and test), or a data set of the Hugging Face Hub. Precision, recall and F1 are computed over whole
+entities. --dry_run shows the plan, runs one step and writes nothing.
 
 Example:
   modelcenter finetune token-classification --model google-bert/bert-base-cased --output_dir runs/ner \\

@@ -11,13 +11,13 @@ if __package__ in (None, ""):  # run by its path: the folder with the packages i
 from modelcenter import registry
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-# Who loads our exports of a family: vLLM by the list it publishes, llama.cpp as scripts/bench/clients.py found it.
+# The programs that load exports of a family: vLLM by its published list, llama.cpp by scripts/bench/clients.py.
 _BOTH = set("bert gpt2 gpt_neox llama minicpm minicpm3 mistral qwen2 qwen3 roberta xlm-roberta".split())
 SERVED = {
     "vLLM": _BOTH | {"bloom", "gemma", "gemma2", "gemma3_text", "gptj", "modernbert", "nomic_bert", "opt"},
     "llama.cpp": _BOTH,
 }
-CONVERTED = ("mt5", "t5", "umt5")  # llama.cpp's converter takes them; what it then gives was not compared
+CONVERTED = ("mt5", "t5", "umt5")  # llama.cpp's converter accepts them, but its outputs were not compared
 
 
 def tables() -> dict[str, str]:
@@ -44,7 +44,7 @@ def tables() -> dict[str, str]:
 
 
 def render(page: str) -> str:
-    """The page with its tables as they should be; each stands between two comments."""
+    """The page with up-to-date tables; each is between two comments."""
     for name, table in tables().items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.S)
         found = pattern.search(page)

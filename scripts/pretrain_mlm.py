@@ -3,11 +3,11 @@
 NomicBERT, GTE, EuroBERT, ESM or an ELECTRA generator to predict masked tokens.
 
 --whole_word masks whole words. --next_sentence also trains BERT or ERNIE to predict whether two texts follow each
-other, --sentence_order trains ALBERT to predict whether they stand in their order.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by
-`modelcenter preprocess`, or Megatron's .bin and .idx. PATH@WEIGHT mixes several. --streaming reads text that is too
-large to be tokenised first. --from_scratch starts from random weights of a preset or a config.json. --dry_run shows the
-plan, runs one step and writes nothing.
+other, --sentence_order trains ALBERT to predict whether they are in their original order. The data are text (txt,
+jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by `modelcenter preprocess`, or
+Megatron's .bin and .idx. PATH@WEIGHT mixes several. --streaming reads text that is too large to be tokenised first.
+--from_scratch starts from random weights of a preset or a config.json. --dry_run shows the plan, runs one step and
+writes nothing.
 
 Example:
   modelcenter pretrain mlm --model google-bert/bert-base-uncased --output_dir runs/mlm --train_data corpus.txt

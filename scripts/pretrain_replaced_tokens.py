@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Pretrain ELECTRA or DeBERTa-v3: a discriminator learns to tell which tokens of a text a generator has replaced.
+"""Pretrain ELECTRA or DeBERTa-v3: a discriminator learns to detect the tokens of a text that a generator has replaced.
 
 --model is the discriminator, --generator a masked language model with the same vocabulary; both are trained together.
---from_scratch starts both from random weights of presets or config.json files; without --generator one is made from the
-discriminator's configuration, by --generator_size. --share_embeddings says how the two share their embeddings.
-The data are text (txt, jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by
-`modelcenter preprocess`, or Megatron's .bin and .idx. PATH@WEIGHT mixes several. --streaming reads text that is too
-large to be tokenised first. --dry_run shows the plan, runs one step and writes nothing.
+--from_scratch starts both from random weights of presets or config.json files; without --generator it is made from the
+discriminator's configuration, with --generator_size. --share_embeddings sets how the two share their embeddings. The
+data are text (txt, jsonl, json, csv, tsv, parquet, a data set of the Hugging Face Hub), folders written by `modelcenter
+preprocess`, or Megatron's .bin and .idx. PATH@WEIGHT mixes several. --streaming reads text that is too large to be
+tokenised first. --dry_run shows the plan, runs one step and writes nothing.
 
 Example:
   modelcenter pretrain replaced-tokens --model google/electra-small-discriminator \\

@@ -72,7 +72,7 @@ def test_demo(tmp_path: Path):
 
 def test_demo_leaves_other_files_alone(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(SystemExit, match="holds files that no demo wrote"):
+    with pytest.raises(SystemExit, match="has files that no demo wrote"):
         prepare(tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 

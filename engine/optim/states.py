@@ -116,7 +116,7 @@ def _check_form(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
         )
     here = (runtime.stage(), runtime.stages())
     if (saved := tuple(state_dict.get("stage", here))) != here:
-        place = "in no pipeline" if here[1] == 1 else f"of stage {here[0]} of {here[1]}"
+        place = "in no pipeline" if here[1] == 1 else f"on stage {here[0]} of {here[1]}"
         raise ValueError(
             f"a state of {type(optimizer).__name__} is from stage {saved[0]} of the {saved[1]} of a pipeline, but this "
             f"rank is {place}, and each stage has its own parameters. Save one state per stage and load it there, or "

@@ -4,8 +4,8 @@
     python -m scripts.bench --only finetune_lm data --quick
     python -m scripts.bench --list                       # names, minutes, commands
 
-Some peers are installed from PyPI into environments of their own (--no-peers leaves those out). Benchmarks that fail
-are listed at the end, and the exit status is then 1.
+Some peers are installed from PyPI into separate environments (--no-peers leaves those out). Benchmarks that fail are
+listed at the end, and the exit status is then 1.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Bench(NamedTuple):
     peers: tuple[str, ...] = ()  # flags that need an environment from PyPI
 
 
-# By the name of the record and of its JSON file. Benchmarks that fine-tune run one task each, to keep them short.
+# By the name of the record and its JSON file. Benchmarks that fine-tune run one task each, to keep them short.
 BENCHES: dict[str, Bench] = {
     "finetune_classification": Bench("finetune", 4, ("--tasks", "classification"), data=True),
     "finetune_mlm": Bench("finetune", 4, ("--tasks", "mlm", "--steps", "30"), data=True),
@@ -54,21 +54,21 @@ BENCHES: dict[str, Bench] = {
         "finetune", 15, tuple("--tasks dpo --hidden 256 --batch_size 16 --steps 12 --rounds 2".split()), data=True
     ),
     "finetune_embedding": Bench("finetune", 7, tuple("--tasks embedding --steps 24".split()), data=True),
-    # Global batches that are run in parts, with a loss of all their rows together.
+    # Global batches in microbatches, with a loss over all their rows together.
     "finetune_embedding_microbatches": Bench(
         "finetune",
         9,
         tuple("--tasks embedding --batch_size 256 --microbatch 32 --steps 6 --rounds 2".split()),
         data=True,
     ),
-    # A vocabulary of 100 languages, of which the texts are in one.
+    # A vocabulary of 100 languages, and texts in one of them.
     "finetune_multilingual": Bench(
         "finetune",
         8,
         tuple("--tasks classification --vocabulary multilingual --hidden 768 --steps 30 --rounds 2".split()),
         data=True,
     ),
-    # In the sizes of BERT-base and GPT-2, with products that round to bf16.
+    # In the sizes of BERT-base and GPT-2, with products of numbers rounded to bf16.
     "finetune_bf16_products": Bench(
         "finetune",
         8,
@@ -129,7 +129,7 @@ def main() -> None:
     p.add_argument("--output_dir", default="scripts/bench/results", help="(default: scripts/bench/results)")
     p.add_argument("--rounds", type=int, help="turns of each contender (default: each benchmark's)")
     p.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
-    p.add_argument("--quick", action="store_true", help="the smallest runs that show they work")
+    p.add_argument("--quick", action="store_true", help="the smallest runs that show that the benchmarks work")
     p.add_argument("--no-peers", action="store_true", help="leave out peers that are installed from PyPI")
     p.add_argument("--list", action="store_true", help="print the benchmarks, their minutes and commands, and stop")
     args = p.parse_args()

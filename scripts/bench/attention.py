@@ -31,7 +31,7 @@ ROTARY = ("rotary positions", "rotary positions of one token")
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--rows", type=int, default=16, help="(default: 16)")
-    p.add_argument("--length", type=int, default=512, help="tokens of the longest row that there may be (default: 512)")
+    p.add_argument("--length", type=int, default=512, help="maximum tokens of a row (default: 512)")
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parse(p, rows=3, length=64)
     if args.child:
@@ -66,7 +66,7 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
     packed = Packed.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), longest, tokens)
     inside = torch.arange(longest) < torch.tensor(lengths)[:, None]
     bias, between = torch.randn(HEADS, 2 * longest - 1), torch.randn(HEADS, 4, 4)
-    # A row is a prompt, all of which sees itself, and an answer; each of them is two segments.
+    # A row is a prompt, whose tokens all see each other, and an answer; each consists of two segments.
     place = torch.arange(longest)
     context, segment = (place < longest // 2).expand(rows, -1), (4 * place // longest).expand(rows, -1)
     segments = Segments.of(context, torch.zeros_like(segment), segment)
@@ -120,7 +120,7 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
         out = packed_attention(queries, keys, values, packed, HEADS, distances=distances)
         torch.autograd.grad(out, [*leaves, *tables], slope)
 
-    # The row of a table for each query and key.
+    # For each query and key, the row of the table.
     row = (place - place[:, None] + longest - 1).expand(rows, HEADS, -1, -1)
     hidden = ~inside[:, None, None, :]
 
@@ -156,7 +156,7 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
 
     cos, sin = torch.randn(2, tokens, 1, CHANNELS // 2)
     for name, part in zip(ROTARY, (slice(None), slice(1)), strict=True):
-        trained = name == ROTARY[0]  # a token is generated without gradients
+        trained = name == ROTARY[0]  # tokens are generated without gradients
         some = tuple(x[part].detach().requires_grad_(trained) for x in leaves[:2])
         calls[name] = partial(turn, some, partial(rotate, cos=cos[part], sin=sin[part], head_dim=CHANNELS))
         calls[f"torch, {name}"] = partial(turn, some, partial(by_torch, cos[part], sin[part]))
@@ -164,7 +164,7 @@ def contenders(rows: int, length: int) -> dict[str, Callable[[], Any]]:
 
 
 def turn(leaves: tuple[Any, ...], function: Callable[..., tuple[Any, ...]]) -> None:
-    """Queries and keys, turned by the function, and where they are trained their gradients."""
+    """Queries and keys rotated by the function and, if they are trained, their gradients."""
     import torch
 
     out = function(*leaves)

@@ -2,10 +2,10 @@
 onnxruntime, llama.cpp.
 
 Small models of every architecture, with random parameters, are exported with a tokenizer. Each client then loads the
-directories in a process of its own, and its numbers are compared with those of the exported model. The clients live in
-an environment of their own, made in --env from the running interpreter's packages plus what is missing; the versions of
-torch, transformers and numpy are pinned to the running ones. llama.cpp's converter needs an older transformers, so it
-has an environment beside it. The exit status is 1 if a client fails.
+directories in a separate process, and its numbers are compared with those of the exported model. The clients run in a
+separate environment, made in --env from the running interpreter's packages plus what is missing; the versions of torch,
+transformers and numpy are pinned to the running ones. llama.cpp's converter needs an older transformers, so it has
+another environment. The exit status is 1 if a client fails.
 """
 
 import argparse
@@ -41,10 +41,10 @@ PINNED = ("torch", "transformers", "numpy", "tokenizers", "safetensors", "huggin
 
 
 def difference(a: Any, b: Any, mask: Any = None, limit: float = 1e-4) -> float:
-    """The largest difference of two tensors, where `mask` is true.
+    """The largest difference between two tensors where `mask` is true.
 
     Raises:
-        AssertionError: it is above `limit`, or the shapes differ.
+        AssertionError: it exceeds `limit`, or the shapes differ.
     """
     import torch
 
@@ -58,14 +58,14 @@ def difference(a: Any, b: Any, mask: Any = None, limit: float = 1e-4) -> float:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of an export. (AutoTokenizer turns any tokenizer beside a Qwen model into Qwen's own kind.)"""
+    """The tokenizer of an export. (AutoTokenizer converts any tokenizer of a Qwen model to Qwen's own class.)"""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 def real_places(out: Any, batch: dict[str, Any]) -> Any:
-    """The mask of real tokens, for an output that has a value for each token; else None."""
+    """The mask of real tokens for an output with a value per token; else None."""
     mask = batch.get("attention_mask")
     return mask.bool() if mask is not None and out.shape[: mask.dim()] == mask.shape else None
 
@@ -87,7 +87,7 @@ AUTO = {
 
 
 def load_theirs(case: Case) -> Any:
-    """The Auto class's model; checks that no tensor is missing or left over."""
+    """The model loaded by the Auto class; checks that no tensor is missing or left over."""
     import transformers
 
     model, info = getattr(transformers, AUTO[case[1]][0]).from_pretrained(case[2], output_loading_info=True)
@@ -126,7 +126,7 @@ PIPELINES = {
 
 
 def transformers_pipeline(folder: Path) -> dict[str, Any]:
-    """pipeline() with defaults; its numbers against the exported logits."""
+    """Compare pipeline() with its defaults with the exported logits."""
     found: dict[str, Any] = {}
     for case in cases(folder):
         name, task, _ = case
@@ -136,7 +136,7 @@ def transformers_pipeline(folder: Path) -> dict[str, Any]:
 
 
 def of_pipeline(folder: Path, case: Case) -> Any:
-    """How far the numbers of the pipeline of a case are from ours, or why they are not compared."""
+    """The difference between a pipeline's numbers and those of the model here, or why they are not compared."""
     import torch
     import transformers
     from transformers.pipelines import SUPPORTED_TASKS
@@ -167,7 +167,7 @@ def of_pipeline(folder: Path, case: Case) -> Any:
 
 
 def generated(run: Any, directory: Path) -> str:
-    """That a pipeline generates the same tokens as the model here."""
+    """Check that a pipeline generates the same tokens as the model here."""
     import modelcenter as mc
 
     prompt = "the film was"
@@ -203,7 +203,7 @@ def safetensors_files(folder: Path) -> dict[str, Any]:
 
 
 def peft_adapters(folder: Path) -> dict[str, Any]:
-    """Train a LoRA, save it, load it onto the export again, merge it: the same logits."""
+    """Train a LoRA, save it, load it into the export again, and merge it: the logits must be the same."""
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -245,7 +245,7 @@ def peft_adapters(folder: Path) -> dict[str, Any]:
     return found
 
 
-# What an export of task "embedding" may say of how its embeddings are made; {}: what the model usually does.
+# Embedding settings of an export for the task "embedding"; {}: the model's defaults.
 EMBEDDING_SETTINGS: tuple[dict[str, Any], ...] = (
     {"pooling": "cls"},
     {"pooling": "last", "similarity": "dot"},
@@ -258,8 +258,9 @@ EMBEDDING_SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def sentence_transformers_models(folder: Path) -> dict[str, Any]:
-    """Embeddings by mean pooling of bare encoders, against the mean of the exported hidden states; embeddings of every
-    export that makes such, against those of the exported model, and here again of what sentence-transformers saves."""
+    """Compare mean-pooled embeddings of bare encoders with the mean of the exported hidden states, embeddings of every
+    export for embeddings with those of the exported model, and both with the model that sentence-transformers saves,
+    loaded here."""
     import sentence_transformers
 
     import modelcenter as mc
@@ -295,8 +296,8 @@ def sentence_transformers_models(folder: Path) -> dict[str, Any]:
 
 
 def reranker_both_ways(directory: Path, activation: str) -> float:
-    """How far the scores of sentence-transformers' CrossEncoder, of a classifier with one label that is exported as a
-    reranker, are from those of the model here, and of this one from what it saves of that."""
+    """The differences between the scores of a classifier with one label, exported as a reranker, in
+    sentence-transformers' CrossEncoder and here, and between these and the scores of what CrossEncoder saves."""
     import sentence_transformers
     import torch
 
@@ -308,10 +309,10 @@ def reranker_both_ways(directory: Path, activation: str) -> float:
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in model.head.parameters():  # of which some are new, and too small for a difference to show
+        for parameter in model.head.parameters():  # some are new, and too small for a difference to show
             parameter.add_(torch.randn(parameter.shape, generator=generator))
     model.config.extra = with_activation(model.config.extra, activation)
-    model.config.pad_token_id = tokenizer.pad_token_id  # which says where the text of a decoder ends
+    model.config.pad_token_id = tokenizer.pad_token_id  # which marks where the text of a decoder ends
 
     def scores(model: Any) -> Any:
         batch = tokenizer([TEXTS[0]] * len(TEXTS), list(TEXTS), padding=True, return_tensors="pt")
@@ -333,8 +334,8 @@ def reranker_both_ways(directory: Path, activation: str) -> float:
 
 
 def both_ways(directory: Path, expected: Any, role: str = "document", similarity: str = "cosine") -> float:
-    """How far sentence-transformers' embeddings of an export are from those of the exported model, and those here of
-    what it saves of that."""
+    """The differences between sentence-transformers' embeddings of an export and those of the exported model, and
+    between these and the embeddings, here, of what sentence-transformers saves."""
     import sentence_transformers
 
     import modelcenter as mc
@@ -351,13 +352,13 @@ def both_ways(directory: Path, expected: Any, role: str = "document", similarity
     assert read.task == "embedding", f"read as {read.task}"
     settings = read.config.embedding
     said = (model.similarity_fn_name, settings.similarity)
-    assert said == (similarity, similarity), f"{similarity} is there and here {said}"
+    assert said == (similarity, similarity), f"{similarity} there, but {said} here"
     prompt = settings.query_prompt if role == "query" else settings.document_prompt
     return max(worst, difference(own_embeddings(read, tokenizer, prompt), expected))
 
 
 def own_embeddings(model: Any, tokenizer: Any, prompt: str) -> Any:
-    """Of the texts, by a model of this project."""
+    """The embeddings of the texts by a model of this project."""
     import torch
 
     most = min(model.config.embedding.max_length or sys.maxsize, tokenizer.model_max_length)
@@ -365,14 +366,14 @@ def own_embeddings(model: Any, tokenizer: Any, prompt: str) -> Any:
     batch = tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     if prompt and not model.config.embedding.include_prompt:
-        length = len(tokenizer(prompt)["input_ids"]) - 1  # less the token that ends it
+        length = len(tokenizer(prompt)["input_ids"]) - 1  # without the token that ends it
         inputs["prompt_lengths"] = torch.full((len(texts),), length)
     with torch.no_grad():
         return model.eval()(**inputs).embeddings
 
 
 def onnx_export(folder: Path) -> dict[str, Any]:
-    """torch.onnx.export of the loaded model with dynamic sizes, run by onnxruntime."""
+    """Export the loaded model with torch.onnx.export and dynamic sizes, and run it in onnxruntime."""
     import onnx
     import onnxruntime
     import torch

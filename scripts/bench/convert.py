@@ -92,7 +92,7 @@ print(json.dumps(result))
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds that cp and fsync take."""
+    """The seconds that cp and fsync take."""
     began = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     for path in target.rglob("*"):
@@ -156,7 +156,7 @@ def main() -> None:
     layers = max(1, round((args.gigabytes * 1e9 - LARGEST) / (12 * HIDDEN**2 * 2)))
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        # Compiled bytecode, as installed packages have it; the process that makes the source fills the folder.
+        # Use compiled bytecode, as installed packages have it; the process that makes the source fills the folder.
         os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
         child(["-c", MAKE, str(folder / "source"), str(layers)], args.threads)
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
@@ -170,7 +170,7 @@ def main() -> None:
         if "convert" in chosen:
             whole = subprocess.run(["cmp", folder / "source/model.safetensors", folder / "back/model.safetensors"])
             if "cp" not in chosen and whole.returncode:
-                raise SystemExit("what came back differs from what went out")
+                raise SystemExit("the checkpoint that came back differs from the original")
     numbers: dict[str, Any] = {
         name: {key: round(median(turns, key), 3) for key in turns[0]} for name, turns in results.items()
     }
@@ -186,7 +186,7 @@ def main() -> None:
 
 
 def conversion_rows(results: dict[str, Any], numbers: dict[str, Any], base: float) -> list[dict[str, Any]]:
-    """Rows of HF -> distributed -> HF; adds its ratios to `numbers`. base: MB of a process that imports torch."""
+    """Rows of HF -> distributed -> HF; adds their ratios to `numbers`. base: MB of a process that imports torch."""
     copied = [turn["there_seconds"] + turn["back_seconds"] for turn in results["cp"]]
     ratios = {
         part: statistics.median(
@@ -211,7 +211,7 @@ def conversion_rows(results: dict[str, Any], numbers: dict[str, Any], base: floa
 
 
 def loading_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of loading beside transformers; adds a ratio to `numbers`."""
+    """Rows that compare loading with transformers; adds a ratio to `numbers`."""
     ours, theirs = numbers["load"], numbers["load, transformers"]
     numbers["first_token_of_transformers"] = round(ours["first_token_seconds"] / theirs["first_token_seconds"], 3)
     return [

@@ -1,4 +1,4 @@
-"""Loading and tokenising short rows, compared with `datasets`; how full batches are, and how fast they are made.
+"""Loading and tokenising short rows, compared with `datasets`; the fill of batches, and the speed of making them.
 
 Loading reads a jsonl file and returns token ids: here with this project's readers and tokeniser, in the peer with
 `datasets.load_dataset` and `datasets.map` with the tokenizer in batches. Both start without a cache and have the same
@@ -70,7 +70,7 @@ print(json.dumps({"seconds": done - began, "reading": read - began, "tokenising"
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--data", help="folder that holds sst2")
+    p.add_argument("--data", help="folder with sst2")
     p.add_argument("--rows", type=int, default=1_000_000, help="rows to read and tokenise (default: 1000000)")
     args = parse(p, rows=2000)
     with tempfile.TemporaryDirectory() as name:
@@ -142,7 +142,7 @@ def token_lengths(folder: Path, texts: list[str]) -> np.ndarray:
 
 
 def batches(lengths: np.ndarray) -> dict:
-    """How full batches are, for the lengths of the data."""
+    """The fill of batches, for the lengths of the data."""
     from modelcenter.data.sampling import EpochBatches, TokenBatches
 
     found: dict = {}

@@ -3,7 +3,7 @@
 All contenders start from the same weights (LitGPT's own conversion of the directory that transformers saved) and train
 on rows of equal length, so that there is no padding, in fp32: forward, loss, backward, clipping and fused AdamW. LitGPT
 runs as its fine-tuning scripts do and, with --compile, compiled as its pretraining scripts do, in an environment
-installed from PyPI. Contenders take turns in processes of their own; their losses over the steps must agree.
+installed from PyPI. Contenders take turns in separate processes; their losses over the steps must agree.
 
     python scripts/bench/decoder_step.py --output result.json
 """
@@ -63,7 +63,9 @@ def main() -> None:
     losses = {name: found[-1]["losses"] for name, found in results.items()}
     apart = max(abs(a - b) for name in names for a, b in zip(losses[name], losses["modelcenter"], strict=True))
     if apart > 1e-2:
-        raise SystemExit(f"the contenders do not train the same: losses up to {apart:.4f} apart: {losses}")
+        raise SystemExit(
+            f"the contenders do not train the same model: their losses differ by up to {apart:.4f}: {losses}"
+        )
     ms = {name: median(found, "ms") for name, found in results.items()}
     what = f"Llama step, {args.hidden} wide"
     rows = [against(what, name.replace("_", ", "), ms["modelcenter"], ms[name], "ms") for name in names[1:]]
@@ -82,7 +84,7 @@ def shape(args: Any) -> list[str]:
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Median milliseconds of a step, and the loss of each step."""
+    """The median milliseconds of a step, and the loss of each step."""
     import torch
 
     ids = torch.load(folder / "ids.pt")
@@ -97,7 +99,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def make(folder: Path, args: Any) -> dict[str, float]:
-    """Save the weights and the rows that all contenders use; returns the facts of a step."""
+    """Save the weights and rows for all contenders; returns facts about a step."""
     import torch
     import transformers
 
@@ -172,7 +174,7 @@ def litgpt_step(folder: Path, ids: Any, name: str) -> Callable[[], Any]:
     model = GPT(config).train()
     model.load_state_dict(state)
     run = torch.compile(model) if name.endswith("compiled") else model
-    # The whole loss at once, not in LitGPT's chunks of 128, which save memory and cost time.
+    # The loss is computed at once, not in LitGPT's chunks of 128, which save memory but cost time.
     return steps.torch_step(model, lambda: chunked_cross_entropy(run(ids)[:, :-1], ids[:, 1:], chunk_size=0))
 
 

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.lib import against, child, finish, fraction, machine, median, parse, parser, steps, take_turns
 
-# Of this project's operators, and torch's with which each is compared.
+# This project's operators, and the torch operators that they are compared with.
 PEERS = {
     "dropout": "torch",
     "dropout_add": "torch_add",
     "dropout_bf16": "torch_bf16",
     "dropout_add_backward": "torch_backward",
 }
-# The one operator for a sum and its norm, and what does the same apart.
+# The operator for a sum and its norm, and the separate operators.
 APART = {"sum_and_layer_norm": "layer_norm_apart", "sum_and_rms_norm": "rms_norm_apart"}
 NAMES = ("copy", *PEERS.values(), "dropout_add_bf16", *PEERS, *APART, *APART.values())
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(tokens: int, channels: int) -> dict[str, float]:
-    """The best nanoseconds per element of each contender."""
+    """The lowest nanoseconds per element of each contender."""
     best = steps.best_ms(contenders(tokens, channels), 9)
     return {name: 1e6 * ms / (tokens * channels) for name, ms in best.items()}
 

@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def measure(family: str, setting: str, rounds: int, quick: bool) -> dict[str, float]:
-    """Median milliseconds of forward and backward of each model, and how far their losses are apart."""
+    """The median milliseconds of forward and backward of each model, and the difference of their losses."""
     workloads.prepare_process()
     import transformers
 

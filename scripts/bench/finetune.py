@@ -38,7 +38,7 @@ from scripts.bench.lib import against, finish, fraction, machine, medians, parse
 from scripts.bench.lib.finetuning import contenders
 from scripts.bench.lib.finetuning.tasks import TASKS
 
-# Ratios to reach: of real tokens per second to the best peer's on several ranks (on one, the task says it), and of the
+# Target ratios: of real tokens per second to the best peer's on several ranks (for one rank, see the task), and of the
 # time from start to exported model.
 ON_RANKS = 1.3
 END_TO_END = 1.5
@@ -48,9 +48,13 @@ def main() -> None:
     p = parser(__doc__)
     contenders.add_flags(p)
     p.add_argument("--ranks", type=int, default=1, help="processes, which share the threads (default: 1)")
-    # Gradients and optimizer states sharded: what DistributedDataParallel would move goes between the ranks.
+    # Sharded gradients and optimizer states: ranks exchange as much as in DistributedDataParallel.
     p.add_argument("--zero", type=int, default=2, help="ZeRO level on several ranks (default: 2)")
-    p.add_argument("--compiled", action="store_true", help="Trainer with torch.compile too: minutes of compilation")
+    p.add_argument(
+        "--compiled",
+        action="store_true",
+        help="also measure Trainer with torch.compile, whose compilation takes minutes",
+    )
     args = parse(p, steps=5, hidden=64, layers=2, vocabulary="data", dev_rows=64)
     numbers: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(family: str, case: str, rounds: int, quick: bool) -> dict[str, float]:
-    """New tokens per second of each contender (median), and the share of tokens that are the same."""
+    """The new tokens per second of each contender (median), and the share of equal tokens."""
     import torch
     import transformers
 

@@ -1,12 +1,12 @@
 """The cost of an optimizer step, clipping and dropout on a GPU, compared with the rate of a copy on the same GPU.
 
-Measured are steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16 parameters with
-fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW); dropout of
-activations; and, forward and backward, norms of activations with and without an addition before them, the gradient of
-a bias, activation functions, rotary positions and the loss over a vocabulary. Contenders take turns in one process. A
-time is the GPU's for one of four calls that are queued behind other work, as a step is behind a backward pass, so that
-the host is ahead. The host's time to launch a call (milliseconds for 2,000 tensors) is recorded beside it as `host_ms`;
-results without it were timed by the host, with four calls between two synchronisations.
+The benchmark measures steps over a billion fp32 parameters, as one tensor and as 2,000 tensors of odd sizes; bf16
+parameters with fp32 masters; clipping and step together, here and in PyTorch (`clip_grad_norm_` and fused AdamW);
+dropout of activations; and, forward and backward, norms of activations with and without an addition before them, the
+gradient of a bias, activation functions, rotary positions and the loss over a vocabulary. Contenders take turns in one
+process. A time is the GPU's for one of four calls that are queued behind other work, as a step is behind a backward
+pass, so that the host is ahead. The host's time to launch a call (milliseconds for 2,000 tensors) is recorded as
+`host_ms`; results without it were timed by the host, with four calls between two synchronisations.
 
     python scripts/bench/gpu_optimizer.py --output result.json
 """
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.lib import against, finish, fraction, gpu, keep, parse, parser
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-CALLS = 4  # of one contender in a turn
-STEP_BYTES = 28  # read and written by a step for each parameter, fp32 or bf16 with masters
+CALLS = 4  # calls of one contender in a turn
+STEP_BYTES = 28  # bytes that a step reads and writes per parameter, fp32 or bf16 with masters
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measured(calls: dict[str, Callable[[], Any]], args: Any) -> dict[str, dict[str, float]]:
-    """{"ms": the device's median milliseconds for each call, "host_ms": the host's}. Two turns warm up."""
+    """{"ms": the device's median milliseconds per call, "host_ms": the host's}. The first two turns warm up."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(args.rounds + 2):
         for name, call in calls.items():
@@ -74,7 +74,7 @@ def rounded(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def odd_sizes(total: int, count: int = 2000) -> list[int]:
-    """`count` odd sizes with a sum of about `total`, some a hundred times as large as others."""
+    """`count` odd sizes that sum to about `total`; some are a hundred times as large as others."""
     weights = [1 + 99 * (i % 7 == 0) for i in range(count)]
     return [max(1, total * w // sum(weights)) | 1 for w in weights]
 
@@ -131,9 +131,9 @@ def dropouts(elements: int, device: str) -> dict[str, Callable[[], Any]]:
 
 
 def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Operators on so many thousand tokens, 1,024 wide, activations 4,096 wide, or a quarter as many with logits of
-    50,304 classes; all are narrower on a CPU. The layer before GELU is one of 64 inputs, whose products take little
-    time."""
+    """The operators on this many thousand tokens, 1,024 wide (activations 4,096 wide), or on a quarter as many with
+    logits of 50,304 classes; all are narrower on a CPU. The layer before GELU has 64 inputs, so its products take
+    little time."""
     import torch
     import torch.nn.functional as F
 
@@ -154,7 +154,7 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
     from engine.ops.rotary import composed
 
     tokens = max(1, thousands) * 1024
-    width, classes = (1024, 50_304) if device == "cuda" else (128, 320)  # a CPU may multiply bf16 a number at a time
+    width, classes = (1024, 50_304) if device == "cuda" else (128, 320)  # a CPU may multiply bf16 one number at a time
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device)
@@ -216,7 +216,7 @@ def of_rows(thousands: int, device: str) -> dict[str, Callable[[], Any]]:
         ),
         "SwiGLU": lambda: derived(gated(silu, gate, up), gate, up),
         "torch, SwiGLU": lambda: derived(F.silu(gate) * up, gate, up),
-        # The logits become their gradient: numbers of other sizes, at the same cost.
+        # The gradient replaces the logits: other numbers, but at the same cost.
         "cross-entropy": lambda: cross_entropy_(logits, targets, 1.0),
         "torch, cross-entropy": their_loss,
     }

@@ -4,11 +4,11 @@ The cases:
 
 - BERT-large and T5-large on rows of realistic, ragged lengths up to 512, packed here and padded in the peer; BERT-large
   also on four times as many rows, on full rows, with and without dropout, and within 11 GB of memory;
-- both on four rows of 32 tokens, whose kernels take next to no time, to measure each side's Python overhead per step;
+- both on four rows of 32 tokens, whose kernels take almost no time, to measure each side's Python overhead per step;
 - a GPT with 1.3 billion parameters on full rows of 2,048 tokens (four, as many as the peer can hold, and twelve), with
   and without dropout, and on ragged rows; a Llama of that size on four full rows, with recompute="cheap", and on twelve
   without;
-- the same GPT with its optimizer's states on the host, which shows how fast the host's threads and the bus make a step;
+- the same GPT with its optimizer's states on the host, which measures the host's threads and the bus;
 - a GPT with 13 billion parameters (40 layers, 5,120 wide, 512 tokens) and 8-bit moments, which takes 103 GB, and 29 GB
   for activations.
 
@@ -16,14 +16,14 @@ The peer is transformers' model as Trainer runs it: fp32 weights, bf16 autocast,
 installed and supports the model (not GPT-2), also with its kernels. --compiled adds both sides under torch.compile.
 The peer keeps up to three times as much of each layer, and both sides take as many rows as it can hold in 78 GiB.
 
-A time is that of one step in an uninterrupted series, as in training, so that the host may be ahead of the GPU. Results
-from before 27 November 2026 are of single steps, after each of which the host waited for the GPU.
+A time is that of one step in an uninterrupted series, as in training, so that the host may be ahead of the GPU. In
+results from before 27 November 2026, the host waited for the GPU after each step.
 
-Each contender has a process of its own. Those of a case import their packages at the same time, and then run one after
-another. A GPU slows down as it warms up, so this project's fastest variant is measured before the peers and again after
-them, and the ratios use the mean of both. Initial values are each side's own. Utilisation is the model's arithmetic at
-real tokens (scripts/bench/lib/flops.py), relative to the rate that the GPU's manufacturer states, and to the rate of
-bf16 products measured in the same run.
+Each contender has its own process. The processes of a case import their packages at the same time, and then run one
+after another. A GPU slows down as it warms up, so this project's fastest variant is measured before the peers and again
+after them, and the ratios use the mean of both. Initial values are each side's own. Utilisation is the model's
+arithmetic at real tokens (scripts/bench/lib/flops.py), relative to the rate that the GPU's manufacturer states, and to
+the rate of bf16 products measured in the same run.
 
     python scripts/bench/gpu_training.py --output result.json [--cases bert-large gpt-1.3b]
 """
@@ -47,7 +47,7 @@ from scripts.bench.lib.prepared import Prepared, serve
 
 
 class Case(NamedTuple):
-    """A model, its rows, and what is to be reached."""
+    """A model, its rows, and its target."""
 
     model_type: str
     shape: dict[str, Any]
@@ -55,13 +55,13 @@ class Case(NamedTuple):
     length: int
     ragged: bool = False
     peer: bool = True
-    states: str = ""  # "8 bits" or "host": which optimizer, over parameters in bf16
-    liger: bool = False  # liger-kernel knows the model
+    states: str = ""  # "8 bits" or "host": the optimizer, with parameters in bf16
+    liger: bool = False  # liger-kernel supports the model
     recompute: str = "none"
     cap_gb: float | None = None
     needs_gb: float = 0.0  # of the GPU's memory; 0: 78 GiB are enough
     utilisation: float | None = None
-    speed: float | None = None  # over the peer at its best
+    speed: float | None = None  # target ratio to the best peer
 
 
 BERT = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -82,12 +82,12 @@ CASES = {
     "bert-large, full rows, no dropout": Case("bert", BERT | NO_DROPOUT["bert"], 64, 512, peer=False, utilisation=0.5),
     "bert-large, 11 GB": Case("bert", BERT, 8, 512, peer=False, cap_gb=11.0),
     "bert-large, 4 short rows": Case("bert", BERT, 4, 32, speed=1.0),
-    # The peer keeps 188 kB of each token and layer: 8 rows would take 105 GB, these 63.
+    # The peer keeps 188 kB per token and layer: 8 rows would take 105 GB, these take 63.
     "gpt-1.3b": Case("gpt2", GPT, 4, 2048, speed=1.15),
     "gpt-1.3b, 12 rows": Case("gpt2", GPT, 12, 2048, peer=False, utilisation=0.55),
     "gpt-1.3b, 12 rows, no dropout": Case("gpt2", GPT | NO_DROPOUT["gpt2"], 12, 2048, peer=False, utilisation=0.55),
     "gpt-1.3b, ragged": Case("gpt2", GPT, 8, 2048, ragged=True, speed=2.0),  # the longest has 813 tokens
-    # Liger's kernels keep little: "cheap" is less than that, and still faster.
+    # Liger's kernels keep little; "cheap" keeps less, and is still faster.
     "llama-1.3b": Case("llama", LLAMA, 4, 2048, liger=True, speed=1.15, recompute="cheap"),
     "llama-1.3b, 12 rows": Case("llama", LLAMA, 12, 2048, peer=False, utilisation=0.55),
     "gpt-1.3b, states on the host": Case("gpt2", GPT, 8, 2048, peer=False, states="host"),
@@ -131,7 +131,7 @@ def main() -> None:
     for name in args.cases:
         case, done = CASES[name], list(rows)
         memory = gpu.memory_gb(args.device)
-        if case.needs_gb > memory and not args.quick:  # it would run out of it after minutes
+        if case.needs_gb > memory and not args.quick:  # it would run out of memory after minutes
             notes.append(f"{name}: left out, it needs {case.needs_gb:.0f} GB and this GPU has {memory:.0f}")
             continue
         found: dict[str, Any] = {}
@@ -145,14 +145,14 @@ def main() -> None:
 
 
 def take_turn(processes: Prepared, name: str, turn: tuple[str, str], found: dict[str, Any]) -> list[str]:
-    """Add what a turn of a case measured to `found`. Returns notes: that it failed, or what a second time took."""
+    """Add the result of a turn of a case to `found`. Returns notes: a failure, or the time of a second measurement."""
     who = ", ".join(turn)
     first = found.get(who)
     key = f"{who}{AGAIN if first else ''}"
-    print(f"{name}, {key}: started", file=sys.stderr, flush=True)  # whose step it is, if this hangs
+    print(f"{name}, {key}: started", file=sys.stderr, flush=True)  # names the contender, if this hangs
     try:
         found[key] = processes.run(turn)
-    except RuntimeError as error:  # out of memory, a kernel that is not there: the rest is still measured
+    except RuntimeError as error:  # such as a lack of memory or of a kernel: the rest is still measured
         print(error, file=sys.stderr, flush=True)
         return [f"{name}, {key}: {reason(str(error))[:300]}"]
     print(f"{name}, {key}: {summary(found[key])}", file=sys.stderr, flush=True)
@@ -162,7 +162,7 @@ def take_turn(processes: Prepared, name: str, turn: tuple[str, str], found: dict
 
 
 def turns(case: Case, compiled: bool, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Who takes a case's steps, and how: this project, the peers, and this project as it was fastest in `found`."""
+    """The turns of a case: this project, the peers, and again this project's fastest variant in `found`."""
     ways = ["plain", "compiled"] if compiled else ["plain"]
     liger = ["Liger"] if case.liger and importlib.util.find_spec("liger_kernel") else []
     our_ways = [f"recompute {case.recompute}" if case.recompute != "none" else "plain", *ways[1:]]
@@ -185,14 +185,14 @@ def prepared(args: Any, name: str) -> Prepared:
 
 
 def import_all(case: Case) -> None:
-    """What either side will import for a case, without a look at the GPU."""
+    """Import what either side needs for a case, without touching the GPU."""
     for name in ("torch", "engine.parallel.shard", "modelcenter.hub.load", "modelcenter.compare"):
         importlib.import_module(name)
     importlib.import_module(f"transformers.models.{case.model_type}.modeling_{case.model_type}")
 
 
 def reason(said: str) -> str:
-    """The line that names the error; others may come after it, such as a warning of a process group that was left."""
+    """The line with the error; others may follow it, such as a warning about a process group that was not destroyed."""
     lines = said.strip().splitlines()
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
 
@@ -200,7 +200,7 @@ def reason(said: str) -> str:
 def table(
     name: str, case: Case, found: dict[str, Any], measured: float, promised: float | None
 ) -> list[dict[str, Any]]:
-    """found: what `settled` makes of the contenders that came to their end."""
+    """found: the result of `settled` for the contenders that finished."""
     ours, theirs = ({who: one for who, one in found.items() if who.startswith(side)} for side in (OURS, PEER))
     rows = []
     for who, one in found.items():
@@ -219,7 +219,7 @@ def table(
 
 
 def settled(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What `measure` gave of each way; of one that was measured again the mean of both times, and the most memory."""
+    """The results of `measure` by variant; for one measured twice, the mean of both times and the larger memory."""
     result = {}
     for who, one in found.items():
         if not who.endswith(AGAIN):
@@ -234,7 +234,7 @@ def least(found: dict[str, Any], key: str) -> float:
 
 
 def measure(args: Any, case: Case, who: str, how: str) -> dict[str, Any]:
-    """Of one side in one way: {"ms": of a step, "gflop": of a step, "peak_gb", "parameters", "tokens",
+    """Measure one side in one variant: {"ms": of a step, "gflop": of a step, "peak_gb", "parameters", "tokens",
     "losses"}."""
     import torch
     import transformers
@@ -273,7 +273,8 @@ def measure(args: Any, case: Case, who: str, how: str) -> dict[str, Any]:
 
 
 def lengths(count: int, most: int, ragged: bool) -> list[int]:
-    """All the longest, or spread like those of real texts cut at `most`: log-normal, a third of it on average."""
+    """Lengths that all equal `most`, or distributed like those of real texts truncated at `most`: log-normal, a third
+    of it on average."""
     import torch
 
     if not ragged:
@@ -300,14 +301,14 @@ def our_step(device: str, how: str, case: Case, config: Any, task: str, rows: An
     policy = engine.Policy(precision=precision, recompute=recompute, compile=how == "compiled")
     with unittest.mock.patch("engine.init.init_parameters_", draw_):
         model = mc.from_config(config.to_dict(), task, policy=policy).train()
-    batch = pack_rows(task, rows)  # on the host, as the loop has it; the step moves it, and counts its labels there
+    batch = pack_rows(task, rows)  # on the host, as in the loop; the step counts its labels there and moves it
     batch["row_ids"] = torch.arange(len(rows))
     kinds = {"8 bits": engine.optim.AdamW8bit, "host": engine.optim.AdamOffloadOptimizer}
     return steps.engine_step(model, batch, kinds.get(case.states)), model.num_parameters()
 
 
 def draw_(model: Any, seed: int) -> None:
-    """Initial values, drawn where they are: `from_config` draws them on the host, a billion of them in a minute."""
+    """Initial values, drawn on the device: on the host, where `from_config` draws them, a billion take a minute."""
     import torch
 
     torch.manual_seed(seed)

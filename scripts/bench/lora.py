@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(family: str, rounds: int, quick: bool) -> dict[str, float]:
-    """Median milliseconds of a step of each contender, and the difference of the first losses, which must agree."""
+    """The median milliseconds of a step of each contender, and the difference of the first losses, which must agree."""
     workloads.prepare_process()
     import peft
     import torch
@@ -68,7 +68,7 @@ def measure(family: str, rounds: int, quick: bool) -> dict[str, float]:
     packed, padded, grouped = pack_rows(task, ragged_rows), pad_rows(task, ragged_rows), pad_rows(task, equal_rows)
     with torch.no_grad():
         difference = abs(ours(**packed).loss.item() - theirs(**padded).loss.item())
-    assert difference < 1e-3, f"the contenders' losses are {difference} apart"
+    assert difference < 1e-3, f"the contenders' losses differ by {difference}"
     contenders = {
         "modelcenter": steps.engine_step(ours, packed),
         "peft": steps.torch_step(theirs, lambda: theirs(**padded).loss),

@@ -5,7 +5,7 @@
 In each round one process times all contenders in turn and keeps the best of several runs of each. The results are the
 medians over the rounds. The ceiling is torch's in-place `add_`, which reads and writes each byte once; the GB/s of a
 step count the bytes that it must at least read and write. --peers also measures DeepSpeed's CPUAdam, which it installs
-from PyPI into an environment of its own.
+from PyPI into a separate environment.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from scripts.bench.lib import (
     take_turns,
 )
 
-# Bytes that a step reads and writes for each parameter.
+# Bytes that a step reads and writes per parameter.
 BYTES = {
     "add_": 8, "torch_fp32": 28, "fp32": 28, "fp32_clip_unscale_skip": 32, "bf16_master": 28, "bf16_composed_torch": 28,
     "bf16_remainder": 26, "bf16_remainder_bf16_moments": 18, "bf16_random": 22, "lion_fp32": 20, "norm": 4,
@@ -123,12 +123,12 @@ def rows_of(
 
 
 def tensors_of(millions: int) -> int:
-    """How many tensors make up about so many million parameters."""
+    """The number of tensors with about this many million parameters in total."""
     return max(1, millions // 4)
 
 
 def measure(kind: str, count: int) -> dict[str, float]:
-    """The best milliseconds of each contender."""
+    """The lowest milliseconds of each contender."""
     if kind == "large":
         return steps.best_ms(large_steps(count), 20)
     return steps.best_ms({kind: small_step(kind) for kind in SMALL}, 300)
@@ -202,7 +202,7 @@ def large_steps(count: int) -> dict[str, Callable[[], Any]]:
 
 
 def deepspeed_steps(tensors: Mapping[str, tuple[list[Any], list[Any]]]) -> dict[str, Callable[[], Any]]:
-    """Steps of DeepSpeed's CPUAdam over (parameters, gradients), where it is installed."""
+    """Steps of DeepSpeed's CPUAdam over (parameters, gradients), if it is installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return {}
     import torch
@@ -218,7 +218,8 @@ def deepspeed_steps(tensors: Mapping[str, tuple[list[Any], list[Any]]]) -> dict[
 
 
 def small_step(kind: str) -> Callable[[], None]:
-    """Clip and step of 400 matrices of 16 x 16, plain or sharded (over one rank, which costs what any number does)."""
+    """Clipping and step of 400 matrices of 16 x 16, plain or sharded (over one rank, which costs as much as over
+    several)."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

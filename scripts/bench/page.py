@@ -22,10 +22,10 @@ from scripts.bench.lib import ROOT, tables
 
 PAGE, PLOTS, RESULTS = ROOT / "docs" / "performance.md", ROOT / "docs" / "plots", ROOT / "scripts" / "bench" / "results"
 README = ROOT / "README.md"
-UNNAMED = "AMD"  # the machine whose results have no name in their file's
+UNNAMED = "AMD"  # the machine whose name is not in the names of its files
 MARKERS = {UNNAMED: "oC0", "AVX2": "sC1", "Intel": "^C2", "Zen5": "DC3", "H200": "vC4"}  # the same in all plots
 SPEED = [name for name in BENCHES if name != "clients"]  # its results are in docs/hub.md
-# `make gpu-check` runs these; their records are all of some GPU.
+# Run by `make gpu-check`; all their records are from GPUs.
 ON_GPUS = {name: Bench(name, 5) for name in ("gpu_training", "gpu_optimizer")}
 HEAD = """# Performance
 
@@ -70,7 +70,7 @@ def record_in(path: Path) -> dict[str, Any]:
     """The record in a file; a truncated or badly edited file ends the program with a message that names it."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except ValueError as error:  # not JSON, or not UTF-8
         sys.exit(f"{path}: expected the JSON of a benchmark ({error}). Measure it again, or restore it with git")
 
 
@@ -108,7 +108,8 @@ def summary(found: Mapping[str, Records]) -> str:
 
 
 def shortfalls(other: str, measured: str, lines: Sequence[Sequence[str]]) -> str:
-    """A table of shortfalls, or a word if there are none; `other` and `measured` head the second and third column."""
+    """A table of shortfalls, or a word if there are none; `other` and `measured` are the headings of the second and
+    third column."""
     return tables.markdown(["what", other, measured, "target", "reason"], lines, (0, 1, 4)) if lines else "Nowhere."
 
 
@@ -159,7 +160,7 @@ def section(name: str, of: Records, described: bool = False) -> str:
 
 
 def origin(bench: Bench, record: Mapping[str, Any]) -> str:
-    """Where a record's numbers are from: date, commit, machine, limits, settings and versions."""
+    """The origin of a record's numbers: date, commit, machine, limits, settings and versions."""
     limit, machine = record["limits"], record["hardware"]
     settings = ", ".join(f"{key} {show(value)}" for key, value in record["settings"].items() if key != "quick")
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items() if value != "absent")
@@ -189,7 +190,7 @@ def about(script: str) -> str:
     return "\n\n".join(part if part.startswith("-") else " ".join(part.split("\n")) for part in parts)
 
 
-# What the README says of each benchmark of a whole run.
+# The README's description of each benchmark of a whole run.
 TASKS = {
     "finetune_classification": "BERT, classification, SST-2",
     "finetune_mlm": "BERT, masked LM, Shakespeare",
@@ -206,7 +207,7 @@ TASKS = {
 
 
 def readme_table(found: Mapping[str, Records]) -> str:
-    """How the whole runs compare, from the slowest to the fastest of the CPUs on which each was measured."""
+    """The comparison of whole runs, from the lowest to the highest ratio of the CPUs on which each was measured."""
     head = ["", "CPUs", "peer", "peer at its best", "start to export", "memory"]
     lines = []
     for name, task in TASKS.items():

@@ -60,7 +60,7 @@ def measure(task: str, args: Any) -> dict[str, Any]:
 
 
 def compare(found: dict[str, list[dict[str, float]]], metric: str) -> dict[str, Any]:
-    """Mean and spread of each, and whether the means lie within two standard errors of their difference."""
+    """The mean and spread of each, and whether the means are within two standard errors of their difference."""
     values = {name: [run[metric] for run in runs] for name, runs in found.items()}
     spread = {name: statistics.stdev(x) if len(x) > 1 else 0.0 for name, x in values.items()}
     mean = {name: statistics.mean(x) for name, x in values.items()}

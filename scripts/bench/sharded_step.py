@@ -10,10 +10,10 @@ processes.
 
 ZeRO-3 is compared with fully_shard on each block (PyTorch's FSDP2), clip_grad_norm_ and fused AdamW; ZeRO-2, which
 keeps whole parameters between forward and backward, with DistributedDataParallel and the same clipping and optimizer.
---peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, each in processes of its own, just after processes of this
-engine; DeepSpeed is installed from PyPI into an environment of its own. On a CPU accelerate always creates
-DistributedDataParallel; the JSON records the class. On GPUs the model is larger, because a small one would
-only measure kernel launches.
+--peers adds accelerate's FSDP2 and DeepSpeed's ZeRO-2 and 3, each in separate processes, just after processes of this
+engine; DeepSpeed is installed from PyPI into a separate environment. On a CPU accelerate always creates
+DistributedDataParallel; the JSON records the class. On GPUs the model is larger, because a small one would only measure
+kernel launches.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SHAPE = {
     "cpu": {"layers": 4, "hidden_size": 256, "tokens": 512},
     "cuda": {"layers": 12, "hidden_size": 1024, "tokens": 8192},
 }
-# ZeRO level, peer, its key, the time ratio to reach on each device, and why it may be missed.
+# ZeRO level, peer, its key, the target ratio of times on each device, and why it may be missed.
 _OVERHEAD = "a step also gathers the parameters, and FSDP's hooks are Python at every unit"
 _SAME_ARITHMETIC = "most of a step is the arithmetic, which is the same"
 AGAINST: tuple[tuple[int, str, str, dict[str, float], str], ...] = (
@@ -43,7 +43,11 @@ AGAINST: tuple[tuple[int, str, str, dict[str, float], str], ...] = (
     (2, DDP, "ddp", {"cpu": 1 / 1.25, "cuda": 1 / 1.1}, _OVERHEAD),
     (1, DDP, "ddp", {}, _OVERHEAD),
 )
-PEERS = {"accelerate FSDP2": 3, "DeepSpeed ZeRO-2": 2, "DeepSpeed ZeRO-3": 3}  # the level each is compared with
+PEERS = {
+    "accelerate FSDP2": 3,
+    "DeepSpeed ZeRO-2": 2,
+    "DeepSpeed ZeRO-3": 3,
+}  # the ZeRO level of each
 
 
 def main() -> None:
@@ -80,7 +84,7 @@ def main() -> None:
             rows.append(against(what, rival, ms[f"zero{level}"], ms[key], "ms", target, why))
         numbers[f"{ranks} ranks"] = {"milliseconds": ms}
         for name, level in PEERS.items() if args.peers else ():
-            # Alone, as the peer: in turns with other contenders a step also finds the caches cold.
+            # Alone, like the peer: in turns with other contenders, a step also starts with cold caches.
             own = measure_peer(f"modelcenter ZeRO-{level}", ranks, shape)["ms"]
             result = measure_peer(name, ranks, shape)
             numbers[f"{ranks} ranks"][name] = {**result, "own_ms": own}
@@ -100,7 +104,7 @@ def gpus() -> int:
 
 
 def measure_in_child(ranks: int, device: str, shape: dict[str, Any]) -> dict[str, float]:
-    """Median milliseconds of each contender's step, from a process of its own."""
+    """The median milliseconds of each contender's step, from separate processes."""
     words = [__file__, "--child", str(ranks), "--device", device]
     words += [str(x) for name, value in shape.items() for x in (f"--{name}", value)]
     if device == "cuda":
@@ -119,7 +123,7 @@ def run_child(args: Any) -> None:
 
 
 def measure_peer(name: str, ranks: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """{"ms": median of a step, "made": the class that holds the model}, or {"failed": why it does not run here}."""
+    """{"ms": median of a step, "made": the class that wraps the model}, or {"failed": why it does not run here}."""
     python = environments.python_of("deepspeed") if name.startswith("DeepSpeed") else sys.executable
     script = str(ROOT / "scripts" / "bench" / "lib" / "sharded_peer.py")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), script, name]
@@ -136,7 +140,7 @@ def packages(with_peers: bool) -> dict[str, str]:
 
 
 def measure(args: Any) -> dict[str, float]:
-    """Median milliseconds of a step of each contender, on this rank."""
+    """The median milliseconds of a step of each contender, on this rank."""
     import engine
 
     engine.memory.prepare_torch()
@@ -160,7 +164,7 @@ def measure(args: Any) -> dict[str, float]:
 
 
 def batch_of(args: Any, rank: int) -> dict[str, Any]:
-    """Packed rows of ROW tokens; another batch on each rank."""
+    """Packed rows of ROW tokens; each rank has another batch."""
     import torch
 
     ids = torch.randint(1, 2048, (1, args.tokens), generator=torch.Generator().manual_seed(rank))
@@ -196,7 +200,7 @@ def by_hand(args: Any, batch: dict[str, Any], sharded: bool) -> Any:
 
 
 def of_transformers(args: Any, batch: dict[str, Any]) -> Any:
-    """transformers' model of this shape on the same rows, which are equally long, so none is padded."""
+    """transformers' model of this shape on the same rows, which have equal lengths, so none is padded."""
     import torch
     import transformers
 

@@ -1,6 +1,6 @@
 """Imports and start-up: how long a user waits before anything happens.
 
-Measured are imports in a process of their own (minus an empty process), the commands that answer without PyTorch, and
+The benchmark measures imports in separate processes (minus an empty process), commands that answer without PyTorch, and
 the demo from its start to its first training step on 2 sharded ranks, which includes training a tokenizer and creating
 a model.
 
@@ -46,7 +46,7 @@ def main() -> None:
     first, whole = demo()
 
     def imports(name: str) -> float:
-        """Seconds beyond starting Python; at least 1 ms, for a ratio."""
+        """The seconds in addition to starting Python; at least 1 ms, so that ratios are defined."""
         return max(seconds[f"import {name}"] - seconds["import nothing"], 0.001)
 
     rows = [
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def demo() -> tuple[float, float]:
-    """Seconds until the demo has logged its first training step, and until it has ended."""
+    """The seconds until the demo logs its first training step, and until it ends."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "demo"
         metrics, first = out / "run" / "metrics.jsonl", float("inf")
@@ -87,7 +87,7 @@ def demo() -> tuple[float, float]:
 
 
 def logged(metrics: Path) -> bool:
-    """Whether a complete row of a training step is there; the loop logs the first step too."""
+    """Whether there is a complete row of a training step; the loop also logs the first step."""
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
     return any("loss" in json.loads(line) for line in lines if line.endswith("\n"))
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.lib import against, child, finish, flops, fraction, machine, parse, parser, steps, workloads
 
 TASKS = {"bert": "masked-lm", "gpt2": "causal-lm", "t5": "seq2seq-lm"}
-TARGETS = {768: 0.65, 256: 0.5}  # width: the share to reach
+TARGETS = {768: 0.65, 256: 0.5}  # width: the target share
 ROWS = 32
 PRODUCTS = 0.2  # seconds of products in each turn
 WARMUP = 2  # rounds
@@ -37,7 +37,9 @@ def main() -> None:
     p.add_argument("--widths", type=int, nargs="+", default=list(TARGETS), help="(default: 768 and 256)")
     p.add_argument("--dropouts", type=float, nargs="+", default=[0.0, 0.1], help="(default: 0 and 0.1)")
     p.add_argument("--families", nargs="+", choices=list(TASKS), default=list(TASKS), help="(default: all)")
-    p.add_argument("--compiled", action="store_true", help="compiled units too: minutes of compilation")
+    p.add_argument(
+        "--compiled", action="store_true", help="also measure compiled units, whose compilation takes minutes"
+    )
     p.add_argument("--child", help=argparse.SUPPRESS)  # the family to measure in this process
     args = parse(p, widths=[64], dropouts=[0.1])
     if args.child:
@@ -82,7 +84,8 @@ def config_fields(family: str, width: int, dropout: float) -> dict[str, Any]:
 
 
 def measure(family: str, width: int, dropout: float, rounds: int, compiled: bool) -> dict[str, float]:
-    """Median and shortest milliseconds of a step of each model, its GFLOP, and the best rate of products meanwhile."""
+    """The median and lowest milliseconds of a step of each model, its GFLOP, and the best rate of products in the same
+    turns."""
     workloads.prepare_process()
     import torch
     import transformers

@@ -152,7 +152,7 @@ def test_whole_states_of_one_stage_do_not_load_on_another(two):
     for kind, (state, there), (_, elsewhere) in zip(KINDS, first, second, strict=True):
         manager = bmt.optim.OptimManager()
         manager.add_optimizer(kind(alone.parameters(), lr=0.1))
-        assert there is None and "is from stage 0 of the 2 of a pipeline, but this rank is of stage 1 of 2" in elsewhere
+        assert there is None and "is from stage 0 of the 2 of a pipeline, but this rank is on stage 1 of 2" in elsewhere
         assert "is from stage 0 of the 2 of a pipeline, but this rank is in no pipeline" in load_message(manager, state)
 
 

@@ -62,8 +62,8 @@ def damage(path, what):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("truncated", r"model/__0_0.distcp has \d+ bytes, its manifest says \d+"),
-        ("longer", r"model/__0_0.distcp has \d+ bytes, its manifest says \d+"),
+        ("truncated", r"model/__0_0.distcp has \d+ bytes, but its manifest says \d+"),
+        ("longer", r"model/__0_0.distcp has \d+ bytes, but its manifest says \d+"),
         ("flipped", "model/__0_0.distcp has sha256"),
         ("gone", "incomplete: model/__0_0.distcp is missing"),
         ("no manifest", "not a complete checkpoint: it has no manifest.json"),

@@ -146,7 +146,7 @@ def test_what_a_killed_save_was_replacing_gets_its_name_back(tmp_path):
     put(path, "first")
     shutil.copytree(path, tmp_path / ".run [1].partial-dead")
     path.rename(old)
-    with pytest.raises(ValueError, match=r"no manifest.json; what a save .*\.run \[1\]\.old-dead: rename it$"):
+    with pytest.raises(ValueError, match=r"no manifest.json; a killed save .*\.run \[1\]\.old-dead: rename that$"):
         check_manifest(path)
     with pytest.raises(RuntimeError), atomic_directory(path):
         raise RuntimeError
@@ -166,7 +166,7 @@ def test_what_a_killed_save_was_replacing_is_named_where_a_link_leads(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
     save_model(tmp_path / "link", toys.build())
     (tmp_path / "disk" / "run").rename(tmp_path / "disk" / ".run.old-dead")
-    with pytest.raises(ValueError, match=r"no manifest.json; what a save .*/disk/\.run\.old-dead: rename it$"):
+    with pytest.raises(ValueError, match=r"no manifest.json; a killed save .*/disk/\.run\.old-dead: rename that$"):
         check_manifest(tmp_path / "link")
 
 
@@ -207,7 +207,8 @@ def test_what_is_no_checkpoint_is_not_replaced(two, tmp_path):
     assert "file is a file, expected" in saves_over(tmp_path / "file", asynchronous=True)  # at once
     for message in two.run(saves_over, tmp_path / "notes"):
         assert "has other files, such as a.txt" in message
-    assert "such as step-00000003" in (message := saves_over(tmp_path / "run")) and "or one of many by step=" in message
+    message = saves_over(tmp_path / "run")
+    assert "such as step-00000003" in message and "or pass step= to save one of several inside" in message
     with pytest.raises(ValueError, match="such as a.txt"):
         save_model(tmp_path / "notes", run.model)
     (tmp_path / "notes").rename(tmp_path / "step-3-notes")  # which is no name of a checkpoint

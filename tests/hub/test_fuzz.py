@@ -201,7 +201,7 @@ def test_code_where_a_description_belongs(copy, tmp_path):
     path = copy("shards")
     (path / "model" / ".metadata").write_bytes(pickle.dumps(Act(ran)))
     manifest_of(path)
-    assert "which no checkpoint of ours does" in refused(path, tmp_path)
+    assert "which checkpoints of the engine never do" in refused(path, tmp_path)
     shutil.rmtree(path)
 
     path = copy("shards")

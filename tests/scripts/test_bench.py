@@ -169,7 +169,7 @@ def test_a_gpu_check_of_a_read_only_checkout(tmp_path: Path, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "taken")])
     with pytest.raises(SystemExit):
         gpu_check.main()
-    assert "--output: " in (said := capsys.readouterr().err) and "cannot be made: File exists; name another" in said
+    assert "--output: " in (said := capsys.readouterr().err) and "cannot be created: File exists; give another" in said
     told = gpu_check.Step(
         ["-c", "import os; print(os.environ.get('MODELCENTER_LIBRARY_DIR'))"], 9, gpu_check.last_lines
     )
@@ -231,7 +231,8 @@ def test_a_gpu_check_tells_what_it_has_when_a_step_hangs(tmp_path: Path):
     lines, good = gpu_check.run("told", told, tmp_path, 9)
     assert good and re.fullmatch(r"told: \d s", lines[0]) and lines[1:] == ["  1"]
     absent = gpu_check.Step(["-c", ""], 9, gpu_check.outcomes, under=["no-such-program"])
-    assert gpu_check.run("absent", absent, tmp_path, 2) == (["absent: left out, no-such-program is not here"], True)
+    said = ["absent: left out, no-such-program is not installed"]
+    assert gpu_check.run("absent", absent, tmp_path, 2) == (said, True)
 
 
 def test_what_a_gpus_benchmark_finds_and_says(monkeypatch):
@@ -413,7 +414,7 @@ def test_a_gguf_file_is_what_was_exported(tmp_path: Path):
     written["q"][5, 1] += 1e-3
     with pytest.raises(AssertionError, match="q_proj.weight: 1 of 24 elements differ"):
         llama_cpp.compare(config, own, written, names.get)
-    with pytest.raises(AssertionError, match=r"in the GGUF file alone: \['q'\]"):
+    with pytest.raises(AssertionError, match=r"only in the GGUF file: \['q'\]"):
         llama_cpp.compare(config, {"l.o_proj.weight": own["l.o_proj.weight"]}, written, names.get)
     with pytest.raises(AssertionError, match="l.o_proj.weight is not in the GGUF file"):
         llama_cpp.compare(config, {"l.o_proj.weight": own["l.o_proj.weight"]}, {}, names.get)

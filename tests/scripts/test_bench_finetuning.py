@@ -27,7 +27,7 @@ def test_samples_stand_in_for_data_sets(name: str, tmp_path: Path):
     # Of rows for embeddings no text is in two of them.
     texts = {text for row in rows for text in row.values()} if name == "embedding" else ()
     assert len(rows) == (len(texts) / 2 if texts else 4000) > 200
-    with pytest.raises(ValueError, match=r"(train.(tsv|csv)|input.txt) is not there; it is to hold sst2"):
+    with pytest.raises(ValueError, match=r"(train.(tsv|csv)|input.txt) does not exist; the folder needs sst2"):
         task.read(str(tmp_path), "train")
 
 

@@ -203,8 +203,8 @@ def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("[" * 5000, "no checkpoint of a run: .*run.json cannot be read as JSON"),
-        ("[1]", "no checkpoint of a run: .*run.json holds a list"),
+        ("[" * 5000, "not a checkpoint of a run: .*run.json cannot be read as JSON"),
+        ("[1]", "not a checkpoint of a run: .*run.json holds a list"),
         ("{}", "run.json is damaged: task is None, expected a text"),
         ('{"task": "lm", "step": 3, "flags": []}', r"run.json is damaged: flags is \[\], expected an object"),
     ],

@@ -1,8 +1,8 @@
-"""What every benchmark shares: flags, child processes, turns, and the JSON record of a run.
+"""Shared by all benchmarks: flags, child processes, turns, and the JSON record of a run.
 
-Contenders take turns, so that all see the same noise. Most run in processes of their own, so that none inherits
-another's allocator or threads. The machine's own limits are measured in turn with them. Results are medians and ratios,
-never single times.
+Contenders take turns, so that all see the same noise. Most run in separate processes, so that none inherits another's
+allocator or threads. The machine's own limits are measured in turn with them. Results are medians and ratios, never
+single times.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def parser(doc: str, rounds: int = 3) -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=rounds, help=f"turns of each contender (default: {rounds})")
     p.add_argument("--threads", type=int, default=2, help="CPU threads of each process (default: 2)")
     p.add_argument(
-        "--quick", action="store_true", help="the smallest run that shows it works; its numbers mean nothing"
+        "--quick", action="store_true", help="the smallest run that shows that it works; its numbers mean nothing"
     )
     return p
 
@@ -65,12 +65,12 @@ def summary(value: Any) -> str:
 
 
 def python_path() -> str:
-    """PYTHONPATH of a child process: this project, then what the caller has added, which may hold packages."""
+    """PYTHONPATH of a child process: this project, then the caller's entries, which may have packages."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Of a child process of this Python."""
+    """The environment of a Python child process."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": python_path()}
 
 
@@ -81,9 +81,9 @@ def child(
     timeout: float = 900,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run a Python process; returns the last JSON line that it prints, and what the process used.
+    """Run a Python process; returns the last JSON line that it prints, with its resource usage.
 
-    Added are `process_seconds` (from start to end), `cpu_seconds`, and `peak_mb`, the peak memory of the process or of
+    It adds `process_seconds` (from start to end), `cpu_seconds`, and `peak_mb`, the peak memory of the process or of
     one of its children.
 
     Raises:
@@ -137,9 +137,9 @@ def against(
 def fraction(
     what: str, value: float, limit: str, target: float | None = None, most: float | None = None
 ) -> dict[str, Any]:
-    """A row that gives the share of a limit that was reached (1 is all of it).
+    """A row with the share of a limit that was reached (1: all of it).
 
-    `target` is the share to reach, `most` the share that must not be exceeded.
+    `target` is the share to reach, `most` the largest allowed share.
     """
     return {"what": what, "limit": limit, "fraction": round(value, 3), "target": target, "most": most}
 
@@ -163,7 +163,7 @@ def keep(
     limits: Mapping[str, float] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Write the record of what is measured so far to --output, and return it. A benchmark that is killed leaves that.
+    """Write the record of the results so far to --output, and return it, so that a killed benchmark leaves it behind.
 
     Args:
         what: name of the benchmark.
@@ -195,7 +195,7 @@ def keep(
     if args.output:
         path = Path(args.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.part")  # an earlier record stays until this one is complete
+        unfinished = path.with_name(f"{path.name}.part")  # the earlier record stays until this one is complete
         unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(path)
     return record

@@ -1,7 +1,7 @@
-"""Virtual environments of peers, made once from PyPI next to the running interpreter's packages.
+"""Virtual environments of peers, made once, with packages from PyPI on top of the running interpreter's.
 
 An environment sees the running interpreter's packages, so that torch is the same build, and adds what a peer needs. It
-is in the user's cache folder (MODELCENTER_BENCH_PEERS names another folder).
+is in the user's cache folder, or in MODELCENTER_BENCH_PEERS if that is set.
 """
 
 import json
@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 
 PINNED = ("torch", "numpy")
-# What a peer needs, whether HF_PACKAGES keep the running versions, and Python code that is run once at the end. LitGPT
-# needs an older huggingface_hub than transformers does, so it gets a transformers of its own, which the decoder step
-# does not use. DeepSpeed compiles operators at their first use, two CPU minutes for one, which should not count towards
-# a benchmark's time limit.
+# The packages of a peer, whether HF_PACKAGES keep the running versions, and Python code to run once at the end. LitGPT
+# needs an older huggingface_hub than transformers does, so it gets its own transformers, which the decoder step does
+# not use. DeepSpeed compiles operators at their first use, which takes two CPU minutes for one and should not count
+# towards a benchmark's time limit.
 PEERS: dict[str, tuple[tuple[str, ...], bool, str]] = {
     "litgpt": (("litgpt>=0.5.13", "transformers"), False, ""),
     "deepspeed": (
@@ -60,17 +60,17 @@ def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...], 
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True, capture_output=True, text=True,
     ).stdout.strip()  # fmt: skip
-    # Not --system-site-packages: if this interpreter is itself in a virtual environment, that means its base.
+    # Not --system-site-packages: if this interpreter is in a virtual environment, that would mean its base.
     (Path(site) / "packages-of-the-running-interpreter.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # What torch compiles for this environment stays in it. In the user's cache it would be shared, and a compilation
-    # that was killed leaves a lock there for which all later ones wait for ever.
+    # Extensions that torch compiles for this environment stay in it. In the user's cache they would be shared, and a
+    # killed compilation would leave a lock for which all later ones wait forever.
     (Path(site) / "compiled-extensions.pth").write_text(
         f"import os; os.environ['TORCH_EXTENSIONS_DIR'] = {str(folder / 'extensions')!r}\n"
     )
     pins = folder / "constraints.txt"
     pins.write_text("".join(f"{name}=={metadata.version(name)}\n" for name in pinned))
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(pins)]
-    # A package that imports torch while it is built must find this one, so it is built here, with these tools.
+    # A package that imports torch while it is built must find this torch, so it is built in this environment.
     tools = {**os.environ, "DS_BUILD_OPS": "0"}
     print(f"making {folder} with {', '.join(needed)}", file=sys.stderr, flush=True)
     subprocess.run([*pip, "--ignore-installed", "setuptools>=77", "wheel"], check=True, env=tools)
@@ -78,7 +78,7 @@ def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...], 
     there = versions(str(python), *pinned)
     for name in pinned:
         if there[name] != metadata.version(name):
-            raise RuntimeError(f"{folder}: pip put {name} {there[name]} where {metadata.version(name)} was to stay")
+            raise RuntimeError(f"{folder}: pip replaced {name} {metadata.version(name)} by {there[name]}")
     if last:
         subprocess.run([str(python), "-c", last], check=True, env=tools, stdout=sys.stderr)
     ready.write_text(made_of)
@@ -86,7 +86,7 @@ def environment(folder: Path, needed: tuple[str, ...], pinned: tuple[str, ...], 
 
 
 def versions(python: str, *packages: str) -> dict[str, str]:
-    """Versions of packages as an interpreter sees them; those it lacks are "absent"."""
+    """The versions of packages as seen by an interpreter; "absent" for those it lacks."""
     code = (
         "import importlib.metadata as m, json, sys\n"
         "def of(n):\n    try: return m.version(n)\n    except m.PackageNotFoundError: return 'absent'\n"

@@ -1,4 +1,4 @@
-"""The models that other programs load: a small one of every architecture and task."""
+"""The models that other programs load: small ones of every architecture and task."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 ARCHITECTURES = (
     "bert roberta xlm-roberta gpt2 gptj gpt_neox opt llama qwen2 qwen3 mistral minicpm3 t5 mt5 umt5 cpmant".split()
 )
-FOREIGN = ["minicpm"]  # transformers has no class for it, so only llama.cpp is given its exports
+FOREIGN = ["minicpm"]  # transformers has no class for it, so only llama.cpp gets its exports
 TEXTS = ["the film was good", "a dull slow plot and bad acting that the cast of the movie was in"]
 WORDS = (
     "the a of and to in is it that film movie story plot acting cast was good bad great dull slow warm excellent awful"
 ).split()
 ENCODER_DECODERS, ENCODERS = ("t5", "mt5", "umt5"), ("bert", "roberta", "xlm-roberta")
-# What llama.cpp assumes: its files have no field for it, or it ignores the field. The window exceeds the texts here.
+# Values that llama.cpp assumes: its files have no fields for them, or it ignores these. The window exceeds the texts
+# here.
 LLAMA_CPP_ASSUMES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 4 * 48},
     "gpt_neox": {"rotary_emb_base": 10000},
@@ -20,7 +21,7 @@ LLAMA_CPP_ASSUMES: dict[str, dict[str, Any]] = {
     "minicpm3": {"rope_theta": 10000.0, "dim_model_base": 256, "rms_norm_eps": 1e-6},
     **{name: {"num_layers": 3, "num_decoder_layers": 3} for name in ENCODER_DECODERS},
 }
-LLAMA_CPP_REQUIRES = {"gpt2": {"n_ctx": 64}}  # fields without effect, which published configs have
+LLAMA_CPP_REQUIRES = {"gpt2": {"n_ctx": 64}}  # fields of published configs without effect
 Case = tuple[str, str, Path]  # architecture, task, directory
 
 
@@ -49,17 +50,17 @@ def make_exports(folder: Path) -> None:
 
 
 def specials(name: str, task: str) -> dict[str, Any]:
-    """Config fields that differ from the preset.
+    """Config fields that differ from the preset's.
 
     They are the tokenizer's ids of special tokens (T5 classifies at the last token, which ends the text), `is_decoder`
-    for encoders that generate, and what llama.cpp assumes, which holds for the published models.
+    for encoders that generate, and values that llama.cpp assumes, as in the published models.
     """
     if name == "cpmant":
         return {}
     fields: dict[str, Any] = {"pad_token_id": 0, **LLAMA_CPP_ASSUMES.get(name, {})}
     if name in ENCODER_DECODERS:
         fields["eos_token_id"] = 3
-    if name == "umt5":  # transformers 5 scales what goes into the vocabulary, whatever the config says
+    if name == "umt5":  # transformers 5 scales the input of the vocabulary layer, whatever the config says
         fields["scale_decoder_outputs"] = True
     if name in ENCODERS and task == "causal-lm":
         fields["is_decoder"] = True
@@ -91,7 +92,7 @@ def inputs_of(name: str, task: str, tokenizer: Any) -> dict[str, Any]:
         return {"input_ids": batch["input_ids"][1:]}
     if name in ENCODER_DECODERS and task in ("base", "seq2seq-lm"):
         batch["decoder_input_ids"] = batch["input_ids"]
-    if task == "double-heads":  # the last token judges
+    if task == "double-heads":  # the score is read at the last token
         batch["mc_token_ids"] = batch["attention_mask"].sum(-1) - 1
     if task in ("multiple-choice", "double-heads"):
         return {key: value[None] for key, value in batch.items()}
@@ -99,7 +100,7 @@ def inputs_of(name: str, task: str, tokenizer: Any) -> dict[str, Any]:
 
 
 def cases(folder: Path) -> list[Case]:
-    """What transformers has classes for."""
+    """The architectures and tasks for which transformers has classes."""
     every = [(d.parent.name, d.name, d) for d in sorted(folder.glob("*/*")) if d.is_dir()]
     return [case for case in every if case[0] not in FOREIGN]
 

@@ -18,7 +18,7 @@ def name(device: str) -> str:
 
 
 def memory_gb(device: str) -> float:
-    """Memory of the GPU, in GB; of a CPU as much as anything needs."""
+    """The memory of the GPU, in GB; for a CPU, enough for everything."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory / 1e9 if device == "cuda" else float("inf")
@@ -33,7 +33,7 @@ def synchronize(device: str) -> None:
 
 
 def synchronised(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, Callable[[], None]]:
-    """The same calls, that return when the device is done."""
+    """The same calls, but each returns when the device is done."""
 
     def whole(call: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
@@ -45,14 +45,14 @@ def synchronised(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[st
     return {name: whole(call) for name, call in calls.items()}
 
 
-_LEAD = 100_000_000  # cycles of a GPU: 50 ms, more than the host takes to start what is timed behind them
+_LEAD = 100_000_000  # cycles of a GPU: 50 ms, more than the host takes to launch the timed calls
 
 
 def on_device(call: Callable[[], Any], device: str, times: int = 1) -> tuple[float, float]:
-    """(milliseconds of the device, milliseconds of the host) for one of so many calls.
+    """(milliseconds of the device, milliseconds of the host) for one of `count` calls.
 
-    The calls stand behind other work of the device, as an optimizer's step stands behind a backward pass: the device
-    does not wait for the host to start them.
+    The calls are queued behind other work of the device, as an optimizer's step is behind a backward pass, so that the
+    device does not wait for the host to launch them.
     """
     import torch
 
@@ -73,12 +73,13 @@ def on_device(call: Callable[[], Any], device: str, times: int = 1) -> tuple[flo
 
 
 def limits(device: str) -> dict[str, float]:
-    """TFLOP/s of bf16 products, and GB/s of a copy, counting bytes read and written; each the best of several."""
+    """The TFLOP/s of bf16 products, and the GB/s of a copy, counting bytes read and written; each is the best of
+    several."""
     import torch
 
     found = _limits(device)
     if device == "cuda":
-        torch.cuda.empty_cache()  # for the processes that are measured next
+        torch.cuda.empty_cache()  # for the processes measured next
     return found
 
 
@@ -94,7 +95,7 @@ def _limits(device: str) -> dict[str, float]:
         return min(on_device(call, device)[0] for _ in range(12)) / 1000
 
     return {
-        "bf16_gemm_tflops": float(f"{2 * size**3 / best(lambda: a @ b) / 1e12:.4g}"),  # of a CPU it may be 0.001
+        "bf16_gemm_tflops": float(f"{2 * size**3 / best(lambda: a @ b) / 1e12:.4g}"),  # on a CPU it may be 0.001
         "copy_gb_per_s": round(2 * source.nbytes / best(lambda: target.copy_(source)) / 1e9, 1),
     }
 

@@ -1,8 +1,8 @@
 """`make gpu-check`: build and test the operators, test the models and run the benchmarks on a GPU.
 
-Each step is a process with its own time limit, and all steps share one. A step that hangs or crashes costs the others
-nothing, and its results are on disk at once. DIR has `log.txt` with the output of every step, a JSON file for each
-benchmark, and `summary.txt`, which is printed again at the end. The steps that others depend on come first.
+Each step is a process with its own time limit, and there is one limit for all steps. A step that hangs or crashes does
+not affect the others, and its results are on disk at once. DIR has `log.txt` with the output of every step, a JSON file
+for each benchmark, and `summary.txt`, which is printed again at the end. The steps that others depend on come first.
 
     python -m scripts.bench.lib.gpu_check --output DIR [--minutes 8] [--only build operators ...]
 """
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from scripts.bench.lib import ROOT, python_path, tables
 
-LEAST = 15  # seconds: with less time left a step is not started
+LEAST = 15  # seconds: with less time left, a step is not started
 LOG, SUMMARY = "log.txt", "summary.txt"
-MARK = "GPU_CHECK_STEP"  # variable in the environment of all processes that a step starts
+MARK = "GPU_CHECK_STEP"  # environment variable of all processes that a step starts
 PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu and not network"]
 
 
@@ -37,13 +37,13 @@ class Step(NamedTuple):
     summarise: Callable[[str, Path | None], list[str]]
     record: bool = False  # it writes a benchmark's JSON
     under: Sequence[str] = ()  # a program that runs it, such as a memory checker; without it the step is left out
-    environment: Mapping[str, str] = {}  # in addition to that of all steps
+    environment: Mapping[str, str] = {}  # in addition to that for all steps
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--output", required=True, help="folder of the results")
-    p.add_argument("--minutes", type=float, default=8, help="for all steps together (default: 8)")
+    p.add_argument("--minutes", type=float, default=8, help="time limit for all steps together (default: 8)")
     p.add_argument("--device", default="cuda", help="cpu only shows that the steps run: no build, and no tests to pass")
     p.add_argument("--quick", action="store_true", help="run the benchmarks only to show that they work")
     names = list(steps("cuda", False))
@@ -53,8 +53,8 @@ def main() -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        p.error(f"--output: {out} cannot be made: {error.strerror}; name another folder (make gpu-check OUT=DIR)")
-    # So that no earlier run's results are taken for this one's.
+        p.error(f"--output: {out} cannot be created: {error.strerror}; give another folder (make gpu-check OUT=DIR)")
+    # So that results of an earlier run are not mistaken for this one's.
     for name in (LOG, SUMMARY, *(f"{name}.json" for name in args.only)):
         (out / name).unlink(missing_ok=True)
     ends, summary, failed = time.monotonic() + 60 * args.minutes, [], False
@@ -85,8 +85,8 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
         return bench(seconds, "gpu_training", "--rounds", "4", "--cases", *cases)
 
     small = [*PYTEST, "tests/engine/test_ops_gpu.py", "-k", "(lists_longer and 513) or skip_norm or 8_bit"]
-    # PyTorch cuts small tensors out of large blocks, and memcheck only knows blocks: with a block for each tensor it
-    # notices accesses beyond one.
+    # PyTorch allocates small tensors within large blocks, and memcheck only knows blocks: with one block per tensor, it
+    # detects accesses beyond one.
     blocks = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     checker = ["compute-sanitizer", "--error-exitcode", "9"]
     return {
@@ -103,16 +103,16 @@ def steps(device: str, quick: bool) -> dict[str, Step]:
         "llama-1.3b": training(120, "llama-1.3b"),
         "gpt-1.3b-ragged": training(90, "gpt-1.3b, ragged"),
         "t5-large": training(120, "t5-large", "t5-large, 4 short rows"),
-        # A call of CUDA that fails is no defect where its caller handles it, as PyTorch does.
+        # A failing CUDA call is not a defect if its caller handles it, as PyTorch does.
         "memcheck": Step(small, 90, outcomes, under=[*checker, "--report-api-errors", "no"], environment=blocks),
         "racecheck": Step(small, 90, outcomes, under=[*checker, "--tool", "racecheck"]),
     }
 
 
 def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bool]:
-    """(lines of the summary, whether the step succeeded). Its output is appended to the log as it comes."""
+    """(lines of the summary, whether the step succeeded). Its output is appended to the log as it arrives."""
     if step.under and shutil.which(step.under[0]) is None:
-        return [f"{name}: left out, {step.under[0]} is not here"], True
+        return [f"{name}: left out, {step.under[0]} is not installed"], True
     record = out / f"{name}.json" if step.record else None
     words = [*step.under, sys.executable, *step.words, *(["--output", str(record)] if record else [])]
     environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -123,7 +123,8 @@ def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bo
         file.write(f"\n===== {name}\n".encode())
         file.flush()
         start = file.tell()
-        # A session of its own: an interrupt reaches only this process, and all that the step started can be killed.
+        # A separate session: an interrupt reaches only this process, and everything that the step started can be
+        # killed.
         process = subprocess.Popen(
             words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -149,8 +150,8 @@ def run(name: str, step: Step, out: Path, seconds: float) -> tuple[list[str], bo
 
 
 def library_folder() -> dict[str, str]:
-    """The variable by which tests find the operators of a read-only checkout: they are built in the user's cache
-    folder, and tests have a cache folder of their own."""
+    """The environment variable by which tests find the operators of a read-only checkout: they are built in the user's
+    cache folder, but tests have their own cache folder."""
     if os.access(ROOT, os.W_OK):
         return {}
     from engine.ops import build
@@ -159,8 +160,8 @@ def library_folder() -> dict[str, str]:
 
 
 def end_all(marked: str) -> None:
-    """Kill the processes with this in their environment: torchrun's workers have sessions of their own, would outlive
-    the step and keep using the GPU."""
+    """Kill the processes with this in their environment: torchrun's workers have separate sessions, so they would
+    outlive the step and keep using the GPU."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's process, or one that has ended
             if marked.encode() in path.read_bytes().split(b"\0"):
@@ -177,15 +178,15 @@ def last_lines(output: str, record: Path | None, most: int = 4) -> list[str]:
 
 
 def outcomes(output: str, record: Path | None, most: int = 12) -> list[str]:
-    """How many tests passed, and the first of those that failed, with the reason; also of a run that was killed."""
-    # Behind these headings names of tests stand without an outcome.
+    """The number of passed tests, and the first failed ones with their reasons; also for a killed run."""
+    # After these headings, names of tests have no outcome.
     progress = re.split(r"^=+ (?:ERRORS|FAILURES|warnings summary) =+$", output, maxsplit=1, flags=re.M)[0]
-    # A test that hung has only its name in the output.
+    # The output of a test that hung is only its name.
     begun = re.findall(r"^(tests/\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", progress, re.M)
     count = {kind: sum(found == kind for _, found in begun) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
     lines = [", ".join(f"{n} {kind.lower()}" for kind, n in count.items() if n) or "no test ran"]
     lines += [f"did not end: {name}" for name, kind in begun[-1:] if not kind]
-    bad = re.findall(r"^(?:FAILED|ERROR) tests/.*$", output, re.M)  # with the reason, if the run ended
+    bad = re.findall(r"^(?:FAILED|ERROR) tests/.*$", output, re.M)  # with the reason, if the run finished
     bad = bad or [f"{kind} {name}" for name, kind in begun if kind in ("FAILED", "ERROR")]
     return [*lines, *bad[:most], *([f"and {len(bad) - most} more"] if len(bad) > most else [])]
 

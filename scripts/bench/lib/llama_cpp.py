@@ -1,8 +1,8 @@
-"""llama.cpp's converter to GGUF: install it, run it on the exports, and compare what it writes with the exports.
+"""llama.cpp's converter to GGUF: install it, run it on the exports, and compare its files with the exports.
 
-The converter is not a package. It is extracted from the source archive of llama-cpp-python, which holds all of
-llama.cpp, with its library for GGUF files and its list of requirements. It runs in an environment of its own, because
-it needs an older transformers than this project does; a client in that environment finds it next to the environment.
+The converter is not a package. It is extracted from the source archive of llama-cpp-python, which contains all of
+llama.cpp, with its library for GGUF files and its list of requirements. It runs in a separate environment, because it
+needs an older transformers than this project does; a client in that environment finds it next to the environment.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def environment(folder: Path) -> str:
 
     Raises:
         CalledProcessError: pip fails.
-        ValueError: the archive holds no converter.
+        ValueError: the archive has no converter.
     """
     source = folder / "source"
     if not (source / VERSION).exists():
@@ -52,7 +52,7 @@ def extract_converter(archive: Path, folder: Path) -> None:
     """Extract the converter and what it imports from llama-cpp-python's source archive.
 
     Raises:
-        ValueError: the archive does not hold exactly one converter.
+        ValueError: the archive does not have exactly one converter.
     """
     with tarfile.open(archive) as held:
         files = [(PurePosixPath(member.name), member) for member in held.getmembers() if member.isfile()]
@@ -95,7 +95,7 @@ def versions(python: str) -> dict[str, str]:
 
 
 def converter() -> Any:
-    """The converter as a module, with its own gguf."""
+    """The converter as a module, with its own version of gguf."""
     source = Path(sys.prefix).parent / "source"
     sys.path[:0] = [path for path in (str(source), str(source / "gguf-py")) if path not in sys.path]
     return importlib.import_module(Path(SCRIPT).stem)
@@ -144,7 +144,8 @@ def halves(value: Array, heads: int) -> Array:
 
 
 def by_heads(value: Array, heads: int) -> Array:
-    """Undo llama.cpp's order of q, k and v: all heads of each. GPT-NeoX keeps q, k and v of a head together."""
+    """Undo llama.cpp's order of q, k and v, which has all heads of each. GPT-NeoX keeps q, k and v of a head
+    together."""
     return value.reshape(3, heads, -1, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)
 
 
@@ -165,8 +166,8 @@ UNDO: dict[str, tuple[Undo, ...]] = {
     "gpt2": ((r"\.c_(attn|proj|fc)\.weight$", transposed, "n_head"),),
     "gpt_neox": ((r"\.query_key_value\.", by_heads, "num_attention_heads"),),
 }
-# Tensors that llama.cpp does not use: it pools by itself and has no masked LM. Without the pooler, a BERT that
-# classifies gives other scores there.
+# Tensors that llama.cpp does not use: it has its own pooling and no masked LM. Without the pooler, a BERT classifier
+# has other scores there.
 LEFT_OUT = {
     "BertModel": r"pooler\.",
     "RobertaModel": r"pooler\.",
@@ -204,11 +205,11 @@ def compare(
                 back = undo(back, config[field])
         if of in ("roberta", "xlm-roberta") and name.endswith("position_embeddings.weight"):
             value = value[config["pad_token_id"] + 1 :]  # llama.cpp counts positions from 0; the rows before are unused
-        assert back.shape == value.shape, f"{name} has shape {value.shape}, in the GGUF file {back.shape}"
+        assert back.shape == value.shape, f"{name} has shape {value.shape}, but {back.shape} in the GGUF file"
         differing = int(np.sum(back != value))
         assert not differing, f"{name}: {differing} of {value.size} elements differ in the GGUF file"
     extra = sorted(set(written) - seen)
-    assert not extra, f"in the GGUF file alone: {extra[:4]}"
+    assert not extra, f"only in the GGUF file: {extra[:4]}"
     return left_out
 
 
@@ -273,14 +274,14 @@ def answers(path: Path, ids: list[int], own: Mapping[str, Any], limit: float) ->
 
 # -- the client ------------------------------------------------------------------------------------------------------
 
-# The file in which a family's converter looks for a SentencePiece vocabulary; other families use transformers' files.
+# The files in which converters look for a SentencePiece vocabulary, by family; other families use transformers' files.
 VOCABULARIES = {name: "tokenizer.model" for name in ("llama", "mistral", "minicpm", "minicpm3", "qwen2", "qwen3")}
 VOCABULARIES |= {name: "spiece.model" for name in exports.ENCODER_DECODERS}
 VOCABULARIES["xlm-roberta"] = "sentencepiece.bpe.model"
 
 
 def write_sentencepiece(path: Path) -> None:
-    """Write a SentencePiece vocabulary, smaller than that of any export."""
+    """Write a SentencePiece vocabulary smaller than that of any export."""
     import sentencepiece
 
     with path.open("wb") as file:
@@ -324,7 +325,7 @@ def check(folder: Path) -> dict[str, Any]:
             left_out = compare(config, tensors, written, lambda key, table=table: gguf_name(table, key))
             results = [f"{len(written)} tensors, bit for bit"]
             results += [f"without {', '.join(left_out)}"] if left_out else []
-            results += [] if accepted else ["refused for its tokenizer alone"]
+            results += [] if accepted else ["refused only for its tokenizer"]
             if task == "causal-lm" or (task == "base" and name in exports.ENCODERS):
                 own = {key: value[1] for key, value in exports.ours(folder, name, task).items()}
                 limit = 2e-3 if "gelu" in str(config.get("hidden_act", config.get("activation_function"))) else 1e-4

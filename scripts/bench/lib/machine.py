@@ -1,4 +1,4 @@
-"""The machine: what it is, and how fast it multiplies matrices and copies memory at best."""
+"""The machine: its description, and its highest rates of matrix products and memory copies."""
 
 import os
 import platform
@@ -13,15 +13,15 @@ SEEN: list[dict[str, float]] = []  # limits measured in this run, one entry per 
 
 
 def measure(child: Callable[..., dict[str, Any]], threads: int) -> dict[str, float]:
-    """GFLOP/s of fp32 matrix products and of those that may round to bf16, and GB/s of a copy, counting bytes read and
-    written."""
+    """The GFLOP/s of fp32 matrix products and of those that may round to bf16, and the GB/s of a copy, counting bytes
+    read and written."""
     found = child(["-m", "scripts.bench.lib.rates"], threads)
     SEEN.append({key: found[key] for key in ("gemm_gflops", "rounded_gemm_gflops", "copy_gb_per_s")})
     return SEEN[-1]
 
 
 def limits() -> dict[str, float]:
-    """Medians over this run."""
+    """The medians over this run."""
     return {key: round(statistics.median(found[key] for found in SEEN), 1) for key in SEEN[0]}
 
 

@@ -1,4 +1,4 @@
-"""Processes that import what they need all at once, and then run one after another."""
+"""Processes that import their packages at the same time, and then run one after another."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ READY = "ready"
 
 
 class Prepared:
-    """`count` processes of a script, started when the first is needed. A process does nothing between its imports and
-    its turn, and no turn begins before all have imported, so none disturbs what another measures."""
+    """`count` processes of a script, started when the first is needed. A process is idle between its imports and its
+    turn, and no turn begins before all imports are done, so none disturbs the measurements of another."""
 
     def __init__(self, words: Sequence[str], count: int, threads: int) -> None:
         self._command, self._count = [sys.executable, *words], count
@@ -32,7 +32,7 @@ class Prepared:
             errors.close()
 
     def run(self, told: Any, timeout: float = 900) -> dict[str, Any]:
-        """What the next process, which is told this, prints as JSON.
+        """Give this message to the next process, and return the JSON that it prints.
 
         Raises:
             RuntimeError: the process fails or exceeds `timeout` seconds.
@@ -67,7 +67,7 @@ class Prepared:
 
 
 def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
-    """In such a process, after its imports: print what `answer` makes of what it is told. Nothing if it is not."""
+    """In such a process, after its imports: wait for a message, and print `answer` of it; nothing if none comes."""
     print(READY, flush=True)
     if line := sys.stdin.readline():
         print(json.dumps(answer(json.loads(line))))

@@ -1,5 +1,5 @@
-"""How fast this process multiplies fp32 matrices, also rounded to bf16, and copies memory. As a script: the machine's
-limits, as JSON."""
+"""The rates at which this process multiplies fp32 matrices, also rounded to bf16, and copies memory. As a script,
+prints the machine's limits as JSON."""
 
 import json
 import time
@@ -11,18 +11,18 @@ import torch
 
 from engine.ops import linear
 
-SHAPES = ((2048, 768, 3072), (2048, 2048, 2048))  # of a 768-wide layer, and a large square product
+SHAPES = ((2048, 768, 3072), (2048, 2048, 2048))  # shapes of a 768-wide layer, and a large square product
 COPIED = 64 * 2**20  # numbers
 
 
 class Products(NamedTuple):
-    """Products of matrices, and the GFLOP of all of them."""
+    """Products of matrices, and their GFLOP in total."""
 
     call: Callable[[], Any]
     gflop: float
 
     def for_seconds(self, seconds: float) -> "Products":
-        """As many of them as take so long."""
+        """The products, repeated so that they take about this many seconds."""
         times = max(1, round(seconds / best(self.call, seconds)))
         return Products(lambda: [self.call() for _ in range(times)], times * self.gflop)
 

@@ -2,7 +2,7 @@
 batches.
 
 Usage: torchrun ... scripts/bench/lib/sharded_peer.py NAME SHAPE, with SHAPE as JSON. Prints the median milliseconds of
-a step, and the class that holds the model, because accelerate on a CPU makes DistributedDataParallel of FSDP2.
+a step, and the class that wraps the model, because accelerate on a CPU replaces FSDP2 by DistributedDataParallel.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A training step by this project and by plain PyTorch, and timing contenders in turns."""
+"""A training step of this project and of plain PyTorch, and functions that time contenders in turns."""
 
 import itertools
 import statistics
@@ -54,17 +54,18 @@ def torch_step(model: Any, loss_of: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def median_ms(calls: Calls, rounds: int, warmup: int = 2, before: Callable[[], Any] = lambda: None) -> dict[str, float]:
-    """Median milliseconds of each call. The calls take turns; `before` runs before each of them and is not timed."""
+    """The median milliseconds of each call. The calls take turns; `before` runs before each of them and is not
+    timed."""
     return {name: statistics.median(ms[warmup:]) for name, ms in in_turns(calls, rounds + warmup, before).items()}
 
 
 def best_ms(calls: Calls, rounds: int) -> dict[str, float]:
-    """The shortest milliseconds of each call. The calls take turns."""
+    """The lowest milliseconds of each call. The calls take turns."""
     return {name: min(ms) for name, ms in in_turns(calls, rounds).items()}
 
 
 def in_turns(calls: Calls, rounds: int, before: Callable[[], Any] = lambda: None) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round. The calls take turns; `before` runs before each and is not timed."""
+    """The milliseconds of each call in each round. The calls take turns; `before` runs before each and is not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

@@ -36,7 +36,7 @@ def cells(record: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
 
 
 def compared(row: Mapping[str, Any] | None) -> str:
-    """2.80 (3,236 / 1,157 tokens/s); empty for a machine without this row."""
+    """A cell such as "2.80 (3,236 / 1,157 tokens/s)"; empty for a machine without this row."""
     if row is None:
         return ""
     return f"{row['ratio']:.2f} ({number(row['ours'])} / {number(row['theirs'])} {row['unit']})"
@@ -47,7 +47,7 @@ def reached(row: Mapping[str, Any] | None) -> str:
 
 
 def newest_target(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The target of the same row on several machines: that of the last one that has a target."""
+    """The target of the same row on several machines: that of the last machine with a target."""
     return next(filter(None, map(target_of, reversed(list(rows)))), "")
 
 
@@ -80,6 +80,6 @@ def text(record: Mapping[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], text: Collection[int] = (0, 1)) -> str:
-    """A table; `text` are the indices of the columns of text, the others hold numbers and are aligned right."""
+    """A table; `text` has the indices of the text columns, the others are numbers and right-aligned."""
     rule = ["---" if i in text else "---:" for i in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])

@@ -20,7 +20,8 @@ VOCABULARY = 30000  # token ids of random rows are below this
 
 
 def prepare_process() -> None:
-    """Memory settings as in training, and a fixed seed. Call it before importing torch, which reads the settings."""
+    """Set a fixed seed, and memory settings as in training. Call it before importing torch, which reads the
+    settings."""
     import engine
 
     engine.memory.prepare_torch()
@@ -64,7 +65,7 @@ def ragged_lengths(count: int = 16) -> list[int]:
 
 
 def labelled_rows(task: str, lengths: Sequence[int], every: int = 1, vocab_size: int = VOCABULARY) -> list[Any]:
-    """Random rows, of the first words of a vocabulary, in which one token of `every` has a label."""
+    """Random rows of the first words of a vocabulary, in which one token in `every` has a label."""
     from modelcenter.compare import make_rows
 
     rows = make_rows(task, vocab_size=min(vocab_size, VOCABULARY), num_labels=2, lengths=lengths)
@@ -74,7 +75,7 @@ def labelled_rows(task: str, lengths: Sequence[int], every: int = 1, vocab_size:
 
 
 def row_sizes(rows: Sequence[Any], is_encoder_decoder: bool) -> list[Row]:
-    """What `flops.training` counts of each row."""
+    """The sizes of each row for `flops.training`."""
     return [
         Row(len(row.input_ids), len(row.labels) if is_encoder_decoder else 0, sum(x >= 0 for x in row.labels))
         for row in rows

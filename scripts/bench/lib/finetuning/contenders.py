@@ -1,4 +1,4 @@
-"""The contenders, from the start of a process to an exported model: this project's script, and its peers'."""
+"""The contenders, from the start of a process to an exported model: this project's script, and the peers' scripts."""
 
 import argparse
 import json
@@ -28,14 +28,14 @@ def add_flags(p: argparse.ArgumentParser, **defaults: Any) -> None:
                    "words of the data (default: %(default)s)"
     )  # fmt: skip
     p.add_argument("--matmul_precision", choices=("highest", "medium"), default="highest",
-                   help="medium: fp32 matrices may be rounded to bf16 where they are multiplied; peers also compute in "
-                   "bf16 (autocast) then (default: %(default)s)"
+                   help="medium: fp32 matrices may be rounded to bf16 when they are multiplied, and peers also run "
+                   "with autocast to bf16 (default: %(default)s)"
     )  # fmt: skip
-    p.add_argument("--microbatch", type=int, help="rows that are run at a time, of those of a step (default: all)")
+    p.add_argument("--microbatch", type=int, help="rows of a step that are run at a time (default: all)")
     for name, value, what in (
         ("steps", 60, "optimizer steps"),
         ("batch_size", 32, "rows per step"),
-        ("layers", 4, "layers of the model (of a T5: of each half)"),
+        ("layers", 4, "layers of the model (for a T5: of each half)"),
         ("hidden", 384, "width of the model"),
         ("dev_rows", 500, "held-out rows to evaluate on"),
     ):
@@ -62,14 +62,14 @@ def peers_of(task: str, args: argparse.Namespace) -> dict[str, str]:
 
 
 def microbatch(args: argparse.Namespace) -> int:
-    """Rows that all ranks together run at a time."""
+    """The number of rows that all ranks together run at a time."""
     return args.microbatch or args.batch_size
 
 
 def launched(
     words: list[str], ranks: int, threads: int, env: Mapping[str, str] | None = None, python: str = sys.executable
 ) -> dict[str, Any]:
-    """Run in one process, or on ranks under torchrun that share the threads."""
+    """Run in one process, or under torchrun on ranks that share the threads."""
     if ranks == 1:
         return child(words, threads, python, env=env)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -143,7 +143,7 @@ def peer(
 
 
 def numbers(took: dict[str, Any], tokens: int, seconds: float, losses: list[float], model: Path) -> dict[str, Any]:
-    """tokens: real ones trained on; seconds: of training only; process_seconds: from start to exported model."""
+    """tokens: real tokens trained on. seconds: of training only. process_seconds: from start to exported model."""
     return {
         "tokens_per_second": tokens / seconds, "tokens": tokens, "seconds": seconds,
         "process_seconds": took["process_seconds"], "peak_mb": took["peak_mb"], "losses": losses, "model": str(model),
@@ -151,13 +151,13 @@ def numbers(took: dict[str, Any], tokens: int, seconds: float, losses: list[floa
 
 
 def evaluate_export(folder: Path, task: str, model: str, threads: int) -> dict[str, float]:
-    """What the task is judged by of an exported model in transformers, on held-out rows."""
+    """The task's evaluation of an exported model in transformers, on held-out rows."""
     settings = {"task": task, "folder": str(folder), "model": model}
     found = child(["-m", f"{HERE}.evaluate_export", json.dumps(settings)], threads)
     return {key: found[key] for key in TASKS[task].judged_by}
 
 
 def fifths(losses: list[float]) -> list[float]:
-    """Means of five parts of a curve, to compare curves at a glance."""
+    """The means of five parts of a curve, to compare curves at a glance."""
     cuts = [len(losses) * i // 5 for i in range(6)]
     return [round(sum(losses[a:b]) / max(1, b - a), 4) for a, b in zip(cuts, cuts[1:], strict=False)]

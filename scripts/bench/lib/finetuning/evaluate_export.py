@@ -1,7 +1,7 @@
 """Evaluates exported models with transformers, on held-out rows, in the same order for every contender.
 
 Usage: python -m scripts.bench.lib.finetuning.evaluate_export SETTINGS, with SETTINGS as JSON. Prints the mean loss over
-labelled tokens or rows (masked LM: over tokens drawn from a fixed seed), and how many of them are right.
+labelled tokens or rows (masked LM: over tokens drawn with a fixed seed), and the number of correct ones.
 """
 
 import json

@@ -28,7 +28,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     rows = task.read_back(folder / "train")
     data: Any = task.encode(tokenizer, rows)
     grouped = kind in ("grouped", "compiled", "bf16")
-    if grouped and isinstance(data[0]["input_ids"][0], list):  # Trainer would take the number of choices for a length
+    if grouped and isinstance(data[0]["input_ids"][0], list):  # Trainer would read the number of choices as a length
         lengths = [max(map(len, row["input_ids"])) for row in data]
         data = datasets.Dataset.from_list(data).add_column("length", lengths)
     model = task.load(folder / "start", rows)
@@ -59,7 +59,7 @@ def counting(trainer: Any, task: Task) -> Any:
 
 
 def trained(trainer: Any) -> dict[str, Any]:
-    """Train and export; what is to be printed, on rank 0."""
+    """Train and export; returns the result to print on rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def trained(trainer: Any) -> dict[str, Any]:
 
 
 def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """TrainingArguments that every peer has."""
+    """The TrainingArguments of all peers."""
     return {
         "output_dir": settings["output_dir"],
         "per_device_train_batch_size": settings["microbatch"],

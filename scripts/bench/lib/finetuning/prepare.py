@@ -1,7 +1,7 @@
 """Writes the data of a fine-tuning benchmark, a tokenizer, and the initial weights of every contender.
 
-Usage: python -m scripts.bench.lib.finetuning.prepare FOLDER SETTINGS, with SETTINGS as JSON. It runs as a process
-because the memory of the benchmark itself would count in that of the children it starts.
+Usage: python -m scripts.bench.lib.finetuning.prepare FOLDER SETTINGS, with SETTINGS as JSON. It runs in a separate
+process because the benchmark's own memory would count as that of the children it starts.
 
 With a folder of data sets, the texts are real: sst2 (train.tsv, dev.tsv: label, tab, sentence), tinyshakespeare
 (input.txt) and e2e (train.csv, dev.csv with mr and ref). Without it, they are the samples in scripts/samples.

@@ -2,8 +2,8 @@
 
 Usage: python -m scripts.bench.lib.finetuning.st_embedding SETTINGS, with SETTINGS as JSON, by the Python of the
 environment "sentence-transformers". Prints what hf_trainer prints. The setting `kind` is "default", or "grouped"
-(batches of rows of similar length, for which it has no flag, but takes a sampler). A step that is cut into microbatches
-has the loss that was made for it: it runs them once for their embeddings and again for their gradients.
+(batches of rows of similar length, by a sampler, because there is no flag). A step in microbatches uses the loss made
+for that, which runs them once for embeddings and again for gradients.
 """
 
 import json
@@ -50,7 +50,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class ByLength:
-    """Makes batches of rows of similar length, as Trainer groups them. sentence-transformers pickles it.
+    """Makes batches of rows of similar length, grouped as by Trainer. sentence-transformers pickles it.
 
     Attributes:
         lengths: of the rows, in tokens.

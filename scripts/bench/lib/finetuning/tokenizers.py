@@ -1,4 +1,4 @@
-"""Tokenizers learned from the texts of a benchmark."""
+"""Tokenizers trained on the texts of a benchmark."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""A contender: preferences with TRL's DPOTrainer.
+"""A contender: preference training with TRL's DPOTrainer.
 
 Usage: python -m scripts.bench.lib.finetuning.trl_dpo SETTINGS, with SETTINGS as JSON, by the Python of the environment
-"trl". Prints what hf_trainer prints. The setting `kind` is "default" (the reference model beside the trained one, in
-every step) or "precomputed" (its log-probabilities for all rows before the first step, as in this project).
+"trl". Prints what hf_trainer prints. The setting `kind` is "default" (the reference model runs in every step) or
+"precomputed" (its log-probabilities for all rows are computed before the first step, as in this project).
 """
 
 import json

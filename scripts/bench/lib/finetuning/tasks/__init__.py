@@ -1,4 +1,4 @@
-"""The tasks that are fine-tuned, by the names that --tasks takes."""
+"""The fine-tuned tasks, by their names for --tasks."""
 
 from scripts.bench.lib.finetuning.tasks.base import Task
 from scripts.bench.lib.finetuning.tasks.classification import Classification

@@ -1,4 +1,4 @@
-"""What a benchmark of fine-tuning has to know of a task, and what most tasks share."""
+"""The interface of a task in fine-tuning benchmarks, and what most tasks share."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,26 +11,26 @@ from scripts.bench.lib.finetuning import tokenizers
 from scripts.bench.lib.flops import Row, training
 
 SAMPLES = ROOT / "scripts" / "samples"
-SAMPLE_ROWS = 4000  # to which the samples for training are repeated
+SAMPLE_ROWS = 4000  # number of rows to which the training samples are repeated
 LONGEST = 128  # tokens of a text
 VOCABULARIES = ("published", "multilingual", "data")
 MULTILINGUAL = 250_002  # words of XLM-R
 TRAINER = {"trainer": "default", "trainer, grouped by length": "grouped"}
-Rows = list[dict[str, Any]]  # as users have them: columns by their names
+Rows = list[dict[str, Any]]  # as in users' files: by column names
 
 
 class Task:
-    """A task: its data, the flags of this project's script, and what a peer and a judge do with it.
+    """A task: its data, the flags of this project's script, and what peers and evaluation do with it.
 
     Attributes:
         model_task: the task of its model. data_name: of its data, in tables. path: of a split, in the folder of --data.
-        words: the vocabulary of the published model, all of which a fine-tuning run pays for.
-        lr: learning rate. speed: how many times the peer's real tokens per second are wanted.
+        words: the vocabulary size of the published model, which determines the cost of a fine-tuning run.
+        lr: learning rate. speed: the target ratio to the peer's real tokens per second.
         script, flags: of this project. suffix: of the file of rows.
-        peer: the peers' script, beside these files. environment: of its packages, in `environments`; None: this one's.
-        peers: {name in the tables: the `kind` that this script takes}.
-        passes: the arithmetic of a step, in times of forward and backward. judged_by: what evaluate_export prints.
-        one_epoch: there are no more rows than the steps take.
+        peer: the peers' script, in the folder above. environment: of its packages, in `environments`; None: the running
+            one. peers: {name in the tables: the `kind` for this script}.
+        passes: the arithmetic of a step, in multiples of forward and backward. judged_by: what evaluate_export prints.
+        one_epoch: there are only as many rows as the steps need.
     """
 
     model_task: ClassVar[str]
@@ -56,7 +56,7 @@ class Task:
         """Rows of a split, "train" or "dev".
 
         Args:
-            data: the folder of data sets; None: the samples in scripts/samples, repeated until there are enough.
+            data: the folder of data sets; None: the samples in scripts/samples, repeated as needed.
 
         Raises:
             ValueError: a file is missing.
@@ -65,7 +65,8 @@ class Task:
             path = Path(data, self.path.format(split=split))
             if not path.is_file():
                 raise ValueError(
-                    f"--data {data}: {path.relative_to(data)} is not there; it is to hold sst2, e2e and tinyshakespeare"
+                    f"--data {data}: {path.relative_to(data)} does not exist; the folder needs sst2, e2e and "
+                    "tinyshakespeare"
                 )
             return self.parse(path, split)
         lines = (SAMPLES / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -76,26 +77,26 @@ class Task:
         raise NotImplementedError
 
     def of_samples(self, samples: Rows) -> Rows:
-        """Rows of the samples, which have a text and a label."""
+        """Rows from the samples, which have a text and a label."""
         raise NotImplementedError
 
     def write(self, rows: Rows, path: Path) -> None:
-        """Write rows as users have them. path has no suffix."""
+        """Write rows in a format of users' files. path has no suffix."""
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path.with_suffix(self.suffix).write_text("".join(lines), encoding="utf-8")
 
     def read_back(self, path: Path) -> Rows:
-        """What `write` wrote."""
+        """Read what `write` wrote."""
         return [json.loads(line) for line in path.with_suffix(self.suffix).read_text(encoding="utf-8").splitlines()]
 
     def texts(self, row: Mapping[str, Any]) -> list[str]:
-        """The texts of a row, from which a tokenizer learns."""
+        """The texts of a row, on which a tokenizer is trained."""
         return [value for value in row.values() if isinstance(value, str)]
 
     # -- the model and its arithmetic --------------------------------------------------------------------------------
 
     def configuration(self, hidden: int, layers: int, words: int) -> Any:
-        """A BERT with heads of 64 channels (of 32, below 512 wide)."""
+        """The configuration of a BERT with heads of 64 channels (32 if it is less than 512 wide)."""
         import transformers
 
         return transformers.BertConfig(
@@ -106,48 +107,48 @@ class Task:
     def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         """Token ids and labels, the same for every contender.
 
-        known: the rows that were trained on, whose classes were numbered; None: these.
+        known: the training rows, by which the classes are numbered; None: these rows.
         """
         raise NotImplementedError
 
     def sizes(self, encoded: Mapping[str, Any]) -> list[Row]:
-        """What `flops.training` counts of a row."""
+        """The sizes of a row for `flops.training`."""
         return [Row(len(encoded["input_ids"]))]
 
     def arithmetic(self, config: Any, sizes: list[Row]) -> float:
-        """FLOPs of training on rows."""
+        """The FLOPs of training on rows."""
         return self.passes * training(config, sizes, self.model_task)
 
     # -- Trainer, and the judge --------------------------------------------------------------------------------------
 
     def head(self, rows: Rows) -> dict[str, Any]:
-        """What from_pretrained is told of the head."""
+        """Arguments of from_pretrained for the head."""
         return {}
 
     def load(self, path: Path, rows: Rows) -> Any:
-        """A model of transformers for these rows."""
+        """transformers' model for these rows."""
         return workloads.auto_class(self.model_task).from_pretrained(path, **self.head(rows))
 
     def collator(self, kind: str, tokenizer: Any, model: Any) -> Any:
-        """What makes a batch of encoded rows."""
+        """The collator, which makes a batch of encoded rows."""
         import transformers
 
         return transformers.DataCollatorWithPadding(tokenizer)
 
     def tokens(self, inputs: Mapping[str, Any]) -> int:
-        """Tokens of a batch that are not padding."""
+        """The number of tokens in a batch, without padding."""
         return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
 
     def judge(self, model: Any, batch: Any, start: Path) -> tuple[float, int, int]:
-        """(sum of losses, how many there are, how many are right) of an exported model, by transformers.
+        """(sum of losses, number of losses, number of correct predictions) of an exported model in transformers.
 
-        start: the model that training began with.
+        start: the initial model.
         """
         return judge_labels(model(**batch).logits, batch["labels"])
 
 
 def judge_labels(logits: Any, labels: Any) -> tuple[float, int, int]:
-    """By cross-entropy, where labels are not -100."""
+    """As `judge`, by cross-entropy over labels other than -100."""
     import torch.nn.functional as F
 
     logits, labels = logits.float().reshape(-1, logits.shape[-1]), labels.reshape(-1)

@@ -1,4 +1,4 @@
-"""Preferences: a text of E2E about this rather than one about something else, by a GPT-2."""
+"""Preferences: a GPT-2 learns to prefer E2E's text about a restaurant to one about another."""
 
 import functools
 import random
@@ -24,8 +24,8 @@ class DPO(E2ETask):
     peer = "trl_dpo"
     environment = "trl"
     peers = {"trl": "default", "trl, precomputed": "precomputed"}
-    passes = 4 / 3  # the reference model's forward
-    one_epoch = True  # some contenders compute the reference's log-probabilities of all rows before they begin
+    passes = 4 / 3  # for the reference model's forward
+    one_epoch = True  # some contenders first compute the reference's log-probabilities for all rows
     tokenizer = staticmethod(tokenizers.byte_level)
 
     def of_pairs(self, pairs: Rows) -> Rows:
@@ -36,13 +36,13 @@ class DPO(E2ETask):
         ]
 
     def configuration(self, hidden: int, layers: int, words: int) -> Any:
-        """Without dropout, which TRL turns off."""
+        """Without dropout, because TRL turns it off."""
         config = gpt2(hidden, layers, words)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         return config
 
     def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
-        """A row's `answers` are two rows of a language model."""
+        """Encodes a row: its `answers` are two rows of a language model."""
         encoded = []
         for row in rows:
             prompt, *answers = (tokenizer(row[name])["input_ids"] for name in ("prompt", "chosen", "rejected"))
@@ -72,7 +72,7 @@ def _reference(start: Path) -> Any:
 
 
 def _log_probs(model: Any, batch: Any) -> Any:
-    """Of the answers, (rows,)."""
+    """The log-probabilities of the answers, (rows,)."""
     logits, labels = model(**batch).logits[:, :-1].float(), batch["labels"][:, 1:]
     found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return (found * (labels >= 0)).sum(-1)

@@ -1,4 +1,4 @@
-"""The E2E data set, from which several tasks are made: what is known of a restaurant (`mr`), and a text about it."""
+"""The E2E data set, the source of several tasks: facts about a restaurant (`mr`), and a text about it."""
 
 import csv
 import re
@@ -22,13 +22,13 @@ def words(text: str) -> list[str]:
 
 
 class E2ETask(Task):
-    """A task whose rows are made of E2E's."""
+    """A task with rows made from E2E's."""
 
     data_name = "E2E"
     path = "e2e/{split}.csv"
 
     def of_pairs(self, pairs: Rows) -> Rows:
-        """Rows of the data set's own, which have `mr` and `ref`."""
+        """The rows of the data set, with `mr` and `ref`."""
         raise NotImplementedError
 
     def parse(self, path: Path, split: str) -> Rows:
@@ -40,7 +40,7 @@ class E2ETask(Task):
 
 
 class E2EColumns(E2ETask):
-    """Two columns, `source` and `target`, in a csv file."""
+    """Write two columns, `source` and `target`, to a csv file."""
 
     suffix = ".csv"
 
@@ -62,6 +62,6 @@ class E2EColumns(E2ETask):
 
 
 def _about(sample: dict[str, Any]) -> str:
-    """What a sample says, in the words of E2E."""
+    """A sample in the format of E2E."""
     found = words(sample["text"])
     return f"name[{found[0]}], last[{found[-2]}], feeling[{sample['label']}]"

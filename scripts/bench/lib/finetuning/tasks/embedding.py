@@ -1,4 +1,4 @@
-"""Embeddings: what is known of a restaurant is to find the text of E2E about it, by a BERT."""
+"""Embeddings: a BERT learns to find E2E's text about a restaurant by the facts about it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,15 +9,15 @@ from scripts.bench.lib.finetuning.tasks.e2e import E2ETask
 from scripts.bench.lib.flops import Row
 
 ROLES = ("anchor", "positive")
-SCALE = 20.0  # of cosines: the default of either side
-ROWS = 512  # of which whole batches of 32 and of 256 can be made
+SCALE = 20.0  # temperature of cosines: the default of both sides
+ROWS = 512  # a multiple of the batch sizes 32 and 256
 
 
 class Embedding(E2ETask):
-    """Rows of an anchor and its positive, of which no two have a text in common.
+    """Rows of an anchor and its positive; no two rows have a text in common.
 
-    Where they have, this project takes another row's positive of the same anchor for no negative, and
-    sentence-transformers takes it for one; of these rows both compute the same loss.
+    Otherwise sentence-transformers would use another row's positive of the same anchor as a negative, and this project
+    would not; for these rows both compute the same loss.
     """
 
     model_task = "embedding"
@@ -42,7 +42,7 @@ class Embedding(E2ETask):
         return rows[:ROWS]
 
     def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
-        """A row's `texts` are the tokens of its anchor and of its positive."""
+        """Encodes a row: its `texts` are the tokens of its anchor and of its positive."""
         columns = (
             tokenizer([row[role] for row in rows], truncation=True, max_length=LONGEST)["input_ids"] for role in ROLES
         )
@@ -52,18 +52,18 @@ class Embedding(E2ETask):
         return [Row(len(ids)) for ids in encoded["texts"]]
 
     def collator(self, kind: str, tokenizer: Any, model: Any) -> Any:
-        """Of all anchors, then all positives."""
+        """A batch of all anchors, then all positives."""
         import transformers
 
         collate = transformers.DataCollatorWithPadding(tokenizer)
         return lambda rows: collate([{"input_ids": row["texts"][i]} for i in range(len(ROLES)) for row in rows])
 
     def tokens(self, inputs: Mapping[str, Any]) -> int:
-        """Of all columns."""
+        """The number of tokens in all columns."""
         return sum(int(mask.sum()) for name, mask in inputs.items() if name.endswith("attention_mask"))
 
     def judge(self, model: Any, batch: Any, start: Path) -> tuple[float, int, int]:
-        """How well anchors find their positives among those of a batch."""
+        """As `judge`: whether anchors find their positives among those of a batch."""
         import torch
         import torch.nn.functional as F
 

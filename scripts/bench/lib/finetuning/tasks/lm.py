@@ -1,4 +1,4 @@
-"""Texts of E2E after what they are about, by a GPT-2 whose loss is on the texts only."""
+"""A GPT-2 learns to generate E2E's texts after the facts; its loss is on the texts only."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,13 +21,13 @@ def gpt2(hidden: int, layers: int, words: int) -> Any:
 
 
 def answered(prompt: list[int], answer: list[int], end: int) -> dict[str, list[int]]:
-    """The row of a decoder whose loss is on the answer, which ends with `end`."""
+    """The row of a decoder with the loss on the answer, which ends with `end`."""
     answer = [*answer, end]
     return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
 
 def size_of(row: Mapping[str, Any]) -> Row:
-    """Of a row that `answered` made."""
+    """The sizes of a row made by `answered`."""
     return Row(len(row["input_ids"]), 0, sum(label >= 0 for label in row["labels"]))
 
 

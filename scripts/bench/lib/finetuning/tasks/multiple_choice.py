@@ -1,4 +1,4 @@
-"""Which of four texts of E2E is about this."""
+"""Choosing the one of four texts of E2E that is about a restaurant."""
 
 import random
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Questions about what E2E says of a restaurant, in a context of texts about several."""
+"""Questions about a restaurant of E2E, in a context of texts about several."""
 
 import random
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Any
 from scripts.bench.lib.finetuning.tasks.base import Rows
 from scripts.bench.lib.finetuning.tasks.e2e import E2ETask, slots
 
-LONGEST = 384  # tokens of a question and its context, which all have room
-OTHERS = 7  # texts beside the one with the answer, at most
+LONGEST = 384  # tokens of a question and its context; all rows fit
+OTHERS = 7  # maximum number of texts besides the one with the answer
 
 
 class QuestionAnswering(E2ETask):

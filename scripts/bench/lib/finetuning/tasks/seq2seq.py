@@ -1,4 +1,4 @@
-"""Texts of E2E from what they are about, by a T5."""
+"""A T5 learns to generate E2E's texts from the facts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,5 +40,5 @@ class Seq2Seq(E2EColumns):
         return transformers.DataCollatorForSeq2Seq(tokenizer, model=model)
 
     def tokens(self, inputs: Mapping[str, Any]) -> int:
-        """On both sides."""
+        """The number of tokens on both sides, without padding."""
         return super().tokens(inputs) + int((inputs["labels"] != -100).sum())

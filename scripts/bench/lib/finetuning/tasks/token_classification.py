@@ -1,4 +1,5 @@
-"""Words of E2E's texts that say what is known: the restaurant's name, its area, its food... as BIO tags."""
+"""Tagging the words of E2E's texts that state the facts (the restaurant's name, its area, its food, ...), as BIO
+tags."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ class TokenClassification(E2ETask):
         return [" ".join(row["tokens"])]
 
     def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
-        """The first token of a word has its tag."""
+        """The first token of a word has the word's tag."""
         numbers = {name: i for i, name in enumerate(_names(rows if known is None else known))}
         tokens = [row["tokens"] for row in rows]
         found = tokenizer(tokens, is_split_into_words=True, truncation=True, max_length=LONGEST)

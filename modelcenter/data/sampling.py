@@ -75,8 +75,8 @@ class TokenBatches:
 
     Rows are packed into parts by best fit, so that parts are full whatever the lengths; a global batch is
     budget // part consecutive parts. Which lengths share a part is computed once; the rows with these lengths, and the
-    parts that share a batch, are drawn anew in each epoch. So all epochs have the same number of steps, and contain
-    every row once.
+    parts that share a batch, are redrawn in each epoch. So all epochs have the same number of steps, and contain every
+    row once.
 
     Depends only on (lengths, budget, seed, part, epoch), not on ranks or accumulation: a run that continues on another
     number of ranks, with the same budget and part, has the same batches.
@@ -118,7 +118,8 @@ class TokenBatches:
             )
         rows = epoch_rows(draw, 0, self.lengths)
         self._slots, self._ends = self._pack(rows, 0)
-        # Rows by length, and slots of the parts by the length that they hold, which are paired anew in each epoch.
+        # Rows by length, and slots of the parts by the length that they hold, which are paired differently in each
+        # epoch.
         self._places = np.argsort(self.lengths[self._slots], kind="stable")
         self.steps = -(-len(self._ends) // self.parts)
 

@@ -42,7 +42,7 @@ class Source:
         return self.whole(split) in self.splits
 
     def whole(self, split: str) -> str:
-        """The name in this source of a split, or of the split of which rows are given, as in train[:1000]."""
+        """This source's name of a split, which may be given with rows, as in train[:1000]."""
         return _canonical(split, self.splits)[0]
 
     def read(self, split: str) -> Table:

@@ -4,7 +4,7 @@ script.py a run from its command line, or from Python, to its end config/ the fl
 and scores are setup/ from flags to a run that can start: ranks, data, model, optimizer, sizes of a step loop.py the
 training loop, on the batches of batch_sources.py accumulation.py, evaluation.py
                         gradients and losses of global batches, however they are split (joint_loss.py: losses over all
-                        items together, of which contrastive.py has some; ranking_losses.py: those of rerankers)
+                        items together, such as those in contrastive.py; ranking_losses.py: those of rerankers)
 checkpoints/, output/   saving and resuming; the files and messages of a run
 monitoring/             clocks, throughput, skipped steps
 stopping.py             stopping on signals and after max_time

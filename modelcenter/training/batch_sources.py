@@ -105,7 +105,7 @@ class RowBatchSource:
     def _batch(self, step: int, rows: np.ndarray, epoch: int) -> GlobalBatch:
         """The batch of these rows, with this rank's microbatches, except empty ones of a short batch."""
         parts = self.sampler.deal(rows, engine.data_size(), self.microbatches)[engine.data_rank()]
-        # Masks are drawn anew each time that a row is used; a mixture may use it several times in an epoch.
+        # New masks are drawn each time a row is used; a mixture may use it several times in an epoch.
         turn = step if isinstance(self.examples, Mixture) else epoch
         microbatches = [
             _with_row_ids(self.examples, self.examples.batch(part, turn), part) for part in parts if len(part)
@@ -191,7 +191,7 @@ def stream_batch_source(cfg: Any, examples: StreamRows) -> StreamBatchSource:
 
 
 def _with_row_ids(examples: Any, batch: dict[str, Any], rows: Any) -> dict[str, Any]:
-    """Add the ids of the rows to a batch, from which dropout draws masks that do not depend on the cut."""
+    """Add row ids to a batch, so that dropout draws masks that do not depend on how batches are split."""
     batch["row_ids"] = torch.from_numpy(np.asarray(examples.row_ids(rows), np.int64))
     return batch
 

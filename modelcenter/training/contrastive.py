@@ -1,8 +1,8 @@
-"""Losses of embeddings, which make texts that belong together more similar than others.
+"""Losses for embeddings: texts that belong together should be more similar than others.
 
 They are computed over all texts of a global batch together (training.joint_loss). A batch holds its texts row by row:
-an anchor, its positive, and perhaps negatives. Which texts these are the host knows: it finds their indices, so that it
-never waits for a GPU.
+an anchor, its positive, and perhaps negatives. The host computes the indices of these texts, so it never waits for a
+GPU.
 """
 
 from abc import ABC, abstractmethod
@@ -139,7 +139,7 @@ class InBatchNegatives(EmbeddingLoss):
 @dataclass(frozen=True, kw_only=True)
 class RankedPairs(EmbeddingLoss):
     """Makes pairs with higher scores more similar: log(1 + the sum of exp((similarity of a - similarity of b) /
-    temperature) over all two pairs a and b of a global batch of which b has the higher score), as CoSENTLoss of
+    temperature) over all pairs of pairs a and b of a global batch where b has the higher score), as CoSENTLoss of
     sentence-transformers (Su 2022). Only the order of the scores matters.
     """
 

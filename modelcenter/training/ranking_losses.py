@@ -1,7 +1,7 @@
-"""Losses of rerankers, which give higher scores to those texts of a row that answer its query better.
+"""Losses for rerankers: the texts of a row that answer its query better should score higher.
 
 A batch holds its texts row by row, each together with its query. `labels`, fp32 (texts,), says how well each text
-answers the query, and `row_texts`, int64 (rows,), how many texts each row has. All texts of a row are in one
+answers the query, and `row_texts`, int64 (rows,), is the number of texts in each row. All texts of a row are in one
 microbatch, so each loss is a sum over rows, divided by the number of its items in the whole step.
 """
 

@@ -114,7 +114,7 @@ def _merge_num_choices(batches: Sequence[dict[str, Any]]) -> int | torch.Tensor:
 
 def _is_per_token(value: torch.Tensor, batch: dict[str, Any]) -> bool:
     totals = {int(batch[name][-1]) for name in batch if name.endswith("cu_seqlens")}
-    if value.is_floating_point():  # several labels or numbers of a row, of which there may be as many as tokens
+    if value.is_floating_point():  # several labels or numbers per row; their number may equal that of tokens
         return False
     return value.dim() == 2 and value.shape[0] == 1 and value.shape[1] in totals
 

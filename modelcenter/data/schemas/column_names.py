@@ -1,4 +1,4 @@
-"""Usual names of columns, in lower case, by which headers are told from rows and the roles of columns are found."""
+"""Usual names of columns, in lower case, for detecting headers and the roles of columns."""
 
 from itertools import chain
 

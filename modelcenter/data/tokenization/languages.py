@@ -37,7 +37,7 @@ def writing_targets(tokenizer: Any) -> Iterator[None]:
 
 
 def target_marks(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens before a target and those after it, one of which ends it."""
+    """The tokens before a target and those after it, including the end token."""
     if not language_tokens(tokenizer):
         return [], [tokenizer.eos_token_id]
     with writing_targets(tokenizer):

@@ -239,7 +239,7 @@ def absolute_path(name: str, value: Any) -> Any:
 
 
 def frozen_sums(model: Model) -> dict[str, float]:
-    """The sum of this rank's part of each frozen parameter, by which models can be told apart."""
+    """The sum of this rank's part of each frozen parameter, which tells models apart."""
     frozen = ((name, local_tensor(p)) for name, p in model.named_parameters() if not p.requires_grad)
     return {name: tensor.sum(dtype=torch.float64).item() for name, tensor in frozen}
 

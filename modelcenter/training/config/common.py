@@ -110,8 +110,8 @@ class TrainConfig(Flags):
         "tokenizer_name")
     from_scratch: bool = _model(False, "start from random weights; the vocabulary size is the tokenizer's")
     model_config: dict[str, Any] = _model({}, "fields of the model's configuration to override, such as dropout=0")
-    ignore_mismatched_sizes: bool = _model(False, "initialise the head at random where the checkpoint's head does not "
-        "fit the labels")
+    ignore_mismatched_sizes: bool = _model(False, "initialise the head at random if the checkpoint's head does not fit "
+        "the labels")
 
     train_data: list[str] | None = _data(None, "files, directories or glob patterns (json, jsonl, csv, tsv, parquet, "
         "txt), or the name of a Hub data set; PATH@WEIGHT mixes several, in tasks that support it", "train_file",
@@ -170,21 +170,22 @@ class TrainConfig(Flags):
     eval_batch_size: int | None = _batches(None, "rows per rank in evaluation; if not given, twice batch_size, or with "
         "batch_tokens as many of the longest rows as fit in twice that many tokens", "per_device_eval_batch_size")
     epochs: float = _batches(3.0, "number of passes over the training rows", "num_train_epochs", "num_epochs")
-    max_steps: int | None = _batches(None, "stop after this many steps, in place of epochs", "train_iters",
+    max_steps: int | None = _batches(None, "stop after this many steps, instead of after epochs", "train_iters",
         "max_train_steps")
 
     lr: float = _optimisation(3e-5, "peak learning rate", "learning_rate")
-    lr_scheduler: str = _optimisation("linear", "schedule of the learning rate after the warmup; constant, too, comes "
-        "after one, unless --warmup is 0", "lr_scheduler_type", "lr_decay_style", choices=SCHEDULERS,
+    lr_scheduler: str = _optimisation("linear", "schedule of the learning rate after the warmup, which constant has "
+        "too unless --warmup is 0", "lr_scheduler_type", "lr_decay_style", choices=SCHEDULERS,
         means={"constant_with_warmup": "constant"})
-    min_lr: float = _optimisation(0.0, "learning rate that the schedule ends at, at most lr")
+    min_lr: float = _optimisation(0.0, "learning rate at the end of the schedule; at most lr")
     warmup: float = _optimisation(0.06, "number of steps over which the learning rate rises to its peak; a value below "
         "1 is a fraction of all steps", "warmup_steps", "warmup_ratio", "warmup_iters", "num_warmup_steps")
-    weight_decay: float = _optimisation(0.01, "decoupled weight decay, applied to matrices and tables only (to T5's "
-        "of relative positions too, not to biases and norms)")
+    weight_decay: float = _optimisation(0.01, "decoupled weight decay of matrices and tables (including T5's relative "
+        "positions), but not of biases and norms")
     max_grad_norm: float = _optimisation(1.0, "clip the global gradient norm to this value; 0: no clipping",
         "clip_grad")
-    label_smoothing: float = _optimisation(0.0, "share of a label's weight that training spreads over all classes",
+    label_smoothing: float = _optimisation(0.0, "share of a label's weight that training spreads evenly over all "
+        "classes",
         "label_smoothing_factor")
     optimizer: str = _optimisation("adamw", "optimizer; muon: Muon for matrices, AdamW for the rest", "optim",
         choices=OPTIMIZERS,
@@ -210,8 +211,8 @@ class TrainConfig(Flags):
         "bitsandbytes)")
     freeze: list[str] | None = _adapters(None, "patterns of parameters to leave untrained, such as embed.* or "
         "layers.[0-5].*, by ModelCenter's names or Hugging Face's")
-    add_tokens: list[str] | None = _adapters(None, "words to add to the vocabulary as tokens of their own, with new "
-        "rows in the model")
+    add_tokens: list[str] | None = _adapters(None, "words to add to the vocabulary as single tokens, with new rows in "
+        "the model")
 
     precision: str = _engine("auto", "arithmetic precision. auto: bf16 on a GPU that supports it, otherwise fp32. "
         "Trained weights are stored in fp32, except with bf16-params (bf16 weights, fp32 masters in the optimizer) "
@@ -236,9 +237,8 @@ class TrainConfig(Flags):
     compile: bool = _engine(False, "compile each block with torch.compile", "torch_compile")
     offload: str = _engine("none", "what to keep in host memory; optimizer: the optimizer's master weights and "
         "moments; all: also the activations that the backward pass needs", choices=policy.OFFLOAD)
-    peak_flops: float | None = _engine(None, "peak operations per second of one device, such as 989e12, from which mfu "
-        "in metrics.jsonl is computed; if not given, the manufacturer's figure for known GPUs, and no mfu on other "
-        "devices")
+    peak_flops: float | None = _engine(None, "peak operations per second of one device, such as 989e12, for mfu in "
+        "metrics.jsonl; if not given, the manufacturer's figure for known GPUs, and no mfu on other devices")
     prefetch: int = _engine(2, "number of batches that a background thread prepares ahead; 0: none",
         "dataloader_prefetch_factor")
     # fmt: on

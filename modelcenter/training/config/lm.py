@@ -51,7 +51,7 @@ class LMConfig(TaughtConfig):
     too_long: str = _data("cut", "what to do with rows longer than max_length. cut: cut them from the right, or drop "
         "them if no part of the answer is left; drop; error: stop. With cut, structured rows of CPM-Bee are dropped",
         choices=TOO_LONG)
-    token_accuracy: bool = _output(False, "evaluations also report how often the most probable token was correct; "
+    token_accuracy: bool = _output(False, "evaluations also report how often the most probable token is correct; this "
         "needs memory for all logits of a batch")
     eval_samples: int = _output(0, "number of evaluation rows whose generated answers each evaluation shows and writes "
         "to samples.jsonl")

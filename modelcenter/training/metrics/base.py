@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-# Metrics for which lower is better; for all others higher is. rejected: mean reward of rejected answers.
+# Metrics for which lower is better; for all others, higher is better. rejected: mean reward of rejected answers.
 _LOSSES = "loss teacher_loss total_loss discriminator_loss generator_loss".split()
 SMALLER_IS_BETTER = frozenset((*_LOSSES, "perplexity", "generator_perplexity", "mse", "rejected"))
 

@@ -54,7 +54,7 @@ class Classification(Task):
 
     @classmethod
     def from_flags(cls, cfg: ClassificationConfig) -> Self:
-        """See Task; also data.sources, data.schemas.columns and data.schemas.labels for what is raised."""
+        """See Task. Errors: see also data.sources, data.schemas.columns and data.schemas.labels."""
         table, eval_table = read_splits(cfg)
         if cfg.teacher is not None and cfg.teacher_weight == 1:
             return cls._without_labels(cfg, cfg.teacher, table, eval_table)

@@ -152,7 +152,7 @@ class DPO(LanguageModelling):
 
     @classmethod
     def from_flags(cls, cfg: DPOConfig) -> Self:  # type: ignore[override]
-        """See Task; also data.schemas.preferences for what is raised."""
+        """See Task. Errors: see also data.schemas.preferences."""
         table, eval_table = read_splits(cfg)
         columns = find_preference_columns(table, cfg.role_columns())
         cfg.set_role_columns(columns)

@@ -67,7 +67,7 @@ class LanguageModelling(Task):
 
     @classmethod
     def from_flags(cls, cfg: LMConfig) -> Self:
-        """See Task; also data.schemas.conversations for what is raised."""
+        """See Task. Errors: see also data.schemas.conversations."""
         table, eval_table = read_splits(cfg)
         columns = find_chat_columns(table, cfg.role_columns())
         cfg.set_role_columns(vars(columns))

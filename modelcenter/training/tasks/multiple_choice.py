@@ -97,7 +97,7 @@ class MultipleChoice(Task):
 
     @classmethod
     def from_flags(cls, cfg: MultipleChoiceConfig) -> Self:
-        """See Task; also data.schemas.choices for what is raised."""
+        """See Task. Errors: see also data.schemas.choices."""
         table, eval_table = read_splits(cfg)
         given = cfg.context_column, cfg.question_column, cfg.choices_column, cfg.label_column
         columns = find_choice_columns(table, *given)

@@ -64,7 +64,7 @@ class Reranking(Task):
 
     @classmethod
     def from_flags(cls, cfg: RerankingConfig) -> Self:
-        """See Task; also data.schemas.ranked_texts for what is raised."""
+        """See Task. Errors: see also data.schemas.ranked_texts."""
         # A held-out query is not trained on in other rows.
         table, eval_table = read_splits(cfg, lambda rows: find_ranked_columns(rows, **cfg.role_columns()).anchor)
         columns = find_ranked_columns(table, **cfg.role_columns())

@@ -101,7 +101,7 @@ def test_damage_is_named(tmp_path):
     with pytest.raises(ValueError, match="tokens.bin: got SHA-256 .* the file has changed"):
         open_tokens(tmp_path / "a").check()
     tokens.write_bytes(raw[:-2])
-    with pytest.raises(ValueError, match="tokens.bin: 206 bytes, expected 208 bytes .*cut off"):
+    with pytest.raises(ValueError, match="tokens.bin: 206 bytes, expected 208 bytes .*truncated"):
         open_tokens(tmp_path / "a")
     about = tmp_path / "a" / "about.json"
     about.write_text(json.dumps({**file.about, "version": 9}))

@@ -148,7 +148,7 @@ def mixed(tables: Sequence[Table], weights: Sequence[float]) -> Table:
     for other in others:
         if not set(first.columns) & set(other.columns):
             had = [f"{table.name} has {', '.join(map(repr, table.columns))}" for table in (first, other)]
-            raise ValueError(f"train_data: {' and '.join(had)}; rows can be mixed if their columns have the same names")
+            raise ValueError(f"train_data: {' and '.join(had)}; give the columns the same names to mix their rows")
     table = concatenate(list(tables))
     shares = [Share(part.name, part.origin_rows, weight) for part, weight in zip(tables, weights, strict=True)]
     return Table(table.columns, table.origins, table.classes, table.index, shares)

@@ -1,4 +1,4 @@
-"""Tokenizes texts into a folder for pretraining, in order, with several processes."""
+"""Tokenises texts into a folder for pretraining, in order, with several processes."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def unsaid(
     names: Sequence[str] | None,
 ) -> dict[str, Any]:
     """The problem_type and num_labels that would be detected if they were not given; `labels` is the result of
-    `find_labels` with the same arguments. Without those that the labels cannot be read without."""
+    `find_labels` with the same arguments. A value without which the labels cannot be read is left out."""
     found: dict[str, Any] = {"problem_type": labels.problem_type, "num_labels": len(labels.names)}
     if problem_type is not None:
         try:

@@ -27,7 +27,7 @@ def perplexity(loss: float | None) -> float | None:
         value = math.inf
     if math.isfinite(value):
         return value
-    log.warning("perplexity: exp(%.4g) is not a finite number; the loss is too large", loss)
+    log.warning("perplexity: exp(%.4g) is not a finite number; the loss is too large, or not a number", loss)
     return None
 
 

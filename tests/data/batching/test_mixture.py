@@ -185,5 +185,5 @@ def test_merging_both_sides_and_labels_by_token():
 def test_parts_without_a_column_in_common():
     parts = [Table({"text": ["a"], "label": ["x"]}, [Origin("a.csv", 1, "0")]),
              Table({"0": ["y"], "1": ["b"]}, [Origin("b.tsv", 1, "0")])]  # fmt: skip
-    with pytest.raises(ValueError, match="train_data: a.csv has 'text', 'label' and b.tsv has '0', '1': give the col"):
+    with pytest.raises(ValueError, match="train_data: a.csv has 'text', 'label' and b.tsv has '0', '1'; give the col"):
         mixed(parts, [1, 1])

@@ -117,7 +117,9 @@ def test_templates_that_write_earlier_answers_in_another_way():
     found = labelled(ChatTemplate(tokenizer), [CHAT])
     assert answers(found, tokenizer) == ["Chinese food.<|im_end|>", "<think>\nItalian food.<|im_end|>"]
     tokenizer.chat_template = "{{ messages | length }}" + CHATML
-    with pytest.raises(ValueError, match="line 1: template chat: the conversation up to its turn 3 .*cannot be told"):
+    with pytest.raises(
+        ValueError, match="line 1: template chat: the conversation up to its turn 3 .*answers cannot be found"
+    ):
         labelled(ChatTemplate(tokenizer), [CHAT])
 
 

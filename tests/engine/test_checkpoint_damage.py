@@ -70,11 +70,11 @@ def damage(path, what):
         ("half a manifest", "manifest.json is damaged"),
         ("no text", "manifest.json is damaged: UnicodeDecodeError"),
         ("no size", "manifest.json is damaged: KeyError"),
-        ("no hash", "model/__0_0.distcp has sha256 .*, its manifest says None"),
+        ("no hash", "model/__0_0.distcp has sha256 .*, but its manifest says None"),
         ("a list", "manifest.json is damaged: AttributeError"),
         ("no end", "manifest.json is damaged: OverflowError"),
         ("a loop", "is incomplete: model/.metadata is missing"),
-        ("of the future", "format_version 7, this version reads 1"),
+        ("of the future", "format_version 7, but this version reads 1"),
         ("outside", r"names \.\./x, which is outside"),
     ],
 )
@@ -220,7 +220,7 @@ def test_the_first_versions_of_python_3_11_read_and_write_what_others_do(tmp_pat
     path.write_bytes(theirs.replace(b"TORCH_CONTIGUOUS_FORMAT", b"__class__.from_bytes___"))
     with pytest.raises(ValueError, match="it uses __class__.from_bytes___ of .*, which checkpoints"):
         stored_tensors(tmp_path / "saved")
-    with pytest.raises(RuntimeError, match="it takes __class__.from_bytes___ of"):
+    with pytest.raises(RuntimeError, match="it uses __class__.from_bytes___ of"):
         dcp.read(path.parent, {"mean": mean})
 
 

@@ -110,7 +110,7 @@ def test_a_trace_of_the_steps_asked_for(tmp_path):
 
 
 def test_a_trace_that_cannot_be(tmp_path):
-    with pytest.warns(UserWarning, match="ended before 3 steps"), engine.profile(tmp_path) as profiler:
+    with pytest.warns(UserWarning, match="ended before step 3"), engine.profile(tmp_path) as profiler:
         profiler.step()
     with pytest.raises(ValueError, match="active is 0"), engine.profile(tmp_path, active=0):
         pass

@@ -44,9 +44,9 @@ def test_a_copy_goes_on_as_its_original_does(kind, how):
 @pytest.mark.parametrize(
     ("mine", "other", "message"),
     [
-        ("adam", "adam8", "has 8-bit moments, this AdamOptimizer keeps fp32 ones"),
-        ("lion", "adam8", "has 8-bit moments, this Lion keeps fp32 ones"),
-        ("adam8", "adam", "has fp32 moments, this AdamW8bit keeps 8-bit ones"),
+        ("adam", "adam8", "has 8-bit moments, but this AdamOptimizer keeps fp32 ones"),
+        ("lion", "adam8", "has 8-bit moments, but this Lion keeps fp32 ones"),
+        ("adam8", "adam", "has fp32 moments, but this AdamW8bit keeps 8-bit ones"),
         ("lion", "adam", "has exp_avg_sq, which Lion does not have"),
         ("adam", "lion", "group 0 of the state has no eps, which AdamOptimizer needs"),
         ("muon", "adam", "has no momentum, nesterov, which Muon needs"),
@@ -83,7 +83,7 @@ def test_states_of_torchs_muon_load_into_the_same(settings):
     saved = torch.optim.Muon(model.parameters())
     steps(model, saved, 0)
     Muon(model.parameters()).load_state_dict(saved.state_dict())
-    with pytest.raises(ValueError, match="has ns_steps 5 and adjust_lr_fn 'original', this Muon .*: build it with"):
+    with pytest.raises(ValueError, match="has ns_steps 5 and adjust_lr_fn 'original', but this Muon has .*: build"):
         Muon(model.parameters(), **settings).load_state_dict(saved.state_dict())
 
 
@@ -447,7 +447,7 @@ def test_a_manager_takes_states_of_managers_alone():
         ({}, "has no loss_scale, lr_schedulers, optimizers, but nothing: pass the"),
         (optimizer.state_dict(), "has no loss_scale, .* but state, param_groups: .* to that optimizer"),
         ({**whole, "lr_schedulers": []}, "the state has 0 lr_schedulers, this manager 1"),
-        ({**whole, "loss_scale_enabled": False}, "the state has loss_scale None, this manager 8"),
+        ({**whole, "loss_scale_enabled": False}, "the state has loss_scale None, but this manager has 8"),
     ):
         with pytest.raises(ValueError, match=message):
             manager.load_state_dict(state)

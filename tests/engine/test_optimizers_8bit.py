@@ -94,5 +94,5 @@ def test_8_bit_moments_are_rounded_by_the_parameter(either):
 def test_states_of_another_kind_are_refused():
     _, plain = torchs(lambda p: AdamOptimizer(p), [(64, 128)], 1)
     _, bits = torchs(lambda p: AdamW8bit(p), [(64, 128)], 1)
-    with pytest.raises(ValueError, match="has fp32 moments, this AdamW8bit keeps 8-bit ones"):
+    with pytest.raises(ValueError, match="has fp32 moments, but this AdamW8bit keeps 8-bit ones"):
         bits.load_state_dict(plain.state_dict())

@@ -292,7 +292,7 @@ def test_units_that_the_compiler_leaves_to_python_are_named(recompute, recwarn, 
         bert(0.0), policy=engine.Policy(recompute=recompute, compile=f"engine_test_counter_{recompute}")
     )
     gradients(model)
-    said = [str(warning.message) for warning in recwarn if "leaves PostNormBlock to Python" in str(warning.message)]
+    said = [str(warning.message) for warning in recwarn if "falls back to Python for PostNorm" in str(warning.message)]
     assert len(said) == (recompute == "selective") and (backend.frame_count > 0) == (recompute == "full")
 
 

@@ -387,7 +387,7 @@ def refused(what):
         ("hf-heads", "model.layers.0.self_attn has num_key_value_heads=1, which tp_size=2 does not divide"),
         ("no plan", "Toy does not define how it is split: give it a tp_plan()"),
         ("style", "tp_plan has the style 'diagonal' for embed, expected one of: colwise"),
-        ("name", "tp_plan names 'layer.*.up', but no module or parameter of Toy has it"),
+        ("name", "tp_plan names 'layer.*.up', but no module or parameter of Toy matches"),
         ("kind", "tp_plan gives layers.0.norm the style 'rowwise', which is for Linear, but it is a LayerNorm"),
         ("sequence", "sequence_parallel is True, but Toy has no attribute token_split"),
         ("too large", "input_ids: got numbers from 1000000 to 1000000, expected 0 to"),

@@ -524,7 +524,7 @@ def test_compiled_units_write_as_they_are_written():
         ({"num_return_sequences": 2}, "num_return_sequences: got 2, expected at most num_beams=1"),
         (
             {"num_return_sequences": 4, "num_beams": 2, "do_sample": True},
-            "num_return_sequences: got 4, expected at most num_beams=2: raise num_beams, or .* num_beams=1",
+            "num_return_sequences: got 4, expected at most num_beams=2; raise num_beams, or .* num_beams=1",
         ),
         ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected the number of a token"),
         ({"temperature": "hot"}, "temperature: got 'hot', expected a number"),

@@ -259,7 +259,7 @@ def test_a_run_over_4_bit_weights_leaves_its_adapter_and_ends_well(folder, monke
     assert (folder / "run" / "adapter" / "adapter_model.safetensors").is_file() and not (folder / "run/model").exists()
     words = mc.AutoTokenizer.from_pretrained(folder / "run" / "adapter")  # no model/ has it
     assert words.get_vocab() == make_tokenizer().get_vocab() and words.model_max_length == 32
-    with pytest.raises(ValueError, match=r"4 bits \(nf4\), which leaves .*run/adapter and no model.*export") as told:
+    with pytest.raises(ValueError, match=r"4 bits \(nf4\), which writes .*run/adapter but no model.*export") as told:
         TrainedModel.find(str(folder / "run"))
     command_line = str(told.value).partition("`modelcenter ")[2].partition("`")[0]  # what it says to do, done
     merged = str(folder / "merged")

@@ -252,7 +252,7 @@ def test_a_run_goes_on_with_its_teacher(tmp_path, monkeypatch, capfd):
     fix = "A resumed run needs its original teacher: if that has moved, give its new path, and --resume with the run"
     with pytest.raises(ValueError, match=rf"^teacher: .*[^.]\. {fix} or its checkpoint"):
         start(command(values))
-    with pytest.raises(ValueError, match="teacher: got .*moved', but .* is of a run with .*teacher'"):
+    with pytest.raises(ValueError, match="teacher: got .*moved', but the run of .* had .*teacher'"):
         start(command(values | {"teacher": str(tmp_path / "moved")}))
     elsewhere = {
         "teacher": str(tmp_path / "moved"),
@@ -385,11 +385,11 @@ def test_teachers_that_are_refused(tmp_path):
         (teacher("classes", **named("fine", "bad")), "lacks the class 'good'"),
         (teacher("masked", task="masked-lm"), "has no weights for .*head.* so it was not trained for"),
         (teacher("several", problem_type="multi_label_classification", **named("good", "bad")),
-         "was trained for multi_label_classification, the labels are single_label_classification"),
+         "was trained for multi_label_classification, but the labels are single_label_classification"),
         (bare, "has no tokenizer"),
         (values | {"teacher": str(tmp_path / "nowhere")}, "teacher: no such directory: .*nowhere"),
         (teacher("short", max_positions=8, **named("good", "bad")) | {"max_length": 9},
-         "max_length: got 9, the position table of the teacher has 8"),
+         "max_length: got 9, but the position table of the teacher has 8"),
     ]  # fmt: skip
     for wrong, said in cases:
         with pytest.raises(ValueError, match=said) as caught:

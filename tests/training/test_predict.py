@@ -287,10 +287,10 @@ def test_files_of_no_rows_and_of_unknown_formats(tmp_path, folder):
         (tmp_path / name).unlink()
     for name in ("out.jsonl.gz", "out.xlsx", "out.pq"):
         with pytest.raises(
-            ValueError, match=rf"output: .*{name} ends in \.\w+, expected \.jsonl, .*\.parquet, which name"
+            ValueError, match=rf"output: .*{name} has the extension \.\w+, expected \.jsonl, .*\.parquet, which gives"
         ):
             cli(["predict", str(folder / "run"), str(folder / "data"), "--output", str(tmp_path / name)])
-    with pytest.raises(ValueError, match=r"scores.csv ends in .csv, expected .json, .jsonl, .ndjson, which name"):
+    with pytest.raises(ValueError, match=r"scores.csv has the extension .csv, expected .json, .jsonl, .ndjson, which"):
         cli(["evaluate", str(folder / "run"), str(folder / "data"), "--output", str(tmp_path / "scores.csv")])
     assert os.listdir(tmp_path) == ["none.json"]
 
@@ -490,7 +490,7 @@ def test_transformers_reads_batches_of_a_decoder_without_padding(folder, tmp_pat
         theirs = AutoModelForSequenceClassification.from_pretrained(path).eval()(**batch).logits.softmax(-1)
     assert said == pytest.approx(theirs[:, 0].tolist(), abs=1e-5)
     write_jsonl(data, [{"text": "a", "label": "good"}, {"text": "", "label": "bad"}] * 2)
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: '' has no token, and this tokenizer adds none"):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: '' has no token, and this tokenizer adds no"):
         main(command(base | {"train_data": str(data), "output_dir": str(tmp_path / "none")}))
 
 

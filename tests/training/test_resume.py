@@ -181,8 +181,8 @@ def test_a_checkpoint_of_another_run_is_not_continued(folder, monkeypatch):
         main(command(run_values(folder, "run")))
     write_jsonl(folder / "x.jsonl", make_rows(20, seed=3))
     for changes, says in (
-        ({"lr": 0.5}, r"lr: got 0\.5, but .*step-00000006 is of a run with 0\.01\. Give the same; or --resume never"),
-        ({"max_length": 16}, "max_length: got 16, but .* is of a run with 32"),
+        ({"lr": 0.5}, r"lr: got 0\.5, but the run of .*step-00000006 had 0\.01\. Give the same; or `--resume never`"),
+        ({"max_length": 16}, "max_length: got 16, but the run of .* had 32"),
         ({"global_batch_size": 16}, "global_batch_size: got 16, but"),
         (
             {"train_data": str(folder / "x.jsonl")},
@@ -218,7 +218,7 @@ def test_a_damaged_file_of_a_checkpoint_is_named(text, says, tmp_path):
 
 def test_a_checkpoint_of_another_task_is_named(tmp_path):
     (tmp_path / "run.json").write_text('{"task": "lm", "step": 3, "flags": {}}')
-    with pytest.raises(ValueError, match="resume: .* is of a run of lm, this one is classification"):
+    with pytest.raises(ValueError, match="resume: got .*, a checkpoint of the task lm, expected one of classification"):
         resume._read(tmp_path, ClassificationConfig(), forced=True, in_output_dir=False)
 
 
@@ -368,7 +368,7 @@ def test_more_steps_and_other_rates_are_those_of_the_flags(folder, monkeypatch):
     rates = {row["step"]: row["lr"] for row in curve(folder, "more") if "lr" in row}
     assert rates == pytest.approx({step: 1e-3 * (11 - step) / 10 for step in range(5, 11)})
     for name, fewer in (("max_steps", 9), ("epochs", 2)):  # an epoch has 4 steps
-        with pytest.raises(ValueError, match=rf"^{name}: the run has [89] steps, but .* has done 10; give more"):
+        with pytest.raises(ValueError, match=rf"^{name}: the run has [89] steps, but .* is already at step 10; give"):
             main(command(run_values(folder, "fewer", resume=str(folder / "more"), **{name: fewer})))
 
 
@@ -377,7 +377,7 @@ def test_more_steps_and_other_rates_are_those_of_the_flags(folder, monkeypatch):
 def test_other_trained_parameters_are_an_error_with_what_to_do(name, now, forced, tmp_path):
     found = resume.Continuation(tmp_path / "step-00000004", 4, {name: None}, None, forced)
     said = (
-        f"{name}: got {re.escape(str(now))}, but .*step-00000004 is of a run with None, .*: --model .*step-00000004 and"
+        f"{name}: got {re.escape(str(now))}, but the run of .*step-00000004 had None, .*: --model .*step-00000004 and"
     )
     with pytest.raises(ValueError, match=said):
         found.check(ClassificationConfig(**{name: now}), None)

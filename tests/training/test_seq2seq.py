@@ -326,7 +326,7 @@ def test_a_tokenizer_without_the_tokens_that_a_decoder_needs(folder):
     files = folder / "bare"
     inner = make_tokenizer().backend_tokenizer
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="</s>").save_pretrained(files)
-    with pytest.raises(ValueError, match="tokenizer: it has no pad_token; an encoder-decoder starts"):
+    with pytest.raises(ValueError, match="tokenizer: it has no pad_token, with which an encoder-decoder starts"):
         finetune(folder, tokenizer=str(files))
 
 

@@ -230,7 +230,7 @@ def test_max_time(folder, capsys):
 def test_the_last_line_says_how_a_run_that_began_anew_goes_on(folder, monkeypatch, capsys, flag):
     stop_at(monkeypatch, 2, short_run_values(folder, "run", **flag))
     name = "--overwrite_output_dir" if "resume" not in flag else "--resume never"
-    assert capsys.readouterr().out.rstrip().endswith(f"the same command without {name} goes on")
+    assert capsys.readouterr().out.rstrip().endswith(f"the same command without {name} continues")
 
 
 def run_judged(folder, name, ranks, answer=lambda: None):

@@ -154,7 +154,7 @@ def test_templates_that_end_the_conversation_too(space):
     # Where the content alone ends in such a token, no token ends the answer.
     tokenizer.chat_template = ended.replace("<|im_end|>", "")
     tokenizer.add_tokens(["END"])
-    with pytest.raises(ValueError, match="turn 3 in another way|no special token ends the answer"):
+    with pytest.raises(ValueError, match="turn 3 is rendered differently|no special token ends the answer"):
         labelled(ChatTemplate(tokenizer), [[*PAIR[:1], PAIR[1] | {"content": "So END"}, *CHAT[3:]]])
 
 

@@ -117,7 +117,7 @@ def test_what_is_the_best_after_a_stop(folder, caplog):
     assert model_selection.still_counts(cfg, "eval_loss", best) and model_selection.still_counts(cfg, "eval_loss", {})
     assert "does not count" not in caplog.text
     assert not model_selection.still_counts(cfg, "eval_accuracy", best)
-    assert "loss 0.5 of step 2, does not count: best_metric is accuracy now" in caplog.text
+    assert "loss 0.5 of step 2, does not count: best_metric is now accuracy" in caplog.text
     assert not model_selection.still_counts(cfg, "eval_loss", {**best, "step": 1})  # best names another checkpoint
     (checkpoints / "best").unlink()
     assert not model_selection.still_counts(cfg, "eval_loss", best)

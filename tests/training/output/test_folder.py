@@ -86,7 +86,7 @@ def test_output_dir_is_never_overwritten_unasked(folder):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_length": 33}, "max_length: got 33, the position table of this model has 32"),
+        ({"max_length": 33}, "max_length: got 33, but the position table of this model has 32"),
         ({"max_length": 3}, "max_length: got 3, expected more than the 3 special tokens"),
         ({"text_column": "txt"}, "text_column: .* has no column 'txt', it has 'text', 'label'; did you mean 'text'"),
         ({"num_labels": 1, "problem_type": "regression"}, "line 1: label '(good|bad)' is not a number"),

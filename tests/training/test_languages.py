@@ -177,7 +177,7 @@ def test_languages_that_do_not_fit_are_named(tmp_path):
         with pytest.raises(ValueError, match=says):
             main(command(flags(tmp_path, base, **changes)))
         assert not (tmp_path / "run").exists() or not (tmp_path / "run/metrics.jsonl").exists()
-    with pytest.raises(ValueError, match="^target_lang: is needed: this tokenizer"):
+    with pytest.raises(ValueError, match="^target_lang is needed: this tokenizer"):
         cli(["generate", str(base), rows[0]["source"], "--source_lang", "en_XX"])
     mc.from_config("tiny/t5", "seq2seq-lm").save_pretrained(tmp_path / "t5")
     from seq2seq_toys import make_tokenizer as plain

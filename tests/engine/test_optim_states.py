@@ -443,7 +443,7 @@ def test_a_manager_takes_states_of_managers_alone():
     steps([parameter], optimizer, 0)
     whole = manager.state_dict()
     for state, message in (
-        (None, "the state of an OptimManager is a NoneType, expected a dict"),
+        (None, "the state of an OptimManager is a NoneType, expected the dict"),
         ({}, "has no loss_scale, lr_schedulers, optimizers, but nothing: pass the"),
         (optimizer.state_dict(), "has no loss_scale, .* but state, param_groups: .* to that optimizer"),
         ({**whole, "lr_schedulers": []}, "the state has 0 lr_schedulers, this manager 1"),

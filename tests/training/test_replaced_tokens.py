@@ -423,7 +423,7 @@ def test_a_generator_that_is_made(folder):
         ({"label_smoothing": 0.1}, "label_smoothing: supported for one label among classes, not for pretraining"),
         (
             {"model": "tiny/bert"},
-            "model: tiny/bert is of the family bert, but pretrain replaced-tokens takes deberta-v2",
+            "model: tiny/bert is of the family bert, but pretrain replaced-tokens needs one of deberta-v2",
         ),
         ({"tokenizer": "gpt2"}, "tokenizer: it has no mask token"),
     ],

@@ -526,7 +526,7 @@ def test_compiled_units_write_as_they_are_written():
             {"num_return_sequences": 4, "num_beams": 2, "do_sample": True},
             "num_return_sequences: got 4, expected at most num_beams=2; raise num_beams, or .* num_beams=1",
         ),
-        ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected the number of a token"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected one or several token ids"),
         ({"temperature": "hot"}, "temperature: got 'hot', expected a number"),
         ({"min_new_tokens": -1}, "min_new_tokens: got -1, expected a whole number of at least 0"),
         ({"min_length": 2.5}, "min_length: got 2.5, expected a whole number of at least 0"),

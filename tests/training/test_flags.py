@@ -170,7 +170,7 @@ QUESTION = {"question": "who", "context": "it was I", "answers": {"text": ["I"],
         ("lm", {"text": "a", "<ans>": "b"}, "--columns tools=text", "tools_column: changes nothing with objects"),
         ("seq2seq", {"en": "a", "de": "b"}, LANGUAGES, None),
         ("seq2seq", {"translation": {"en": "a", "de": "b"}}, LANGUAGES, None),
-        ("qa", QUESTION, "--null_threshold 2", "null_threshold: changes nothing as all questions have answers"),
+        ("qa", QUESTION, "--null_threshold 2", "null_threshold: changes nothing because all questions have answers"),
         ("qa", QUESTION, "--null_threshold 2 --no_answer true", None),
     ],
 )

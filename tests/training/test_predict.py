@@ -160,7 +160,7 @@ def test_a_run_without_a_model_says_how_it_goes_on(folder, tmp_path):
     with pytest.raises(ValueError, match="unfinished is a run without a model.* goes on$"):
         cli(["predict", str(tmp_path / "unfinished"), data])
     (tmp_path / "unfinished" / "checkpoints" / "last").mkdir(parents=True)
-    with pytest.raises(ValueError, match="goes on; its newest checkpoint is .*unfinished/checkpoints/last"):
+    with pytest.raises(ValueError, match="continues it; its newest checkpoint is .*unfinished/checkpoints/last"):
         cli(["predict", str(tmp_path / "unfinished"), data])
 
 

@@ -406,7 +406,7 @@ def test_a_run_that_began_with_another_goes_on_from_its_own_checkpoints(folder, 
     began = short_run_values(folder, "next", resume=str(folder / "run"), max_steps=8)
     main(command({**began, "output_dir": str(folder / "whole")}))
     stop_at(monkeypatch, 6, began)
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command continues" in capsys.readouterr().out
     main(command(began))
     assert "continuing after step 7" in capsys.readouterr().out
     assert_same_end(folder, "next")

@@ -307,7 +307,7 @@ def test_rows_without_a_text_are_left_out(folder, caplog):
         ({"num_beams": 0}, "num_beams: got 0"),
         ({"eval_samples": -1}, "eval_samples: got -1, expected 0 or more"),
         ({"source_lang": "en"}, "target_lang: not given, but the other language is"),
-        ({"source_lang": "en", "target_lang": "de"}, "source_lang: changes nothing as column 'mr' .* leave both out"),
+        ({"source_lang": "en", "target_lang": "de"}, "source_lang: changes nothing because column 'mr' .* leave both out"),
         ({"cp": 2}, "eval_generate: a model split by --cp cannot generate"),
         ({"max_target_length": 1}, "max_target_length: got 1, expected more than the 1 special"),
         ({"model": "tiny/bert", "model_config": {"dropout": 0}}, "model: tiny/bert is of the family bert"),

@@ -1,4 +1,4 @@
-"""A run stops in order on signals and at the end of its time, and the same command goes on."""
+"""A run stops in order on signals and at the end of its time, and the same command continues."""
 
 import errno
 import functools
@@ -210,7 +210,7 @@ def test_max_time_counts_from_the_start_of_the_command(folder, monkeypatch):
 
 def test_max_time(folder, capsys):
     main(command(run_values(folder, "run", max_time="0.000001s")))
-    assert capsys.readouterr().out.splitlines()[-1] == "max_time passed, at step 1/12; the same command goes on"
+    assert capsys.readouterr().out.splitlines()[-1] == "max_time passed, at step 1/12; the same command continues"
     summary = read_summary(folder)
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "max_time passed", 1)
     main(command(run_values(folder, "run")))
@@ -281,7 +281,7 @@ def test_an_evaluation_that_a_stop_left_is_made_up_for(folder, whole_judged, mon
     assert set(asking) == {3}  # after step 1, before the first batch of the evaluation, and after step 2
     assert curve(folder, "run")[-1]["step"] == 2 and "eval_loss" not in curve(folder, "run")[-1]
     assert (folder / "run" / "checkpoints" / "step-00000002").is_dir()
-    assert "the same command goes on" in capfd.readouterr().out
+    assert "the same command continues" in capfd.readouterr().out
     if written:
         rows = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
         with (folder / "run" / "metrics.jsonl").open("a") as file:

@@ -12,54 +12,52 @@ import torch.distributed as dist
 from engine import runtime
 from engine.parallel.mesh import device_mesh
 
-# {attribute of BMTrain's topology: (rank in the group or id of the group, kind of group)}.
-_PLACES = {
-    "stage_id": ("rank", "pipe"),
-    "zero_id": ("rank", "zero"),
-    "tp_zero_id": ("rank", "tp_zero"),
-    "tp_id": ("rank", "tp"),
-    "pipe_idx": ("id", "pipe"),
-    "zero_idx": ("id", "zero"),
-    "tp_zero_idx": ("id", "tp_zero"),
-    "tp_idx": ("id", "tp"),
-}
-
 
 class Topology:
     """Where this rank is in each kind of group: "pipe", "zero", "tp_zero", "tp".
 
     BMTrain's attributes give the same: ``tp_id`` is ``get_group_rank("tp")``, ``tp_idx`` is ``get_group_id("tp")``;
-    likewise ``zero_id``, ``tp_zero_id``, ``stage_id`` and ``zero_idx``, ``tp_zero_idx``, ``pipe_idx``.
+    likewise ``zero_id``, ``tp_zero_id``, ``stage_id`` and ``zero_idx``, ``tp_zero_idx``, ``pipe_idx``. Further ones are
+    ``rank``, ``stages`` and, among the ranks of a stage, ``pp_zero_id``, ``pp_tp_zero_id`` and their ``_idx``.
     """
 
     def __getattr__(self, name: str) -> int:
-        if name not in _PLACES:
-            raise AttributeError(f"topology has no attribute {name!r}, expected one of {', '.join(_PLACES)}")
-        what, group_name = _PLACES[name]
-        return self.get_group_rank(group_name) if what == "rank" else self.get_group_id(group_name)
+        if name.startswith("_"):  # copy and pickle look for these, also before init_distributed
+            raise AttributeError(name)
+        places = _places()
+        if name not in places:
+            raise AttributeError(f"topology has no attribute {name!r}, expected one of {', '.join(places)}")
+        return places[name]
 
     def get_group_id(self, group_name: str) -> int:
         """The id of this rank's group of a kind: "tp" groups are consecutive ranks, "tp_zero" groups strided ones."""
-        tp = runtime.current().tp_size
-        pipes = runtime.world_size() // runtime.current().pp_size
-        groups = {
-            "pipe": runtime.rank() % pipes,
-            "zero": 0,
-            "tp_zero": runtime.rank() % tp,
-            "tp": runtime.rank() // tp,
-        }
-        return groups[_known(group_name)]
+        return _places()[f"{_known(group_name)}_idx"]
 
     def get_group_rank(self, group_name: str) -> int:
         """This rank's position in its group of a kind."""
-        tp = runtime.current().tp_size
-        places = {
-            "pipe": runtime.stage(),
-            "zero": runtime.rank(),
-            "tp_zero": runtime.rank() // tp,
-            "tp": runtime.rank() % tp,
-        }
-        return places[_known(group_name)]
+        return _places()["stage_id" if _known(group_name) == "pipe" else f"{group_name}_id"]
+
+
+def _places() -> dict[str, int]:
+    """The attributes of BMTrain's topology: ``..._id`` is this rank's position in a group, ``..._idx`` the group's."""
+    rank, tp, stages = runtime.rank(), runtime.current().tp_size, runtime.current().pp_size
+    stage, pipe = divmod(rank, runtime.world_size() // stages)
+    return {
+        "stage_id": stage,
+        "pipe_idx": pipe,
+        "zero_id": rank,
+        "zero_idx": 0,
+        "tp_id": rank % tp,
+        "tp_idx": rank // tp,
+        "tp_zero_id": rank // tp,
+        "tp_zero_idx": rank % tp,
+        "pp_zero_id": pipe,
+        "pp_zero_idx": stage,
+        "pp_tp_zero_id": pipe // tp,
+        "pp_tp_zero_idx": stage * tp + rank % tp,
+        "rank": rank,
+        "stages": stages,
+    }
 
 
 def _known(group_name: str) -> str:
@@ -89,11 +87,11 @@ _KEYS: dict[str, Callable[[], Any]] = {
     "world_size": runtime.world_size,
     "local_size": lambda: int(os.environ.get("LOCAL_WORLD_SIZE") or runtime.world_size()),
     "zero_level": lambda: runtime.current().zero_level,
-    "zero_size": runtime.world_size,
+    "zero_size": lambda: runtime.world_size() // runtime.current().pp_size,
     "zero_rank": runtime.rank,
     "tp_size": lambda: runtime.current().tp_size,
     "tp_rank": lambda: Topology().get_group_rank("tp"),
-    "tp_zero_size": lambda: runtime.world_size() // runtime.current().tp_size,
+    "tp_zero_size": lambda: runtime.world_size() // runtime.current().pp_size // runtime.current().tp_size,
     "tp_zero_rank": lambda: Topology().get_group_rank("tp_zero"),
     "pipe_size": lambda: runtime.current().pp_size,
     "pipe_rank": runtime.stage,

@@ -56,6 +56,25 @@ def test_the_places_of_the_last_of_four_ranks(sizes, expected):
         assert groups.pop(used).size() == 2 and set(groups.values()) == {None}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "expected"), [(4, {"pipe_size": 2}, [2, 2]), (8, {"pipe_size": 2, "tp_size": 2}, [4, 2])]
+)
+def test_the_sizes_of_a_stage_are_bmtrains(ranks, sizes, expected):
+    with fake_ranks(ranks):
+        bmt.init_distributed(**sizes)
+        assert [bmt.config[key] for key in ("zero_size", "tp_zero_size")] == expected
+
+
+def test_every_attribute_of_bmtrains_topology():
+    with fake_ranks(8, rank=7):
+        bmt.init_distributed(pipe_size=2, tp_size=2)
+        topology = bmt.config["topology"]
+        stage = {"rank": 7, "stages": 2, "pp_zero_idx": 1, "pp_zero_id": 3, "pp_tp_zero_idx": 3, "pp_tp_zero_id": 1}
+        assert {name: getattr(topology, name) for name in stage} == stage
+        with pytest.raises(AttributeError, match="no attribute 'pp_id', expected one of stage_id, .*, rank, stages"):
+            _ = topology.pp_id
+
+
 def test_settings():
     assert bmt.config["world_size"] == 1 and bmt.config["initialized"] is False
     bmt.init_distributed(seed=0, zero_level=2, pipe_size=-1, num_micro_batches=4, tp_size=1)

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
+
+
+def _check(name: str, value: Any, least: float = 0.0) -> None:
+    """Raise ValueError unless a setting is a finite number of at least ``least``."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (number and least <= value < math.inf):
+        raise ValueError(f"{name} is {value!r}, expected a number of at least {least:g}")
 
 
 class WarmupLRScheduler:
@@ -18,21 +27,24 @@ class WarmupLRScheduler:
         optimizer: anything with ``param_groups``.
         start_lr: the peak learning rate, reached at the end of the warm-up.
         warmup_iter: number of warm-up steps; may be 0.
-        end_iter: total number of steps.
+        end_iter: total number of steps; anything for schedules that do not end.
         num_iter: number of steps already taken.
+
+    Raises:
+        ValueError: a setting is not a number, below 0 or not finite, or optimizer has no ``param_groups``.
     """
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0) -> None:
-        if start_lr < 0 or warmup_iter < 0 or num_iter < 0:
+        if not hasattr(optimizer, "param_groups"):
             raise ValueError(
-                f"start_lr is {start_lr}, warmup_iter {warmup_iter}, num_iter {num_iter}: expected numbers of at least "
-                "0"
+                f"optimizer is a {type(optimizer).__name__}, expected one with param_groups to set rates of"
             )
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
         self.end_iter = end_iter
         self.optimizer = optimizer
         self.num_iter = num_iter
+        self.check_settings(vars(self))
         self._current_lr = 0.0
         groups = optimizer.param_groups
         rates = [group["lr"] for group in groups if "lr_scale" not in group]
@@ -40,6 +52,11 @@ class WarmupLRScheduler:
         self._reference = own if own in rates or not rates else max(rates)
         self._scales: list[float] = []
         self.step(num_iter)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError if one of ``settings``, by name, is invalid: later it would give a rate that is no number."""
+        for name in ("start_lr", "warmup_iter", "num_iter"):
+            _check(name, settings[name])
 
     def get_lr_warmup(self, num_iter: int) -> float:
         """Learning rate before ``warmup_iter``: linear from 0."""
@@ -60,7 +77,12 @@ class WarmupLRScheduler:
         return self._current_lr
 
     def step(self, num_iter: int | None = None) -> None:
-        """Count a step, or go to ``num_iter`` steps, and set the learning rate of each group."""
+        """Count a step, or go to ``num_iter`` steps, and set the learning rate of each group.
+
+        Raises ValueError for a ``num_iter`` below 0.
+        """
+        if num_iter is not None:
+            _check("num_iter", num_iter)
         self.num_iter = self.num_iter + 1 if num_iter is None else num_iter
         self._current_lr = self.get_lr()
         for number, group in enumerate(self.optimizer.param_groups):
@@ -82,16 +104,16 @@ class WarmupLRScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``. BMTrain's has only the counts; all other settings then stay as they are.
 
-        Raises ValueError if a count is missing, and leaves the schedule unchanged.
+        Raises ValueError if a count is missing or a setting is invalid, and leaves the schedule unchanged.
         """
         if missing := [name for name in WarmupLRScheduler.state_dict(self) if name not in state_dict]:
             raise ValueError(
                 f"the state of {type(self).__name__} has no {', '.join(missing)} (it has "
                 f"{', '.join(state_dict) or 'nothing'}): pass the result of state_dict() of such a schedule"
             )
-        for name in self.state_dict():
-            if name in state_dict:
-                setattr(self, name, state_dict[name])
+        given = {name: state_dict[name] for name in self.state_dict() if name in state_dict}
+        self.check_settings({**vars(self), **given})
+        vars(self).update(given)
         self.step(self.num_iter)
 
     def _progress(self, num_iter: int) -> float:
@@ -125,7 +147,8 @@ class Noam(WarmupLRScheduler):
 class _Decay(WarmupLRScheduler):
     """Linear warm-up, then from ``start_lr`` down to ``end_lr``, by the fraction of the decay that is left.
 
-    Raises ValueError if ``end_lr`` is below 0 or above ``start_lr``. BMTrain's schedules end at 0.
+    Raises ValueError, too, if ``end_lr`` is below 0 or above ``start_lr``, or ``end_iter`` is no number of at least 0.
+    BMTrain's schedules end at 0.
     """
 
     def __init__(
@@ -137,10 +160,15 @@ class _Decay(WarmupLRScheduler):
         num_iter: int = 0,
         end_lr: float = 0.0,
     ) -> None:
-        if not 0 <= end_lr <= start_lr:
-            raise ValueError(f"end_lr: got {end_lr}, expected 0 to start_lr, {start_lr}")
         self.end_lr = end_lr
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        super().check_settings(settings)
+        _check("end_iter", settings["end_iter"])
+        end_lr, start_lr = settings["end_lr"], settings["start_lr"]
+        if not (isinstance(end_lr, Real) and 0 <= end_lr <= start_lr):
+            raise ValueError(f"end_lr: got {end_lr!r}, expected 0 to start_lr, {start_lr}")
 
     def get_lr_decay(self, num_iter: int) -> float:
         return self.end_lr + (self.start_lr - self.end_lr) * self._left(num_iter)
@@ -168,7 +196,7 @@ class Cosine(_Decay):
 
 
 class Exponential(WarmupLRScheduler):
-    """Linear warm-up, then multiplied by ``gamma`` at each step."""
+    """Linear warm-up, then multiplied by ``gamma``, at least 0, at each step."""
 
     def __init__(
         self,
@@ -181,6 +209,10 @@ class Exponential(WarmupLRScheduler):
     ) -> None:
         self.gamma = gamma
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        super().check_settings(settings)
+        _check("gamma", settings["gamma"])
 
     def get_lr_decay(self, num_iter: int) -> float:
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
@@ -203,8 +235,13 @@ class WSD(_Decay):
         decay_iter: int | None = None,
         end_lr: float = 0.0,
     ) -> None:
+        _check("end_iter", end_iter)
         self.decay_iter = math.ceil(end_iter / 10) if decay_iter is None else decay_iter
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter, end_lr)
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        super().check_settings(settings)
+        _check("decay_iter", settings["decay_iter"])
 
     def _left(self, num_iter: int) -> float:
         return min(1.0, max(0, self.end_iter - num_iter) / max(1, self.decay_iter))

@@ -105,8 +105,9 @@ def test_resume():
     with pytest.raises(ValueError, match=r"Exponential has no warmup_iter, end_iter \(it has start_lr, num_iter\)"):
         resumed.load_state_dict(state)
     assert resumed.state_dict() == schedule.state_dict()
-    with pytest.raises(ValueError, match="warmup_iter -1"):
-        schedules.Linear(sgd, 1.0, -1, 10)
+    with pytest.raises(ValueError, match="start_lr is nan, expected a number of at least 0"):
+        resumed.load_state_dict({**schedule.state_dict(), "start_lr": math.nan})
+    assert resumed.state_dict() == schedule.state_dict()
 
 
 def test_a_resumed_wsd_decays_over_the_saved_steps():
@@ -125,3 +126,36 @@ def test_ratios_survive_a_state_from_before_the_schedule():
     sgd.load_state_dict(before)
     schedule.step()
     assert [g["lr"] for g in sgd.param_groups] == pytest.approx([2.0, 0.2])
+
+
+@pytest.mark.parametrize("wrong", [-1, math.nan, math.inf, "1", None, True])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("NoDecay", ("start_lr", "warmup_iter", "num_iter")),
+        ("Noam", ("start_lr",)),
+        ("Cosine", ("start_lr", "warmup_iter", "end_iter", "num_iter")),
+        ("Exponential", ("gamma",)),
+        ("WSD", ("end_iter", "decay_iter")),
+    ],
+)
+def test_a_setting_that_gives_no_rate_is_named(kind, names, wrong):
+    settings = {"start_lr": 1.0, "warmup_iter": 2, "end_iter": 10, "num_iter": 0}
+    for name in names:
+        if (name, wrong) != ("decay_iter", None):  # a tenth of all steps
+            with pytest.raises(ValueError, match=f"{name} is {wrong!r}, expected a number of at least 0"):
+                getattr(schedules, kind)(optimizer(None), **{**settings, name: wrong})
+
+
+def test_what_a_schedule_cannot_do():
+    for wrong in (-0.1, 1.1, math.nan, "0"):
+        with pytest.raises(ValueError, match=f"end_lr: got {wrong!r}, expected 0 to start_lr, 1.0"):
+            schedules.Linear(optimizer(None), 1.0, 0, 10, end_lr=wrong)
+    schedule = schedules.Cosine(optimizer(None), 1.0, 2, 10)
+    for wrong in (-3, math.nan):
+        with pytest.raises(ValueError, match=f"num_iter is {wrong!r}, expected"):
+            schedule.step(wrong)
+    assert schedule.num_iter == 0 and schedule.current_lr == 0.0
+    with pytest.raises(ValueError, match="optimizer is a NoneType, expected one with param_groups"):
+        schedules.Cosine(None, 1.0, 2, 10)
+    assert schedules.Noam(optimizer(None), 1.0, 4, end_iter=None).num_iter == 0  # as BMTrain's, it has no end

@@ -36,9 +36,7 @@ class WarmupLRScheduler:
 
     def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0) -> None:
         if not hasattr(optimizer, "param_groups"):
-            raise ValueError(
-                f"optimizer is a {type(optimizer).__name__}, expected one with param_groups to set rates of"
-            )
+            raise ValueError(f"optimizer is a {type(optimizer).__name__}, expected one with param_groups")
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
         self.end_iter = end_iter
@@ -54,7 +52,7 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError if one of ``settings``, by name, is invalid: later it would give a rate that is no number."""
+        """Raise ValueError if one of ``settings``, by name, is invalid, which later would give no rate."""
         for name in ("start_lr", "warmup_iter", "num_iter"):
             _check(name, settings[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from numbers import Real
@@ -142,10 +143,12 @@ def _fit(gradients: list[torch.Tensor]) -> bool:
 def clip_coefficient(norm: torch.Tensor, max_norm: float, eps: float = _EPS) -> torch.Tensor:
     """The factor by which gradients of this norm are clipped: at most 1; 0-d, on the device.
 
-    Raises ValueError for a ``max_norm`` below 0, which would reverse the gradients.
+    Raises ValueError for a ``max_norm`` or an ``eps`` below 0, which would reverse the gradients.
     """
     if not isinstance(max_norm, Real) or not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm!r}, expected a number of at least 0; for no limit, do not clip")
+    if not isinstance(eps, Real) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps is {eps!r}, expected a number of at least 0, which is added to the norm")
     return torch.clamp(max_norm / (norm + eps), max=1.0)
 
 

@@ -81,8 +81,9 @@ class OptimManager:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Add an optimizer, and a schedule to step after it (anything with ``step()``).
 
-        Raises ValueError if it is not an optimizer, if it holds parameters from before ``engine.shard`` or of another
-        optimizer here, or if its ``step`` needs a closure, or the schedule's a metric.
+        Raises ValueError if it is not an optimizer, holds parameters from before ``engine.shard`` or of another optimizer
+        here, or has a ``step`` that needs a closure; or if the schedule has no ``step``, needs a metric or was added
+        before.
         """
         self._check_new(optimizer, lr_scheduler)
         self.optimizers.append(optimizer)
@@ -117,6 +118,13 @@ class OptimManager:
             raise ValueError(
                 "ReduceLROnPlateau needs a metric, which step() does not have: leave it out of add_optimizer and call "
                 "its step(metric) after each evaluation"
+            )
+        if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+            raise ValueError(f"lr_scheduler is {lr_scheduler!r}, expected a schedule, which has step(), or None")
+        if lr_scheduler is not None and any(known is lr_scheduler for known in self.lr_schedulers):
+            raise ValueError(
+                f"this {type(lr_scheduler).__name__} was added with an earlier optimizer, and would count each step "
+                "twice: give each optimizer a schedule of its own"
             )
 
     @property
@@ -358,8 +366,8 @@ def _check_loss_scale(first: float | None, factor: float, steps: int, least: flo
         raise ValueError(f"loss_scale is {first}, expected {least} to {most} (min_loss_scale and max_loss_scale)")
     if not (_is_number(factor) and 1 < factor < math.inf):
         raise ValueError(f"loss_scale_factor is {factor!r}, expected a number above 1 and finite")
-    if not (_is_number(steps) and steps >= 1):
-        raise ValueError(f"loss_scale_steps is {steps!r}, expected a number of at least 1")
+    if not (_is_number(steps) and 1 <= steps < math.inf and steps == int(steps)):
+        raise ValueError(f"loss_scale_steps is {steps!r}, expected a whole number of at least 1")
 
 
 def _parameters(param_groups: Iterable[Any]) -> list[torch.Tensor]:

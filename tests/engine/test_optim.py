@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import engine
+from engine.lr_scheduler import NoDecay
 from engine.optim import AdamOptimizer, Lion, OptimManager, adam, clip_grad_norm_
 from engine.optim.clip import grad_norm
 from engine.tensors import local_tensor
@@ -100,6 +101,8 @@ def test_settings_that_the_manager_cannot_take_are_named():
         ("loss_scale_factor", None),
         ("loss_scale_factor", float("inf")),
         ("loss_scale_steps", "x"),
+        ("loss_scale_steps", 1.5),
+        ("loss_scale_steps", float("inf")),
         ("min_loss_scale", None),
         ("grad_scale", "a"),
         ("grad_scale", float("inf")),
@@ -116,6 +119,8 @@ def test_what_a_manager_cannot_run():
     for wrong in (-1.0, float("nan"), None):  # which would turn the gradients round, or leave none
         with pytest.raises(ValueError, match=f"max_norm is {wrong}, expected a number of at least 0"):
             clip_grad_norm_([weight], wrong)
+        with pytest.raises(ValueError, match=f"eps is {wrong}, expected a number of at least 0"):
+            clip_grad_norm_([weight], 1.0, eps=wrong)
     manager, optimizer = OptimManager(), torch.optim.SGD([weight], lr=np.float32(0.5))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric, which step"):
@@ -124,7 +129,13 @@ def test_what_a_manager_cannot_run():
         manager.add_optimizer(torch.optim.LBFGS([weight]))
     with pytest.raises(ValueError, match="add_optimizer got a Parameter"):
         manager.add_optimizer(weight)
-    manager.add_optimizer(optimizer)
+    with pytest.raises(ValueError, match=r"lr_scheduler is 'cosine', expected a schedule, which has step\(\), or None"):
+        manager.add_optimizer(optimizer, "cosine")
+    schedule = NoDecay(optimizer, 0.5, 0, 10)
+    manager.add_optimizer(optimizer, schedule)
+    with pytest.raises(ValueError, match="this NoDecay was added with an earlier optimizer, and would count each step"):
+        manager.add_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), schedule)
+    assert len(manager.optimizers) == len(manager.lr_schedulers) == 1
     for again in (optimizer, AdamOptimizer([weight], lr=np.float32(0.5))):
         with pytest.raises(ValueError, match=rf"shape \(2,\) is in SGD and in {type(again).__name__}"):
             manager.add_optimizer(again)

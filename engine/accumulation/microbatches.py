@@ -36,10 +36,11 @@ def run_in_turn(
 
 def checked_loss(loss: Any, step: int) -> torch.Tensor:
     """What ``forward`` returned, if it is a loss that can be differentiated."""
-    if not isinstance(loss, torch.Tensor):
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise ValueError(
-            f"forward returned {loss!r} as the loss of microbatch {step}, expected a 0-d tensor that depends on the "
-            "parameters"
+            f"forward returned {found} as the loss of microbatch {step}, expected a 0-d tensor that depends on the "
+            "parameters: sum over its items"
         )
     if not loss.requires_grad:
         raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -135,7 +136,7 @@ def _checked(found: Any) -> Mapping[str, int]:
     if not isinstance(found, Mapping):
         raise ValueError(f"counts returned {found!r}, expected {{term: number of items}}")
     for term, n in found.items():
-        is_number = isinstance(n, Real | torch.Tensor)
-        if not is_number or not n >= 0 or n != int(n):
+        is_number = isinstance(n, Real) or (isinstance(n, torch.Tensor) and n.numel() == 1)
+        if not (is_number and 0 <= n < math.inf and n == int(n)):
             raise ValueError(f"counts returned {n!r} for {term!r}, expected a whole number of items, at least 0")
     return found

@@ -1,6 +1,7 @@
 """What must not hang and what must be said. That the numbers are right is in test_shard."""
 
 import itertools
+import math
 
 import engine_toys as toys
 import pytest
@@ -119,6 +120,15 @@ def test_errors_reach_every_rank(two):
         (None, {"tokens": -2}, "counts returned -2 for 'tokens', expected a whole number of items, at least 0"),
         (None, {"tokens": 2.5}, "counts returned 2.5 for 'tokens'"),
         (None, {"tokens": None}, "counts returned None for 'tokens'"),
+        (None, {"tokens": math.inf}, "counts returned inf for 'tokens'"),
+        (None, {"tokens": math.nan}, "counts returned nan for 'tokens'"),
+        (None, {"tokens": torch.ones(2)}, "counts returned tensor.* for 'tokens'"),
+        (
+            torch.ones(2),
+            {"tokens": 1},
+            r"forward returned a tensor of shape \(2,\) as the loss of .*: sum over its items",
+        ),
+        (torch.ones(1), {"tokens": 1}, r"forward returned a tensor of shape \(1,\) as the loss"),
         (None, {"items": 1}, r"divides by totals\['tokens'\], but counts returned items"),
     ],
 )

@@ -81,9 +81,8 @@ class OptimManager:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Add an optimizer, and a schedule to step after it (anything with ``step()``).
 
-        Raises ValueError if it is not an optimizer, holds parameters from before ``engine.shard`` or of another optimizer
-        here, or has a ``step`` that needs a closure; or if the schedule has no ``step``, needs a metric or was added
-        before.
+        Raises ValueError if it is not an optimizer, holds parameters from before ``engine.shard`` or of another one,
+        or has a ``step`` that needs a closure; or if the schedule has no ``step``, needs a metric or was added before.
         """
         self._check_new(optimizer, lr_scheduler)
         self.optimizers.append(optimizer)

@@ -77,6 +77,8 @@ class Policy:
             object.__setattr__(self, "recompute", "offload")
         if not isinstance(self.compile, bool | str):
             raise ValueError(f"compile is {self.compile!r}, expected True, False or a backend of torch.compile")
+        if not isinstance(self.sequence_parallel, bool):
+            raise ValueError(f"sequence_parallel is {self.sequence_parallel!r}, expected True or False")
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -147,6 +147,6 @@ def _merged_pp_size(pp_size: int, pipe_size: int | None) -> int:
 def _seconds(timeout: float | datetime.timedelta | None) -> float:
     given = runtime.last_timeout() if timeout is None else timeout
     seconds = given.total_seconds() if isinstance(given, datetime.timedelta) else given
-    if not isinstance(seconds, int | float) or not seconds > 0:
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise ValueError(f"timeout is {timeout!r}, expected a positive number of seconds or a timedelta")
     return seconds

@@ -56,8 +56,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr: str = "original",
     ) -> None:
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps is {ns_steps!r}, expected at least 1")
+        if not isinstance(ns_steps, int) or ns_steps < 1:
+            raise ValueError(f"ns_steps is {ns_steps!r}, expected a whole number of at least 1")
         if adjust_lr not in ("original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr is {adjust_lr!r}, expected original or match_rms_adamw")
         self._ns_steps, self._adjust = ns_steps, adjust_lr

@@ -322,6 +322,7 @@ def test_settings_and_parameters_that_an_optimizer_cannot_take_are_named():
         (lambda: Muon([matrix], momentum=1.0), "momentum is 1.0"),
         (lambda: Muon([matrix], adjust_lr="no"), "adjust_lr is 'no'"),
         (lambda: Muon([matrix], ns_steps=0), "ns_steps is 0"),
+        (lambda: Muon([matrix], ns_steps=2.5), "ns_steps is 2.5, expected a whole number of at least 1"),
         (lambda: Muon([nn.Parameter(torch.ones(2, 2, device="meta"))]), "meta device"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -370,6 +370,8 @@ def test_policies_of_unknown_or_contrary_values_are_named():
         engine.Policy(recompute="some")
     with pytest.raises(ValueError, match="compile is 3, expected True"):
         engine.Policy(compile=3)
+    with pytest.raises(ValueError, match="sequence_parallel is 'no', expected True or False"):
+        engine.Policy(sequence_parallel="no")
     with pytest.raises(ValueError, match="offload is 'disk', expected one of none, optimizer, all"):
         engine.Policy(offload="disk")
     with pytest.raises(ValueError, match="offload is 'all', .* but recompute='full' recomputes them: pass"):

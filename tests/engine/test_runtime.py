@@ -58,6 +58,7 @@ def test_one_process_needs_no_group():
         ({}, {"dp_replicate": 0}, "dp_replicate is 0"),
         ({}, {"dp_replicate": 2}, "dp_replicate is 2 but there is 1 rank"),
         ({}, {"timeout": 0}, "timeout is 0"),
+        ({}, {"timeout": float("inf")}, "timeout is inf, expected a positive number"),
         ({}, {"seed": -1}, "seed is -1"),
         ({}, {"timeout": "10"}, "timeout is '10', expected a positive number of seconds or a timedelta"),
         ({}, {"num_micro_batches": "2"}, "num_micro_batches is '2'"),

@@ -165,7 +165,8 @@ class _Decay(WarmupLRScheduler):
         super().check_settings(settings)
         _check("end_iter", settings["end_iter"])
         end_lr, start_lr = settings["end_lr"], settings["start_lr"]
-        if not (isinstance(end_lr, Real) and 0 <= end_lr <= start_lr):
+        number = isinstance(end_lr, Real)
+        if not (number and 0 <= end_lr <= start_lr):
             raise ValueError(f"end_lr: got {end_lr!r}, expected 0 to start_lr, {start_lr}")
 
     def get_lr_decay(self, num_iter: int) -> float:

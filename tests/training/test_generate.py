@@ -20,7 +20,7 @@ import modelcenter as mc
 from modelcenter.cli import main
 from modelcenter.command_line.errors import user_errors
 from modelcenter.testing import randomize_
-from modelcenter.training.config import GenerateConfig
+from modelcenter.training.config import DPOConfig, GenerateConfig, LMConfig
 from modelcenter.training.inference import text_generation
 from modelcenter.training.inference.generate import _read_prompts, run_generate
 from modelcenter.training.inference.streaming import TerminalStreamer
@@ -283,6 +283,38 @@ def test_a_chat_template_that_fails_is_one_error(folder, tmp_path, template):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="chat: the tokenizer's chat template cannot be applied: "):
         run_generate(config(folder, prompt=["a"], chat=True, tokenizer=str(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def answerer(tmp_path_factory):
+    """Folder of a run without its flags: a GPT-2 with random weights, and a tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("answerer")
+    tokenizer = chat_toys.make_tokenizer(chat_toys.CHATML)
+    model = mc.from_config("tiny/gpt2", "causal-lm", vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=0)
+    randomize_(model).save_pretrained(folder / "model", tokenizer=tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("run", "wanted"),
+    [
+        (LMConfig(template="plain", prompt_column="q", response_column="a"), "Aromi\n"),
+        (DPOConfig(template="plain"), "Aromi\n"),
+        (LMConfig(template="none", prompt_column="q", response_column="a"), "Aromi"),
+        (
+            LMConfig(template="moved.jinja", messages_column="m"),
+            "<|im_start|>user\nAromi<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (LMConfig(template="plain", text_column="t"), "<|im_start|>user\nAromi<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_chat_writes_prompts_as_the_run_did(answerer, run, wanted, capsys):
+    run.save(answerer / "config.yaml")
+    run_generate(GenerateConfig(run=str(answerer), prompt=["Aromi"], max_new_tokens=5, chat=True))
+    model, tokenizer = mc.from_pretrained(answerer / "model"), mc.AutoTokenizer.from_pretrained(answerer / "model")
+    ids = tokenizer(wanted, return_tensors="pt")["input_ids"]
+    text = tokenizer.decode(model.generate(ids, None, 5)[0, ids.shape[1] :], skip_special_tokens=True)
+    assert capsys.readouterr().out == text + "\n"
 
 
 def test_the_same_prompt_in_another_batch_is_drawn_anew(folder, tmp_path):

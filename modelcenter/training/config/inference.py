@@ -248,7 +248,8 @@ class GenerateConfig(SearchFlags, EngineFlags):
     source_lang: str | None = _texts(None, "language of the prompts, such as eng_Latn, for multilingual models; the "
         "run's if not given")
     target_lang: str | None = _texts(None, "language to generate, such as deu_Latn; the run's if not given")
-    chat: bool = _data(False, "treat each prompt as a user's message and wrap it in the tokenizer's chat template")
+    chat: bool = _data(False, "treat each prompt as a user's message, written by the tokenizer's chat template or "
+        "as the run wrote it")
     output: str | None = _output(None, "file to write, with a row for each prompt, in the format of its extension: "
         "jsonl, json, csv, tsv or parquet; the terminal if not given", "output_file")
     batch_size: int = _batches(8, "number of prompts per rank and batch", "per_device_eval_batch_size")

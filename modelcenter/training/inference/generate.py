@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from modelcenter.training.config import GenerateConfig, Seq2SeqConfig
+from modelcenter.data.tokenization.chat_templates import LAYOUTS, ChatTemplate
+from modelcenter.training.config import DPOConfig, GenerateConfig, LMConfig, Seq2SeqConfig
 from modelcenter.training.inference.loading import load_model, load_tokenizer, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
@@ -91,15 +92,27 @@ class _Generator:
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text."""
         if self.cfg.chat:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            if (layout := self._layout_of_run()) is not None:
+                return [layout.prompt(turns).tolist() for turns in chats]
             if getattr(self.tokenizer, "chat_template", None) is None:
                 raise ValueError("chat: this tokenizer has no chat template; leave --chat out")
-            texts = [self._apply_template([{"role": "user", "content": text}]) for text in texts]
+            texts = [self._apply_template(turns) for turns in chats]
         texts = [text if text.startswith(self.prefix) else self.prefix + text for text in texts]
         prompts = [self._encode(text) for text in texts]
         for text, ids in zip(texts, prompts, strict=True):
             if not ids:
                 raise ValueError(f"prompt: {text!r} has no token; give a text to continue")
         return prompts
+
+    def _layout_of_run(self) -> ChatTemplate | None:
+        """How the run that trained the model wrote conversations, if it used no chat template of the tokenizer's."""
+        run = self.run
+        if isinstance(run, LMConfig) and run.text_column is not None:  # it read plain texts
+            return None
+        if isinstance(run, (LMConfig, DPOConfig)) and run.template in LAYOUTS:
+            return ChatTemplate(self.tokenizer, run.template)
+        return None
 
     def _apply_template(self, turns: list[dict[str, str]]) -> str:
         try:

@@ -9,12 +9,13 @@ import sys
 import pytest
 
 from modelcenter.command_line.flags import parser
-from modelcenter.command_line.spellings import INSTEAD, all_spellings
+from modelcenter.command_line.spellings import INSTEAD, LEFT_OUT, all_spellings, translated
 from modelcenter.training.config import (
     ClassificationConfig,
     GenerateConfig,
     PredictConfig,
     QAConfig,
+    Seq2SeqConfig,
     TokenClassificationConfig,
     TrainConfig,
 )
@@ -61,6 +62,7 @@ def test_defaults_and_types():
         ("--tf32", "matmul_precision", "high"),
         ("--tf32 False", "matmul_precision", "highest"),
         ("--gradient_checkpointing", "recompute", "full"),
+        ("--activation_checkpointing", "recompute", "full"),
         ("--do_train", "epochs", 3.0),
         ("--optim adamw_torch_fused", "optimizer", "adamw"),
         ("--lr_scheduler_type constant_with_warmup", "lr_scheduler", "constant"),
@@ -355,8 +357,20 @@ def test_flags_of_other_programs_are_known_where_they_mean_something():
         PredictConfig.from_args(["run", "a.csv", "--eval_strategy", "no"])
 
 
+@pytest.mark.full
+def test_each_flag_of_trainer_is_known_or_has_advice():
+    import transformers
+
+    known = {*INSTEAD, *LEFT_OUT, *translated(TrainConfig), *all_spellings(Seq2SeqConfig)}
+    theirs = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
+    assert len(theirs) > 100 and theirs <= known
+    with pytest.raises(ValueError, match="^--use_cache is no flag here: there is none like it; leave it out$"):
+        read("--use_cache", "false")
+
+
 def test_advice_for_flags_of_other_programs_names_flags():
     known = all_spellings(TrainConfig)
+    assert not LEFT_OUT & known.keys() and not LEFT_OUT & INSTEAD.keys()
     for name, advice in INSTEAD.items():
         assert name not in known
         assert all(flag in known for flag in re.findall(r"--(\w+)", advice))

@@ -32,7 +32,8 @@ def flag(
 
     Args:
         group: heading in --help. aliases: other names of the flag. choices: allowed values. means: {other spelling of a
-            value: its meaning}. positional: given by position, without its name; "any": a list that may be omitted.
+            value: its meaning; None: no value}. positional: given by position, without its name; "any": a list that
+            may be omitted.
     """
     metadata: dict[str, Any] = {"group": group, "help": help, "aliases": aliases, "choices": choices}
     metadata |= {"means": means or {}, "positional": positional}

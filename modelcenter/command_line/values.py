@@ -71,6 +71,8 @@ def convert(field: Any, kind: FieldType, value: Any) -> Any:
         return _mapping(name, value, kind.scalar)
     if isinstance(value, (str, bool)) and not choices:
         value = means.get(str(value).lower(), value)
+        if value is None:
+            return None
     if isinstance(value, str) and value.lower() in kind.words:
         return value.lower()
     try:

@@ -357,6 +357,19 @@ def test_flags_of_other_programs_are_known_where_they_mean_something():
         PredictConfig.from_args(["run", "a.csv", "--eval_strategy", "no"])
 
 
+@pytest.mark.parametrize("off", ["false", "False", False])
+def test_a_model_is_not_pushed_by_the_switch_of_trainer(off, tmp_path):
+    """Trainer's push_to_hub is a switch; here it would be pushed to a repository of that name."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"push_to_hub: {off}\n")
+    assert read("--push_to_hub", str(off)).push_to_hub is None
+    assert read("--config", str(path)).push_to_hub is None
+    for on in ("true", "True", True):
+        with pytest.raises(ValueError, match="^push_to_hub: got true, expected the name of a repository: owner/name$"):
+            TrainConfig(push_to_hub=on)
+    assert read("--hub_model_id", "me/true").push_to_hub == "me/true"
+
+
 @pytest.mark.full
 def test_each_flag_of_trainer_is_known_or_has_advice():
     import transformers

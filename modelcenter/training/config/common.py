@@ -155,7 +155,8 @@ class TrainConfig(Flags):
     trackers: list[str] | None = _output(None, "where to send curves besides metrics.jsonl: tensorboard, wandb, "
         "mlflow, trackio, ...; 'no': nowhere; if not given, tensorboard if it and accelerate are installed",
         "report_to", "log_with", means={"none": "no"})
-    push_to_hub: str | None = _output(None, "Hub repository (owner/name) to push the final model to", "hub_model_id")
+    push_to_hub: str | None = _output(None, "Hub repository (owner/name) to push the final model to", "hub_model_id",
+        means={"false": None, "true": "true"})
     dry_run: bool = _output(False, "print the plan, run one step and write nothing")
 
     batch_size: int | Literal["auto"] = _batches(32, "rows per rank and microbatch; auto: as many as fit in memory, "
@@ -248,6 +249,8 @@ class TrainConfig(Flags):
             self.output_dir = os.path.expanduser(self.output_dir)
         if self.max_steps == -1:  # the Hugging Face Trainer's way to set no limit
             self.max_steps = None
+        if self.push_to_hub == "true":  # a switch, in the Hugging Face Trainer
+            raise ValueError("push_to_hub: got true, expected the name of a repository: owner/name")
         if self.adam_beta2 is None:
             self.adam_beta2 = 0.99 if self.optimizer == "lion" else 0.999
         self._check_numbers()

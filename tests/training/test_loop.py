@@ -1,5 +1,6 @@
 """Whole runs of a few steps: against transformers, and against themselves cut differently."""
 
+import copy
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
+from text_toys import make_decoder_tokenizer
 from toydata import SIZES, STILL, command, flags, make_rows, make_tokenizer, read_jsonl, write_folder, write_jsonl
 from toyruns import assert_same_steps, in_transformers, read_summary, train_classifier
 
@@ -19,10 +22,11 @@ from engine.ops import multiplies_in_bf16
 from engine.optim import OptimManager
 from engine.testing import run as on_ranks
 from modelcenter.data.sampling import EpochBatches
+from modelcenter.testing import randomize_
 from modelcenter.training import loop
 from modelcenter.training.batch_sources import make_batch_source
 from modelcenter.training.config import ClassificationConfig
-from modelcenter.training.tasks.classification import Classification
+from modelcenter.training.tasks.classification import Classification, name_padding_token
 from scripts.finetune_classification import main
 
 
@@ -357,6 +361,45 @@ def test_starting_from_a_checkpoint(folder):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("pad", [None, "film"])
+def test_transformers_classifies_a_padded_batch_by_the_last_tokens(tmp_path, pad):
+    """Where config.json names another padding token than the tokenizer has, or gets."""
+    tokenizer = copy.deepcopy(make_decoder_tokenizer())
+    tokenizer.pad_token = pad
+    sizes = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 5}
+    model = randomize_(modelcenter.from_config("tiny/llama", "sequence-classification", **sizes)).eval()
+    name_padding_token(model, tokenizer)
+    model.save_pretrained(tmp_path, tokenizer=tokenizer)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    texts = ["a warm", "it is dull and slow and bad"]
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    alone = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    assert not batch["attention_mask"].all()
+    with torch.no_grad():
+        wanted = torch.cat([model(ids).logits for ids in alone])
+        assert torch.allclose(theirs(batch["input_ids"], batch["attention_mask"]).logits, wanted, atol=1e-5)
+
+
+def test_texts_that_end_with_the_end_token_are_not_padded_by_it():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = copy.deepcopy(make_decoder_tokenizer())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A <eos>", None, [("<eos>", 0)])
+    model = modelcenter.from_config("tiny/llama", "sequence-classification", pad_token_id=5)
+    for end in ("<eos>", None):
+        tokenizer.eos_token = end
+        name_padding_token(model, tokenizer)
+        assert (tokenizer.pad_token, model.config.pad_token_id) == (None, 5)
+
+
+def test_an_encoder_keeps_its_padding_token():
+    """By which RoBERTa counts its positions."""
+    model = modelcenter.from_config("tiny/roberta", "sequence-classification", pad_token_id=1)
+    name_padding_token(model, make_tokenizer())
+    assert model.config.pad_token_id == 1 != make_tokenizer().pad_token_id
+
+
 def test_bf16_runs(folder):
     rows = train_classifier(folder, precision="bf16", max_steps=3)
     whole = train_classifier(folder, precision="fp32", max_steps=3, output_dir=str(folder / "fp32"))

@@ -17,6 +17,7 @@ from modelcenter.data.schemas.columns import Columns, check_columns, find_column
 from modelcenter.data.schemas.labels import Labels, find_labels, unsaid
 from modelcenter.data.table import Table
 from modelcenter.models.base import Model
+from modelcenter.models.decoder import Decoder
 from modelcenter.training.config import ClassificationConfig, TrainConfig
 from modelcenter.training.distillation.classes import classes_of_teacher
 from modelcenter.training.distillation.loss import TEACHER_LOSS
@@ -247,14 +248,15 @@ def _read_labels(
 
 
 def name_padding_token(model: Model, tokenizer: Any) -> None:
-    """Set a padding token if there is none: transformers finds by it the last token of each row in a batch, which a
-    decoder's classifier reads. The end-of-text token is used, unless texts already end with it."""
+    """Set a padding token if there is none, and give a decoder the tokenizer's: transformers finds by the one in the
+    config the last token of each row in a batch, which a decoder's classifier reads. The end-of-text token is used,
+    unless texts already end with it."""
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
             return
         tokenizer.pad_token = tokenizer.eos_token
     config: Any = model.config
-    if config.pad_token_id is None:
+    if tokenizer.pad_token_id is not None and (config.pad_token_id is None or isinstance(model, Decoder)):
         config.pad_token_id = tokenizer.pad_token_id
 
 

@@ -273,6 +273,12 @@ def test_evaluation_times_and_schedule(folder, monkeypatch):
     assert rows[-1]["step"] == 2 and read_summary(folder, "c")["data"]["eval"]["rows"] == 5
 
 
+@pytest.mark.parametrize("warmup, warned", [(1, False), (2, True), (0.99, False)])
+def test_a_warmup_without_an_end_is_told(folder, caplog, warmup, warned):
+    train_classifier(folder, max_steps=2, eval_every="never", warmup=warmup, lr=0.01, overwrite_output_dir=True)
+    assert ("warmup: 2 steps of a run of 2, so the learning rate never reaches lr 0.01" in caplog.text) is warned
+
+
 def test_empty_texts_are_told_and_nothing_but_them_is_an_error(folder, caplog, capsys):
     rows = make_rows(6)
     rows[2]["text"] = rows[4]["text"] = " "

@@ -122,7 +122,9 @@ def test_evaluate_is_the_runs_own_evaluation_on_any_number_of_ranks(folder, caps
     two = json.loads((folder / "scores.json").read_text())
     assert two.pop("rows") == 11 and two == pytest.approx(expected, abs=1e-6)
     cli(words[:3])
-    assert "accuracy   " in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rows", "11"] and [line.split()[0] for line in lines[1:]] == list(found)
+    assert len({len(line) - len(line.split()[1]) for line in lines}) == 1  # all values begin in one column
 
 
 @pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])

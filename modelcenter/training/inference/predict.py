@@ -51,8 +51,9 @@ def run_evaluate(cfg: EvaluateConfig) -> dict[str, float | None]:
         text = json_text({"rows": rows, **metrics})
         if cfg.output is not None:
             write_lines(cfg.output, [text])
-        lines = [f"{name:<10} {'undefined' if value is None else f'{value:.4f}'}" for name, value in metrics.items()]
-        print(text if cfg.json else "\n".join([f"{'rows':<10} {rows}", *lines]))
+        shown = {"rows": rows} | {k: "undefined" if v is None else f"{v:.4f}" for k, v in metrics.items()}
+        width = max(map(len, shown))
+        print(text if cfg.json else "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items()))
     engine.synchronize()
     return metrics
 

@@ -1,10 +1,12 @@
 """The optimizers of a run, the schedules of their learning rates, and the manager of both."""
 
+import logging
 import math
 from typing import Any, NamedTuple
 
 from torch import nn
 
+import engine
 from engine.lr_scheduler import WSD, Cosine, Linear, NoDecay
 from engine.names import clean_name
 from engine.optim import (
@@ -19,6 +21,8 @@ from engine.optim import (
 from modelcenter.models.base import Model
 from modelcenter.training.config import TrainConfig
 from modelcenter.training.metrics import sums
+
+log = logging.getLogger("modelcenter")
 
 SCHEDULES: dict[str, Any] = {"linear": Linear, "cosine": Cosine, "constant": NoDecay, "wsd": WSD}
 _MAX_SKIPS_IN_A_ROW = 8  # consecutive steps without a finite gradient after which a run gives up
@@ -52,6 +56,8 @@ def make_optimizer(cfg: TrainConfig, model: Model, steps: int) -> tuple[OptimMan
         optimizers.append(_elementwise_optimizer(cfg, groups))
     # As in transformers, except that a run of one step does not have learning rate 0.
     warmup = min(math.ceil(cfg.warmup * steps), steps - 1) if cfg.warmup < 1 else int(cfg.warmup)
+    if warmup >= steps and engine.rank() == 0:
+        log.warning("warmup: %d steps of a run of %d, so the learning rate never reaches lr %g", warmup, steps, cfg.lr)
     loss_scale = 2.0**16 if cfg.precision == "fp16" else None
     manager = OptimManager(loss_scale, abort_after=_MAX_SKIPS_IN_A_ROW)
     end = {} if cfg.lr_scheduler == "constant" else {"end_lr": cfg.min_lr}

@@ -160,7 +160,7 @@ def test_checkpoints_of_a_lora_run_export_with_nothing_but_themselves(folder, mo
         ("--max_shard_size", "--keep_adapter", "--max_shard_size", "1GB"),
         ("--revision", "--keep_adapter", "--revision", "main"),
     ):
-        with pytest.raises(ValueError, match=f"{idle}: .* is of a run with an adapter"):
+        with pytest.raises(ValueError, match=f"{idle}: .* comes from a run with an adapter"):
             cli.run(["export", str(folder / "run"), str(folder / "x"), *words])
     ours, theirs = (load_file(folder / at / "adapter_model.safetensors") for at in ("out/adapter", "run/adapter"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -95,7 +95,7 @@ def test_texts_that_are_cut_are_told_of(folder, tmp_path, caplog):
     for verb in ("predict", "evaluate"):
         caplog.clear()
         cli([verb, str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl"), "--max_length", "6"])
-        assert cut and [r.getMessage() for r in caplog.records] == [f"{data}: {cut} texts cut at max_length 6"]
+        assert cut and [r.getMessage() for r in caplog.records] == [f"{data}: {cut} texts truncated at max_length 6"]
     caplog.clear()
     cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl")])
     assert not caplog.records
@@ -159,7 +159,7 @@ def test_a_run_without_a_model_says_how_it_goes_on(folder, tmp_path):
     data = str(folder / "data")
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / "config.yaml").write_text("lr: 1\n")
-    with pytest.raises(ValueError, match="unfinished is a run without a model.* goes on$"):
+    with pytest.raises(ValueError, match="unfinished is a run without a model.* continues it$"):
         cli(["predict", str(tmp_path / "unfinished"), data])
     (tmp_path / "unfinished" / "checkpoints" / "last").mkdir(parents=True)
     with pytest.raises(ValueError, match="continues it; its newest checkpoint is .*unfinished/checkpoints/last"):
@@ -458,9 +458,9 @@ def test_numbers_of_a_source_mean_what_it_calls_them(folder, tmp_path, names, ca
         (
             "finetune seq2seq",
             {"source": "a", "target": "b"},
-            "finetune seq2seq takes .*mt5, .*t5gemma, umt5. bert is for finetune c",
+            "finetune seq2seq needs .*mt5, .*t5gemma, umt5. bert is for finetune c",
         ),
-        ("pretrain span-corruption", {"text": "a"}, r"span-corruption takes .*t5gemma, umt5\. .*; pretrain mlm, lm$"),
+        ("pretrain span-corruption", {"text": "a"}, r"span-corruption needs .*t5gemma, umt5\. .*; pretrain mlm, lm$"),
     ],
 )
 def test_a_model_of_another_family_is_refused(folder, tmp_path, verb, row, says):

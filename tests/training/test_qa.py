@@ -228,7 +228,9 @@ def test_questions_that_are_cut_are_told_of_and_contexts_are_not(folder, caplog)
     cut = sum(len(tokenizer.tokenize(row["question"])) > 4 for row in read_jsonl(data))
     caplog.clear()
     cli(["predict", str(folder / "run"), str(data)])
-    assert cut and [r.getMessage() for r in caplog.records] == [f"{data}: {cut} texts cut at max_question_length 4"]
+    assert cut and [r.getMessage() for r in caplog.records] == [
+        f"{data}: {cut} texts truncated at max_question_length 4"
+    ]
 
 
 def test_losses_and_metrics_do_not_depend_on_the_cut(folder):

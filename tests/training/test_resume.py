@@ -269,7 +269,7 @@ def test_what_is_found_in_the_data_may_be_given_later(tmp_path):
     go_on(guess, num_labels=20, **guess)
     go_on({"num_labels": 20}, **guess)
     for flags, had in (({"problem_type": "regression"}, "'single_label_classification'"), ({"num_labels": 21}, "20")):
-        with pytest.raises(ValueError, match=f"{next(iter(flags))}: got .* is of a run with {had}"):
+        with pytest.raises(ValueError, match=f"{next(iter(flags))}: got .* but the run of .* had {had}"):
             go_on({}, **flags)
 
 

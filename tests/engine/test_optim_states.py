@@ -446,7 +446,7 @@ def test_a_manager_takes_states_of_managers_alone():
         (None, "the state of an OptimManager is a NoneType, expected the dict"),
         ({}, "has no loss_scale, lr_schedulers, optimizers, but nothing: pass the"),
         (optimizer.state_dict(), "has no loss_scale, .* but state, param_groups: .* to that optimizer"),
-        ({**whole, "lr_schedulers": []}, "the state has 0 lr_schedulers, this manager 1"),
+        ({**whole, "lr_schedulers": []}, "the state has 0 lr_schedulers, but this manager has 1"),
         ({**whole, "loss_scale_enabled": False}, "the state has loss_scale None, but this manager has 8"),
     ):
         with pytest.raises(ValueError, match=message):

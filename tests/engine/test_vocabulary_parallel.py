@@ -132,4 +132,4 @@ def test_targets_outside_of_the_vocabulary_are_refused(two, wrong):
     """As by cross_entropy; what no rank has must not count as a logit of 0."""
     for messages in two.run(losses_outside_of_the_vocabulary, wrong):
         for message, last in zip(messages, (10, 10, 7), strict=True):
-            assert message.startswith(f"target is {wrong}, expected 0 to {last}: ")
+            assert message.startswith(f"target is {wrong}, expected 0 to {last}, the classes of ")

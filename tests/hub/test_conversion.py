@@ -647,7 +647,7 @@ def test_parts_of_a_manifest(damaged, saved, tmp_path, monkeypatch):
     if damaged.startswith("parts"):
         held[0]["bytes"][0][0] += 1 if damaged == "parts apart" else -1
         (tmp_path / "out" / "manifest.json").write_text(json.dumps(said))
-        message = "the parts of model/__0_0.distcp.*not each byte once"
+        message = "the parts of model/__0_0.distcp.*do not contain each byte once"
     else:
         at = (held[3] if damaged == "elements" else around)["bytes"][0][1] - 1
         content = bytearray((tmp_path / "out" / name).read_bytes())

@@ -81,7 +81,7 @@ def test_bad_steps_in_a_row_end_the_run(folder, monkeypatch):
 
 
 def test_a_run_of_bad_steps_only_is_no_success(folder):
-    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss.*weights: look at"):
+    with pytest.raises(FloatingPointError, match="no step of the run had a finite loss.*weights: check the"):
         train_classifier(folder, max_steps=3, model_config=SIZES | {"initializer_range": 1e30})
     assert read_summary(folder)["status"] == "failed"
 

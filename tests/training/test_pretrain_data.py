@@ -263,7 +263,9 @@ def test_documents_of_txt_files(folder):
         sizes[unit] = rows.blocks.file.about["documents"]
         assert rows.where(0).endswith("a.txt, line 1")
     assert sizes["paragraph"] == 6 and sizes["file"] == 1 and sizes["line"] > 6
-    with pytest.raises(ValueError, match="document: paragraph is for txt files, but .*train.jsonl has rows of its own"):
+    with pytest.raises(
+        ValueError, match="document: got paragraph, which is for txt files, but .*train.jsonl is divided into rows"
+    ):
         rows_of(folder, "lm", document="paragraph")
 
 

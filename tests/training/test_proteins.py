@@ -75,6 +75,6 @@ def test_each_residue_is_tagged_as_in_transformers(folder, capsys):
 
 def test_the_tokenizer_and_the_model_agree_which_token_is_the_mask(folder):
     with pytest.raises(
-        ValueError, match=r"mask_token_id: the model's mask is token 5, but .*'<mask>' as 32: --model_c"
+        ValueError, match=r"mask_token_id: the model's mask is token 5, but in .*'<mask>' is 32; give --model_c"
     ):
         finetune(folder, "classification", "kinds", model_config=SMALL | {"mask_token_id": 5})

@@ -71,8 +71,8 @@ def test_best_model_and_early_stopping(folder, monkeypatch):
         ({"best_metric": "rouge"}, "best_metric: got 'rouge', expected one of loss, accuracy, f1, mcc$"),
         ({"best_metric": "acc"}, "best_metric: got 'acc', .* Did you mean 'accuracy'"),
         ({"best_metric": "acuracy"}, "best_metric: got 'acuracy', expected one of loss, .* Did you mean 'accuracy'"),
-        ({"best_metric": "loss", "eval_data": None}, "best_metric: there are no rows to evaluate on; give eval_data"),
-        ({"early_stopping": 2, "eval_data": None}, "early_stopping: there are no rows to evaluate on"),
+        ({"best_metric": "loss", "eval_data": None}, "best_metric: got no rows to evaluate on; give eval_data"),
+        ({"early_stopping": 2, "eval_data": None}, "early_stopping: got no rows to evaluate on"),
     ],
 )
 def test_what_no_evaluation_gives_is_said_before_the_first_step(folder, changes, says):
@@ -169,7 +169,7 @@ def test_a_best_model_that_was_not_written_is_not_claimed(folder, monkeypatch, c
     main(command(short_run_values(folder, "run", best_metric="loss", eval_every=1, save_every="never")))
     said = capsys.readouterr().out
     assert (f"of step {step} (loss {losses[step]:.4f})" in said) == (step != 4)
-    assert ("the best model, of step 3, is not there" in said) == bool(lost)
+    assert ("the best model, of step 3, is missing" in said) == bool(lost)
     made = modelcenter.from_pretrained(str(folder / "run" / "model")).state_dict()
     if step != 4:
         best = modelcenter.from_pretrained(str(folder / "run" / "checkpoints" / "best")).state_dict()

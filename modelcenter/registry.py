@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TASKS = (
     "base",
     "embedding",
+    "multi-vector",
     "masked-lm",
     "causal-lm",
     "seq2seq-lm",

@@ -32,7 +32,10 @@ RULES: dict[str, set[str]] = {
     "modelcenter.command_line": {"modelcenter.registry", "modelcenter._paths", "yaml"},
     "modelcenter.registry": {"modelcenter._paths"},
     "modelcenter.embedding_settings": {"modelcenter.registry"},
-    "modelcenter.config": {"modelcenter.registry", "modelcenter.embedding_settings"},
+    "modelcenter.multi_vector_settings": {"modelcenter.registry", "modelcenter.embedding_settings"},
+    "modelcenter.config": {
+        "modelcenter.registry", "modelcenter.embedding_settings", "modelcenter.multi_vector_settings",
+    },
     "modelcenter.layers": {"torch", "engine.ops", "engine.loss"},
     "modelcenter.models": {"torch", "engine.ops", "engine.loss", "modelcenter.layers", "modelcenter.config"},
     "modelcenter.generation": {"torch", "modelcenter.layers"},
@@ -41,6 +44,7 @@ RULES: dict[str, set[str]] = {
         "torch", "numpy", "engine", "safetensors", "huggingface_hub",
         "modelcenter.convert", "modelcenter.registry", "modelcenter.config", "modelcenter._version",
         "modelcenter._paths", "modelcenter.command_line", "modelcenter.embedding_settings",
+        "modelcenter.multi_vector_settings",
     },
     "modelcenter.hub.tokenization_cpm": {"transformers", "rjieba"},  # imported when one of its tokenizers is loaded
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},

@@ -33,7 +33,7 @@ from modelcenter.convert.match import to_key
 from modelcenter.convert.pieces import HUB, NATIVE, view
 from modelcenter.convert.rules import ArchMap
 from modelcenter.hub.files.dense_files import add_dense_weights
-from modelcenter.hub.files.embedding_files import dense_steps
+from modelcenter.hub.files.described_tasks import dense_steps, described_task
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.weight_files import open_weight_files
 from modelcenter.hub.remote.download import HubOptions, download_file, from_hub_or_cache, is_offline
@@ -337,7 +337,7 @@ def open_adapter(path: str | os.PathLike[str], kind: str = "LORA", options: HubO
 
 
 def _read_dense(directory: Path, name: str, options: HubOptions) -> dict[str, torch.Tensor]:
-    """The dense layers of an embedding model saved with an adapter, if any, by their names in hub.files.dense_files.
+    """The dense layers of a model of embeddings saved with an adapter, if any, by their names in hub.files.dense_files.
 
     Args:
         directory: of the adapter's files. name: the user's name for the adapter. options: of the Hub.
@@ -345,7 +345,7 @@ def _read_dense(directory: Path, name: str, options: HubOptions) -> dict[str, to
     repo = name if is_hub_id(name) else None
     find = SidecarFiles(directory, repo, replace(options, revision=directory.name)).file
     with FileSource({}) as source:
-        add_dense_weights(source, dense_steps(find), find)
+        add_dense_weights(source, dense_steps(described_task(find), find), find)
         return {key: source.read(key) for key in source.tensors}
 
 

@@ -13,7 +13,7 @@ from modelcenter.adapters.state import materialize_adapter
 from modelcenter.convert.match import to_key
 from modelcenter.hub.architecture import Blueprint
 from modelcenter.hub.files.atomic_directory import checked_target
-from modelcenter.hub.files.embedding_files import read_embedding_files
+from modelcenter.hub.files.described_tasks import FIELDS, described_task, stored_fields
 from modelcenter.hub.files.names import TOKENIZER_CONFIG_FILE
 from modelcenter.hub.files.occupied import refuse_occupied
 from modelcenter.hub.legacy import in_hf_form
@@ -26,7 +26,7 @@ from modelcenter.hub.weights import blueprint_of
 from modelcenter.registry import own_preset
 
 # peft's name of a task -> ours. Tasks that peft does not have, such as masked language modelling, have no name.
-_TASKS = {named: task for task, named in TASK_TYPES.items() if task not in ("text-encoding", "embedding")}
+_TASKS = {named: task for task, named in TASK_TYPES.items() if task not in ("text-encoding", *FIELDS)}
 
 
 def merge_adapter(
@@ -73,8 +73,8 @@ def merge_adapter(
     _refuse_merged(files, adapter)
     options = replace(options, revision=files.revision or options.revision)  # the branch may move in the meantime
     beside = _sidecar(adapter, file, replace(options, revision=None))
-    embedding = read_embedding_files(beside.file)
-    task = task or ("embedding" if embedding else _TASKS.get(str(file.config.get("task_type"))))
+    described = described_task(beside.file)
+    task = task or described or _TASKS.get(str(file.config.get("task_type")))
     # Not reading from `files` itself: a file that can only be read whole would be in memory twice.
     renamed = in_hf_form(replace(files, prefix=prefix, ignore=tuple(ignore)))
     blueprint = blueprint_of(renamed, task, find=SidecarFiles(files.directory, files.repo, options).file)
@@ -90,7 +90,7 @@ def merge_adapter(
         config=config,
         prefix=prefix,
         ignore=ignore,
-        **({"embedding": embedding} if task == "embedding" else {}),
+        **({FIELDS[described]: stored_fields(described, beside.file)} if described and task == described else {}),
         **_label_options(labels, blueprint, sizes.get("num_labels")),
         **_hub(options),
     )

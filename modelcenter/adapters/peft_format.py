@@ -13,6 +13,7 @@ ADAPTER_NAME = "default"  # peft's name of a single adapter
 TASK_TYPES = {
     "base": "FEATURE_EXTRACTION",
     "embedding": "FEATURE_EXTRACTION",
+    "multi-vector": "FEATURE_EXTRACTION",
     "text-encoding": "FEATURE_EXTRACTION",
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",

@@ -113,6 +113,8 @@ def _refused(model: Model) -> str | None:
         return "scales its embeddings, which peft does not"
     if model.task == "embedding" and not model.config.embedding.include_prompt:
         return "excludes prompts from its pooling, but would include a learned one"
+    if model.task == "multi-vector":
+        return "makes a vector of each token, but a learned prompt has no tokens"
     if model.task in ("multiple-choice", "double-heads"):
         return f"reads several texts per example for {model.task}, to which peft adds no prompt"
     if model.refuses_prompts is not None:

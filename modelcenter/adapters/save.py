@@ -28,7 +28,8 @@ from modelcenter.adapters.peft_format import (
 from modelcenter.adapters.state import layout_of
 from modelcenter.convert.layout import Layout
 from modelcenter.hub.files.atomic_directory import new_directory
-from modelcenter.hub.files.embedding_files import DENSE_WEIGHTS, write_embedding_files
+from modelcenter.hub.files.described_tasks import write_described
+from modelcenter.hub.files.embedding_files import DENSE_WEIGHTS
 from modelcenter.hub.files.json_files import write_json
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter
 from modelcenter.hub.tokenizer import save_tokenizer
@@ -65,8 +66,7 @@ def save_adapter(model: Model, path: str | os.PathLike[str], tokenizer: Any = No
         with together(doing):
             if first:
                 write_json(directory / CONFIG_FILE, config)
-                if model.task == "embedding":
-                    write_embedding_files(directory, model.config.embedding, model.pooling, model.state_width)
+                write_described(model, directory)
                 for file, held in _by_file(tensors).items():
                     entries: list[Entry] = [(name, t.dtype, tuple(t.shape)) for name, t in held.items()]
                     with SafetensorsWriter(directory / file, entries) as writer:

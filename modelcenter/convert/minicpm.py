@@ -9,7 +9,7 @@ from dataclasses import replace
 from modelcenter.convert.llama import BIASES, BODY, HEAD_DIM, llama_arch
 from modelcenter.convert.rules import ArchMap, Rename
 
-TASKS = ("base", "embedding", "causal-lm", "sequence-classification")
+TASKS = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification")
 SCALES = {name: name for name in ("scale_emb", "scale_depth", "dim_model_base")}
 LATENT = {
     name: name for name in "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim".split()

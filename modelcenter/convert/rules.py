@@ -333,7 +333,7 @@ class Task:
 
 
 CROSS_ATTENTION = "attention to an encoder"  # the part that can be added to a body whose checkpoint lacks it
-DENSE = "dense"  # the part after the pooling of embeddings; each of its layers has its own folder
+DENSE = "dense"  # the layers of embeddings behind the hidden states; each has its own folder
 
 # After sentence-transformers: the hub name is the folder, with the number of the layer among the steps, and the name in
 # its file. Files are written by the same names (hub.files.safetensors.plan_files).
@@ -351,12 +351,14 @@ def with_cross_attention(tasks: Mapping[str, Task]) -> dict[str, Task]:
 
 
 def with_embedding(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """The tasks with "embedding" added after "base", which has the same class."""
-    return {**tasks, "embedding": embedding_task(tasks["base"])}
+    """The tasks with "embedding" and "multi-vector" added after "base", which has the same class."""
+    vectors = embedding_task(tasks["base"])
+    # Stanford's class has the projection of its vectors among its own weights, and so the architecture's prefix.
+    return {**tasks, "embedding": vectors, "multi-vector": replace(vectors, class_aliases=("HF_ColBERT",))}
 
 
 def embedding_task(bare: Task) -> Task:
-    """Task "embedding", whose checkpoints have the tensors of task `bare` and dense layers."""
+    """A task of embeddings, whose checkpoints have the tensors of task `bare` and dense layers."""
     return replace(bare, parts={**bare.parts, DENSE: "head."})
 
 

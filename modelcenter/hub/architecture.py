@@ -15,7 +15,8 @@ from modelcenter.convert.layout import Layout, compile_layout
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap
 from modelcenter.hub.files.cross_encoder_files import stored_score_tokens
-from modelcenter.hub.files.embedding_files import FindFile, dense_steps, makes_embeddings
+from modelcenter.hub.files.described_tasks import dense_steps, described_task
+from modelcenter.hub.files.embedding_files import FindFile
 from modelcenter.registry import ARCHITECTURES, ArchSpec, model_type_of, nearest
 
 
@@ -81,8 +82,9 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 def choose_task(
     arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, find: FindFile | None = None
 ) -> str:
-    """The requested task; else "embedding" if other files describe embeddings, or "sequence-classification" if they
-    define a score by the logits of two words; else the task of the `architectures` in config.json.
+    """The requested task; else "embedding" or "multi-vector" if other files describe these, or
+    "sequence-classification" if they define a score by the logits of two words; else the task of the `architectures`
+    in config.json.
 
     Args:
         find: name of a file -> its path, or None if it does not exist; None: there are no other files.
@@ -95,8 +97,8 @@ def choose_task(
             close = nearest(task, arch.tasks)
             raise ValueError(f"task: got {task!r}, {arch.model_type} has {', '.join(arch.tasks)}.{close}")
         return task
-    if find is not None and makes_embeddings(arch, find):
-        return "embedding"
+    if find is not None and (described := described_task(find, arch)) is not None:
+        return described
     if find is not None and "sequence-classification" in arch.tasks and stored_score_tokens(find):
         return "sequence-classification"
     declared = arch.declared_task(config.get("architectures"))
@@ -109,14 +111,15 @@ def choose_task(
 
 
 def stored_task(arch: ArchMap, config: Mapping[str, Any], find: FindFile) -> str | None:
-    """The task whose parameter names a distributed checkpoint uses: that of the class in its config, or "embedding" if
-    it has dense layers of embeddings, which no class has. None: neither.
+    """The task whose parameter names a distributed checkpoint uses: that of the class in its config, or a task of
+    embeddings if it has their dense layers, which no class has. None: neither.
 
     Args:
         find: as in choose_task.
     """
-    if "embedding" in arch.tasks and dense_steps(find):
-        return "embedding"
+    described = described_task(find, arch)
+    if dense_steps(described, find):
+        return described
     return arch.declared_task(config.get("architectures"))
 
 

@@ -16,6 +16,7 @@ from modelcenter.hub.loading_lines import is_reranker, loading_lines
 PIPELINES = {
     "base": "feature-extraction",
     "embedding": "sentence-similarity",
+    "multi-vector": "sentence-similarity",
     "masked-lm": "fill-mask",
     "pretraining": "fill-mask",
     "causal-lm": "text-generation",
@@ -95,7 +96,7 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
         front["eval_results"] = _results(given, values, _pipeline(model) or "")
     if base:
         front["base_model_relation"] = "finetune"
-    of_sentence_transformers = model.task == "embedding" or is_reranker(model)
+    of_sentence_transformers = model.task in ("embedding", "multi-vector") or is_reranker(model)
     # For a discriminator: the Hub has no name for its task.
     fills_no_mask = model.task == "pretraining" and getattr(model.config, "detects_replaced", False)
     data = ModelCardData(

@@ -14,12 +14,19 @@ def is_reranker(model: Any) -> bool:
 
 def loading_lines(model: Any, hf_class: str) -> list[str]:
     """Lines of Python that load the model: with transformers' own class, or the code in `auto_map` of config.json; an
-    embedding model or a reranker with sentence-transformers."""
+    embedding model, one of a vector for each token, or a reranker with sentence-transformers."""
     if model.task == "embedding":
         return [
             "from sentence_transformers import SentenceTransformer",
             'model = SentenceTransformer("PATH_OR_REPO")',
             'embeddings = model.encode(["A text", "Another text"])',
+        ]
+    if model.task == "multi-vector":
+        return [
+            "from sentence_transformers import MultiVectorEncoder",
+            'model = MultiVectorEncoder("PATH_OR_REPO")',
+            'queries, documents = model.encode_query(["A query"]), model.encode_document(["A text", "Another text"])',
+            "scores = model.similarity(queries, documents)",
         ]
     if is_reranker(model):
         return [

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from os.path import expanduser
 from pathlib import Path
@@ -25,14 +25,22 @@ from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.card import make_card, read_card
 from modelcenter.hub.dtypes import parse_dtype
 from modelcenter.hub.files.atomic_directory import new_directory
-from modelcenter.hub.files.embedding_files import write_embedding_files
+from modelcenter.hub.files.described_tasks import write_described
 from modelcenter.hub.files.json_files import write_json
-from modelcenter.hub.files.names import CARD_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATES_FOLDER, TOKENIZER_FILES
+from modelcenter.hub.files.multi_vector_files import marking_prefixes
+from modelcenter.hub.files.names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TEMPLATES_FOLDER,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILES,
+)
 from modelcenter.hub.files.occupied import refuse_occupied
 from modelcenter.hub.files.safetensors import Entry, SafetensorsWriter, parse_size, plan_files, write_index
 from modelcenter.hub.files.sharded_writer import ShardedWriter
 from modelcenter.hub.remote.push import upload
-from modelcenter.hub.tokenizer import save_tokenizer
+from modelcenter.hub.tokenizer import load_tokenizer, mark_prompts, save_tokenizer
 from modelcenter.registry import ARCHITECTURES, shipped_file
 
 log = logging.getLogger("modelcenter")
@@ -256,14 +264,23 @@ def write_texts(
         shutil.copyfile(shipped_file(name), directory / Path(name).name)
     if model.generation_config:
         write_json(directory / GENERATION_FILE, model.generation_config)
-    if model.task == "embedding":
-        write_embedding_files(directory, model.config.embedding, model.pooling, model.state_width)
+    write_described(model, directory)
     text = without_tokens(card) if isinstance(card, str) else make_card(model, hf_class, card)
     (directory / CARD_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
     if tokenizer is not None:
         save_tokenizer(tokenizer, directory)
     elif not has_tokenizer and (report := getattr(model, "load_report", None)) is not None:
         report.sidecar.copy_tokenizer(directory)
+        _mark_in_tokenizer(directory, marking_prefixes(report.sidecar.file) if model.task == "multi-vector" else ())
+
+
+def _mark_in_tokenizer(directory: Path, prompts: Sequence[str]) -> None:
+    """See mark_prompts, for the tokenizer in a directory: the form in which files are written does not say that a
+    prompt is a token."""
+    if prompts and (directory / TOKENIZER_CONFIG_FILE).is_file():
+        tokenizer = load_tokenizer(directory)
+        if mark_prompts(tokenizer, prompts):
+            save_tokenizer(tokenizer, directory)
 
 
 def write_own_texts(model: Any, directory: Path) -> None:

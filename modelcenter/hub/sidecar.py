@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from modelcenter.hub.files.embedding_files import USUAL_FILES, dense_steps, is_embedding_file, use_own_folders
+from modelcenter.hub.files.described_tasks import dense_steps, described_task
+from modelcenter.hub.files.embedding_files import USUAL_FILES, is_embedding_file, use_own_folders
 from modelcenter.hub.files.names import TEMPLATES_FOLDER, TOKENIZER_FILES
 from modelcenter.hub.files.pair_template_files import write_prompt
 from modelcenter.hub.remote.download import HubOptions, UnreachableError, download_file, is_offline, list_files
@@ -62,7 +63,7 @@ class SidecarFiles:
         """
         names = {name for name in self._names() if is_embedding_file(name)}
         if dense:
-            names.update(f"{step.folder}/config.json" for step in dense_steps(self.file))
+            names.update(f"{step.folder}/config.json" for step in dense_steps(described_task(self.file), self.file))
         found = {name: self.file(name) for name in names}
         _copy({name: path for name, path in found.items() if path is not None}, target)
         if dense:

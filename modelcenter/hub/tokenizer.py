@@ -306,6 +306,25 @@ def _options(kwargs: Mapping[str, Any]) -> HubOptions:
     return HubOptions(**{name: kwargs[name] for name in known if kwargs.get(name) is not None})
 
 
+def mark_prompts(tokenizer: Any, prompts: Sequence[str]) -> bool:
+    """Make a tokenizer see each of these prompts, such as "[unused0] ", as one token where its vocabulary has it;
+    returns whether it did not. As MultiVectorEncoder of sentence-transformers does with PyLate's and Stanford's models,
+    which put the token's id before a text.
+    """
+    added, vocabulary, marked = tokenizer.added_tokens_encoder, tokenizer.get_vocab(), []
+    for prompt in prompts:
+        for word in (prompt, *prompt.split(None, 1)[:1]):
+            if word.strip() and (word in added or word in vocabulary):
+                if tokenizer.tokenize(word) != [word]:
+                    marked.append(word)
+                break
+    if marked:
+        from transformers import AddedToken
+
+        tokenizer.add_tokens([AddedToken(word, normalized=False, special=True) for word in marked], special_tokens=True)
+    return bool(marked)
+
+
 def add_tokens(tokenizer: Any, model: Any, tokens: Sequence[str], *, pad_to_multiple_of: int | None = None) -> int:
     """Add words to a tokenizer, and rows for them to a model that is not sharded yet; returns the number of new words.
 

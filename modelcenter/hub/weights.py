@@ -14,19 +14,13 @@ from modelcenter.convert.layout import Layout
 from modelcenter.convert.match import UNKNOWN_ADVICE, match_names, shape_errors, to_key, unknown_message
 from modelcenter.convert.rules import ArchMap, template_regex
 from modelcenter.convert.stream import ReadBuffer, Target, fill_targets, read_into, run_in_threads
-from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.hub.architecture import Blueprint, choose_task, find_spec, make_blueprint, stored_task
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.cross_encoder_files import stored_score_tokens, with_stored_activation
 from modelcenter.hub.files.dcp import DCPSource, open_model
-from modelcenter.hub.files.dense_files import add_dense_weights
-from modelcenter.hub.files.embedding_files import (
-    FindFile,
-    beside,
-    check_dense_inputs,
-    dense_steps,
-    read_embedding_files,
-)
+from modelcenter.hub.files.dense_files import add_dense_weights, name_inline_projection
+from modelcenter.hub.files.described_tasks import FIELDS, check_dense_inputs, dense_steps, settings_over
+from modelcenter.hub.files.embedding_files import FindFile, beside
 from modelcenter.hub.files.reader import FileSource, reading_threads
 from modelcenter.hub.legacy import open_hf_source
 from modelcenter.hub.resolve import ModelFiles
@@ -111,14 +105,13 @@ def blueprint_of(
             score_tokens = score_tokens or stored_score_tokens(find)
     if score_tokens and "id2label" not in overrides:
         overrides["num_labels"] = 1
-    if chosen == "embedding":
-        overrides["embedding"] = EmbeddingSettings.over(read_embedding_files(find), overrides.get("embedding"))
+    if (field := FIELDS.get(chosen)) is not None:
+        overrides[field] = settings_over(chosen, find, overrides.get(field))
     if arch.infer_config is not None and files.weights is not None:
         with open_hf_source(files) as source:
             overrides = {**arch.infer_config(files.config, source.tensors), **overrides}
     blueprint = replace(make_blueprint(spec, chosen, values, overrides, files.origin), score_tokens=tuple(score_tokens))
-    if chosen == "embedding":
-        check_dense_inputs(dense_steps(find), blueprint.model)
+    check_dense_inputs(chosen, find, blueprint.model)
     return blueprint
 
 
@@ -170,8 +163,8 @@ class FileWeights:
         Raises:
             ValueError: as open_weights, add_dense_weights and add_score_head.
         """
-        if blueprint.task == "embedding":
-            add_dense_weights(source, dense_steps(find), find)
+        add_dense_weights(source, dense_steps(blueprint.task, find), find)
+        name_inline_projection(source, files.config)
         made = add_score_head(source, blueprint, files.config.get("architectures"), files.origin)
         return cls(source, blueprint, files, made)
 

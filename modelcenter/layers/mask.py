@@ -79,7 +79,7 @@ class Mask:
         """(queries, keys) bool, True where attention is masked; the queries start at position `first`. None: no mask.
 
         keep: (n, keys), False at padding, which follows the tokens. The result is then broadcastable to (n, 1, queries,
-            keys). Padding queries attend to some key, because an empty softmax is NaN.
+            keys). Padding queries that see no key attend to all, because an empty softmax is NaN.
         """
         window = None if self.window is None or self.window >= max(first + queries, keys) else self.window
         padding = None if keep is None or self.causal else ~keep[:, None, None, :]  # a causal query precedes it
@@ -89,7 +89,10 @@ class Mask:
         hidden = ones.triu(first + 1) if self.causal or window is None else ones.triu(first + window)
         if window is not None:
             hidden |= ones.tril(first - window)
-        return hidden if padding is None else (hidden | padding) & ~(ones.tril(first) & ones.triu(first))
+        if padding is None:
+            return hidden
+        hidden = hidden | padding
+        return hidden & ~hidden.all(-1, keepdim=True)
 
     def additive(self, queries: int, keys: int, first: int = 0) -> Tensor | None:
         """(heads, queries, keys), the differentiable bias of such a rectangle; 0 at distances that only padding has."""

@@ -8,6 +8,7 @@ if all sequences are equally long, the fastest kernel that torch has for these. 
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,8 @@ def packed_attention(
 
     Args:
         q: (T, heads * head_dim). k, v: (T, kv_heads * head_dim), or those of the tokens of `memory`.
-        packed: where the sequences are. heads, kv_heads: `heads` is a multiple of `kv_heads`; None: equal.
+        packed: where the sequences are, and which tokens are attended to.
+        heads, kv_heads: `heads` is a multiple of `kv_heads`; None: equal.
         drop: dropout of the weights. scale: factor of the scores; None: 1 / sqrt(head_dim).
         distances: what distances add to the scores; None: nothing.
         cap: soft cap of the scaled scores s, which become cap tanh(s / cap); None: no cap.
@@ -58,9 +60,30 @@ def packed_attention(
     assert cap is None or distances is None  # no architecture has both
     scale = 1.0 / math.sqrt(q.shape[1] // heads) if scale is None else scale
     options = AttentionOptions(heads, kv_heads or heads, scale, mask, drop, distances, cap)
+    if memory is None and packed.attended is not None:
+        rows, memory = packed.attended
+        _check_attended(packed.sequences, memory, mask, distances)
+        k, v = k.index_select(0, rows), v.index_select(0, rows)
+        options = options._replace(mask=replace(mask, rectangles=None))
     if packed.split is not None and packed.split.size > 1:
         return _shared_attention(q, k, v, packed, memory, options)
     return _attention(q, k, v, packed.sequences, memory, options)
+
+
+def _check_attended(sequences: Sequences, attended: Sequences, mask: Mask, distances: Distances | None) -> None:
+    """Raise ValueError where tokens that are not attended to would themselves attend to nothing, or to other tokens
+    than transformers has it."""
+    if distances is not None:
+        raise ValueError(
+            "attention_mask: in this architecture a token that is not attended to attends to nothing itself, in "
+            "transformers; expand queries by mask tokens that are attended to (expansion_attended)"
+        )
+    behind = max(a - b for a, b in zip(sequences.host_lengths(), attended.host_lengths(), strict=True))
+    if mask.window is not None and behind >= mask.window:
+        raise ValueError(
+            f"attention_mask: {behind} tokens that are not attended to follow a text, and layers with a window of "
+            f"{mask.window} would see nothing there; expand queries to less, or by mask tokens that are attended to"
+        )
 
 
 def _shared_attention(
@@ -114,12 +137,19 @@ def _attention(
     """Attention of whole sequences that are all on this rank: flash attention if it can be used, else as below."""
     mask, dropout = options.mask, options.drop.p
     plain = mask.bias is None and mask.segments is None and options.distances is None and options.cap is None
+    plain = plain and not _is_shorter(memory, mask)
     if plain and _has_flash(q.device, q.dtype, q.shape[1] // options.heads, dropout) and q.shape[0] and k.shape[0]:
         sides = (q, sequences), (k, memory or sequences)
         equal = mask.window is None and all(_equally_long(x.shape[0], of) for x, of in sides)
         attend = _of_equal_lengths if equal else _varlen
         return attend(q, k, v, sequences, memory or sequences, options)
     return _by_sequence_or_bucket(q, k, v, sequences, memory, options)
+
+
+def _is_shorter(memory: Sequences | None, mask: Mask) -> bool:
+    """Whether only the first tokens of each sequence are attended to, by places: the kernels for whole sequences count
+    these from the last key, or take no shorter ones."""
+    return memory is not None and (mask.causal or mask.window is not None)
 
 
 def _has_flash(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float) -> bool:
@@ -137,7 +167,7 @@ def _by_sequence_or_bucket(
     """The compiled operator for packed sequences if it can be used, else by segments or by bucket."""
     mask, drop = options.mask, options.drop
     offsets = sequences.cu_seqlens, sequences.cu_seqlens if memory is None else memory.cu_seqlens
-    plain = mask.segments is None and options.distances is None and drop.p < 1
+    plain = mask.segments is None and options.distances is None and drop.p < 1 and not _is_shorter(memory, mask)
     if plain and offsets[0].numel() == offsets[1].numel() and attention.serves(q, k, v, mask.bias):
         shape = attention.Heads(options.heads, options.kv_heads, options.scale, mask.causal, mask.window, options.cap)
         return attention.attention(q, k, v, *offsets, shape, mask.bias, drop.rule())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import Draws, draws_of
-from modelcenter.layers.host_copies import host_copy
+from modelcenter.layers.host_copies import host_copy, to_device
 from modelcenter.layers.layout import InputLayout, flat_positions
 from modelcenter.layers.segments import Segments
 from modelcenter.layers.sequences import Sequences
@@ -52,6 +52,7 @@ class Packed:
         output_tokens: (m,) indices of the tokens whose states the next unit has to compute (`with_outputs`); None: all.
         branch_scale: factor of the branches that a unit adds to its hidden states, applied before their last product.
         labelled: the labels, and the indices of the tokens that have one, cached for the vocabulary's head.
+        attended: (k,) indices of the tokens that others attend to, and which sequences they make up; None: all.
     """
 
     sequences: Sequences
@@ -72,6 +73,7 @@ class Packed:
     output_tokens: Tensor | None = None
     branch_scale: float = 1.0
     labelled: tuple[Tensor, Tensor] | None = None
+    attended: tuple[Tensor, Sequences] | None = None
 
     @classmethod
     def from_cu_seqlens(
@@ -182,6 +184,38 @@ class Packed:
             layout=replace(self.layout, caller_tokens=of_caller, prefix_tokens=own, prefix_length=count if n else 0),
             positions=positions.index_copy(0, own, place + first),
         )
+
+    def attending_to(self, mask: Tensor) -> "Packed":
+        """The batch in which no token attends to those where `mask` (1, T) is 0, which themselves attend to the others.
+
+        They are the last ones of their sequences, so that places in the sequence stay what they are. Nothing is read
+        from a GPU if the mask and the offsets have copies on the host.
+
+        Raises:
+            ValueError: the mask has another shape, has 1 behind 0 in a sequence, or leaves one without an attended
+                token; ranks share the tokens of a sequence.
+        """
+        if tuple(mask.shape) != self.shape:
+            raise ValueError(
+                f"attention_mask: got shape {tuple(mask.shape)} beside cu_seqlens, expected {self.shape}: 0 at tokens "
+                "that no token attends to"
+            )
+        seen = host_copy(mask).flatten().cpu().bool()
+        if bool(seen.all()):
+            return self
+        lengths = self.sequences.host_lengths()
+        counts = [int(part.sum()) for part in seen.split(lengths)]
+        first = [
+            bool(part[:count].all()) and count > 0 for part, count in zip(seen.split(lengths), counts, strict=True)
+        ]
+        if not all(first):
+            raise ValueError(
+                f"attention_mask: sequence {first.index(False)} has 1 behind 0 or no 1; beside cu_seqlens, only the "
+                "last tokens of a sequence may have 0"
+            )
+        device = self.cu_seqlens.device
+        of = Sequences(to_device(Sequences.of_lengths(counts, seen.device).cu_seqlens, device), max(counts), counts)
+        return replace(self, attended=(to_device(seen.nonzero().flatten(), device), of))
 
     def with_draws(self) -> "Packed":
         """The batch with dropout masks drawn by row and position, if the training loop has named the rows."""

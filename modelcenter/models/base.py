@@ -21,6 +21,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models import vocabulary
 from modelcenter.models.embedding import EmbeddingMixin
 from modelcenter.models.inputs import Batch, GivenCounts, ModelInputs
+from modelcenter.models.multi_vector import MultiVectorMixin
 from modelcenter.models.outputs import ModelOutput
 from modelcenter.models.trainer_protocol import TrainerProtocol
 
@@ -32,7 +33,7 @@ VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "doub
 _MOST_READ = 0.8
 
 
-class Model(TrainerProtocol, EmbeddingMixin, ModelInputs):
+class Model(TrainerProtocol, EmbeddingMixin, MultiVectorMixin, ModelInputs):
     """Base of all architectures: `Bert(config, task="sequence-classification")`, on CPU or under torch.device("meta").
 
     A subclass sets `config_class`, `tasks` and `head_prefixes`, builds its modules and implements `begin`, `end` and

@@ -28,6 +28,7 @@ class Decoder(Model):
     tasks: ClassVar[tuple[str, ...]] = (
         "base",
         "embedding",
+        "multi-vector",
         "causal-lm",
         "sequence-classification",
         "token-classification",
@@ -65,6 +66,8 @@ class Decoder(Model):
                 return ExtractiveQA(width)
             case "embedding":
                 return self.make_embedding_head()
+            case "multi-vector":
+                return self.make_token_head()
         return None
 
     @property
@@ -124,6 +127,8 @@ class Decoder(Model):
             return ModelOutput(last_hidden_state=ctx.repad(x))
         if self.task == "embedding":
             return ModelOutput(embeddings=self.embeddings(x, ctx, batch))
+        if self.task == "multi-vector":
+            return self.token_vectors(x, ctx)
         counts, head = self.counts(batch), self.head
         match self.task:
             case "causal-lm":

@@ -128,6 +128,7 @@ class Encoder(CrossAttentionMixin):
     tasks: ClassVar[tuple[str, ...]] = (
         "base",
         "embedding",
+        "multi-vector",
         "masked-lm",
         "causal-lm",
         "sequence-classification",
@@ -138,7 +139,13 @@ class Encoder(CrossAttentionMixin):
     head_prefixes = ("head.", "pooler.")
     bounded = True
     # Tasks that have BERT's pooler, a dense layer on the first token.
-    pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "embedding", "sequence-classification", "multiple-choice")
+    pooled_tasks: ClassVar[tuple[str, ...]] = (
+        "base",
+        "embedding",
+        "multi-vector",
+        "sequence-classification",
+        "multiple-choice",
+    )
 
     # Whether the model accepts token_type_ids, even if its table of types has one row or none.
     tells_types: ClassVar[bool] = True
@@ -202,6 +209,8 @@ class Encoder(CrossAttentionMixin):
                 return MultipleChoice(c.hidden_size, c.head_dropout)
             case "embedding":
                 return self.make_embedding_head()
+            case "multi-vector":
+                return self.make_token_head()
         return None
 
     @property
@@ -247,6 +256,8 @@ class Encoder(CrossAttentionMixin):
     def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
         if self.task == "embedding":
             return ModelOutput(embeddings=self.embeddings(x, ctx, batch))
+        if self.task == "multi-vector":
+            return self.token_vectors(x, ctx)
         pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.select(x, ctx.first_tokens())))
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)

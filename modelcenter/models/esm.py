@@ -77,8 +77,8 @@ class Esm(Roberta):
     """ESM-2 or ESM-1b with the head of `task`. It takes no token_type_ids."""
 
     config_class = EsmConfig
-    tasks = ("base", "embedding", "masked-lm", "sequence-classification", "token-classification")
-    pooled_tasks = ("base", "embedding")
+    tasks = ("base", "embedding", "multi-vector", "masked-lm", "sequence-classification", "token-classification")
+    pooled_tasks = ("base", "embedding", "multi-vector")
     tells_types = False
     # transformers predicts contacts with the last two, from the attention of all layers; they are kept for export.
     constants = frozenset(("rotary.frequencies", "contacts.weight", "contacts.bias"))

@@ -114,14 +114,14 @@ class Gemma(GemmaBody):
     """Gemma 1 with the head of `task`."""
 
     config_class = GemmaConfig
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification", "token-classification")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification", "token-classification")
 
 
 class Gemma3(SandwichBody):
     """Gemma 3 with the head of `task`."""
 
     config_class = Gemma3Config
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification")
 
     config: Gemma3Config
 

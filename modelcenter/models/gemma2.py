@@ -53,7 +53,7 @@ class Gemma2(SandwichBody):
     """Gemma 2 with the head of `task`."""
 
     config_class = Gemma2Config
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification", "token-classification")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification", "token-classification")
 
     config: Gemma2Config
 

@@ -56,7 +56,7 @@ class GPTJ(Decoder):
 
     config_class = GPTJConfig
     bounded = True
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification", "question-answering")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification", "question-answering")
     lm_bias = True
 
     config: GPTJConfig

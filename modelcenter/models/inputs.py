@@ -45,6 +45,7 @@ def given_inputs(**inputs: Any) -> dict[str, Any]:
 HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
     "base": (),
     "embedding": ("prompt_lengths",),
+    "multi-vector": (),
     "text-encoding": (),
     "masked-lm": ("labels", "logits_to_keep", "soft_targets"),
     "causal-lm": ("labels", "logits_to_keep", "output_log_probs", "soft_targets"),
@@ -127,6 +128,13 @@ class ModelInputs(nn.Module):
             ctx = ctx.with_prefix(self.prefix_tokens, getattr(self.config, "first_position", 0))
         if cache is None and not self.prefix_tokens:
             ctx = self.without_unneeded(ctx, batch)
+        if self.task == "multi-vector" and ctx.layout.packed and (mask := batch.get("attention_mask")) is not None:
+            ctx = ctx.attending_to(mask)
+            if ctx.attended is not None and self.token_split is not None:
+                raise ValueError(
+                    "attention_mask: with context or sequence parallelism all tokens are attended to; queries may be "
+                    "expanded by mask tokens that are (expansion_attended)"
+                )
         if self.training:
             if not self._sites_named:
                 name_sites(self)

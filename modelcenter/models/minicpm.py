@@ -73,7 +73,7 @@ class MiniCPM(ScaledBody):
     """MiniCPM with the head of `task`."""
 
     config_class = MiniCPMConfig
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification")
 
     config: MiniCPMConfig
 

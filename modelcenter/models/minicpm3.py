@@ -117,7 +117,7 @@ class MiniCPM3(ScaledBody):
     """MiniCPM3 with the head of `task`."""
 
     config_class = MiniCPM3Config
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification")
 
     config: MiniCPM3Config
 

@@ -36,7 +36,7 @@ class ModernBertDecoder(ModernBertBody, Decoder):
     """ModernBERT's decoder with the head of `task`."""
 
     config_class = ModernBertDecoderConfig
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification")
     causal = True
 
     config: ModernBertDecoderConfig

@@ -61,7 +61,7 @@ class OPT(Decoder):
 
     config_class = OPTConfig
     bounded = True
-    tasks = ("base", "embedding", "causal-lm", "sequence-classification", "question-answering")
+    tasks = ("base", "embedding", "multi-vector", "causal-lm", "sequence-classification", "question-answering")
     counts_positions = True
 
     config: OPTConfig

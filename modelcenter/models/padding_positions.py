@@ -27,7 +27,7 @@ def with_positions_after_padding(batch: Batch, pad: int, prefix: str = "") -> Ba
     mask, ends = batch.get(f"{prefix}attention_mask"), batch.get(f"{prefix}cu_seqlens")
     if ids is not None and ids.dim() == 2:
         real = ids != pad
-        if mask is not None and mask.shape == ids.shape:
+        if mask is not None and mask.shape == ids.shape and ends is None:  # packed, it is of what is attended to
             real = real & mask.bool()
     elif ids is None and embeds is not None and embeds.dim() == 3:
         real = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)

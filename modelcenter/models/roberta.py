@@ -80,7 +80,7 @@ class Roberta(Encoder):
     """RoBERTa with the head of `task`."""
 
     config_class: ClassVar[type[RobertaStyleConfig]] = RobertaConfig
-    pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "embedding", "multiple-choice")
+    pooled_tasks: ClassVar[tuple[str, ...]] = ("base", "embedding", "multi-vector", "multiple-choice")
 
     config: RobertaStyleConfig
 

@@ -12,7 +12,7 @@ from modelcenter.command_line.errors import flag_in_errors
 from modelcenter.command_line.yaml_file import read_mapping
 from modelcenter.convert.config_map import names_of_numbers
 from modelcenter.hub.files.cross_encoder_files import is_cross_encoder, stored_score_tokens
-from modelcenter.hub.files.embedding_files import makes_embeddings
+from modelcenter.hub.files.described_tasks import described_task
 from modelcenter.hub.files.names import CONFIG_FILE, GENERATOR
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.resolve import ModelFiles, read_config, resolve, resolve_file
@@ -70,7 +70,7 @@ class TrainedModel:
         config, named = files.config, files.config.get("architectures")
         arch = registry.get(model_type_of(config), named).arch_map()
         sidecar = SidecarFiles(files.directory, files.repo, HubOptions(files.revision))
-        head = "embedding" if makes_embeddings(arch, sidecar.file) else arch.declared_task(named)
+        head = described_task(sidecar.file, arch) or arch.declared_task(named)
         task = task_of_head(arch.model_type, head or "base")
         classifies = head == "sequence-classification" or stored_score_tokens(sidecar.file)
         if classifies and is_cross_encoder(config, sidecar.file):

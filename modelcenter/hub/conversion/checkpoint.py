@@ -33,13 +33,15 @@ from modelcenter.hub.architecture import Blueprint, find_spec, make_blueprint
 from modelcenter.hub.dtypes import refuse_quantised
 from modelcenter.hub.files.dcp import open_model
 from modelcenter.hub.files.dense_files import add_dense_weights
-from modelcenter.hub.files.embedding_files import (
+from modelcenter.hub.files.described_tasks import (
+    FIELDS,
     check_dense_inputs,
     dense_steps,
-    makes_embeddings,
-    read_embedding_files,
+    described_task,
+    stored_fields,
 )
 from modelcenter.hub.files.json_files import read_json
+from modelcenter.hub.files.multi_vector_files import STANFORD_CLASS
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.files.reader import FileSource
 from modelcenter.hub.files.weight_files import open_weight_files
@@ -259,8 +261,14 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     spec = find_spec(files.config, None, files.origin)
     arch: ArchMap = spec.arch_map()
     find = _sidecar(files, request.options).file
-    dense = dense_steps(find) if "embedding" in arch.tasks and files.legacy is None else []
-    named_task = "embedding" if dense else None  # the class in the config has no dense layers
+    if STANFORD_CLASS in (files.config.get("architectures") or ()):
+        raise ValueError(
+            f"its class {STANFORD_CLASS} is Stanford's, which stores the projection and the settings elsewhere; use "
+            f"modelcenter.from_pretrained({files.origin!r}).save_pretrained(DST) to write the usual files"
+        )
+    described = described_task(find, arch) if files.legacy is None else None
+    dense = dense_steps(described, find)
+    named_task = described if dense else None  # the class in the config has no dense layers
     if dense and side == HUB:
         assert isinstance(source, FileSource)
         add_dense_weights(source, dense, find)
@@ -269,8 +277,8 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
     kept = _without_prefix([name for name in source.tensors if name not in set(ignored)], request.prefix)
     shapes = {short: tuple(source.tensors[name].shape) for short, name in kept.items()}
     overrides = dict(arch.infer_config(files.config, shapes)) if arch.infer_config is not None and side == HUB else {}
-    if dense:
-        overrides["embedding"] = read_embedding_files(find)
+    if named_task is not None:
+        overrides[FIELDS[named_task]] = stored_fields(named_task, find)
 
     @functools.cache
     def blueprint(task: str) -> Blueprint:
@@ -281,12 +289,12 @@ def _match_source(source: TensorSource, side: int, files: ModelFiles, request: R
 
     compile_whole = contents_of_hub if side == HUB else contents_of_native
     if named_task is not None:
-        check_dense_inputs(dense, blueprint(named_task).model)
+        check_dense_inputs(named_task, find, blueprint(named_task).model)
     whole = compile_whole(arch, compile_task, shapes, files.config.get("architectures"), named_task)
     # The config of ModelCenter's files names no class.
     heads = {} if files.legacy is not None else whole.absent_heads
-    if heads and not dense and makes_embeddings(arch, find):
-        bare = {**files.config, "architectures": [arch.tasks["embedding"].hf_class]}
+    if heads and not dense and described is not None:
+        bare = {**files.config, "architectures": [arch.tasks[described].hf_class]}
         if bare != files.config:
             return _match_source(source, side, replace(files, config=bare), request)
     heads = {part: [request.prefix + name for name in names] for part, names in heads.items()}

@@ -21,6 +21,9 @@ TRANSFORMER_FILE = "sentence_bert_config.json"
 _STEP_FOLDER = re.compile(r"\d+_\w+")
 _STEP_FILE = re.compile(rf"{_STEP_FOLDER.pattern}/config\.json")  # of a step with a folder
 CROSS_ENCODER = "CrossEncoder"  # the type of a model that scores pairs of texts, see cross_encoder_files
+COLBERT = "ColBERT"  # PyLate's name of a model with a vector for each token
+MULTI_VECTOR = ("MultiVectorEncoder", COLBERT)  # see multi_vector_files
+STANFORD_FILE = "artifact.metadata"  # of Stanford's ColBERT, see multi_vector_files
 
 # their names -> ours
 _POOLINGS = {
@@ -43,6 +46,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _QUERY_PROMPTS, _DOCUMENT_PROMPTS = ("query", "s2p_query"), ("document", "passage", "corpus")
 _VECTOR = "sentence_embedding"  # the feature that steps after the pooling read and write
+TOKEN_VECTORS = "token_embeddings"  # the feature of steps without a pooling
 
 DENSE_WEIGHTS = WEIGHT_FILES[:2]  # each layer has one of them
 POOLING_FOLDER = "1_Pooling"
@@ -57,13 +61,14 @@ class DenseStep:
 
     Attributes:
         folder: its folder in the model's directory. config: its config.json. inputs: size of its input vectors.
-        settings: the rest of the config.
+        settings: the rest of the config. number: of the step.
     """
 
     folder: str
     config: Path
     inputs: int
     settings: DenseSettings
+    number: int
 
 
 def dense_folder(number: int | str) -> str:
@@ -73,7 +78,8 @@ def dense_folder(number: int | str) -> str:
 
 def is_embedding_file(name: str) -> bool:
     """Whether a file is one of these, except weights. name: within the model's directory."""
-    return name in (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE) or _STEP_FILE.fullmatch(name) is not None
+    own = (MODULES_FILE, SETTINGS_FILE, TRANSFORMER_FILE, STANFORD_FILE)
+    return name in own or _STEP_FILE.fullmatch(name) is not None
 
 
 def dense_weight_files(names: Collection[str]) -> list[str]:
@@ -84,30 +90,41 @@ def dense_weight_files(names: Collection[str]) -> list[str]:
     return [name for name in found if name is not None]
 
 
-def makes_embeddings(arch: Any, find: FindFile) -> bool:
-    """Whether the files describe embeddings, and the architecture (an ArchMap) can compute them. The config.json of
-    such a checkpoint often names a head that its files do not hold.
+def makes_embeddings(find: FindFile) -> bool:
+    """Whether the files describe embeddings.
 
     Args:
         find: as in read_embedding_files.
     """
-    return "embedding" in arch.tasks and _modules(find) is not None
+    return _modules(find) is not None
 
 
 def stored_kind(find: FindFile) -> str | None:
-    """The class of sentence-transformers that the files name for a model; None: they name none, as before version 5.
+    """The class of sentence-transformers or PyLate that the files name for a model; None: they name none, as before
+    version 5.
 
     Args:
         find: as in read_embedding_files.
     """
     settings = find(SETTINGS_FILE)
-    kind = None if settings is None else read_json(settings).get("model_type")
+    values = {} if settings is None else read_json(settings)
+    kind = values.get("model_type", COLBERT if "query_prefix" in values else None)  # which PyLate did not always write
     return None if kind is None else str(kind)
 
 
 def step_kinds(modules: Path) -> list[str]:
     """The names of the classes of the steps in modules.json, without their modules."""
     return [str(step.get("type", "")).rpartition(".")[2] for step in read_json_objects(modules)]
+
+
+def step_folders(modules: Path) -> list[str]:
+    """The folders of the steps in modules.json. Raises ValueError: one is not a folder beside it."""
+    listed, kinds = read_json_objects(modules), step_kinds(modules)
+    folders = [str(step.get("path") or f"{i}_{kind}") for i, (step, kind) in enumerate(zip(listed, kinds, strict=True))]
+    for folder in folders[1:]:
+        if not _STEP_FOLDER.fullmatch(folder):
+            raise ValueError(f"{modules}: path is {folder!r}, expected a folder next to it such as {POOLING_FOLDER}")
+    return folders
 
 
 def beside(directory: Path) -> FindFile:
@@ -156,15 +173,29 @@ def dense_steps(find: FindFile) -> list[DenseStep]:
     """The dense layers that the files of a model describe, in order. Raises ValueError as read_embedding_files, or if
     two of them do not fit together."""
     modules = _modules(find)
+    if modules is None:
+        return []
+    folders = [folder for kind, folder in _steps(modules) if kind == "Dense"]
+    return read_dense_steps(find, folders, modules, FIRST_DENSE, _VECTOR)
+
+
+def read_dense_steps(find: FindFile, folders: Sequence[str], modules: Path, first: int, vector: str) -> list[DenseStep]:
+    """The dense layers in some folders, one after another.
+
+    Args:
+        modules: the file that lists them. first: the number of the first. vector: what they are to read and write.
+
+    Raises:
+        ValueError: a config.json is missing or not understood, or two layers do not fit together.
+    """
     steps: list[DenseStep] = []
-    for kind, folder in [] if modules is None else _steps(modules):
-        if kind == "Dense":
-            steps.append(_dense_of(find, folder, modules))
-            if len(steps) > 1 and steps[-1].inputs != (width := steps[-2].settings.width):
-                raise ValueError(
-                    f"{steps[-1].config}: in_features is {steps[-1].inputs}, but {steps[-2].folder} before it "
-                    f"returns vectors of size {width}"
-                )
+    for number, folder in enumerate(folders, first):
+        steps.append(_dense_of(find, folder, modules, number, vector))
+        if len(steps) > 1 and steps[-1].inputs != (width := steps[-2].settings.width):
+            raise ValueError(
+                f"{steps[-1].config}: in_features is {steps[-1].inputs}, but {steps[-2].folder} before it "
+                f"returns vectors of size {width}"
+            )
     return steps
 
 
@@ -180,14 +211,12 @@ def check_dense_inputs(steps: Sequence[DenseStep], model: Any) -> None:
 def _modules(find: FindFile) -> Path | None:
     """The modules.json of an embedding model; None if there is none, or it describes another type of model."""
     modules = find(MODULES_FILE)
-    return None if modules is None or stored_kind(find) == CROSS_ENCODER else modules
+    return None if modules is None or stored_kind(find) in (CROSS_ENCODER, *MULTI_VECTOR) else modules
 
 
 def _steps(modules: Path) -> list[tuple[str, str]]:
     """(type, folder) of each step. Raises ValueError if one is not supported, or not in this position."""
-    listed = read_json_objects(modules)
-    kinds = step_kinds(modules)
-    folders = [str(step.get("path") or f"{i}_{kind}") for i, (step, kind) in enumerate(zip(listed, kinds, strict=True))]
+    kinds, folders = step_kinds(modules), step_folders(modules)
     expected = ["Transformer", "Pooling", *["Dense"] * kinds.count("Dense"), *["Normalize"] * ("Normalize" in kinds)]
     if kinds != expected:
         wrong = next((i for i, kind in enumerate(kinds) if expected[i : i + 1] != [kind]), None)
@@ -196,9 +225,6 @@ def _steps(modules: Path) -> list[tuple[str, str]]:
             f"{modules}: the steps are {', '.join(kinds)}; supported are Transformer, Pooling, any number of Dense, "
             f"and then optionally Normalize{at}"
         )
-    for folder in folders[1:]:
-        if not _STEP_FOLDER.fullmatch(folder):
-            raise ValueError(f"{modules}: path is {folder!r}, expected a folder next to it such as {POOLING_FOLDER}")
     return list(zip(kinds, folders, strict=True))
 
 
@@ -219,7 +245,7 @@ def _pooling_of(path: Path) -> dict[str, Any]:
     return {"pooling": "+".join(_POOLINGS[mode] for mode in modes)} | ({} if whole else {"include_prompt": False})
 
 
-def _dense_of(find: FindFile, folder: str, modules: Path | None) -> DenseStep:
+def _dense_of(find: FindFile, folder: str, modules: Path, number: int, vector: str) -> DenseStep:
     """The dense layer in a folder. Raises ValueError if its config.json is missing or not understood."""
     path = find(f"{folder}/config.json")
     if path is None:
@@ -236,8 +262,9 @@ def _dense_of(find: FindFile, folder: str, modules: Path | None) -> DenseStep:
         if not isinstance(switches[name], bool):
             raise ValueError(f"{path}: {name} is {switches[name]!r}, expected true or false")
     for name in ("module_input_name", "module_output_name"):
-        if (value := values.get(name)) not in (None, _VECTOR):
-            raise ValueError(f"{path}: {name} is {value!r}, supported is {_VECTOR!r}, the pooled vector")
+        if (value := values.get(name)) not in (None, vector):
+            which = "the pooled vector" if vector == _VECTOR else "those of the tokens"
+            raise ValueError(f"{path}: {name} is {value!r}, supported is {vector!r}, {which}")
     named = str(values.get("activation_function", "torch.nn.Tanh"))
     package, _, kind = named.rpartition(".")
     if not package.startswith("torch.nn") or kind not in _ACTIVATIONS:
@@ -251,7 +278,7 @@ def _dense_of(find: FindFile, folder: str, modules: Path | None) -> DenseStep:
         bias=switches["bias"],
         residual=switches["use_residual"],
     )
-    return DenseStep(folder, path, sizes["in_features"], settings)
+    return DenseStep(folder, path, sizes["in_features"], settings, number)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -277,7 +304,7 @@ def write_embedding_files(directory: Path, config: EmbeddingSettings, pooling: s
     write_json(directory / POOLING_FOLDER / "config.json", fields)
     width *= len(modes)
     for number, layer in enumerate(config.dense, FIRST_DENSE):
-        write_json(directory / dense_folder(number) / "config.json", _dense_fields(layer, width))
+        write_json(directory / dense_folder(number) / "config.json", dense_fields(layer, width))
         width = layer.width
     write_json(directory / TRANSFORMER_FILE, {"max_seq_length": config.max_length, "do_lower_case": False})
     prompts = {"query": config.query_prompt, "document": config.document_prompt}
@@ -293,7 +320,8 @@ def _mode_fields(poolings: Sequence[str]) -> dict[str, Any]:
     return {name: mode in theirs for name, mode in _SWITCHES.items()}
 
 
-def _dense_fields(layer: DenseSettings, inputs: int) -> dict[str, Any]:
+def dense_fields(layer: DenseSettings, inputs: int) -> dict[str, Any]:
+    """A dense layer as the fields of a config.json."""
     kind = next(name for name, ours in _ACTIVATIONS.items() if ours == layer.activation)
     home = "linear" if kind == "Identity" else "activation"
     return {

@@ -9,7 +9,7 @@ from modelcenter.hub.info.head_counts import HEADS, linear_size
 
 T = TypeVar("T")
 
-_HEADLESS = ("base", "embedding")
+_HEADLESS = ("base", "embedding", "multi-vector")
 COMPONENTS = ("embeddings", "attention", "mlp", "norms", "pooler", "head", "other")
 
 
@@ -34,8 +34,8 @@ def body_sizes(config: Mapping[str, Any]) -> dict[str, int] | None:
 def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | None:
     """Parameters of each component of the model with the head of a task; None if they are not counted here.
 
-    Counted are the heads whose sizes follow from the config: base, embedding (without dense layers, which config.json
-    does not describe), text-encoding, masked-lm, pretraining, causal-lm and seq2seq-lm.
+    Counted are the heads whose sizes follow from the config: base, embedding and multi-vector (without dense layers,
+    which config.json does not describe), text-encoding, masked-lm, pretraining, causal-lm and seq2seq-lm.
 
     Raises:
         ValueError: as body_sizes.

@@ -26,6 +26,8 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("head", f"{about['task'] or 'none known'}; loads as {', '.join(about['tasks'])}"))
     if "embedding" in about:
         facts.append(("embeddings", _embedding(about["embedding"])))
+    if "multi_vector" in about:
+        facts.append(("vectors", _vectors(about["multi_vector"])))
     if "labels" in about:
         labels = about["labels"]
         facts.append(("labels", ", ".join(map(str, labels[:8])) + (f", ... ({len(labels)})" if labels[8:] else "")))
@@ -63,6 +65,17 @@ def _embedding(of: Mapping[str, Any]) -> str:
     if of["dense"]:
         layers = (f"{layer['width']}:{layer['activation']}" for layer in of["dense"])
         text += f"; dense layers {' '.join(layers)}"
+    return f"{text}; compared by {of['similarity']}"
+
+
+def _vectors(of: Mapping[str, Any]) -> str:
+    """How the vectors of tokens are made, in words."""
+    if "unsupported" in of:
+        return f"not supported: {of['unsupported']}"
+    width = f"one of {of['dense'][-1]['width']} elements" if of["dense"] else "one"
+    text = f"{width} for each token"
+    if of["expansion_length"] is not None:
+        text += f"; queries expanded to {of['expansion_length']} tokens"
     return f"{text}; compared by {of['similarity']}"
 
 

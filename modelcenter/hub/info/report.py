@@ -8,21 +8,14 @@ from typing import Any
 
 from modelcenter import registry
 from modelcenter.convert.config_map import names_of_numbers
-from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.hub.files.cross_encoder_files import (
     activation_path,
     is_cross_encoder,
     stored_score_tokens,
     with_stored_activation,
 )
-from modelcenter.hub.files.embedding_files import (
-    DenseStep,
-    FindFile,
-    beside,
-    dense_steps,
-    makes_embeddings,
-    read_embedding_files,
-)
+from modelcenter.hub.files.described_tasks import FIELDS, dense_steps, described_task, settings_over
+from modelcenter.hub.files.embedding_files import DenseStep, FindFile, beside
 from modelcenter.hub.files.names import CONFIG_FILE, MANIFEST_FILE
 from modelcenter.hub.info.config_fields import config_fields, our_names
 from modelcenter.hub.info.head_counts import linear_size
@@ -59,7 +52,7 @@ def model_info(name: str, options: HubOptions | None = None, gpus: int = 8) -> d
     stored = None if weights is None else describe_files(weights, config)
     # A preset with unpublished sizes can be sized only from the config.json of a user's directory.
     known = location.get("confirmed") is not False or "hidden_size" in described["sizes"]
-    dense = described.get("embedding", {}).get("dense_parameters", 0)
+    dense = sum(described.get(field, {}).get("dense_parameters", 0) for field in FIELDS.values())
     counts = _count(config, described["task"], stored, known, dense)
     memory = _memory(counts["components"], _unit_count(config, described["sizes"]), gpus)
     return {"name": name, **location, **described, "stored": stored, **counts, "memory": memory}
@@ -113,8 +106,8 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
         ours = our_names(config, arch)
         described["task"] = arch.declared_task(config.get("architectures"))
         described["tasks"] = list(arch.tasks)
-        if directory is not None and makes_embeddings(arch, beside(directory)):
-            described |= {"task": "embedding", "embedding": _describe_embedding(directory)}
+        if directory is not None and (task := described_task(beside(directory), arch)) is not None:
+            described |= {"task": task, FIELDS[task]: _describe_vectors(task, directory)}
         elif directory is not None and stored_score_tokens(beside(directory)):
             described["task"] = "sequence-classification"
         if (
@@ -131,16 +124,13 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
     return described
 
 
-def _describe_embedding(directory: Path) -> dict[str, Any]:
-    """The embeddings that the files of a model describe, and the number of parameters of its dense layers; or why they
-    are not supported."""
+def _describe_vectors(task: str, directory: Path) -> dict[str, Any]:
+    """The embeddings of a task as the files describe them, and how many parameters the dense layers have; or why they are
+    not supported."""
     find = beside(directory)
     try:
-        steps = dense_steps(find)
-        return {
-            **EmbeddingSettings.of(read_embedding_files(find)).to_dict(),
-            "dense_parameters": sum(map(_size, steps)),
-        }
+        steps = dense_steps(task, find)
+        return {**settings_over(task, find, None).to_dict(), "dense_parameters": sum(map(_size, steps))}
     except ValueError as error:
         return {"unsupported": str(error)}
 

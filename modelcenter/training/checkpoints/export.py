@@ -17,7 +17,8 @@ from modelcenter.adapters.state import is_adapter
 from modelcenter.hub.architecture import choose_task
 from modelcenter.hub.files.atomic_directory import new_directory
 from modelcenter.hub.files.dcp import DCPSource
-from modelcenter.hub.files.embedding_files import beside, read_embedding_files
+from modelcenter.hub.files.described_tasks import FIELDS, stored_fields
+from modelcenter.hub.files.embedding_files import beside
 from modelcenter.hub.files.json_files import read_json
 from modelcenter.hub.files.names import CONFIG_FILE, GENERATION_FILE, RUN_FILE, TOKENIZER_FILES
 from modelcenter.hub.resolve import repo_of
@@ -97,6 +98,7 @@ def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
     values = read_json(path / CONFIG_FILE)
     arch = registry.get(values["model_type"], values.get("architectures")).arch_map()
     task = choose_task(arch, None, values, str(path), beside(path))  # one of the heads that the task may train
+    described: dict[str, Any] = {FIELDS[task]: stored_fields(task, beside(path))} if task in FIELDS else {}
     model = modelcenter.from_config(
         values,
         task,
@@ -104,7 +106,7 @@ def _trained_model(path: Path, run: Mapping[str, Any]) -> Model:
         adapter=make_adapters(cfg, run.get("trained")),
         policy=False,
         dtype=values.get("dtype", "float32"),
-        embedding=read_embedding_files(beside(path)),
+        **described,
     )
     if not cfg.from_scratch:
         # The same name as in a finished run: the repository's, if the name is a preset.

@@ -114,6 +114,11 @@ def embeddings_of(model: Model, batches: Batches, places: Sequence[Tensor], rows
     return _in_row_order(_outputs(model, batches, None, _unlabelled), "embeddings", places, rows, width)
 
 
+def token_embeddings_of(model: Model, batches: Batches, places: Sequence[Tensor], tokens: int, width: int) -> Tensor:
+    """As `logits_of`, for the vectors of all tokens. places: the numbers of the tokens of each batch."""
+    return _in_row_order(_outputs(model, batches, None, _unlabelled), "token_embeddings", places, tokens, width)
+
+
 def log_probs_of(
     model: Model, batches: Batches, places: Sequence[Tensor], rows: int, width: int, loss_fn: TrainingLoss
 ) -> Tensor:

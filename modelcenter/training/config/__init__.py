@@ -12,6 +12,7 @@ from modelcenter.training.config.embedding import EmbeddingConfig
 from modelcenter.training.config.inference import EvaluateConfig, GenerateConfig, PredictConfig
 from modelcenter.training.config.lm import LMConfig
 from modelcenter.training.config.mine import MineConfig
+from modelcenter.training.config.multi_vector import MultiVectorConfig
 from modelcenter.training.config.multiple_choice import MultipleChoiceConfig
 from modelcenter.training.config.pretrain import MLMConfig, PretrainConfig, PretrainLMConfig, SpanCorruptionConfig
 from modelcenter.training.config.qa import QAConfig
@@ -30,6 +31,7 @@ __all__ = [
     "LMConfig",
     "MLMConfig",
     "MineConfig",
+    "MultiVectorConfig",
     "MultipleChoiceConfig",
     "PredictConfig",
     "PretrainConfig",

@@ -2,9 +2,10 @@
 
 base.py defines the interface of a task, examples.py what it trains on. Each task has its own module (classification.py,
 qa.py, lm.py, ...; pretraining/). The others are shared: splits.py and column_roles.py choose the rows and columns;
-questions.py, answer_examples.py, word_tags.py, related_examples.py, ranked_examples.py and structured_examples.py
-interpret the rows; windows.py and answer_spans.py handle rows that are too long for the model; class_weights.py;
-text_search.py searches by embeddings; pair_scores.py scores with rerankers; preview.py formats rows for display.
+questions.py, answer_examples.py, word_tags.py, related_examples.py, ranked_examples.py, vector_examples.py and
+structured_examples.py interpret the rows; windows.py and answer_spans.py handle rows that are too long for the model;
+class_weights.py; text_search.py searches by embeddings, vector_search.py by those of tokens; pair_scores.py scores with
+rerankers; preview.py formats rows for display.
 """
 
 import importlib
@@ -51,6 +52,8 @@ TASKS: dict[str, TaskInfo] = {
         "multiple_choice:MultipleChoice", ("multiple-choice",)),
     "embedding": TaskInfo("finetune", "finetune_embedding", "EmbeddingConfig",
         "embedding:Embedding", ("embedding",)),
+    "multi-vector": TaskInfo("finetune", "finetune_multi_vector", "MultiVectorConfig",
+        "multi_vector:MultiVector", ("multi-vector",)),
     "reranking": TaskInfo("finetune", "finetune_reranking", "RerankingConfig",
         "reranking:Reranking", ("sequence-classification",)),
     "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig",

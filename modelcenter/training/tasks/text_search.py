@@ -1,5 +1,7 @@
 """The embeddings of all texts of an evaluation, and the search for related texts."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -51,6 +53,11 @@ def nearest(queries: Tensor, documents: Tensor, count: int, excluded: Tensor) ->
         if found.shape[1] > count:
             found, order = found.topk(count)
             numbers = numbers.gather(1, order)
+    return best_first(found, numbers)
+
+
+def best_first(found: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Similarities (n, k) with the numbers of their documents, highest first, and for equal ones numbers ascending."""
     numbers, order = numbers.sort(1)
     found, by_score = found.gather(1, order).sort(dim=1, descending=True, stable=True)
     return found, numbers.gather(1, by_score)
@@ -58,29 +65,51 @@ def nearest(queries: Tensor, documents: Tensor, count: int, excluded: Tensor) ->
 
 def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retrieval) -> None:
     """Search for the positives of each anchor among all positives and negatives, and add this rank's share of the
-    anchors to the metrics. Equal texts count once, and texts equal to the anchor are not searched.
+    anchors to the metrics.
 
     Args:
         embeddings: (texts, width), whose dot products are the similarities.
     """
-    rows, ids = len(examples), examples.text_ids
-    queries, query_places, query_of_row = np.unique(ids[:rows], return_index=True, return_inverse=True)
-    documents, places = np.unique(ids[rows:], return_index=True)
-    first = examples.first_positive
+    rows, first = len(examples), examples.first_positive
+
+    def search(queries: np.ndarray, documents: np.ndarray, excluded: Tensor) -> Tensor:
+        held = embeddings[torch.from_numpy(rows + documents)]
+        return nearest(embeddings[torch.from_numpy(queries)], held, metrics.depth, excluded)[1]
+
     row_of = np.repeat(np.arange(rows), np.diff(first))
-    belonging = np.searchsorted(documents, ids[first[0] : first[-1]])
+    judge(examples.text_ids[:rows], examples.text_ids[rows:], row_of, np.arange(len(row_of)), metrics, search)
+
+
+def judge(
+    ids: np.ndarray,
+    document_ids: np.ndarray,
+    row_of: np.ndarray,
+    positives: np.ndarray,
+    metrics: Retrieval,
+    search: Callable[[np.ndarray, np.ndarray, Tensor], Tensor],
+) -> None:
+    """Search for the positives of queries among all documents, and add this rank's share of the queries to the metrics.
+    Equal texts count once, and documents equal to a query are not searched for it.
+
+    Args:
+        ids, document_ids: int64, equal for equal texts. row_of, positives: int64 (n,), the numbers of a query and a
+            document that answers it.
+        search: of some queries and documents by their numbers, with pairs that are excluded by their places among
+            these, the best documents of each query, best first, as places.
+    """
+    queries, query_places, query_of_row = np.unique(ids, return_index=True, return_inverse=True)
+    documents, places = np.unique(document_ids, return_index=True)
+    belonging = np.searchsorted(documents, document_ids[positives])
     pairs = np.unique(query_of_row[row_of] * len(documents) + belonging)  # a number for each (query, document)
     relevant = np.bincount(pairs // len(documents), minlength=len(queries))
     itself = np.minimum(np.searchsorted(documents, queries), len(documents) - 1)
     stranger = ~np.isin(np.arange(len(queries)) * len(documents) + itself, pairs) & (documents[itself] == queries)
-    held = embeddings[torch.from_numpy(rows + places)]
     start, stop = own_part(len(queries))
     for low in range(start, stop, _QUERIES):
         mine = np.arange(low, min(low + _QUERIES, stop))
         hidden = np.flatnonzero(stranger[mine])
         excluded = torch.from_numpy(np.stack([hidden, itself[mine][hidden]], 1))
-        _, numbers = nearest(embeddings[torch.from_numpy(query_places[mine])], held, metrics.depth, excluded)
-        best = numbers.cpu().numpy()
+        best = search(query_places[mine], places, excluded).cpu().numpy()
         found = np.isin(mine[:, None] * len(documents) + best, pairs)
         metrics.update(torch.from_numpy(found), relevant[mine].tolist())
 

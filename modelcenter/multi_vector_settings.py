@@ -10,8 +10,6 @@ from modelcenter.registry import nearest
 SCORES = ("maxsim", "meanmaxsim")
 ROLES = ("query", "document")
 FIRST_PROJECTION = 1  # the step of the first layer: step 0 is the transformer
-WIDTH = 128  # of a vector, unless told otherwise (Khattab and Zaharia 2020, arXiv:2004.12832)
-_WIDE = DenseSettings(width=WIDTH, activation="identity", bias=False)
 _LENGTHS = ("query_length", "document_length", "expansion_length")
 _SWITCHES = ("normalize", "expansion_truncates", "expansion_attended")
 
@@ -21,7 +19,8 @@ class MultiVectorSettings:
     """What the files of sentence-transformers' MultiVectorEncoder say in addition to config.json.
 
     Attributes:
-        dense: layers applied to each final hidden state, before normalisation; usually one without bias or activation.
+        dense: layers applied to each final hidden state, before normalisation; a trained model usually has one without
+            bias or activation.
         normalize: scale vectors to length 1.
         similarity: the score of a query and a document: the sum over the query's vectors of the greatest dot product
             with one of the document's ("maxsim"), or the mean of these ("meanmaxsim").
@@ -37,7 +36,7 @@ class MultiVectorSettings:
         skipped: words whose tokens have no vector (punctuation), in texts of the roles `skipped_in`.
     """
 
-    dense: tuple[DenseSettings, ...] = (_WIDE,)
+    dense: tuple[DenseSettings, ...] = ()
     normalize: bool = True
     similarity: str = "maxsim"
     query_prompt: str | None = None
@@ -115,7 +114,7 @@ class MultiVectorSettings:
         """
         changes: Mapping[str, Any] = given.to_dict() if isinstance(given, MultiVectorSettings) else given or {}
         wanted, held = cls.of(given), cls.of(stored)
-        if "dense" in stored and "dense" in changes and wanted.dense != held.dense:
+        if held.dense and "dense" in changes and wanted.dense != held.dense:
             shown = [" ".join(f"{x.width}:{x.activation}" for x in of.dense) or "none" for of in (wanted, held)]
             raise ValueError(
                 f"dense: got {shown[0]}, but the model has {shown[1]}, with weights; leave it out to go on with these"

@@ -128,6 +128,54 @@ def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
         torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
 
 
+def vectors_in_batches():
+    """Two microbatches of a query, whose last token nothing attends to, and two documents with tokens that do not
+    count."""
+    import torch
+
+    batches = []
+    for first in (0, 6):
+        lengths = [2 + (first + i) % 4 for i in range(6)]
+        roles, ends = [0, 1, 1] * 2, [0, *accumulate(lengths)]
+        seen = torch.ones(1, sum(lengths), dtype=torch.bool)
+        seen[0, [ends[1] - 1, ends[4] - 1]] = False
+        batches.append({
+            "input_ids": torch.arange(5, 5 + sum(lengths))[None] + first,
+            "attention_mask": seen,
+            "cu_seqlens": torch.tensor(ends, dtype=torch.int32),
+            "max_seqlen": max(lengths),
+            "roles": torch.tensor(roles),
+            "text_ids": torch.arange(first, first + 6) % 7,
+            "labels": torch.arange(6.0) * (first + 1) % 5,
+            "scored": torch.arange(sum(lengths)) % 4 != 3,
+        })  # fmt: skip
+    return batches
+
+
+LATE = pytest.mark.parametrize("loss", ["in_batch", "kl", "margin_mse"])
+
+
+@LATE
+def test_vectors_of_tokens_have_the_gradients_of_the_cpu(loss: str):
+    import torch
+
+    import modelcenter as mc
+    from modelcenter.testing import randomize_
+    from modelcenter.training.late_interaction import LOSSES
+
+    found = []
+    for device in ("cpu", DEVICE):
+        options = {"multi_vector": {"dense": ["20:identity"]}, **NO_DROPOUT}
+        model = randomize_(mc.from_config("tiny/bert", "multi-vector", policy=False, **options)).to(device).train()
+        value = mc.training.accumulate(model, vectors_in_batches(), LOSSES[loss]())
+        grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": value.cpu(), **grads})
+    assert found[0].keys() == found[1].keys() and found[0]["loss"] > 0
+    for part, wanted in found[0].items():
+        atol = 2e-5 * max(1.0, wanted.abs().max().item())
+        torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize(("name", "task"), FAMILIES[:3])
 def test_generation_has_the_tokens_of_the_cpu(name: str, task: str, settings: dict):
@@ -406,6 +454,19 @@ def test_a_step_of_embeddings_waits_for_nothing(scored: bool):
     model = mc.from_config("tiny/bert", "embedding", policy=False).to(DEVICE).train()
     loss = RankedPairs() if scored else InBatchNegatives(symmetric=True)
     wait_for_nothing(model, texts_in_batches(scored, prompts=True), loss)
+
+
+@LATE
+def test_a_step_of_late_interaction_waits_for_nothing(loss: str):
+    import torch
+
+    import modelcenter as mc
+    from modelcenter.training.late_interaction import LOSSES
+
+    settings = {"dense": ["20:identity"]}
+    model = mc.from_config("tiny/bert", "multi-vector", policy=False, multi_vector=settings)
+    model = model.to(DEVICE, torch.bfloat16).train()
+    wait_for_nothing(model, vectors_in_batches(), LOSSES[loss]())
 
 
 def test_dropout_keeps_its_share():

@@ -22,12 +22,13 @@ from modelcenter.layers.mask import Mask
 from modelcenter.layers.rotary import Rotary
 from modelcenter.testing import randomize_
 from modelcenter.training.accumulation import ModelLoss
-from modelcenter.training.config import EmbeddingConfig
+from modelcenter.training.config import EmbeddingConfig, MultiVectorConfig
 from modelcenter.training.distillation.comparisons import Spans
 from modelcenter.training.distillation.loss import Distillation
 from modelcenter.training.distillation.teacher import Teacher
 from modelcenter.training.ranking_losses import RANKING_LOSSES
 from modelcenter.training.tasks.embedding import Embedding
+from modelcenter.training.tasks.multi_vector import MultiVector
 
 pytestmark = pytest.mark.full
 
@@ -79,6 +80,11 @@ def test_families(name, task):
 @pytest.mark.parametrize("scored", [False, True])
 def test_embeddings(scored):
     test_gpu.test_embeddings_have_the_gradients_of_the_cpu(scored, "last" if scored else "mean")
+
+
+@test_gpu.LATE
+def test_vectors_of_tokens(loss):
+    test_gpu.test_vectors_of_tokens_have_the_gradients_of_the_cpu(loss)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -138,6 +144,24 @@ def test_an_evaluation_of_embeddings(scored, tmp_path):
     task = Embedding.from_flags(cfg)
     sizes = {"vocab_size": len(make_tokenizer()), **task.model_options()}
     model = randomize_(mc.from_config("tiny/bert", "embedding", policy=False, **sizes)).eval()
+    task.on_model_built(model)
+    _, examples = task.tokenize(make_tokenizer(), 32)
+    wanted = task.evaluate(model, examples, 4)
+    assert task.evaluate(model.to("cuda"), examples, 4) == pytest.approx(wanted, rel=1e-4) and wanted["loss"] > 0
+
+
+@test_gpu.LATE
+def test_a_step_of_late_interaction_waits_for_nothing(loss):
+    test_gpu.test_a_step_of_late_interaction_waits_for_nothing(loss)
+
+
+def test_an_evaluation_of_late_interaction(tmp_path):
+    write_related(tmp_path, negatives=2)
+    task = MultiVector.from_flags(MultiVectorConfig(**flags(tmp_path), max_length=32, expansion=8))
+    model = randomize_(
+        mc.from_config("tiny/bert", "multi-vector", policy=False, vocab_size=len(make_tokenizer()))
+    ).eval()
+    task.on_tokenizer_loaded(make_tokenizer())
     task.on_model_built(model)
     _, examples = task.tokenize(make_tokenizer(), 32)
     wanted = task.evaluate(model, examples, 4)

@@ -333,7 +333,8 @@ class Task:
 
 
 CROSS_ATTENTION = "attention to an encoder"  # the part that can be added to a body whose checkpoint lacks it
-DENSE = "dense"  # the layers of embeddings behind the hidden states; each has its own folder
+# The layers of embeddings behind the pooling, and of those of tokens; each layer has its own folder.
+DENSE, PROJECTION = "dense", "projection"
 
 # After sentence-transformers: the hub name is the folder, with the number of the layer among the steps, and the name in
 # its file. Files are written by the same names (hub.files.safetensors.plan_files).
@@ -352,13 +353,14 @@ def with_cross_attention(tasks: Mapping[str, Task]) -> dict[str, Task]:
 
 def with_embedding(tasks: Mapping[str, Task]) -> dict[str, Task]:
     """The tasks with "embedding" and "multi-vector" added after "base", which has the same class."""
-    vectors = embedding_task(tasks["base"])
-    # Stanford's class has the projection of its vectors among its own weights, and so the architecture's prefix.
-    return {**tasks, "embedding": vectors, "multi-vector": replace(vectors, class_aliases=("HF_ColBERT",))}
+    bare = tasks["base"]
+    # Stanford's class has the projection among its own weights.
+    vectors = replace(bare, parts={**bare.parts, PROJECTION: "head."}, class_aliases=("HF_ColBERT",))
+    return {**tasks, "embedding": embedding_task(bare), "multi-vector": vectors}
 
 
 def embedding_task(bare: Task) -> Task:
-    """A task of embeddings, whose checkpoints have the tensors of task `bare` and dense layers."""
+    """Task "embedding", whose checkpoints have the tensors of task `bare` and dense layers."""
     return replace(bare, parts={**bare.parts, DENSE: "head."})
 
 
@@ -395,8 +397,9 @@ class ArchMap:
     body_in_model: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
-        if "embedding" in self.tasks:  # the same part in every architecture
-            object.__setattr__(self, "parts", {**self.parts, DENSE: _DENSE_LAYERS})
+        # The same parts in every architecture.
+        own = {part: _DENSE_LAYERS for part in (DENSE, PROJECTION) if any(part in t.parts for t in self.tasks.values())}
+        object.__setattr__(self, "parts", {**self.parts, **own})
 
     def of_model(self) -> "ArchMap":
         """The rules between the tensors of transformers' model, instead of its files, and ours."""

@@ -83,6 +83,11 @@ class TrainedModel:
             )
         return TASKS[task]
 
+    def described(self, revision: str | None = None) -> str | None:
+        """The task that files other than config.json describe (hub.files.described_tasks); None: none."""
+        files = self._files(HubOptions(revision))
+        return described_task(SidecarFiles(files.directory, files.repo, HubOptions(files.revision)).file)
+
     def _files(self, options: HubOptions) -> ModelFiles:
         """Its files, with config.json in Hugging Face's form; for a checkpoint of ModelCenter, inferred from its
         weights."""

@@ -23,7 +23,10 @@ SIZES = {
     "num_labels": 3,
 }
 # What sentence-transformers has beside the bare model.
-DENSE = {"2_Dense/linear.weight": (12, 48), "2_Dense/linear.bias": (12,)}
+DENSE = {
+    "embedding": {"2_Dense/linear.weight": (12, 48), "2_Dense/linear.bias": (12,)},
+    "multi-vector": {"1_Dense/linear.weight": (12, 48), "1_Dense/linear.bias": (12,)},
+}
 
 
 def hub_shapes(task: str, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -36,13 +39,17 @@ def hub_shapes(task: str, tied: bool) -> dict[str, tuple[int, ...]]:
     if tied:
         shapes.pop("cls.predictions.decoder.weight", None)
         shapes.pop("cls.predictions.decoder.bias", None)
-    return shapes | (DENSE if task == "embedding" else {})
+    return shapes | DENSE.get(task, {})
 
 
 def layout_of(task: str, tied: bool = True, arch=ARCH):
     labels = {"num_labels": 2 if task == "question-answering" else 3}
     values = {k: v for k, v in SIZES.items() if k != "num_labels"} | labels | {"tie_word_embeddings": tied}
-    config = ARCH.config.read(values, BertConfig).replace(embedding={"dense": ["12"] if task == "embedding" else []})
+    config = ARCH.config.read(values, BertConfig)
+    config = config.replace(
+        embedding={"dense": ["12"] if task == "embedding" else []},
+        multi_vector={"dense": ["12"] if task == "multi-vector" else []},
+    )
     with torch.device("meta"):
         model = Bert(config, task)
     return compile_layout(arch, task, config, {name: tuple(p.shape) for name, p in model.named_parameters()})

@@ -10,7 +10,7 @@ import torch
 
 from engine.checkpoint import FORMAT_VERSION, hash_ranges
 from modelcenter._version import __version__
-from modelcenter.convert.rules import DENSE
+from modelcenter.convert.rules import DENSE, PROJECTION
 from modelcenter.hub.conversion.checkpoint import SIDES, Checkpoint
 from modelcenter.hub.conversion.fill import file_parts
 from modelcenter.hub.conversion.plan import Job, Plan
@@ -36,7 +36,7 @@ def write_model_files(checkpoint: Checkpoint, directory: Path, dtype: torch.dtyp
         if (path := checkpoint.sidecar.file(name)) is not None:
             shutil.copyfile(path, directory / name)
     checkpoint.sidecar.copy_tokenizer(directory)
-    dense = DENSE in checkpoint.layout.key_parts.values()
+    dense = not {DENSE, PROJECTION}.isdisjoint(checkpoint.layout.key_parts.values())
     checkpoint.sidecar.copy_embedding_files(directory, dense)
 
 

@@ -32,7 +32,7 @@ from modelcenter.multi_vector_settings import FIRST_PROJECTION, ROLES, SCORES, M
 
 STANFORD_CLASS = "HF_ColBERT"  # in the `architectures` of Stanford's models
 PUNCTUATION = tuple(string.punctuation)
-_USUAL_EXPANSION = 32  # tokens of a query where an older file does not say it
+_USUAL_EXPANSION, _USUAL_WIDTH = 32, 128  # where an older file does not say them
 _MASK, _NORMALIZE = "MultiVectorMask", "Normalize"
 _STRATEGIES = {"fixed": True, "min": False}  # theirs -> expansion_truncates
 _PREFIXES = {"query": "query_prefix", "document": "document_prefix"}
@@ -260,9 +260,8 @@ def _read_stanford(find: FindFile) -> dict[str, Any]:
     }
     if values.get("doc_maxlen") is not None:
         found["document_length"] = values["doc_maxlen"]
-    if values.get("dim") is not None:
-        found["dense"] = [{"width": values["dim"], "activation": "identity", "bias": False}]
-    return found
+    width = values.get("dim") or _USUAL_WIDTH
+    return found | {"dense": [{"width": width, "activation": "identity", "bias": False}]}
 
 
 def write_multi_vector_files(directory: Path, settings: MultiVectorSettings, width: int) -> None:

@@ -36,8 +36,10 @@ from modelcenter.training.tasks.vector_examples import (
     tokenize_vectors,
 )
 from modelcenter.training.tasks.vector_search import VectorSearch, all_vectors
+from modelcenter.training.trained import TrainedModel
 
-_EXPANSION, _DOCUMENT = 32, 180  # tokens, of Khattab and Zaharia (2020) and of PyLate
+# Of Khattab and Zaharia (2020, arXiv:2004.12832): elements of a vector, and tokens of a query and of a document.
+_WIDTH, _EXPANSION, _DOCUMENT = 128, 32, 180
 # Stanford's marks, tokens that BERT's vocabulary has to spare; and texts in their place.
 _MARKS = {"query": ("[unused0]", "[Q]"), "document": ("[unused1]", "[D]")}
 
@@ -90,10 +92,13 @@ class MultiVector(Task):
         return cls(cfg=cfg, table=table, columns=columns, texts=texts, eval_table=eval_table, eval_texts=eval_texts)
 
     def model_options(self) -> dict[str, Any]:
-        assert self.cfg is not None
-        if self.cfg.width is None:
+        cfg = self.cfg
+        assert cfg is not None
+        fresh = cfg.from_scratch or TrainedModel(str(cfg.model)).described(cfg.revision) != self.head
+        width = cfg.width or (_WIDTH if fresh else None)
+        if width is None:
             return {}
-        return {"multi_vector": {"dense": [{"width": self.cfg.width, "activation": "identity", "bias": False}]}}
+        return {"multi_vector": {"dense": [{"width": width, "activation": "identity", "bias": False}]}}
 
     def on_tokenizer_loaded(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

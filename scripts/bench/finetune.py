@@ -4,7 +4,8 @@ The tasks:
 
 - BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, and T5 on E2E;
 - BERT on E2E's texts: it tags the words that describe a restaurant, finds these words as answers in several texts,
-  chooses which of four texts is about the restaurant, and learns embeddings with which that text is found;
+  chooses which of four texts is about the restaurant, and learns embeddings with which that text is found, one vector
+  for each text or for each token;
 - GPT-2 learns to prefer that text (DPO, one pass over its pairs, without dropout).
 
 Both sides train the same model from the same weights on the same rows, with the same tokenizer, batch size, steps,

@@ -8,6 +8,7 @@ from scripts.bench.lib.flops import Row
 
 AUTO_CLASSES = {
     "embedding": "AutoModel",
+    "multi-vector": "AutoModel",
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",

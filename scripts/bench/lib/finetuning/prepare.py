@@ -36,6 +36,7 @@ def prepare(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     model = workloads.auto_class(task.model_task).from_config(config)
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")
+    task.complete(folder / "start", settings["hidden"])
     sizes = list(itertools.chain.from_iterable(map(task.sizes, task.encode(tokenizer, rows))))
     tokens = sum(row.tokens + row.target for row in sizes)
     return {

@@ -6,6 +6,7 @@ from scripts.bench.lib.finetuning.tasks.dpo import DPO
 from scripts.bench.lib.finetuning.tasks.embedding import Embedding
 from scripts.bench.lib.finetuning.tasks.lm import LanguageModelling
 from scripts.bench.lib.finetuning.tasks.mlm import MaskedLM
+from scripts.bench.lib.finetuning.tasks.multi_vector import MultiVector
 from scripts.bench.lib.finetuning.tasks.multiple_choice import MultipleChoice
 from scripts.bench.lib.finetuning.tasks.qa import QuestionAnswering
 from scripts.bench.lib.finetuning.tasks.seq2seq import Seq2Seq
@@ -21,4 +22,5 @@ TASKS: dict[str, Task] = {
     "multiple_choice": MultipleChoice(),
     "dpo": DPO(),
     "embedding": Embedding(),
+    "multi_vector": MultiVector(),
 }

@@ -104,6 +104,10 @@ class Task:
             num_attention_heads=hidden // (64 if hidden >= 512 else 32),
         )  # fmt: skip
 
+    def complete(self, start: Path, hidden: int) -> None:
+        """Add to the initial model what no class of transformers has. hidden: the width of its states."""
+        return
+
     def encode(self, tokenizer: Any, rows: Rows, known: Rows | None = None) -> Rows:
         """Token ids and labels, the same for every contender.
 

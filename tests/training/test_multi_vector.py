@@ -114,6 +114,8 @@ def test_losses_and_gradients_are_those_written_out(folder, kind):
     """In every cut of a step; queries that share documents are not told apart by these."""
     given, of = KINDS[kind]
     rows = write_related(folder, train=8, negatives=2)
+    rows[0]["negatives"].append(rows[1]["query"])  # for which it is no negative
+    write_jsonl(folder / "data" / "train.jsonl", rows)
     run = first_step(folder, temperature=0.5, document_length=9, width=10, **PROMPTS, **given)
     run.model.eval().save_pretrained(folder / "written")
     theirs = oracle(

@@ -125,8 +125,8 @@ def _describe_config(config: Mapping[str, Any], directory: Path | None) -> dict[
 
 
 def _describe_vectors(task: str, directory: Path) -> dict[str, Any]:
-    """The embeddings of a task as the files describe them, and how many parameters the dense layers have; or why they are
-    not supported."""
+    """The embeddings of a task as the files describe them, and the parameters of its dense layers; or why they are not
+    supported."""
     find = beside(directory)
     try:
         steps = dense_steps(task, find)

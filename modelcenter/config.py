@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.multi_vector_settings import MultiVectorSettings
 from modelcenter.registry import nearest
+from modelcenter.sparse_settings import SparseEmbeddingSettings
 
 _LAYERS = ("num_layers", "num_decoder_layers")
 _SIZES = (
@@ -54,6 +55,7 @@ class ModelConfig:
             the labels as transformers does.
         embedding: for task "embedding": how hidden states become one vector per text; a mapping is accepted too.
         multi_vector: for task "multi-vector": how hidden states become one vector per token; a mapping is accepted too.
+        sparse_embedding: for task "sparse-embedding": how logits become weights of tokens; a mapping is accepted too.
         architectures: class names that the checkpoint declares; they select the head if the caller gives no task.
         dtype: the storage dtype that the checkpoint declares, as a string such as "bfloat16".
         extra: fields of the Hugging Face config that do not change the model here; written back on export.
@@ -76,6 +78,7 @@ class ModelConfig:
     problem_type: str | None = None
     embedding: EmbeddingSettings = EmbeddingSettings()
     multi_vector: MultiVectorSettings = MultiVectorSettings()
+    sparse_embedding: SparseEmbeddingSettings = SparseEmbeddingSettings()
     tie_embeddings: bool = True
     architectures: list[str] | None = None
     dtype: str | None = None
@@ -84,6 +87,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         self.embedding = EmbeddingSettings.of(self.embedding)
         self.multi_vector = MultiVectorSettings.of(self.multi_vector)
+        self.sparse_embedding = SparseEmbeddingSettings.of(self.sparse_embedding)
         if self.id2label is not None:
             self.id2label = {int(k): str(v) for k, v in self.id2label.items()}
             self.num_labels = len(self.id2label)

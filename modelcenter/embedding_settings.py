@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from modelcenter.registry import nearest
+
+T = TypeVar("T")
 
 POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean")
 SIMILARITIES = ("cosine", "dot")
@@ -114,12 +116,7 @@ class EmbeddingSettings:
             raise ValueError(f"embedding: normalize is {self.normalize!r}, expected true or false")
         if not isinstance(self.include_prompt, bool):
             raise ValueError(f"embedding: include_prompt is {self.include_prompt!r}, expected true or false")
-        for name in ("query_prompt", "document_prompt"):
-            if not isinstance(value := getattr(self, name), str):
-                raise ValueError(f"embedding: {name} is {value!r}, expected a text")
-        length = self.max_length
-        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-            raise ValueError(f"embedding: max_length is {length!r}, expected a number of tokens above 0")
+        check_texts("embedding", self)
 
     @property
     def dense_by_number(self) -> dict[str, DenseSettings]:
@@ -134,15 +131,7 @@ class EmbeddingSettings:
     @classmethod
     def of(cls, given: "EmbeddingSettings | Mapping[str, Any] | None") -> Self:
         """From the fields that a caller gives. Raises ValueError for an unknown field or an invalid value."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping | None):
-            raise ValueError(f"embedding: got {given!r}, expected fields such as {{'pooling': 'mean'}}")
-        names = [field.name for field in fields(cls)]
-        for name in given or {}:
-            if name not in names:
-                raise ValueError(f"embedding: unknown field {name!r}.{nearest(name, names)} Known: {', '.join(names)}")
-        return cls(**(given or {}))
+        return given if isinstance(given, cls) else from_fields(cls, given, "embedding", {"pooling": "mean"})
 
     @classmethod
     def over(cls, stored: Mapping[str, Any], given: "EmbeddingSettings | Mapping[str, Any] | None") -> Self:
@@ -163,6 +152,34 @@ class EmbeddingSettings:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable dictionary; `of` restores the same settings from it."""
         return {**asdict(self), "dense": [asdict(layer) for layer in self.dense]}
+
+
+def check_texts(field: str, settings: Any) -> None:
+    """Raise ValueError if prompts are no texts, or max_length is no number of tokens. field: as of from_fields."""
+    for name in ("query_prompt", "document_prompt"):
+        if not isinstance(value := getattr(settings, name), str):
+            raise ValueError(f"{field}: {name} is {value!r}, expected a text")
+    length = settings.max_length
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        raise ValueError(f"{field}: max_length is {length!r}, expected a number of tokens above 0")
+
+
+def from_fields(cls: type[T], given: Any, field: str, example: Mapping[str, Any]) -> T:
+    """Settings, a dataclass, from a mapping of their fields; None: the usual ones.
+
+    Args:
+        field: of a model's config, which holds them, for messages. example: of a valid mapping.
+
+    Raises:
+        ValueError: it is no mapping, or has an unknown field.
+    """
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"{field}: got {given!r}, expected fields such as {example}")
+    names = [one.name for one in fields(cls)]  # type: ignore[arg-type]  # which are dataclasses
+    for name in given or {}:
+        if name not in names:
+            raise ValueError(f"{field}: unknown field {name!r}.{nearest(name, names)} Known: {', '.join(names)}")
+    return cls(**(given or {}))
 
 
 def _shown(layers: Iterable[DenseSettings]) -> str:

@@ -22,6 +22,7 @@ TASKS = (
     "base",
     "embedding",
     "multi-vector",
+    "sparse-embedding",
     "masked-lm",
     "causal-lm",
     "seq2seq-lm",

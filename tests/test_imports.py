@@ -33,8 +33,10 @@ RULES: dict[str, set[str]] = {
     "modelcenter.registry": {"modelcenter._paths"},
     "modelcenter.embedding_settings": {"modelcenter.registry"},
     "modelcenter.multi_vector_settings": {"modelcenter.registry", "modelcenter.embedding_settings"},
+    "modelcenter.sparse_settings": {"modelcenter.registry", "modelcenter.embedding_settings"},
     "modelcenter.config": {
         "modelcenter.registry", "modelcenter.embedding_settings", "modelcenter.multi_vector_settings",
+        "modelcenter.sparse_settings",
     },
     "modelcenter.layers": {"torch", "engine.ops", "engine.loss"},
     "modelcenter.models": {"torch", "engine.ops", "engine.loss", "modelcenter.layers", "modelcenter.config"},
@@ -45,6 +47,7 @@ RULES: dict[str, set[str]] = {
         "modelcenter.convert", "modelcenter.registry", "modelcenter.config", "modelcenter._version",
         "modelcenter._paths", "modelcenter.command_line", "modelcenter.embedding_settings",
         "modelcenter.multi_vector_settings",
+        "modelcenter.sparse_settings",
     },
     "modelcenter.hub.tokenization_cpm": {"transformers", "rjieba"},  # imported when one of its tokenizers is loaded
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},

@@ -400,6 +400,8 @@ class ArchMap:
         # The same parts in every architecture.
         own = {part: _DENSE_LAYERS for part in (DENSE, PROJECTION) if any(part in t.parts for t in self.tasks.values())}
         object.__setattr__(self, "parts", {**self.parts, **own})
+        if "masked-lm" in self.tasks:  # whose head is used as it is; its class still declares "masked-lm", the first
+            object.__setattr__(self, "tasks", {**self.tasks, "sparse-embedding": self.tasks["masked-lm"]})
 
     def of_model(self) -> "ArchMap":
         """The rules between the tensors of transformers' model, instead of its files, and ours."""

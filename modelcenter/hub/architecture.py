@@ -82,7 +82,7 @@ def find_spec(config: Mapping[str, Any], architecture: str | None, origin: str) 
 def choose_task(
     arch: ArchMap, task: str | None, config: Mapping[str, Any], origin: str, find: FindFile | None = None
 ) -> str:
-    """The requested task; else "embedding" or "multi-vector" if other files describe these, or
+    """The requested task; else "embedding", "multi-vector" or "sparse-embedding" if other files describe these, or
     "sequence-classification" if they define a score by the logits of two words; else the task of the `architectures`
     in config.json.
 

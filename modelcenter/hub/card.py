@@ -17,6 +17,7 @@ PIPELINES = {
     "base": "feature-extraction",
     "embedding": "sentence-similarity",
     "multi-vector": "sentence-similarity",
+    "sparse-embedding": "feature-extraction",
     "masked-lm": "fill-mask",
     "pretraining": "fill-mask",
     "causal-lm": "text-generation",
@@ -29,7 +30,7 @@ PIPELINES = {
     "double-heads": "text-generation",
     "text-encoding": "feature-extraction",
 }
-_SUBTASKS = {"seq2seq-lm": ["text2text-generation"]}
+_SUBTASKS = {"seq2seq-lm": ["text2text-generation"], "sparse-embedding": ["sparse-encoder"]}
 # Keys of `details` that go into the front matter as they are.
 _PLAIN = ("language", "license", "license_name", "license_link", "datasets", "tags", "metrics")
 _DATASET = ("dataset", "dataset_name", "dataset_config", "dataset_split", "dataset_revision")
@@ -96,7 +97,7 @@ def _front_matter(model: Any, given: Mapping[str, Any], values: Mapping[str, Any
         front["eval_results"] = _results(given, values, _pipeline(model) or "")
     if base:
         front["base_model_relation"] = "finetune"
-    of_sentence_transformers = model.task in ("embedding", "multi-vector") or is_reranker(model)
+    of_sentence_transformers = model.task in ("embedding", "multi-vector", "sparse-embedding") or is_reranker(model)
     # For a discriminator: the Hub has no name for its task.
     fills_no_mask = model.task == "pretraining" and getattr(model.config, "detects_replaced", False)
     data = ModelCardData(

@@ -14,7 +14,7 @@ def is_reranker(model: Any) -> bool:
 
 def loading_lines(model: Any, hf_class: str) -> list[str]:
     """Lines of Python that load the model: with transformers' own class, or the code in `auto_map` of config.json; an
-    embedding model, one of a vector for each token, or a reranker with sentence-transformers."""
+    embedding model, a sparse one, one of a vector for each token, or a reranker with sentence-transformers."""
     if model.task == "embedding":
         return [
             "from sentence_transformers import SentenceTransformer",
@@ -27,6 +27,12 @@ def loading_lines(model: Any, hf_class: str) -> list[str]:
             'model = MultiVectorEncoder("PATH_OR_REPO")',
             'queries, documents = model.encode_query(["A query"]), model.encode_document(["A text", "Another text"])',
             "scores = model.similarity(queries, documents)",
+        ]
+    if model.task == "sparse-embedding":
+        return [
+            "from sentence_transformers import SparseEncoder",
+            'model = SparseEncoder("PATH_OR_REPO")',
+            'embeddings = model.encode(["A text", "Another text"])',
         ]
     if is_reranker(model):
         return [

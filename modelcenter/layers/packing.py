@@ -400,6 +400,13 @@ class Packed:
         """A sum over this rank's tokens -> the sum over all tokens."""
         return x if self.split is None else self.split.sum(x)
 
+    def greatest_over_ranks(self, x: Tensor) -> Tensor:
+        """(n, width) greatest values among this rank's tokens -> those among all tokens."""
+        split = self.split
+        if split is None or split.size == 1:
+            return x
+        return split.gather(x).view(split.size, *x.shape).amax(0)
+
     @property
     def first_own_token(self) -> int:
         """The index, among all tokens, of this rank's first."""

@@ -61,17 +61,14 @@ class Pooling:
         return None
 
     def _greatest(self, x: Tensor) -> Tensor:
-        ctx, split = self._ctx, self._ctx.split
+        ctx = self._ctx
         n, width = ctx.num_sequences, x.shape[1]
         ctx.first_tokens()  # raises if a sequence has no token
         taken = x if self._takes_part is None else x.masked_fill(~self._takes_part[:, None], -torch.inf)
         number = self._numbers[:, None].expand_as(x)
         # The additional row is for the tokens of the dummy sequence.
         found = x.new_full((n + 1, width), -torch.inf).scatter_reduce(0, number, taken, "amax")[:n]
-        if split is None or split.size == 1:
-            return found
-        # The maximum over ranks, because the tokens of a sequence may be on several.
-        return split.gather(found).view(split.size, n, width).amax(0)
+        return ctx.greatest_over_ranks(found)  # because the tokens of a sequence may be on several
 
     def _first(self) -> Tensor:
         """(n,) index of the first pooled token of each sequence."""

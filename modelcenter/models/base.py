@@ -28,7 +28,7 @@ from modelcenter.models.trainer_protocol import TrainerProtocol
 # (hidden states (T, hidden_size), batch) -> hidden states.
 UnitCall = Callable[[Tensor, Packed], Tensor]
 # Tasks whose heads may be tied to the embedding.
-VOCABULARY_TASKS = ("masked-lm", "causal-lm", "seq2seq-lm", "pretraining", "double-heads")
+VOCABULARY_TASKS = ("masked-lm", "sparse-embedding", "causal-lm", "seq2seq-lm", "pretraining", "double-heads")
 # If `end` reads more than this share of the tokens, selecting them in the last unit costs more than it saves.
 _MOST_READ = 0.8
 

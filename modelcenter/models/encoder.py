@@ -31,6 +31,7 @@ from modelcenter.models.cross_attention import CrossAttentionMixin
 from modelcenter.models.inputs import Batch, given_inputs
 from modelcenter.models.multiple_choice import TOKEN_INPUTS, count_choices, flatten_choices
 from modelcenter.models.outputs import ModelOutput
+from modelcenter.models.sparse_embedding import SparseEmbeddingMixin
 
 
 @dataclass(kw_only=True)
@@ -119,7 +120,7 @@ class BertStyleConfig(EncoderConfig):
         return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
 
-class Encoder(CrossAttentionMixin):
+class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
     """Base of encoders. Parameter names in the body do not depend on the task.
 
     With `is_decoder` they are decoders, and support task causal-lm.
@@ -130,6 +131,7 @@ class Encoder(CrossAttentionMixin):
         "embedding",
         "multi-vector",
         "masked-lm",
+        "sparse-embedding",
         "causal-lm",
         "sequence-classification",
         "token-classification",
@@ -159,7 +161,7 @@ class Encoder(CrossAttentionMixin):
         super().__init__(config, task)
         self.make_body()
         self.pooler = Linear(config.hidden_size, config.hidden_size) if task in self.pooled_tasks else None
-        self.head = self.make_head(task)
+        self.head = self.make_head("masked-lm" if task == "sparse-embedding" else task)
 
     def make_body(self) -> None:
         """Build the embeddings and the layers."""
@@ -258,6 +260,8 @@ class Encoder(CrossAttentionMixin):
             return ModelOutput(embeddings=self.embeddings(x, ctx, batch))
         if self.task == "multi-vector":
             return self.token_vectors(x, ctx)
+        if self.task == "sparse-embedding":
+            return ModelOutput(embeddings=self.sparse_embeddings(x, ctx))
         pooled = None if self.pooler is None else torch.tanh(self.pooler(ctx.select(x, ctx.first_tokens())))
         if self.task == "base":
             return ModelOutput(last_hidden_state=ctx.repad(x), pooler_output=pooled)
@@ -290,7 +294,7 @@ class Encoder(CrossAttentionMixin):
     @property
     def lm_prefix(self) -> str | None:
         """The name of the head over the vocabulary; None: the task has none."""
-        return "head" if self.task in ("masked-lm", "causal-lm") else None
+        return "head" if self.task in ("masked-lm", "sparse-embedding", "causal-lm") else None
 
     def _choices(self, ctx: Packed, batch: Batch) -> Tensor | int:
         """How many consecutive sequences are the choices of an example: a number for all, or one for each."""

@@ -77,7 +77,15 @@ class Esm(Roberta):
     """ESM-2 or ESM-1b with the head of `task`. It takes no token_type_ids."""
 
     config_class = EsmConfig
-    tasks = ("base", "embedding", "multi-vector", "masked-lm", "sequence-classification", "token-classification")
+    tasks = (
+        "base",
+        "embedding",
+        "multi-vector",
+        "masked-lm",
+        "sparse-embedding",
+        "sequence-classification",
+        "token-classification",
+    )
     pooled_tasks = ("base", "embedding", "multi-vector")
     tells_types = False
     # transformers predicts contacts with the last two, from the attention of all layers; they are kept for export.

@@ -66,7 +66,15 @@ class EuroBert(Encoder):
     """EuroBERT with the head of `task`. It takes no token_type_ids."""
 
     config_class = EuroBertConfig
-    tasks = ("base", "embedding", "multi-vector", "masked-lm", "sequence-classification", "token-classification")
+    tasks = (
+        "base",
+        "embedding",
+        "multi-vector",
+        "masked-lm",
+        "sparse-embedding",
+        "sequence-classification",
+        "token-classification",
+    )
     pooled_tasks = ()
     tells_types = False
     bounded = False

@@ -46,6 +46,7 @@ HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {
     "base": (),
     "embedding": ("prompt_lengths",),
     "multi-vector": (),
+    "sparse-embedding": (),
     "text-encoding": (),
     "masked-lm": ("labels", "logits_to_keep", "soft_targets"),
     "causal-lm": ("labels", "logits_to_keep", "output_log_probs", "soft_targets"),

@@ -201,7 +201,7 @@ class ModernBert(ModernBertBody, Encoder):
         c = self.config
         self.token_type = None
         self.transform = None
-        if self.task not in ("base", "embedding", "multi-vector", "masked-lm"):
+        if self.task not in ("base", "embedding", "multi-vector", "masked-lm", "sparse-embedding"):
             self.transform = HeadTransform(
                 c.hidden_size, c.classifier_act, c.norm_eps, bias=c.classifier_bias, norm_bias=c.norm_bias
             )

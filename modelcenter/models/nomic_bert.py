@@ -56,7 +56,15 @@ class NomicBert(Encoder):
     """NomicBERT with the head of `task`."""
 
     config_class = NomicBertConfig
-    tasks = ("base", "embedding", "multi-vector", "masked-lm", "sequence-classification", "token-classification")
+    tasks = (
+        "base",
+        "embedding",
+        "multi-vector",
+        "masked-lm",
+        "sparse-embedding",
+        "sequence-classification",
+        "token-classification",
+    )
     pooled_tasks = ("sequence-classification",)
     bounded = False
 

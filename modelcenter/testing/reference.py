@@ -21,7 +21,7 @@ CHOICES = 3  # rows of a multiple-choice example
 
 
 # Tasks that have no loss of their own.
-UNSUPERVISED = ("base", "embedding", "multi-vector", "text-encoding")
+UNSUPERVISED = ("base", "embedding", "multi-vector", "sparse-embedding", "text-encoding")
 
 
 class ReferenceModels:

@@ -1,19 +1,30 @@
 """The tasks that no class of transformers is named for: what files other than config.json say of them. Imports no
 torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from modelcenter.embedding_settings import EmbeddingSettings
-from modelcenter.hub.files import embedding_files, multi_vector_files
+from modelcenter.hub.files import embedding_files, multi_vector_files, sparse_encoder_files
 from modelcenter.hub.files.embedding_files import DenseStep, FindFile, write_embedding_files
 from modelcenter.hub.files.multi_vector_files import write_multi_vector_files
+from modelcenter.hub.files.sparse_encoder_files import write_sparse_encoder_files
 from modelcenter.multi_vector_settings import MultiVectorSettings
+from modelcenter.sparse_settings import SparseEmbeddingSettings
 
 # {task: the field of the model's config that holds what its files say}
-FIELDS = {"embedding": "embedding", "multi-vector": "multi_vector"}
-_SETTINGS: Mapping[str, Any] = {"embedding": EmbeddingSettings, "multi-vector": MultiVectorSettings}
+FIELDS = {"embedding": "embedding", "multi-vector": "multi_vector", "sparse-embedding": "sparse_embedding"}
+_SETTINGS: Mapping[str, Any] = {
+    "embedding": EmbeddingSettings,
+    "multi-vector": MultiVectorSettings,
+    "sparse-embedding": SparseEmbeddingSettings,
+}
+_READ: Mapping[str, Callable[[FindFile], dict[str, Any]]] = {
+    "embedding": embedding_files.read_embedding_files,
+    "multi-vector": multi_vector_files.read_multi_vector_files,
+    "sparse-embedding": sparse_encoder_files.read_sparse_encoder_files,
+}
 
 
 def described_task(find: FindFile, arch: Any = None) -> str | None:
@@ -23,15 +34,20 @@ def described_task(find: FindFile, arch: Any = None) -> str | None:
     Args:
         find: name of a file -> where it lies, None where there is none. arch: None: any.
     """
-    task = "multi-vector" if multi_vector_files.makes_token_vectors(find) else None
-    task = "embedding" if embedding_files.makes_embeddings(find) else task
+    if embedding_files.makes_embeddings(find):
+        task = "embedding"
+    elif multi_vector_files.makes_token_vectors(find):
+        task = "multi-vector"
+    elif embedding_files.is_sparse_encoder(find):
+        task = "sparse-embedding"
+    else:
+        return None
     return task if arch is None or task in arch.tasks else None
 
 
 def stored_fields(task: str, find: FindFile) -> dict[str, Any]:
     """What the files say of a task's settings, under our names. Raises ValueError: steps that are not supported."""
-    read = embedding_files.read_embedding_files if task == "embedding" else multi_vector_files.read_multi_vector_files
-    return read(find)
+    return _READ[task](find)
 
 
 def settings_over(task: str, find: FindFile, given: Any) -> Any:
@@ -60,3 +76,5 @@ def write_described(model: Any, directory: Path) -> None:
         write_embedding_files(directory, model.config.embedding, model.pooling, model.state_width)
     elif model.task == "multi-vector":
         write_multi_vector_files(directory, model.config.multi_vector, model.state_width)
+    elif model.task == "sparse-embedding":
+        write_sparse_encoder_files(directory, model.config.sparse_embedding, model.config.vocab_size)

@@ -14,6 +14,7 @@ from modelcenter.embedding_settings import FIRST_DENSE, SIMILARITIES, DenseSetti
 from modelcenter.hub.files.json_files import read_json, read_json_objects, write_json
 from modelcenter.hub.files.names import WEIGHT_FILES
 from modelcenter.registry import nearest
+from modelcenter.sparse_settings import SparseEmbeddingSettings
 
 MODULES_FILE = "modules.json"
 SETTINGS_FILE = "config_sentence_transformers.json"
@@ -23,6 +24,10 @@ _STEP_FILE = re.compile(rf"{_STEP_FOLDER.pattern}/config\.json")  # of a step wi
 CROSS_ENCODER = "CrossEncoder"  # the type of a model that scores pairs of texts, see cross_encoder_files
 COLBERT = "ColBERT"  # PyLate's name of a model with a vector for each token
 MULTI_VECTOR = ("MultiVectorEncoder", COLBERT)  # see multi_vector_files
+SPARSE_ENCODER = (
+    "SparseEncoder"  # the type of a model that weighs the tokens of the vocabulary, see sparse_encoder_files
+)
+_SPARSE_STEPS = {"MLMTransformer", "SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding", "IDF"}
 STANFORD_FILE = "artifact.metadata"  # of Stanford's ColBERT, see multi_vector_files
 
 # their names -> ours
@@ -112,6 +117,19 @@ def stored_kind(find: FindFile) -> str | None:
     return None if kind is None else str(kind)
 
 
+def is_sparse_encoder(find: FindFile) -> bool:
+    """Whether the files say that a model is a SparseEncoder of sentence-transformers, also of a kind that is not
+    supported.
+
+    Args:
+        find: as of read_embedding_files.
+    """
+    modules = find(MODULES_FILE)
+    if modules is None:
+        return False
+    return stored_kind(find) == SPARSE_ENCODER or not _SPARSE_STEPS.isdisjoint(step_kinds(modules))
+
+
 def step_kinds(modules: Path) -> list[str]:
     """The names of the classes of the steps in modules.json, without their modules."""
     return [str(step.get("type", "")).rpartition(".")[2] for step in read_json_objects(modules)]
@@ -152,6 +170,16 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
         found |= _pooling_of(pooling)
     if dense := dense_steps(find):
         found["dense"] = [step.settings for step in dense]
+    found |= read_text_settings(find)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_text_settings(find: FindFile) -> dict[str, Any]:
+    """Those fields of the settings that say how texts are read and embeddings are compared; None: they do not say it.
+
+    Args, Raises: as read_embedding_files.
+    """
+    found: dict[str, Any] = {}
     if (transformer := find(TRANSFORMER_FILE)) is not None:
         found["max_length"] = read_json(transformer).get("max_seq_length")
     if (settings := find(SETTINGS_FILE)) is not None:
@@ -166,7 +194,7 @@ def read_embedding_files(find: FindFile) -> dict[str, Any]:
                 expected = " or ".join(SIMILARITIES)
                 raise ValueError(f"{settings}: similarity_fn_name is {similarity!r}, expected {expected}")
             found["similarity"] = similarity
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def dense_steps(find: FindFile) -> list[DenseStep]:
@@ -211,7 +239,9 @@ def check_dense_inputs(steps: Sequence[DenseStep], model: Any) -> None:
 def _modules(find: FindFile) -> Path | None:
     """The modules.json of an embedding model; None if there is none, or it describes another type of model."""
     modules = find(MODULES_FILE)
-    return None if modules is None or stored_kind(find) in (CROSS_ENCODER, *MULTI_VECTOR) else modules
+    if modules is None or stored_kind(find) in (CROSS_ENCODER, *MULTI_VECTOR) or is_sparse_encoder(find):
+        return None
+    return modules
 
 
 def _steps(modules: Path) -> list[tuple[str, str]]:
@@ -306,10 +336,15 @@ def write_embedding_files(directory: Path, config: EmbeddingSettings, pooling: s
     for number, layer in enumerate(config.dense, FIRST_DENSE):
         write_json(directory / dense_folder(number) / "config.json", dense_fields(layer, width))
         width = layer.width
+    write_text_settings(directory, config, "SentenceTransformer")
+
+
+def write_text_settings(directory: Path, config: EmbeddingSettings | SparseEmbeddingSettings, kind: str) -> None:
+    """Write what read_text_settings reads. kind: the class of sentence-transformers that loads the model."""
     write_json(directory / TRANSFORMER_FILE, {"max_seq_length": config.max_length, "do_lower_case": False})
     prompts = {"query": config.query_prompt, "document": config.document_prompt}
     settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": config.similarity}
-    write_json(directory / SETTINGS_FILE, {"model_type": "SentenceTransformer", **settings})
+    write_json(directory / SETTINGS_FILE, {"model_type": kind, **settings})
 
 
 def _mode_fields(poolings: Sequence[str]) -> dict[str, Any]:

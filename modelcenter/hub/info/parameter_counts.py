@@ -35,7 +35,8 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     """Parameters of each component of the model with the head of a task; None if they are not counted here.
 
     Counted are the heads whose sizes follow from the config: base, embedding and multi-vector (without dense layers,
-    which config.json does not describe), text-encoding, masked-lm, pretraining, causal-lm and seq2seq-lm.
+    which config.json does not describe), text-encoding, masked-lm, sparse-embedding,
+    pretraining, causal-lm and seq2seq-lm.
 
     Raises:
         ValueError: as body_sizes.
@@ -48,6 +49,7 @@ def task_sizes(config: Mapping[str, Any], task: str | None) -> dict[str, int] | 
     if kind == "t5gemma" and task in ("embedding", "text-encoding"):
         return _t5gemma(config, SIDES[:1])
     heads = HEADS.get(kind, {})
+    task = "masked-lm" if task == "sparse-embedding" else task  # whose head it has
     if sizes is None or task is None or not (task in _HEADLESS or task in heads):
         return None
     if "pooler" not in registry.get(kind).arch_map().tasks[task].parts:

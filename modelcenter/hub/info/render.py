@@ -28,6 +28,8 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("embeddings", _embedding(about["embedding"])))
     if "multi_vector" in about:
         facts.append(("vectors", _vectors(about["multi_vector"])))
+    if "sparse_embedding" in about:
+        facts.append(("embeddings", _sparse_embedding(about["sparse_embedding"])))
     if "labels" in about:
         labels = about["labels"]
         facts.append(("labels", ", ".join(map(str, labels[:8])) + (f", ... ({len(labels)})" if labels[8:] else "")))
@@ -77,6 +79,13 @@ def _vectors(of: Mapping[str, Any]) -> str:
     if of["expansion_length"] is not None:
         text += f"; queries expanded to {of['expansion_length']} tokens"
     return f"{text}; compared by {of['similarity']}"
+
+
+def _sparse_embedding(of: Mapping[str, Any]) -> str:
+    """How weights of tokens are made, in words."""
+    if "unsupported" in of:
+        return f"not supported: {of['unsupported']}"
+    return f"sparse, by the {of['pooling']} over tokens of {of['activation']}; compared by {of['similarity']}"
 
 
 def _source(about: Mapping[str, Any]) -> str:

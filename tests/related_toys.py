@@ -6,6 +6,8 @@ import pytest
 import torch
 from toydata import WORDS, make_tokenizer, write_jsonl
 
+from modelcenter.training.contrastive import ANCHOR, POSITIVE
+
 _ALL = [word for words in WORDS.values() for word in words]
 
 
@@ -37,6 +39,20 @@ def write_related(folder, train: int = 24, dev: int = 11, **kinds) -> list[dict]
     write_jsonl(folder / "data" / "dev.jsonl", make_related(dev, 2, **kinds))
     make_tokenizer().save_pretrained(folder / "tokenizer")
     return rows
+
+
+def random_pairs(numbers) -> dict[str, torch.Tensor]:
+    """A packed batch of rows with these numbers: an anchor and a positive of random tokens, of unequal lengths."""
+    texts = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        texts += [torch.randint(5, 60, (3 + (number + 2 * i) % 5,), generator=generator) for i in range(2)]
+    return {
+        "input_ids": torch.cat(texts)[None],
+        "cu_seqlens": torch.tensor([0, *map(len, texts)]).cumsum(0).int(),
+        "roles": torch.tensor([ANCHOR, POSITIVE] * len(numbers)),
+        "text_ids": torch.tensor([2 * number + i for number in numbers for i in range(2)]),
+    }
 
 
 def assert_same(found, expected):

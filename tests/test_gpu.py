@@ -97,6 +97,16 @@ def texts_in_batches(scored: bool, prompts: bool):
     return batches
 
 
+def assert_same_step(wanted, found):
+    """wanted, found: the loss and all gradients of a step."""
+    import torch
+
+    assert wanted.keys() == found.keys() and wanted["loss"] > 0
+    for part, value in wanted.items():
+        atol = 2e-5 * max(1.0, value.abs().max().item())
+        torch.testing.assert_close(found[part], value, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
+
+
 SCORED = pytest.mark.parametrize("scored", [False, True], ids=["negatives", "scores"])
 
 
@@ -107,7 +117,6 @@ def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
 
     Where poolings are joined, with prompts and with a dense layer behind them.
     """
-    import torch
 
     import modelcenter as mc
     from modelcenter.testing import randomize_
@@ -122,10 +131,28 @@ def test_embeddings_have_the_gradients_of_the_cpu(scored: bool, pooling: str):
         loss = mc.training.accumulate(model, batches, RankedPairs() if scored else InBatchNegatives(symmetric=True))
         grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
         found.append({"loss": loss.cpu(), **grads})
-    assert found[0].keys() == found[1].keys() and found[0]["loss"] > 0
-    for part, wanted in found[0].items():
-        atol = 2e-5 * max(1.0, wanted.abs().max().item())
-        torch.testing.assert_close(found[1][part], wanted, rtol=1e-4, atol=atol, msg=lambda m, n=part: f"{n}: {m}")
+    assert_same_step(*found)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_sparse_embeddings_have_the_gradients_of_the_cpu(pooling: str):
+    """Of the greatest logits, too, whose tokens a GPU finds in another way."""
+
+    import modelcenter as mc
+    from modelcenter.testing import randomize_
+    from modelcenter.training.contrastive import InBatchNegatives
+    from modelcenter.training.splade_loss import SpladeLoss
+
+    batches = texts_in_batches(scored=False, prompts=False)
+    found = []
+    for device in ("cpu", DEVICE):
+        options = {"sparse_embedding": {"pooling": pooling}, **NO_DROPOUT}
+        model = randomize_(mc.from_config("tiny/bert", "sparse-embedding", policy=False, **options)).to(device).train()
+        loss_fn = SpladeLoss(InBatchNegatives(similarity="dot", temperature=8.0), 0.3, 0.2)
+        loss = mc.training.accumulate(model, batches, loss_fn)
+        grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.cpu(), **grads})
+    assert_same_step(*found)
 
 
 def vectors_in_batches():
@@ -467,6 +494,18 @@ def test_a_step_of_late_interaction_waits_for_nothing(loss: str):
     model = mc.from_config("tiny/bert", "multi-vector", policy=False, multi_vector=settings)
     model = model.to(DEVICE, torch.bfloat16).train()
     wait_for_nothing(model, vectors_in_batches(), LOSSES[loss]())
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_a_step_of_sparse_embeddings_waits_for_nothing(pooling: str):
+    import modelcenter as mc
+    from modelcenter.training.contrastive import InBatchNegatives
+    from modelcenter.training.splade_loss import SpladeLoss
+
+    settings = {"pooling": pooling}
+    model = mc.from_config("tiny/bert", "sparse-embedding", policy=False, sparse_embedding=settings).to(DEVICE).train()
+    loss = SpladeLoss(InBatchNegatives(similarity="dot"), 0.3, 0.2)
+    wait_for_nothing(model, texts_in_batches(scored=False, prompts=False), loss)
 
 
 def test_dropout_keeps_its_share():

@@ -11,7 +11,7 @@ from toydata import flags, make_tokenizer
 
 import engine
 import modelcenter as mc
-from engine.loss import linear_cross_entropy, linear_log_probs, vocabulary_logits
+from engine.loss import linear_cross_entropy, linear_log_probs, term_weights, vocabulary_logits
 from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, OptimManager
 from modelcenter.compare import pack_rows, rows_for
@@ -170,6 +170,18 @@ def test_an_evaluation_of_late_interaction(tmp_path):
 
 def has_finite_gradients(model):
     return all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_sparse_embeddings(pooling, monkeypatch):
+    monkeypatch.setattr(term_weights, "_GPU_CHUNK_BYTES", 1)  # several chunks of classes
+    monkeypatch.setattr(term_weights, "_FEWEST", 64)
+    test_gpu.test_sparse_embeddings_have_the_gradients_of_the_cpu(pooling)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_a_step_of_sparse_embeddings_waits_for_nothing(pooling):
+    test_gpu.test_a_step_of_sparse_embeddings_waits_for_nothing(pooling)
 
 
 @pytest.mark.parametrize("loss", RANKING_LOSSES.values())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.loss import cross_entropy
 from modelcenter.layers.host_copies import to_device
+from modelcenter.training.sparse_rows import Rows, dot_products, paired_products
 
 ANCHOR, POSITIVE, NEGATIVE = 0, 1, 2  # roles of texts
 TEXT_FACTS = ("roles", "text_ids", "scores")  # in a batch beside the model's inputs: a number for each text
@@ -70,7 +71,7 @@ class EmbeddingLoss(ABC):
             with torch.set_grad_enabled(gradient):
                 vectors = F.normalize(leaf, dim=-1) if self.similarity == "cosine" else leaf
             held = vectors.detach().requires_grad_(gradient)
-            for part in self._parts(held, facts, own, gradient):
+            for part in self.parts(held, facts, own, gradient):
                 if gradient:
                     part.backward()
                 total = total + part.detach()
@@ -81,9 +82,17 @@ class EmbeddingLoss(ABC):
                 gradients[:, :width] += leaf.grad
         return total, gradients
 
+    def value(self, outputs: Rows, facts: Tensor, own: slice) -> Tensor:
+        """A rank's share of the loss, without its gradient. outputs: (N, width)."""
+        if isinstance(outputs, Tensor):
+            return self.share(outputs, facts, own, gradient=False)[0]
+        vectors = outputs.normalized() if self.similarity == "cosine" else outputs
+        return sum(self.parts(vectors, facts, own, gradient=False), torch.zeros(()))
+
     @abstractmethod
-    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
-        """The terms of a share, each with a graph of its own back to the vectors (N, width)."""
+    def parts(self, vectors: Any, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
+        """The terms of a share, each with a graph of its own back to the vectors (N, width); without a gradient, they
+        may be SparseRows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +109,7 @@ class InBatchNegatives(EmbeddingLoss):
 
     symmetric: bool = False
 
-    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
+    def parts(self, vectors: Any, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
         _, texts = facts[:, 1].unique(return_inverse=True)
         anchors, positives = _pairs(facts)
         documents = (facts[:, 0] != ANCHOR).nonzero().flatten()
@@ -129,9 +138,9 @@ class InBatchNegatives(EmbeddingLoss):
                     same = belong(texts[anchors], texts[positives[rows], None])
                     yield weight * self._entropy(vectors, positives[rows], anchors, rows, same)
 
-    def _entropy(self, vectors: Tensor, queries: Tensor, candidates: Tensor, right: Tensor, same: Tensor) -> Tensor:
+    def _entropy(self, vectors: Any, queries: Tensor, candidates: Tensor, right: Tensor, same: Tensor) -> Tensor:
         """The sum over the queries of the cross-entropy of the right candidate; others that are `same` do not count."""
-        scores = self.scale * (vectors[queries] @ vectors[candidates].T)
+        scores = self.scale * dot_products(vectors[queries], vectors[candidates])
         scores = scores.masked_fill(same.scatter(1, right[:, None], False), -torch.inf)
         return cross_entropy(scores, right, 1)
 
@@ -143,7 +152,7 @@ class RankedPairs(EmbeddingLoss):
     sentence-transformers (Su 2022). Only the order of the scores matters.
     """
 
-    def _parts(self, vectors: Tensor, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
+    def parts(self, vectors: Any, facts: Tensor, own: slice, gradient: bool) -> Iterator[Tensor]:
         if own.start != 0 or own.stop == 0:  # one rank computes it all: it is too little work to divide
             return
         anchors, positives = _pairs(facts)
@@ -154,7 +163,7 @@ class RankedPairs(EmbeddingLoss):
             to_device(x, vectors.device) for x in (anchors[order], positives[order], higher, below[higher] - 1)
         )
         with torch.set_grad_enabled(gradient):
-            alike = self.scale * (vectors[anchors] * vectors[positives]).sum(-1)
+            alike = self.scale * paired_products(vectors[anchors], vectors[positives])
             # For each pair, the log of the sum of exp(alike of another - its own) over the pairs with lower scores.
             sums = alike.logcumsumexp(0)[last] - alike[higher]
             yield torch.cat([alike.new_zeros(1), sums]).logsumexp(0)

@@ -241,6 +241,7 @@ class Run:
         self.manager.zero_grad()
         if self.task.distillation is not None:
             self.task.distillation.parts.clear()
+        self.task.on_step(batch.step, self.batch_source.steps)
         with dropout_key(self.cfg.seed, batch.step):
             loss = accumulate(self.model, batch.microbatches, self.task.loss_fn, backward=self.manager.backward)
         limit = self.cfg.max_grad_norm or float("inf")

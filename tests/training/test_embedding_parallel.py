@@ -3,12 +3,13 @@
 import engine_toys as toys
 import pytest
 import torch
+from related_toys import random_pairs
 
 import engine
 import modelcenter as mc
 from modelcenter.testing import assert_same, randomize_
 from modelcenter.training import accumulate
-from modelcenter.training.contrastive import ANCHOR, POSITIVE, InBatchNegatives
+from modelcenter.training.contrastive import InBatchNegatives
 
 SETTINGS = {
     "pooling": "cls+max+weighted_mean+last+mean+mean_sqrt_len",
@@ -28,17 +29,7 @@ def two():
 
 def microbatch(numbers):
     """Rows of an anchor and a positive, each with a prompt of a token or two that is not pooled."""
-    texts = []
-    for number in numbers:
-        generator = torch.Generator().manual_seed(number)
-        texts += [torch.randint(5, 60, (3 + (number + 2 * i) % 5,), generator=generator) for i in range(2)]
-    return {
-        "input_ids": torch.cat(texts)[None],
-        "cu_seqlens": torch.tensor([0, *map(len, texts)]).cumsum(0).int(),
-        "prompt_lengths": torch.tensor([1, 2] * len(numbers)),
-        "roles": torch.tensor([ANCHOR, POSITIVE] * len(numbers)),
-        "text_ids": torch.tensor([2 * number + i for number in numbers for i in range(2)]),
-    }
+    return {**random_pairs(numbers), "prompt_lengths": torch.tensor([1, 2] * len(numbers))}
 
 
 def step(name, sizes):

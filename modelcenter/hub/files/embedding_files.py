@@ -24,9 +24,7 @@ _STEP_FILE = re.compile(rf"{_STEP_FOLDER.pattern}/config\.json")  # of a step wi
 CROSS_ENCODER = "CrossEncoder"  # the type of a model that scores pairs of texts, see cross_encoder_files
 COLBERT = "ColBERT"  # PyLate's name of a model with a vector for each token
 MULTI_VECTOR = ("MultiVectorEncoder", COLBERT)  # see multi_vector_files
-SPARSE_ENCODER = (
-    "SparseEncoder"  # the type of a model that weighs the tokens of the vocabulary, see sparse_encoder_files
-)
+SPARSE_ENCODER = "SparseEncoder"  # the type of a model with weights of the vocabulary, see sparse_encoder_files
 _SPARSE_STEPS = {"MLMTransformer", "SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding", "IDF"}
 STANFORD_FILE = "artifact.metadata"  # of Stanford's ColBERT, see multi_vector_files
 

@@ -19,6 +19,7 @@ from modelcenter.training.config.qa import QAConfig
 from modelcenter.training.config.replaced_tokens import ReplacedTokensConfig
 from modelcenter.training.config.reranking import RerankingConfig
 from modelcenter.training.config.seq2seq import Seq2SeqConfig
+from modelcenter.training.config.sparse_embedding import SparseEmbeddingConfig
 from modelcenter.training.config.teacher import TaughtConfig
 from modelcenter.training.config.token_classification import TokenClassificationConfig
 
@@ -41,6 +42,7 @@ __all__ = [
     "RerankingConfig",
     "Seq2SeqConfig",
     "SpanCorruptionConfig",
+    "SparseEmbeddingConfig",
     "TaughtConfig",
     "TokenClassificationConfig",
     "TrainConfig",

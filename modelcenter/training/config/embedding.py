@@ -1,4 +1,4 @@
-"""Flags of embeddings. Imports no torch."""
+"""Flags of embeddings, and those that all trainings on related texts share. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,9 @@ _data, _model, _optimisation = partial(flag, "data"), partial(flag, "model"), pa
 
 # fmt: off
 @dataclass(kw_only=True)
-class EmbeddingConfig(TrainConfig):
-    """Flags of embeddings. A row counts once in batch_size, with all its texts."""
+class RelatedTextsConfig(TrainConfig):
+    """Flags of embeddings of every kind. A row counts once in batch_size, with all its texts."""
 
-    task: ClassVar[str] = "embedding"
     mixes: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("anchor", "positive", "negative", "score")
     idle: ClassVar[Mapping[str, Idle]] = {
@@ -42,6 +41,23 @@ class EmbeddingConfig(TrainConfig):
     document_prompt: str | None = _data(None, "text put before each positive and negative, such as 'passage: '; if not "
         "given, as the model says")
 
+    temperature: float | None = _optimisation(None, "similarities are divided by it; lower: the hardest negatives "
+        "count more; if not given, 0.05 for cosine, 1 for dot")
+    symmetric: bool = _optimisation(False, "also train to find the anchor by its positive")
+    # fmt: on
+
+    def check(self) -> None:
+        super().check()
+        check_positive(self, "temperature", "max_negatives")
+
+
+# fmt: off
+@dataclass(kw_only=True)
+class EmbeddingConfig(RelatedTextsConfig):
+    """Flags of embeddings."""
+
+    task: ClassVar[str] = "embedding"
+
     pooling: str | None = _model(None, "what is made of the hidden states of a text: mean, cls (the first), last, max "
         "(of each element the greatest), mean_sqrt_len (their sum over the root of their number), weighted_mean (with "
         "weights that rise from 1); several, joined by + as in cls+max, lie side by side; if not given, as the model "
@@ -53,16 +69,12 @@ class EmbeddingConfig(TrainConfig):
         "or 1024:gelu 256:identity", "dense_layers")
     similarity: str | None = _model(None, "how embeddings are compared; cosine: they are made to have length 1; if not "
         "given, as the model says, else cosine", choices=SIMILARITIES)
-    temperature: float | None = _optimisation(None, "similarities are divided by it; lower: the hardest negatives "
-        "count more; if not given, 0.05 for cosine, 1 for dot")
-    symmetric: bool = _optimisation(False, "also train to find the anchor by its positive")
     matryoshka_dims: list[str] | None = _optimisation(None, "train the first so many elements of the embeddings, too, "
         "such as 256 64, so that embeddings may be cut to them", "matryoshka_dimensions")
     # fmt: on
 
     def check(self) -> None:
         super().check()
-        check_positive(self, "temperature", "max_negatives")
         # Which raise for what there is not.
         EmbeddingSettings(pooling=self.pooling, dense=tuple(map(DenseSettings.of, self.dense or ())))
         for width in self.matryoshka_dims or ():

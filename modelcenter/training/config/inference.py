@@ -165,7 +165,7 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
     no_repeat_ngram_size: int | None = _search(  # type: ignore[assignment]
         None, "let no sequence of this many tokens occur twice; if not given, the run's, or 0 (no limit)")
     top_k: int = _search(0, "sample from this many most probable tokens; 0: all. With a masked model: predictions per "
-        "mask; 0: 5")
+        "mask; 0: 5. With a sparse embedding: tokens with the largest weights")
     null_threshold: float | None = _answers(None, "for questions that may have no answer: by how much `no answer` must "
         "outscore the best answer to be chosen; if not given, the run's, or 0", "null_score_diff_threshold")
     max_answer_length: int | None = _answers(None, "maximum tokens of an answer span; if not given, the run's, or 30")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import engine
 from modelcenter.training.metrics import sum_over_ranks
+from modelcenter.training.sparse_rows import Rows
 from modelcenter.training.tasks.text_search import nearest
 
 _QUERIES = 256  # queries searched at a time; constant, because products of other sizes are rounded differently
@@ -83,7 +84,7 @@ class Choice:
     dropped: dict[str, int] = field(default_factory=dict)
 
 
-def search(queries: Tensor, documents: Tensor, pool: Pool, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def search(queries: Rows, documents: Rows, pool: Pool, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The documents that are most similar to each query and may be its negatives, on every rank. Exact. Collective.
 
     Besides the embeddings, it holds depth numbers per query, and similarities of a few queries to some documents.

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import engine
@@ -31,13 +30,14 @@ from modelcenter.training.inference.hard_negatives import Choice, Pool, Rules, c
 from modelcenter.training.inference.loading import load_model, load_tokenizer, max_length_of, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.setup.model import omit_unused_token_types
+from modelcenter.training.sparse_rows import Rows, normalized, paired_products
 from modelcenter.training.tasks import TASKS
 from modelcenter.training.tasks.embedding import tokenize_with_prompts
 from modelcenter.training.tasks.examples import TokenExamples
 from modelcenter.training.tasks.pair_reading import tokenize_pairs
 from modelcenter.training.tasks.pair_scores import activated, check_one_label, outputs_of, shown
 from modelcenter.training.tasks.related_examples import TextExamples
-from modelcenter.training.tasks.text_search import all_embeddings
+from modelcenter.training.tasks.text_search import all_embeddings, all_sparse_embeddings
 from modelcenter.training.trained import TrainedModel
 
 log = logging.getLogger("modelcenter")
@@ -93,10 +93,10 @@ def run_mine(cfg: MineConfig) -> None:
     cfg.require("model", "data", "output")
     check_output(cfg.output)
     rows, trained = _Rows.read(cfg), TrainedModel.find(cfg.model or "")
-    if trained.task_info(cfg.revision) is not TASKS["embedding"]:
+    if trained.task_info(cfg.revision) not in (TASKS["embedding"], TASKS["sparse-embedding"]):
         raise ValueError(
-            f"model: {cfg.model} is no model of embeddings, which `modelcenter finetune embedding` trains; a reranker "
-            "is given by --reranker"
+            f"model: {cfg.model} is no model of embeddings, which `modelcenter finetune embedding` and `modelcenter "
+            "finetune sparse-embedding` train; a reranker is given by --reranker"
         )
     reranker = None if cfg.reranker is None else TrainedModel.find(cfg.reranker)
     if reranker is not None and "sequence-classification" not in reranker.task_info().heads:
@@ -140,17 +140,18 @@ def _search(cfg: MineConfig, trained: TrainedModel, table: Table, pool: Pool) ->
         tokenizer = load_tokenizer(cfg, trained)
     omit_unused_token_types(tokenizer, model)
     max_length = max_length_of(trained, model, tokenizer, cfg.max_length)
-    settings = model.config.embedding
+    sparse = model.task == "sparse-embedding"
+    settings = model.config.sparse_embedding if sparse else model.config.embedding
     with together("preparing the texts", patient=True):
         kinds = [("query_prompt", pool.queries), ("document_prompt", pool.documents)]
         texts = TextExamples(table, *tokenize_with_prompts(tokenizer, table, settings, kinds, max_length))
     _tell_cut(texts.tokens.truncated, max_length)
-    embeddings = all_embeddings(model, texts, cfg.batch_size)
+    embeddings: Rows = (all_sparse_embeddings if sparse else all_embeddings)(model, texts, cfg.batch_size)
     if settings.similarity == "cosine":
-        embeddings = F.normalize(embeddings, dim=-1)
-    queries, documents = embeddings.split([len(pool.queries), len(pool.documents)])
+        embeddings = normalized(embeddings)
+    queries, documents = embeddings[: len(pool.queries)], embeddings[len(pool.queries) :]
     first, second = torch.from_numpy(pool.positives).unbind(1)
-    of_positives = (queries[first] * documents[second]).sum(-1)
+    of_positives = paired_products(queries[first], documents[second])
     return *search(queries, documents, pool, cfg.depth, model.device), of_positives
 
 

@@ -75,7 +75,7 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
 
 def search_flags(info: TaskInfo, labelled: bool) -> Collection[str]:
     """The search flags that a task uses. A task that is evaluated only by its loss generates no texts then."""
-    if info.heads[0] == "masked-lm":
+    if info.heads[0] in ("masked-lm", "sparse-embedding"):
         return () if labelled else ("top_k",)
     writes = info is TASKS["seq2seq"] if labelled else info.heads[0] in ("causal-lm", "seq2seq-lm")
     return [field.name for field in dataclasses.fields(SearchFlags)] if writes else ()

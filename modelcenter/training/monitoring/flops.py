@@ -120,6 +120,9 @@ class Arithmetic:
             if isinstance(module, VocabularyHead):
                 table = model.embed.weight if module.weight is None else module.weight
                 tied = next(name for name, parameter in model.named_parameters() if parameter is table)
+                if model.task == "sparse-embedding":  # backward reads but a few of the logits
+                    weights["source"] += table.numel()
+                    continue
                 taught = tied in trained if module.weight is None else bool(own)
                 weights["labelled"] += table.numel() * (1 + taught + reached)
             reached = reached or bool(own) or (inside and isinstance(module, nn.Linear))

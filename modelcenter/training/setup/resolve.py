@@ -104,7 +104,8 @@ def resolve_max_length(model: Model, tokenizer: Any, requested: int | None) -> i
     Raises:
         ValueError: the model's position table has fewer than were requested, or they are too few for any text.
     """
-    most = min(model.config.max_tokens or 2**31, tokenizer.model_max_length, model.config.embedding.max_length or 2**31)
+    of_texts = (model.config.embedding.max_length, model.config.sparse_embedding.max_length)
+    most = min(tokenizer.model_max_length, *(limit or 2**31 for limit in (model.config.max_tokens, *of_texts)))
     if requested is None:
         return most if most < 2**31 else 512
     positions = model.config.max_tokens or requested

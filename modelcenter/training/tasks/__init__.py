@@ -54,6 +54,8 @@ TASKS: dict[str, TaskInfo] = {
         "embedding:Embedding", ("embedding",)),
     "multi-vector": TaskInfo("finetune", "finetune_multi_vector", "MultiVectorConfig",
         "multi_vector:MultiVector", ("multi-vector",)),
+    "sparse-embedding": TaskInfo("finetune", "finetune_sparse_embedding", "SparseEmbeddingConfig",
+        "sparse_embedding:SparseEmbedding", ("sparse-embedding",)),
     "reranking": TaskInfo("finetune", "finetune_reranking", "RerankingConfig",
         "reranking:Reranking", ("sequence-classification",)),
     "seq2seq": TaskInfo("finetune", "finetune_seq2seq", "Seq2SeqConfig",

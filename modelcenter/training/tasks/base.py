@@ -140,6 +140,10 @@ class Task(ABC):
         """Called before the first step, after a checkpoint is loaded."""
         return
 
+    def on_step(self, step: int, steps: int) -> None:
+        """Called before each step, numbered from 0, of a run of `steps`."""
+        return
+
     @abstractmethod
     def describe_columns(self) -> str:
         """Which columns are used, in words."""

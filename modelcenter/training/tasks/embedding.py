@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import engine
 from modelcenter.data.schemas.related_texts import (
@@ -21,9 +20,12 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, concatenate_tokens, tokenize
 from modelcenter.embedding_settings import EmbeddingSettings
 from modelcenter.models.base import Model
+from modelcenter.sparse_settings import SparseEmbeddingSettings
 from modelcenter.training.config import EmbeddingConfig, TrainConfig
-from modelcenter.training.contrastive import ANCHOR, InBatchNegatives, RankedPairs
+from modelcenter.training.config.embedding import RelatedTextsConfig
+from modelcenter.training.contrastive import ANCHOR, EmbeddingLoss, InBatchNegatives, RankedPairs
 from modelcenter.training.metrics import Likeness, Retrieval, Score, sum_over_ranks
+from modelcenter.training.sparse_rows import Rows, normalized
 from modelcenter.training.tasks.base import Task
 from modelcenter.training.tasks.related_examples import RelatedExamples, TextExamples, text_ids
 from modelcenter.training.tasks.splits import read_splits
@@ -41,7 +43,8 @@ class Embedding(Task):
 
     name: ClassVar[str] = "embedding"
     head: ClassVar[str] = "embedding"
-    cfg: EmbeddingConfig | None
+    flags: ClassVar[type[RelatedTextsConfig]] = EmbeddingConfig
+    cfg: Any
     table: Table
     columns: RelatedColumns
     texts: RelatedTexts | None = None
@@ -51,7 +54,7 @@ class Embedding(Task):
     settings: Any = None
 
     @classmethod
-    def from_flags(cls, cfg: EmbeddingConfig) -> Self:
+    def from_flags(cls, cfg: Any) -> Self:
         """See Task; also data.schemas.related_texts for what is raised."""
         table, eval_table = read_splits(cfg)
         given = cfg.anchor_column, cfg.positive_column, cfg.negative_column, cfg.score_column
@@ -80,10 +83,6 @@ class Embedding(Task):
                 f"positive_column: got {self.columns.positive!r}, the anchor's, so that texts are told apart by "
                 "dropout, but this model has none; give the column of another text, or --model_config dropout=0.1"
             )
-        width = model.embedding_width
-        for dim in self.loss_fn.widths:
-            if dim > width:
-                raise ValueError(f"matryoshka_dims: got {dim}, but the embeddings have {width} elements")
 
     def _use(self, model: Model) -> None:
         """Use the prompts and the similarity of a model."""
@@ -92,11 +91,19 @@ class Embedding(Task):
         if cfg is not None:
             dims = tuple(sorted({int(width) for width in cfg.matryoshka_dims or ()}, reverse=True))
             widths = (model.embedding_width, *(d for d in dims if d != model.embedding_width)) if dims else ()
+            for dim in dims:
+                if dim > model.embedding_width:
+                    raise ValueError(
+                        f"matryoshka_dims: got {dim}, but the embeddings have {model.embedding_width} elements"
+                    )
             options |= {"temperature": cfg.temperature, "widths": widths}
+        self.loss_fn = self._ranking_loss(options)
+
+    def _ranking_loss(self, options: dict[str, Any]) -> EmbeddingLoss:
+        """The loss of the rows, by their columns."""
         if self.columns.score is not None:
-            self.loss_fn = RankedPairs(**options)
-        else:
-            self.loss_fn = InBatchNegatives(symmetric=cfg is not None and cfg.symmetric, **options)
+            return RankedPairs(**options)
+        return InBatchNegatives(symmetric=self.cfg is not None and self.cfg.symmetric, **options)
 
     def on_train_begin(self, model: Model, tokenizer: Any) -> None:
         """Set the length at which texts are truncated in the saved tokenizer, too."""
@@ -131,23 +138,32 @@ class Embedding(Task):
 
     def evaluate(self, model: Model, examples: Any, batch_size: int) -> dict[str, float | None]:
         """The loss over all rows together, independent of the batch size, and the metrics."""
-        embeddings = all_embeddings(model, examples, batch_size).to(model.device)
+        embeddings = self._embeddings(model, examples, batch_size).to(model.device)
         numbers, batch = examples.facts(np.arange(len(examples)))
         first, last = own_part(len(examples))
         starts = [*np.flatnonzero(batch["roles"] == ANCHOR).tolist(), len(numbers)]
         facts = self.loss_fn.facts(batch)
         own = slice(starts[first], starts[last])
-        value, _ = self.loss_fn.share(embeddings[torch.from_numpy(numbers)], facts, own, gradient=False)
+        value = self.loss_fn.value(embeddings[torch.from_numpy(numbers)], facts, own)
+        more = self._further_metrics(embeddings, examples)
         loss = sum_over_ranks(value.double().cpu()).item()
         if self.settings.similarity == "cosine":
-            embeddings = F.normalize(embeddings, dim=-1)
+            embeddings = normalized(embeddings)
         metrics: Any = self.metrics()
         if examples.scores is None:
             find_documents(embeddings, examples, metrics)
         else:
             alike = similarities(embeddings, examples)[first:last, None]
             metrics.update(alike.cpu(), torch.from_numpy(examples.scores[first:last]))
-        return {"loss": loss, **metrics.result()}
+        return {"loss": loss, **metrics.result(), **more}
+
+    def _embeddings(self, model: Model, examples: TextExamples, batch_size: int) -> Rows:
+        """The embeddings of all texts, on every rank. Collective."""
+        return all_embeddings(model, examples, batch_size)
+
+    def _further_metrics(self, embeddings: Any, examples: RelatedExamples) -> dict[str, float | None]:
+        """Facts of the embeddings themselves, beside the metrics of how well they do."""
+        return {}
 
     def describe_columns(self) -> str:
         return self.columns.shown()
@@ -156,7 +172,7 @@ class Embedding(Task):
 
     @classmethod
     def for_inference(cls, cfg: Any, run: TrainConfig | None, table: Table, labelled: bool) -> Self:
-        given = {role: cfg.column(role) for role in EmbeddingConfig.roles}
+        given = {role: cfg.column(role) for role in RelatedTextsConfig.roles}
         if labelled or (given["anchor"] is None) == (given["positive"] is None):  # else one is requested
             usual = {role: getattr(run, f"{role}_column", None) for role in given}
             given |= {role: name for role, name in usual.items() if given[role] is None and name in table.columns}
@@ -166,7 +182,7 @@ class Embedding(Task):
             columns = find_columns_to_read(table, given["anchor"], given["positive"])
         pairs = columns.anchor is not None and columns.positive is not None
         texts = read_related_texts(table, columns) if pairs else None
-        return cls(cfg=run if isinstance(run, EmbeddingConfig) else None, table=table, columns=columns, texts=texts)
+        return cls(cfg=run if isinstance(run, cls.flags) else None, table=table, columns=columns, texts=texts)
 
     def inference_examples(self, model: Model, tokenizer: Any, max_length: int) -> TextExamples:
         self._use(model)
@@ -180,21 +196,25 @@ class Embedding(Task):
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """similarity of the two texts of each row; for rows with one text, its embedding."""
-        embeddings = all_embeddings(model, examples, cfg.batch_size)
+        embeddings = self._embeddings(model, examples, cfg.batch_size)
         if engine.rank() != 0:
             return iter(())
         if not isinstance(examples, RelatedExamples):
-            # Only the digits of fp32: a Python float would be written with twice as many.
-            return ({"embedding": row.double().round(decimals=8).tolist()} for row in embeddings)
+            return ({"embedding": shown} for shown in self._shown(embeddings, tokenizer, cfg))
         if self.settings.similarity == "cosine":
-            embeddings = F.normalize(embeddings, dim=-1)
+            embeddings = normalized(embeddings)
         return ({"similarity": round(value, 6)} for value in similarities(embeddings, examples).tolist())
+
+    def _shown(self, embeddings: Any, tokenizer: Any, cfg: Any) -> Iterator[Any]:
+        """Each embedding as it is written into a file."""
+        # Only the digits of fp32: a Python float would be written with twice as many.
+        return (row.double().round(decimals=8).tolist() for row in embeddings)
 
 
 def tokenize_with_prompts(
     tokenizer: Any,
     table: Table,
-    settings: EmbeddingSettings,
+    settings: EmbeddingSettings | SparseEmbeddingSettings,
     kinds: Sequence[tuple[str, list[str]]],
     max_length: int,
 ) -> tuple[Tokens, np.ndarray | None]:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 import engine
+from engine.collectives import gather_objects
 from modelcenter.models.base import Model
-from modelcenter.training.evaluation import embeddings_of
+from modelcenter.training.evaluation import embeddings_of, outputs
 from modelcenter.training.metrics import Retrieval
+from modelcenter.training.sparse_rows import Rows, SparseRows, dot_products, paired_products
 from modelcenter.training.tasks.examples import Batches, rank_batches
 from modelcenter.training.tasks.related_examples import RelatedExamples, TextExamples
 
@@ -25,13 +27,26 @@ def all_embeddings(model: Model, examples: TextExamples, batch_size: int) -> Ten
     return embeddings_of(model, Batches(texts, parts), places, len(texts), model.embedding_width)
 
 
-def similarities(embeddings: Tensor, examples: RelatedExamples) -> Tensor:
+def all_sparse_embeddings(model: Model, examples: TextExamples, batch_size: int) -> SparseRows:
+    """As all_embeddings, of a model of task "sparse-embedding"; only weights that are not 0 are held. Collective."""
+    texts = TextExamples(examples.table, examples.tokens, examples.prompt_lengths)
+    places = rank_batches(texts, batch_size)
+    none = np.zeros(0, np.int64)
+    found: list[tuple[np.ndarray, ...]] = [(none, none, np.zeros(0, np.float32))]
+    for number, out in outputs(model, Batches(texts, places)):
+        rows = SparseRows.of_dense(out.embeddings.cpu())
+        found.append((places[number].repeat(rows.counts.numpy()), rows.columns.numpy(), rows.values.numpy()))
+    every = [part for parts in gather_objects(found) for part in parts]
+    return SparseRows.of_parts(every, len(texts), model.config.vocab_size)
+
+
+def similarities(embeddings: Rows, examples: RelatedExamples) -> Tensor:
     """(rows,) the similarity of the anchor and the first positive of each row."""
     positives = torch.from_numpy(examples.first_positive[:-1]).to(embeddings.device)
-    return (embeddings[: len(examples)] * embeddings[positives]).sum(-1)
+    return paired_products(embeddings[: len(examples)], embeddings[positives])
 
 
-def nearest(queries: Tensor, documents: Tensor, count: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
+def nearest(queries: Rows, documents: Rows, count: int, excluded: Tensor) -> tuple[Tensor, Tensor]:
     """The documents most similar to each query, by exhaustive search in chunks: (n, count) similarities, highest first,
     and (n, count) int64 numbers of the documents, ascending for equal similarities. There are fewer columns if there
     are fewer documents.
@@ -41,11 +56,11 @@ def nearest(queries: Tensor, documents: Tensor, count: int, excluded: Tensor) ->
             pairs of a query and a document that get similarity -inf.
     """
     step = max(1, _ELEMENTS // max(len(queries), 1))
-    found = queries.new_zeros(len(queries), 0)
+    found = torch.zeros(len(queries), 0, device=queries.device)
     numbers = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
     for start in range(0, len(documents), step):
         part = documents[start : start + step].to(queries.device)
-        alike = queries @ part.T
+        alike = dot_products(queries, part)
         hidden = excluded[(excluded[:, 1] >= start) & (excluded[:, 1] < start + len(part))].to(queries.device)
         alike[hidden[:, 0], hidden[:, 1] - start] = -torch.inf
         best, places = alike.topk(min(count, len(part)))
@@ -63,7 +78,7 @@ def best_first(found: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return found, numbers.gather(1, by_score)
 
 
-def find_documents(embeddings: Tensor, examples: RelatedExamples, metrics: Retrieval) -> None:
+def find_documents(embeddings: Rows, examples: RelatedExamples, metrics: Retrieval) -> None:
     """Search for the positives of each anchor among all positives and negatives, and add this rank's share of the
     anchors to the metrics.
 

@@ -64,7 +64,8 @@ def linear_term_weights(
     if shard is not None:
         hidden = functional.copy_to(hidden, shard.group)
     hidden, weight, bias = as_factors(hidden, weight, bias)
-    found = _OPERATORS[pooling].apply(hidden, weight, bias, offsets, activation == "log1p_relu")
+    twice, train = activation == "log1p_relu", torch.is_grad_enabled()  # which forward itself cannot see
+    found = _OPERATORS[pooling].apply(hidden, weight, bias, offsets, twice, train)
     return found if shard is None else functional.join_columns(found, shard.group, shard.vocab)
 
 
@@ -127,8 +128,10 @@ class _Greatest(torch.autograd.Function):
     """The maximum over the tokens of each sequence. The activation rises, so it is applied to the greatest logit."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, twice: bool) -> Tensor:
-        train = any(ctx.needs_input_grad)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, twice: bool, train: bool
+    ) -> Tensor:
+        train = train and any(ctx.needs_input_grad)
         ctx.table = weight if ctx.needs_input_grad[1] and is_plain_table(weight) else None
         ctx.twice, ctx.sparse = twice, offsets.device.type == "cpu"
         columns, sequences = _Columns(hidden, weight, bias), _Sequences(offsets, len(hidden))
@@ -154,21 +157,23 @@ class _Greatest(torch.autograd.Function):
         if ctx.sparse:
             hidden, weight, bias, rows, tokens, classes, slopes = ctx.saved_tensors
             values = grad[rows, classes] * slopes
-            return *_sparse_gradients(hidden, weight, bias, tokens, classes, values, ctx.needs_input_grad), None, None
+            return *_sparse_gradients(hidden, weight, bias, tokens, classes, values, ctx.needs_input_grad), *(None,) * 3
         hidden, weight, bias, found, at = ctx.saved_tensors
         dense = _DenseGradients(hidden, weight, bias, ctx.needs_input_grad)
         for part in _Columns(hidden, weight, bias).parts if len(found) else ():
             values = grad[:, part] * _slopes(found[:, part], ctx.twice)
             # Added, as a sequence without tokens has the (zero) gradient of another's token.
             dense.add(part, values.new_zeros(len(hidden), values.shape[1]).scatter_add_(0, at[:, part].long(), values))
-        return *dense.finish(), None, None
+        return *dense.finish(), *(None,) * 3
 
 
 class _Sum(torch.autograd.Function):
     """The sum over the tokens of each sequence; backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, twice: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, twice: bool, train: bool
+    ) -> Tensor:
         ctx.table = weight if ctx.needs_input_grad[1] and is_plain_table(weight) else None
         ctx.twice = twice
         ctx.save_for_backward(hidden, weight, bias, offsets)
@@ -189,7 +194,7 @@ class _Sum(torch.autograd.Function):
         for part in columns.parts if len(grad) else ():
             slopes = _slopes(_activate_(columns.logits(part).to(grad.dtype), ctx.twice), ctx.twice)
             dense.add(part, slopes.mul_(sequences.spread(grad[:, part])))
-        return *dense.finish(), None, None
+        return *dense.finish(), *(None,) * 3
 
 
 _OPERATORS: dict[str, Any] = {"max": _Greatest, "sum": _Sum}

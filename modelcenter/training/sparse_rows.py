@@ -33,8 +33,7 @@ class SparseRows:
         rows, columns, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         order = np.lexsort((columns, rows))
         ends = np.concatenate(([0], np.bincount(rows, minlength=count).cumsum()))
-        ends, columns, values = (torch.from_numpy(part) for part in (ends, columns[order], values[order]))
-        return cls(ends, columns, values, width)
+        return cls(torch.from_numpy(ends), torch.from_numpy(columns[order]), torch.from_numpy(values[order]), width)
 
     @classmethod
     def of_dense(cls, rows: Tensor) -> "SparseRows":

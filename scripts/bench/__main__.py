@@ -54,6 +54,7 @@ BENCHES: dict[str, Bench] = {
         "finetune", 15, tuple("--tasks dpo --hidden 256 --batch_size 16 --steps 12 --rounds 2".split()), data=True
     ),
     "finetune_embedding": Bench("finetune", 7, tuple("--tasks embedding --steps 24".split()), data=True),
+    "finetune_sparse_embedding": Bench("finetune", 9, tuple("--tasks sparse_embedding --steps 12".split()), data=True),
     "finetune_multi_vector": Bench("finetune", 7, tuple("--tasks multi_vector --steps 24".split()), data=True),
     # Global batches in microbatches, with a loss over all their rows together.
     "finetune_embedding_microbatches": Bench(
@@ -115,6 +116,7 @@ NEED_PEERS = (
     "finetune_dpo",
     "finetune_embedding",
     "finetune_embedding_microbatches",
+    "finetune_sparse_embedding",
     "finetune_multi_vector",
     "clients",
 )

@@ -4,8 +4,8 @@ The tasks:
 
 - BERT on SST-2 and on masked lines of Shakespeare, GPT-2 on E2E with the loss on answers only, and T5 on E2E;
 - BERT on E2E's texts: it tags the words that describe a restaurant, finds these words as answers in several texts,
-  chooses which of four texts is about the restaurant, and learns embeddings with which that text is found, one vector
-  for each text or for each token;
+  chooses which of four texts is about the restaurant, and learns embeddings with which that text is found: one vector
+  for each text, sparse ones, or one vector for each token;
 - GPT-2 learns to prefer that text (DPO, one pass over its pairs, without dropout).
 
 Both sides train the same model from the same weights on the same rows, with the same tokenizer, batch size, steps,
@@ -18,9 +18,10 @@ at first, because its softmax includes padding.)
   to end; and, with --compiled, under torch.compile.
 - The peer of DPO is TRL, with the reference model in memory, or with its log-probabilities computed before the first
   step.
-- The peer of embeddings is sentence-transformers, which has no flag to group rows by length but takes a sampler that
-  does. The 512 rows have no text in common, so both sides compute the same loss. With --microbatch a step is split, and
-  its texts run twice, for embeddings and for gradients; here those of the first microbatch run once.
+- The peer of embeddings, dense and sparse, is sentence-transformers, which has no flag to group rows by length but
+  takes a sampler that does. The 512 rows have no text in common, so both sides compute the same loss. With --microbatch
+  a step is split, and its texts run twice, for embeddings and for gradients; here those of the first microbatch run
+  once.
 - With --matmul_precision medium both sides multiply numbers rounded to bf16, with sums in fp32, and Trainer has a turn
   with autocast to bf16.
 

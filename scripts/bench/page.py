@@ -198,6 +198,7 @@ TASKS = {
     "finetune_qa": "BERT, answers in texts, E2E",
     "finetune_multiple_choice": "BERT, choice of a text, E2E",
     "finetune_embedding": "BERT, embeddings, E2E (sentence-transformers)",
+    "finetune_sparse_embedding": "BERT, sparse embeddings, E2E (sentence-transformers)",
     "finetune_multi_vector": "BERT, a vector for each token, E2E (sentence-transformers)",
     "finetune_lm": "GPT-2, answers only, E2E",
     "finetune_gpt2": "the same in full size (12 layers, 768 wide)",

@@ -113,6 +113,15 @@ def test_a_table_that_is_also_looked_up():
     torch.testing.assert_close(table.weight.grad, weight.grad)
 
 
+def test_without_gradients_no_tokens_are_looked_for(monkeypatch):
+    """Which takes time that only backward needs."""
+    hidden, weight, bias = factors()
+    expected = linear_term_weights(hidden, weight, bias, torch.tensor(OFFSETS))
+    monkeypatch.setattr(torch.Tensor, "nonzero", None)
+    with torch.no_grad():
+        assert torch.equal(linear_term_weights(hidden, weight, bias, torch.tensor(OFFSETS)), expected)
+
+
 def test_logits_are_never_held_at_once():
     """A chunk of classes at a time, in forward and in backward; what is kept for backward are the entries above 0."""
     hidden, weight, bias = factors(torch.float32)

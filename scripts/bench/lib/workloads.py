@@ -8,6 +8,7 @@ from scripts.bench.lib.flops import Row
 
 AUTO_CLASSES = {
     "embedding": "AutoModel",
+    "sparse-embedding": "AutoModelForMaskedLM",
     "multi-vector": "AutoModel",
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",

@@ -10,6 +10,7 @@ from scripts.bench.lib.finetuning.tasks.multi_vector import MultiVector
 from scripts.bench.lib.finetuning.tasks.multiple_choice import MultipleChoice
 from scripts.bench.lib.finetuning.tasks.qa import QuestionAnswering
 from scripts.bench.lib.finetuning.tasks.seq2seq import Seq2Seq
+from scripts.bench.lib.finetuning.tasks.sparse_embedding import SparseEmbedding
 from scripts.bench.lib.finetuning.tasks.token_classification import TokenClassification
 
 TASKS: dict[str, Task] = {
@@ -22,5 +23,6 @@ TASKS: dict[str, Task] = {
     "multiple_choice": MultipleChoice(),
     "dpo": DPO(),
     "embedding": Embedding(),
+    "sparse_embedding": SparseEmbedding(),
     "multi_vector": MultiVector(),
 }

@@ -11,7 +11,13 @@ from toydata import flags, make_tokenizer
 
 import engine
 import modelcenter as mc
-from engine.loss import linear_cross_entropy, linear_log_probs, term_weights, vocabulary_logits
+from engine.loss import (
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_term_weights,
+    term_weights,
+    vocabulary_logits,
+)
 from engine.ops import dropout, library
 from engine.optim import AdamOffloadOptimizer, AdamOptimizer, Lion, OptimManager
 from modelcenter.compare import pack_rows, rows_for
@@ -177,6 +183,22 @@ def test_sparse_embeddings(pooling, monkeypatch):
     monkeypatch.setattr(term_weights, "_GPU_CHUNK_BYTES", 1)  # several chunks of classes
     monkeypatch.setattr(term_weights, "_FEWEST", 64)
     test_gpu.test_sparse_embeddings_have_the_gradients_of_the_cpu(pooling)
+
+
+@pytest.mark.parametrize(("pooling", "activation"), [("max", "relu"), ("max", "log1p_relu"), ("sum", "log1p_relu")])
+def test_term_weights(pooling, activation, monkeypatch):
+    """Of sequences of which one has no token, and of tokens that belong to none."""
+    monkeypatch.setattr(term_weights, "_GPU_CHUNK_BYTES", 1)
+    generator, found = torch.Generator().manual_seed(0), []
+    values = [torch.randn(size, generator=generator) for size in ((23, 9), (700, 9), (700,), (5, 700))]
+    for device in ("cpu", "cuda"):
+        *factors, wanted = (value.detach().to(device).requires_grad_() for value in values)
+        offsets = torch.tensor([2, 7, 10, 19, 20, 20]).to(device)
+        weights = linear_term_weights(*factors, offsets, pooling=pooling, activation=activation)
+        (weights * wanted.detach()).sum().backward()
+        found.append([weights.detach().cpu(), *(factor.grad.cpu() for factor in factors)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("pooling", ["max", "sum"])

@@ -14,10 +14,12 @@ import modelcenter
 from engine.testing import run as on_ranks
 from modelcenter.cli import run as cli
 from modelcenter.data.sampling import EpochBatches
-from modelcenter.training import sparse_rows
+from modelcenter.testing import randomize_
+from modelcenter.training import accumulate, sparse_rows
 from modelcenter.training.config import SparseEmbeddingConfig
+from modelcenter.training.contrastive import InBatchNegatives
 from modelcenter.training.sparse_rows import SparseRows, dot_products, normalized, paired_products
-from modelcenter.training.splade_loss import warmup_factor
+from modelcenter.training.splade_loss import SpladeLoss, warmup_factor
 from modelcenter.training.tasks.sparse_embedding import SparseEmbedding
 from scripts.finetune_sparse_embedding import main
 
@@ -232,6 +234,40 @@ def test_training_goes_on_as_the_checkpoint_has_it(folder):
     main(command(start))
     settings = modelcenter.from_pretrained(folder / "on" / "model").config.sparse_embedding
     assert (settings.pooling, settings.activation, settings.query_prompt) == ("max", "log1p_relu", "the ")
+
+
+@pytest.mark.full
+def test_what_sentence_transformers_makes_of_it(folder):
+    """Its vectors of an export, our vectors of its export, and the loss of its SpladeLoss with all gradients."""
+    library = pytest.importorskip("sentence_transformers")
+    losses = pytest.importorskip("sentence_transformers.sparse_encoder.losses")
+    tokenizer = make_tokenizer()
+    model = randomize_(modelcenter.from_config("tiny/bert", TASK, **SIZES | STILL, vocab_size=len(tokenizer))).train()
+    model.save_pretrained(folder / "model", tokenizer=tokenizer)
+    theirs = library.SparseEncoder(str(folder / "model"), device="cpu")
+    rows = [row for i, row in enumerate(make_related(6, 1)) if i < 4]  # of which no two have a text in common
+    columns = [[row["query"] for row in rows], [row["positive"] for row in rows]]
+    batch = tokenizer(columns[0], padding=True, return_tensors="pt")
+    expected = model(batch["input_ids"], batch["attention_mask"]).embeddings.detach()
+    found = theirs.encode(columns[0], convert_to_sparse_tensor=False)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    theirs.save_pretrained(str(folder / "again"))
+    again = modelcenter.from_pretrained(folder / "again")
+    assert again.task == TASK
+    torch.testing.assert_close(again(batch["input_ids"], batch["attention_mask"]).embeddings, expected)
+    options = {"query_regularizer_weight": 0.03, "document_regularizer_weight": 0.02}
+    loss_fn = losses.SpladeLoss(theirs, losses.SparseMultipleNegativesRankingLoss(theirs), **options)
+    features = [dict(tokenizer(texts, padding=True, return_tensors="pt")) for texts in columns]
+    wanted = sum(loss_fn.train()(features, None).values())
+    wanted.backward()
+    texts = [text for pair in zip(*columns, strict=True) for text in pair]
+    ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
+    packed = {"input_ids": torch.cat(ids)[None], "cu_seqlens": torch.tensor([0, *map(len, ids)]).cumsum(0).int()}
+    packed |= {"roles": torch.tensor([0, 1] * len(rows)), "text_ids": torch.arange(len(texts))}
+    loss = accumulate(model, [packed], SpladeLoss(InBatchNegatives(similarity="dot"), 0.03, 0.02))
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    grad = theirs.transformers_model.get_input_embeddings().weight.grad
+    torch.testing.assert_close(model.embed.weight.grad[1:], grad[1:], rtol=1e-3, atol=1e-5)  # without the padding
 
 
 MISTAKES = {

@@ -187,13 +187,13 @@ def test_sparse_embeddings(pooling, monkeypatch):
 
 @pytest.mark.parametrize(("pooling", "activation"), [("max", "relu"), ("max", "log1p_relu"), ("sum", "log1p_relu")])
 def test_term_weights(pooling, activation, monkeypatch):
-    """Of sequences of which one has no token, and of tokens that belong to none."""
+    """Of sequences of which the last has no token, and of tokens that belong to none."""
     monkeypatch.setattr(term_weights, "_GPU_CHUNK_BYTES", 1)
     generator, found = torch.Generator().manual_seed(0), []
     values = [torch.randn(size, generator=generator) for size in ((23, 9), (700, 9), (700,), (5, 700))]
     for device in ("cpu", "cuda"):
         *factors, wanted = (value.detach().to(device).requires_grad_() for value in values)
-        offsets = torch.tensor([2, 7, 10, 19, 20, 20]).to(device)
+        offsets = torch.tensor([2, 7, 10, 19, 23, 23]).to(device)
         weights = linear_term_weights(*factors, offsets, pooling=pooling, activation=activation)
         (weights * wanted.detach()).sum().backward()
         found.append([weights.detach().cpu(), *(factor.grad.cpu() for factor in factors)])

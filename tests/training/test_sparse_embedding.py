@@ -118,6 +118,19 @@ def test_the_warm_up_of_the_regularisation():
     assert warmup_factor(0, 10, 0) == 1 and warmup_factor(0, 2, 0.1) == 0 and warmup_factor(1, 2, 0.1) == 1
 
 
+def test_an_evaluation_has_the_full_weights():
+    """Of sparse rows, and of shares of ranks, whatever the step."""
+    dense = torch.rand(8, 12, generator=torch.Generator().manual_seed(0))
+    dense = dense * (dense > 0.4)
+    facts = torch.stack([torch.tensor([0, 1] * 4), torch.arange(8), torch.zeros(8)], 1).double()
+    loss_fn = SpladeLoss(InBatchNegatives(similarity="dot"), 0.3, 0.2)
+    expected, _ = loss_fn.share(dense, facts, slice(0, 8), gradient=False)
+    loss_fn.factor = 0.0
+    assert loss_fn.share(dense, facts, slice(0, 8), gradient=False)[0] < expected
+    parts = [loss_fn.value(SparseRows.of_dense(dense), facts, own) for own in (slice(0, 6), slice(6, 8), slice(8, 8))]
+    torch.testing.assert_close(sum(parts), expected)
+
+
 def test_use_of_a_trained_model(folder, capsys):
     """What predict, evaluate and mine say is what transformers makes of the exported model."""
     from transformers import AutoModelForMaskedLM

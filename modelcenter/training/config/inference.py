@@ -128,8 +128,9 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
         positional=True)
     tokenizer: str | None = _model(None, "Hub name or directory of the tokenizer; the model's own if not given",
         "tokenizer_name")
-    task: str | None = _model(None, "task to use the model for, if its head fits several: a classifier with one label "
-        "can be used for reranking; if not given, the run's task, or the head's usual one")
+    task: str | None = _model(None, "task to use the model for, if its head fits several: reranking with a classifier "
+        "with one label, sparse-embedding with a masked language model; if not given, the run's task, or the head's "
+        "usual one")
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
     output: str | None = _output(None, "file to write, in the format of its extension: jsonl, json, csv, tsv or "
         "parquet; the terminal if not given", "output_file")

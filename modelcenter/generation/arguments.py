@@ -109,8 +109,8 @@ def _warn_unused(file: str, settings: tuple[str, ...]) -> None:
     if settings:
         shown = ", ".join(settings)
         _log.warning(
-            "%s has %s, which are not used: of the file, only the tokens that begin, end and pad texts are; pass the "
-            "others to generate if it has such an argument",
+            "%s asks for %s; of the settings in this file, only the tokens that begin, end and pad texts are used: "
+            "pass the others to generate if it has such arguments",
             file,
             shown,
         )
@@ -120,8 +120,8 @@ def _warn_unused(file: str, settings: tuple[str, ...]) -> None:
 def _warn_cut(least_name: str, least: int, most_name: str, most: int) -> None:
     """Warn of a minimum length above the maximum; once for the same numbers."""
     _log.warning(
-        "%s requires %d new tokens, but %s allows only %d: texts stop there without an end token; lower the former or "
-        "raise the latter",
+        "%s asks for %d new tokens and %s allows %d: texts stop there, without an end token; lower the former or raise "
+        "the latter",
         least_name,
         least,
         most_name,

@@ -120,10 +120,7 @@ def test_a_batch_without_a_mask_is_padded_where_transformers_takes_it_to_be(pair
 def test_a_checkpoint_whose_tokens_are_no_numbers_is_one_clear_error(pair, value):
     ours = mc.from_pretrained(pair[1])
     ours.generation_config = {"eos_token_id": value}
-    with pytest.raises(
-        ValueError,
-        match="eos_token_id of the checkpoint's generation_config.json .*, expected one or several token ids",
-    ):
+    with pytest.raises(ValueError, match="eos_token_id of the checkpoint's generation_config.json .*, expected one or"):
         ours.generate(*prompts("left"), 2)
 
 
@@ -289,9 +286,9 @@ def test_settings_of_the_file_that_are_left_are_said_once(pair, caplog):
     for more in ({}, {}, {"repetition_penalty": 1.05}):
         ours.generate(ids, None, 2, **more)
     found = [record.getMessage() for record in caplog.records]
-    assert [text.partition(", which are not used")[0] for text in found] == [
-        "generation_config.json has repetition_penalty=1.05, min_length=3",
-        "generation_config.json has min_length=3",
+    assert [text.partition(";")[0] for text in found] == [
+        "generation_config.json asks for repetition_penalty=1.05, min_length=3",
+        "generation_config.json asks for min_length=3",
     ]
 
 
@@ -315,7 +312,7 @@ def test_every_setting_of_the_file_that_changes_a_greedy_text_is_said(pair, capl
         caplog.clear()
         ours.generation_config = file
         found = ours.generate(ids, None, 8)
-        said = f"generation_config.json has {name}={value!r}, which are not used" in caplog.text
+        said = f"generation_config.json asks for {name}={value!r};" in caplog.text
         assert torch.equal(found, greedy[:, : found.shape[1]]) and (said or torch.equal(found, wanted)), name
 
 
@@ -336,14 +333,10 @@ def test_texts_that_are_to_be_longer_than_they_may_are_said_once(pair, caplog):
     ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
     length = ids.shape[1]
     for lengths, said, written in [
-        ({"min_new_tokens": 3, "max_new_tokens": 2}, "min_new_tokens requires 3, but max_new_tokens allows only 2", 2),
-        (
-            {"min_length": length + 4, "max_length": length + 2},
-            "min_length requires 4, but max_length allows only 2",
-            2,
-        ),
+        ({"min_new_tokens": 3, "max_new_tokens": 2}, "min_new_tokens asks for 3 and max_new_tokens allows 2", 2),
+        ({"min_length": length + 4, "max_length": length + 2}, "min_length asks for 4 and max_length allows 2", 2),
         ({"min_new_tokens": 2, "max_new_tokens": 2}, None, 2),
-        ({"min_new_tokens": 21}, "min_new_tokens requires 21, but max_new_tokens allows only 20", 20),
+        ({"min_new_tokens": 21}, "min_new_tokens asks for 21 and max_new_tokens allows 20", 20),
     ]:
         caplog.clear()
         for _ in range(2):
@@ -360,7 +353,7 @@ def test_stop_strings_of_the_file_are_said_where_they_are_not_the_callers(pair, 
     ours.generate(ids, None, 2, stop_strings="xyz", tokenizer=Letters())
     assert not caplog.records
     ours.generate(ids, None, 2)
-    assert "has stop_strings=['xyz'], which" in caplog.text
+    assert "asks for stop_strings=['xyz'];" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["decoder", None])
@@ -373,7 +366,7 @@ def test_settings_that_are_left_may_be_in_an_old_config(part, tmp_path, caplog):
     (config if part is None else config[part]).update(settings)
     (tmp_path / "config.json").write_text(json.dumps(config))
     ids = torch.tensor([[8, 9, 10]])
-    for file, said in ((None, ["config.json has num_beams=4"]), ("generation_config.json", [])):
+    for file, said in ((None, ["config.json asks for num_beams=4"]), ("generation_config.json", [])):
         if file is not None:
             (tmp_path / file).write_text('{"eos_token_id": 3}')
         theirs = transformers.EncoderDecoderModel.from_pretrained(tmp_path).generation_config
@@ -382,7 +375,7 @@ def test_settings_that_are_left_may_be_in_an_old_config(part, tmp_path, caplog):
         _warn_unused.cache_clear()
         caplog.clear()
         ours.generate(ids, None, 2, no_repeat_ngram_size=3)
-        assert [record.getMessage().partition(", which are not used")[0] for record in caplog.records] == said
+        assert [record.getMessage().partition(";")[0] for record in caplog.records] == said
 
 
 @pytest.mark.parametrize(("name", "task"), [("tiny/encoder-decoder", "seq2seq-lm"), ("tiny/bert", "causal-lm")])

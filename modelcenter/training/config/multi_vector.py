@@ -31,38 +31,37 @@ class MultiVectorConfig(TrainConfig):
 
     anchor_column: str | None = _data(None, "column with the query, such as a question; detected by its usual names if "
         "not given", "query_column")
-    positive_column: str | None = _data(None, "column with the document that answers it, or a list of such, of which "
-        "each epoch takes one; with score_column, the list of documents that have the scores; detected by its usual "
-        "names if not given", "document_column")
-    negative_column: str | None = _data(None, "column with a document that does not answer it, or a list of such, or "
-        "several comma-separated columns; if not given, detected, if there is one", "negative_columns")
-    score_column: str | None = _data(None, "column with a teacher's scores, a list with one for each document of the "
-        "row, positives first; if not given, detected, if there is one and no column of negatives", "label_column")
-    max_negatives: int | None = _data(None, "negatives that a row takes part with; rows with more take them in turn, "
-        "epoch by epoch; all if not given")
-    query_prompt: str | None = _data(None, "text put before each query; if not given, as the model says, else the "
-        "token [unused0] where the vocabulary has it, else '[Q] '")
-    document_prompt: str | None = _data(None, "text put before each document; if not given, as the model says, else "
-        "the token [unused1] where the vocabulary has it, else '[D] '")
-    document_length: int | None = _data(None, "tokens of the longest document; if not given, as the model says, else "
-        "180, within max_length")
+    positive_column: str | None = _data(None, "column with the document that answers it, or a list of them, of which "
+        "each epoch uses one; with score_column, the list of documents that were scored; detected by its usual names "
+        "if not given", "document_column")
+    negative_column: str | None = _data(None, "column with a document that does not answer it, or a list of them, or "
+        "several comma-separated columns; detected, if there is one, if not given", "negative_columns")
+    score_column: str | None = _data(None, "column with a list of a teacher's scores, one for each document of the "
+        "row, positives first; if not given, detected in data without a column of negatives", "label_column")
+    max_negatives: int | None = _data(None, "number of negatives used per row; rows with more use them in turn, epoch "
+        "by epoch; all if not given")
+    query_prompt: str | None = _data(None, "text put before each query; if not given, the model's, else the token "
+        "[unused0] if the vocabulary has it, else '[Q] '")
+    document_prompt: str | None = _data(None, "text put before each document; if not given, the model's, else the "
+        "token [unused1] if the vocabulary has it, else '[D] '")
+    document_length: int | None = _data(None, "maximum number of tokens of a document, within max_length; if not "
+        "given, the model's, else 180")
 
-    width: int | None = _model(None, "elements of a vector, for a model that has none yet; 128 if not given",
+    width: int | None = _model(None, "size of a vector, for a model without a projection; 128 if not given",
         "embedding_size")
-    expansion: int | None = _model(None, "tokens to which shorter queries are expanded by mask tokens, and to which "
-        "longer ones are cut; 0: they are not; if not given, as the model says, else 32 if the tokenizer has a mask "
-        "token", "query_length")
-    attend_to_expansion: bool | None = _model(None, "whether the words of a query see these mask tokens; if not given, "
-        "as the model says, else they do not")
-    skipped: list[str] | None = _model(None, "words of documents that have no vector, or nothing; if not given, as the "
-        "model says, else punctuation", "skiplist_words")
-    similarity: str | None = _model(None, "the score: maxsim, the sum over the query's vectors, or meanmaxsim, their "
-        "mean; if not given, as the model says, else maxsim", choices=SCORES)
-    loss: str | None = _optimisation(None, "in_batch: each query finds its document among all of the step; kl: scores "
-        "are distributed as a teacher's in score_column; margin_mse: differences of scores are as the teacher's; if "
-        "not given, kl with score_column, else in_batch", choices=VECTOR_LOSSES)
-    temperature: float | None = _optimisation(None, "scores are divided by it; lower: the hardest negatives count "
-        "more; 1 if not given")
+    expansion: int | None = _model(None, "number of tokens to which queries are filled with mask tokens or truncated; "
+        "0: neither; if not given, the model's, else 32 if the tokenizer has a mask token", "query_length")
+    attend_to_expansion: bool | None = _model(None, "whether the words of a query attend to these mask tokens; if not "
+        "given, the model's setting, else not")
+    skipped: list[str] | None = _model(None, "words of documents that get no vector, or 'nothing'; if not given, the "
+        "model's, else punctuation", "skiplist_words")
+    similarity: str | None = _model(None, "score of a query and a document: maxsim, a sum over the query's vectors, or "
+        "meanmaxsim, their mean; if not given, the model's, else maxsim", choices=SCORES)
+    loss: str | None = _optimisation(None, "in_batch: find each query's document among all of the step; kl: match the "
+        "distribution of a teacher's scores (score_column); margin_mse: match their differences; if not given, kl with "
+        "score_column, else in_batch", choices=VECTOR_LOSSES)
+    temperature: float | None = _optimisation(None, "divides the scores; lower: the hardest negatives count more; 1 if "
+        "not given")
     # fmt: on
 
     def check(self) -> None:

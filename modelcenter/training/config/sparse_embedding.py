@@ -19,18 +19,19 @@ class SparseEmbeddingConfig(RelatedTextsConfig):
 
     task: ClassVar[str] = "sparse-embedding"
 
-    pooling: str | None = _model(None, "how the weights of a token of the vocabulary at all places of a text become "
-        "one: max or sum; if not given, as the model says, else max", "pooling_strategy", choices=SPARSE_POOLINGS)
-    activation: str | None = _model(None, "what makes a weight of a logit: relu, log(1 + relu(logit)), or log1p_relu, "
-        "the log(1 + weight) of that; if not given, as the model says, else relu", "activation_function",
+    pooling: str | None = _model(None, "max or sum: how the logits at all tokens of a text become one weight for each "
+        "word of the vocabulary; if not given, the model's setting, else max", "pooling_strategy",
+        choices=SPARSE_POOLINGS)
+    activation: str | None = _model(None, "from logit to weight: relu is log(1 + relu(logit)), log1p_relu is "
+        "log(1 + log(1 + relu(logit))); if not given, the model's setting, else relu", "activation_function",
         choices=SPARSE_ACTIVATIONS)
-    similarity: str | None = _model(None, "how embeddings are compared; if not given, as the model says, else dot",
+    similarity: str | None = _model(None, "how embeddings are compared; if not given, the model's setting, else dot",
         choices=SIMILARITIES)
-    query_regularizer_weight: float = _optimisation(5e-5, "what the FLOPS regularisation of anchors counts: the sum of "
-        "the squares of the mean weights; higher: fewer tokens in a query. 0: none")
-    document_regularizer_weight: float = _optimisation(3e-5, "the same of positives and negatives")
-    regularizer_warmup: float = _optimisation(1 / 3, "steps in which both weights rise from 0 with the square of the "
-        "step; below 1 a fraction of all steps")
+    query_regularizer_weight: float = _optimisation(5e-5, "factor of the FLOPS regularisation of anchors (the sum of "
+        "the squared mean weights); higher: fewer words in a query. 0: none")
+    document_regularizer_weight: float = _optimisation(3e-5, "the same for positives and negatives")
+    regularizer_warmup: float = _optimisation(1 / 3, "number of steps over which both factors rise quadratically from "
+        "0; a value below 1 is a fraction of all steps")
     # fmt: on
 
     def check(self) -> None:

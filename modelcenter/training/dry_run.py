@@ -15,6 +15,7 @@ from modelcenter.training.loop import Run
 from modelcenter.training.output.summary import peak_memory
 from modelcenter.training.setup.memory import StateBytes, state_bytes
 from modelcenter.training.setup.prepare import PreparedRun
+from modelcenter.training.tasks.base import Task
 
 
 def dry_run(cfg: TrainConfig, prepared: PreparedRun) -> None:
@@ -62,7 +63,7 @@ def _plan(cfg: TrainConfig, run: Run, eval_set: Examples | None) -> list[tuple[s
         ("train", _amount(examples)),
         ("rows", run.task.describe_columns()),
         ("eval", "none" if eval_set is None else f"{len(eval_set):,} rows from {eval_set.name}"),
-        *_length_lines(cfg, examples),
+        *_length_lines(cfg, run.task, examples),
         ("step", (f"{cfg.batch_tokens} tokens" if cfg.batch_tokens is not None else
          f"{cfg.global_batch_size} rows, {cfg.batch_size}")
          + f" x {parts} parts x {ranks} ranks"
@@ -91,16 +92,16 @@ def _amount(examples: Any) -> str:
     return f"{len(examples):,} rows, {int(examples.lengths.sum()):,} tokens from {examples.name}"
 
 
-def _length_lines(cfg: TrainConfig, examples: Any) -> list[tuple[str, str]]:
+def _length_lines(cfg: TrainConfig, task: Task, examples: Any) -> list[tuple[str, str]]:
     if _is_stream(examples):
         return [("lengths", f"up to {cfg.max_length} tokens; longer texts make several rows"), ("padding", "none")]
     lengths = examples.lengths
-    assert cfg.batch_size != "auto"
+    assert cfg.batch_size != "auto" and cfg.max_length is not None
     batch_rows = cfg.batch_size if cfg.batch_tokens is None else max(1, cfg.batch_tokens // int(lengths.mean()))
     points = np.percentile(lengths, [0, 50, 95, 100]).astype(int)
     return [
         ("lengths", f"shortest {points[0]}, median {points[1]}, 95 % {points[2]}, longest {points[3]} tokens; "
-         f"{examples.truncated} rows cut at {cfg.max_length}"),
+         f"{examples.truncated} rows truncated at {task.length_limit(cfg.max_length)}"),
         ("padding", f"none; {100 * padding_if_padded(lengths, batch_rows, cfg.seed):.1f} % of the slots if "
          "rows were padded to the longest of their batch"),
     ]  # fmt: skip

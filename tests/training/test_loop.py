@@ -286,8 +286,10 @@ def test_empty_texts_are_told_and_nothing_but_them_is_an_error(folder, caplog, c
     main(command(values))
     assert "some.jsonl: 2 rows have an empty text (first: " in caplog.text and "line 3)" in caplog.text
     cut = sum(len(row["text"].split()) > 4 for row in rows)
-    assert cut and f"6 rows (text 'text', label 'label' with 2 classes: bad, good), {cut} of them cut at 6 tokens" in (
-        capsys.readouterr().out
+    assert (
+        cut
+        and f"6 rows (text 'text', label 'label' with 2 classes: bad, good), {cut} of them truncated at max_length 6"
+        in (capsys.readouterr().out)
     )
     none = write_jsonl(folder / "none.jsonl", [row | {"text": ""} for row in rows])
     with pytest.raises(ValueError, match="none.jsonl: column 'text' has no text"):

@@ -229,6 +229,15 @@ def predict(folder, model, rows, *more):
     cli(["predict", str(model), str(folder / "rows.jsonl"), "--output", str(folder / "out.jsonl"), *more])
 
 
+def test_texts_that_are_truncated_are_told_of_with_both_limits(folder, capsys):
+    write_related(folder)
+    values = start_from(folder, expansion=6, document_length=9, max_steps=1, eval_every="never")
+    main(command(values | {"dry_run": True}))
+    assert "rows truncated at 6 tokens of a query or 9 of a document" in capsys.readouterr().out
+    main(command(values))
+    assert "of them truncated at 6 tokens of a query or 9 of a document" in capsys.readouterr().out
+
+
 def test_a_teachers_scores_give_rankings(folder):
     write_taught(folder)
     main(command(start_from(folder, max_steps=2)))

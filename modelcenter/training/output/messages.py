@@ -21,7 +21,8 @@ def start_message(run: "Run") -> str:
     count = f"{len(run.train_set):,} rows" if run.batch_source.steps_per_epoch is not None else "a stream of rows"
     rows = f"{count} ({run.task.describe_columns()})"
     if run.train_set.truncated:
-        rows += f", {run.train_set.truncated:,} of them cut at {run.cfg.max_length} tokens"
+        assert run.cfg.max_length is not None
+        rows += f", {run.train_set.truncated:,} of them truncated at {run.task.length_limit(run.cfg.max_length)}"
     evaluation = f"evaluation on {len(run.eval_set):,} rows" if run.eval_set is not None else "no evaluation data"
     ranks = f"{engine.world_size()} rank{'s' if engine.world_size() > 1 else ''}"
     size = run.cfg.global_batch_size

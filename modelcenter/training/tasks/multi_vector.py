@@ -32,6 +32,7 @@ from modelcenter.training.tasks.vector_examples import (
     RankedVectorExamples,
     VectorExamples,
     VectorTexts,
+    longest_text,
     token_places,
     tokenize_vectors,
 )
@@ -151,6 +152,10 @@ class MultiVector(Task):
         most = self.cfg.max_length
         tokenizer.model_max_length = min(tokenizer.model_max_length, most)
         model.config.multi_vector = self.settings = _within(self.settings, most)
+
+    def length_limit(self, max_length: int) -> str:
+        query, document = (longest_text(self.settings, role, max_length) for role in ("query", "document"))
+        return f"{query} tokens of a query or {document} of a document"
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[RankedVectorExamples, RankedVectorExamples | None]:
         assert self.cfg is not None and self.texts is not None

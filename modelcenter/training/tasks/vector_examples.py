@@ -80,7 +80,9 @@ def tokenize_vectors(
         if not texts:
             continue
         prompt = settings.prompt(role)
-        tokens = tokenize(tokenizer, [prompt + text for text in texts], max_length=_longest(settings, role, max_length))
+        tokens = tokenize(
+            tokenizer, [prompt + text for text in texts], max_length=longest_text(settings, role, max_length)
+        )
         counts = ~np.isin(tokens.ids, skipped) if role in settings.skipped_in else np.ones(len(tokens.ids), bool)
         attended.append(tokens.lengths)
         if role == "query" and settings.expansion_length is not None:
@@ -101,7 +103,7 @@ def tokenize_vectors(
     return VectorTexts(found.tokens, found.scored, whole if unattended else None)
 
 
-def _longest(settings: MultiVectorSettings, role: str, most: int) -> int:
+def longest_text(settings: MultiVectorSettings, role: str, most: int) -> int:
     """The tokens of the longest text of a role."""
     if role == "document":
         return min(settings.document_length or most, most)

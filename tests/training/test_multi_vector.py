@@ -1,6 +1,7 @@
 """Late interaction from the command line: against losses written out over transformers' model, cut otherwise, used."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -270,6 +271,12 @@ def test_training_goes_on_as_the_checkpoint_has_it(folder):
     main(command(start | {"document_length": 11}))
     settings = modelcenter.from_pretrained(folder / "on" / "model").config.multi_vector
     assert (settings.query_prompt, settings.expansion_length, settings.document_length) == ("film ", 10, 11)
+    held = modelcenter.from_pretrained(folder / "run" / "model")
+    held.config.multi_vector = replace(held.config.multi_vector, query_length=10)
+    held.save_pretrained(folder / "short")
+    longer = {"expansion": 14, "output_dir": str(folder / "longer")}  # than its queries
+    main(command(start | {"model": str(folder / "short"), **longer}))
+    assert modelcenter.from_pretrained(folder / "longer" / "model").config.multi_vector.expansion_length == 14
     with pytest.raises(ValueError, match="dense: got 8:identity, but the model has 6:identity, with weights"):
         main(command(start | {"width": 8, "output_dir": str(folder / "other")}))
 

@@ -377,7 +377,7 @@ def test_each_flag_of_trainer_is_known_or_has_advice():
     known = {*INSTEAD, *LEFT_OUT, *translated(TrainConfig), *all_spellings(Seq2SeqConfig)}
     theirs = {field.name for field in dataclasses.fields(transformers.Seq2SeqTrainingArguments)}
     assert len(theirs) > 100 and theirs <= known
-    with pytest.raises(ValueError, match="^--use_cache is no flag here: there is none like it; leave it out$"):
+    with pytest.raises(ValueError, match="^--use_cache is not a flag here: there is none like it; leave it out$"):
         read("--use_cache", "false")
 
 

@@ -119,7 +119,7 @@ def open_rows(data: Sequence[str], config: str | None, split: str, unit: Unit = 
 
 def _check_unit(unit: Unit, name: Any, txt: bool) -> None:
     if unit != "line" and not txt:
-        raise ValueError(f"document: {unit} is for txt files, but {name} has rows of its own")
+        raise ValueError(f"document: got {unit}, which is for txt files, but {name} is divided into rows; leave it out")
 
 
 class Texts:

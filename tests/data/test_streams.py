@@ -120,9 +120,13 @@ def test_wrong_content(tmp_path, name, content, says):
 def test_what_cannot_be_streamed(tmp_path):
     with pytest.raises(ValueError, match="rows are streamed from .jsonl, .ndjson, .json, .txt"):
         FileRows([tmp_path / "a.xls"])
-    with pytest.raises(ValueError, match="document: paragraph is for txt files, but .*b.csv has rows of its own"):
+    with pytest.raises(
+        ValueError, match="document: got paragraph, which is for txt files, but .*b.csv is divided into rows"
+    ):
         FileRows([tmp_path / "a.txt", tmp_path / "b.csv"], "paragraph")
-    with pytest.raises(ValueError, match="document: file is for txt files, but owner/set has rows of its own"):
+    with pytest.raises(
+        ValueError, match="document: got file, which is for txt files, but owner/set is divided into rows"
+    ):
         open_rows(["owner/set"], None, "train", "file")
 
 

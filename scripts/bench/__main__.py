@@ -105,7 +105,7 @@ BENCHES: dict[str, Bench] = {
     "attention": Bench("attention", 1),
     "load_export": Bench("load_export", 2),
     "convert": Bench("convert", 6, ("--gigabytes", "4")),
-    "checkpoint": Bench("checkpoint", 1),
+    "checkpoint": Bench("checkpoint", 10),
     "generation": Bench("generation", 4),
     "startup": Bench("startup", 2),
     "data": Bench("data", 4, data=True),

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from modelcenter.registry import nearest
-
-T = TypeVar("T")
 
 POOLINGS = ("mean", "cls", "last", "max", "mean_sqrt_len", "weighted_mean")
 SIMILARITIES = ("cosine", "dot")
@@ -78,7 +76,58 @@ def poolings_of(pooling: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingSettings:
+class TextSettings:
+    """Base of the settings of tasks that make vectors of texts: what the files of sentence-transformers say about a
+    model in addition to its config.json. A subclass may have `dense` layers, whose weights a trained model holds."""
+
+    field: ClassVar[str]  # of a model's config, which holds them
+    example: ClassVar[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, given: "Self | Mapping[str, Any] | None") -> Self:
+        """From the fields that a caller gives. Raises ValueError for an unknown field or an invalid value."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping | None):
+            raise ValueError(f"{cls.field}: got {given!r}, expected fields such as {cls.example}")
+        names = [one.name for one in fields(cls)]
+        for name in given or {}:
+            if name not in names:
+                close = nearest(name, names)
+                raise ValueError(f"{cls.field}: unknown field {name!r}.{close} Known: {', '.join(names)}")
+        return cls(**(given or {}))
+
+    @classmethod
+    def over(cls, stored: Mapping[str, Any], given: "Self | Mapping[str, Any] | None") -> Self:
+        """The stored fields, overridden by those that a caller gives.
+
+        Raises:
+            ValueError: as `of`; or `given` changes the stored dense layers, which have weights.
+        """
+        wanted, held = cls.of(given), cls.of(stored)
+        changes: Mapping[str, Any] = given.to_dict() if isinstance(given, TextSettings) else given or {}
+        new, old = getattr(wanted, "dense", ()), getattr(held, "dense", ())
+        if old and "dense" in changes and new != old:
+            raise ValueError(
+                f"dense: got {_shown(new)}, but the model has {_shown(old)}, with weights; leave it out to go on with "
+                "these"
+            )
+        return cls.of({**stored, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable dictionary; `of` restores the same settings from it."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def dense_layers(field: str, given: Any) -> tuple[DenseSettings, ...]:
+    """The layers that a caller gives. Raises ValueError for anything but a list of them. field: as of TextSettings."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise ValueError(f"{field}: dense is {given!r}, expected a list of layers")
+    return tuple(map(DenseSettings.of, given))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSettings(TextSettings):
     """What the files of sentence-transformers say about a model in addition to its config.json.
 
     Attributes:
@@ -94,6 +143,9 @@ class EmbeddingSettings:
         max_length: tokens of the longest text, including the prompt and special tokens; None: the model's own limit.
     """
 
+    field: ClassVar[str] = "embedding"
+    example: ClassVar[Mapping[str, Any]] = {"pooling": "mean"}
+
     pooling: str | None = None
     include_prompt: bool = True
     dense: tuple[DenseSettings, ...] = ()
@@ -106,9 +158,7 @@ class EmbeddingSettings:
     def __post_init__(self) -> None:
         if self.pooling is not None:
             poolings_of(self.pooling)
-        if isinstance(self.dense, str | Mapping) or not isinstance(self.dense, Iterable):
-            raise ValueError(f"embedding: dense is {self.dense!r}, expected a list of layers")
-        object.__setattr__(self, "dense", tuple(map(DenseSettings.of, self.dense)))
+        object.__setattr__(self, "dense", dense_layers(self.field, self.dense))
         if self.similarity not in SIMILARITIES:
             expected = ", ".join(SIMILARITIES)
             raise ValueError(f"embedding: similarity is {self.similarity!r}, expected one of {expected}")
@@ -128,58 +178,15 @@ class EmbeddingSettings:
         """Whether embeddings have length 1."""
         return self.similarity == "cosine" if self.normalize is None else bool(self.normalize)
 
-    @classmethod
-    def of(cls, given: "EmbeddingSettings | Mapping[str, Any] | None") -> Self:
-        """From the fields that a caller gives. Raises ValueError for an unknown field or an invalid value."""
-        return given if isinstance(given, cls) else from_fields(cls, given, "embedding", {"pooling": "mean"})
-
-    @classmethod
-    def over(cls, stored: Mapping[str, Any], given: "EmbeddingSettings | Mapping[str, Any] | None") -> Self:
-        """The stored fields, overridden by those that a caller gives.
-
-        Raises:
-            ValueError: as `of`; or `given` changes the stored dense layers, which have weights.
-        """
-        wanted, held = cls.of(given), cls.of(stored)
-        changes: Mapping[str, Any] = given.to_dict() if isinstance(given, EmbeddingSettings) else given or {}
-        if held.dense and "dense" in changes and wanted.dense != held.dense:
-            raise ValueError(
-                f"dense: got {_shown(wanted.dense)}, but the model has {_shown(held.dense)}, with weights; leave it "
-                "out to go on with these"
-            )
-        return cls.of({**stored, **changes})
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable dictionary; `of` restores the same settings from it."""
-        return {**asdict(self), "dense": [asdict(layer) for layer in self.dense]}
-
 
 def check_texts(field: str, settings: Any) -> None:
-    """Raise ValueError if prompts are no texts, or max_length is no number of tokens. field: as of from_fields."""
+    """Raise ValueError if prompts are no texts, or max_length is no number of tokens. field: as of TextSettings."""
     for name in ("query_prompt", "document_prompt"):
         if not isinstance(value := getattr(settings, name), str):
             raise ValueError(f"{field}: {name} is {value!r}, expected a text")
     length = settings.max_length
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ValueError(f"{field}: max_length is {length!r}, expected a number of tokens above 0")
-
-
-def from_fields(cls: type[T], given: Any, field: str, example: Mapping[str, Any]) -> T:
-    """Settings, a dataclass, from a mapping of their fields; None: the usual ones.
-
-    Args:
-        field: of a model's config, which holds them, for messages. example: of a valid mapping.
-
-    Raises:
-        ValueError: it is no mapping, or has an unknown field.
-    """
-    if not isinstance(given, Mapping | None):
-        raise ValueError(f"{field}: got {given!r}, expected fields such as {example}")
-    names = [one.name for one in fields(cls)]  # type: ignore[arg-type]  # which are dataclasses
-    for name in given or {}:
-        if name not in names:
-            raise ValueError(f"{field}: unknown field {name!r}.{nearest(name, names)} Known: {', '.join(names)}")
-    return cls(**(given or {}))
 
 
 def _shown(layers: Iterable[DenseSettings]) -> str:

@@ -1,11 +1,10 @@
 """Settings of task "multi-vector": how a text becomes one vector per token. Imports no torch."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from modelcenter.embedding_settings import DenseSettings
-from modelcenter.registry import nearest
+from modelcenter.embedding_settings import DenseSettings, TextSettings, dense_layers
 
 SCORES = ("maxsim", "meanmaxsim")
 ROLES = ("query", "document")
@@ -15,7 +14,7 @@ _SWITCHES = ("normalize", "expansion_truncates", "expansion_attended")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiVectorSettings:
+class MultiVectorSettings(TextSettings):
     """What the files of sentence-transformers' MultiVectorEncoder say in addition to config.json.
 
     Attributes:
@@ -36,6 +35,9 @@ class MultiVectorSettings:
         skipped: words whose tokens have no vector (punctuation), in texts of the roles `skipped_in`.
     """
 
+    field: ClassVar[str] = "multi_vector"
+    example: ClassVar[Mapping[str, Any]] = {"similarity": "maxsim"}
+
     dense: tuple[DenseSettings, ...] = ()
     normalize: bool = True
     similarity: str = "maxsim"
@@ -51,9 +53,7 @@ class MultiVectorSettings:
     skipped_in: tuple[str, ...] = ("document",)
 
     def __post_init__(self) -> None:
-        if isinstance(self.dense, str | Mapping) or not isinstance(self.dense, Iterable):
-            raise ValueError(f"multi_vector: dense is {self.dense!r}, expected a list of layers")
-        object.__setattr__(self, "dense", tuple(map(DenseSettings.of, self.dense)))
+        object.__setattr__(self, "dense", dense_layers(self.field, self.dense))
         if self.similarity not in SCORES:
             expected = " or ".join(SCORES)
             raise ValueError(f"multi_vector: similarity is {self.similarity!r}, expected {expected}")
@@ -90,38 +90,3 @@ class MultiVectorSettings:
         """The text put before each text of a role; "": none."""
         given = self.query_prompt if role == "query" else self.document_prompt
         return given or ""
-
-    @classmethod
-    def of(cls, given: "MultiVectorSettings | Mapping[str, Any] | None") -> Self:
-        """From the fields that a caller gives. Raises ValueError for an unknown field or an invalid value."""
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping | None):
-            raise ValueError(f"multi_vector: got {given!r}, expected fields such as {{'similarity': 'maxsim'}}")
-        names = [field.name for field in fields(cls)]
-        for name in given or {}:
-            if name not in names:
-                close = nearest(name, names)
-                raise ValueError(f"multi_vector: unknown field {name!r}.{close} Known: {', '.join(names)}")
-        return cls(**(given or {}))
-
-    @classmethod
-    def over(cls, stored: Mapping[str, Any], given: "MultiVectorSettings | Mapping[str, Any] | None") -> Self:
-        """The stored fields, overridden by those that a caller gives.
-
-        Raises:
-            ValueError: as `of`; or `given` changes the stored layers, which have weights.
-        """
-        changes: Mapping[str, Any] = given.to_dict() if isinstance(given, MultiVectorSettings) else given or {}
-        wanted, held = cls.of(given), cls.of(stored)
-        if held.dense and "dense" in changes and wanted.dense != held.dense:
-            shown = [" ".join(f"{x.width}:{x.activation}" for x in of.dense) or "none" for of in (wanted, held)]
-            raise ValueError(
-                f"dense: got {shown[0]}, but the model has {shown[1]}, with weights; leave it out to go on with these"
-            )
-        return cls.of({**stored, **changes})
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable dictionary; `of` restores the same settings from it."""
-        lists = {name: list(getattr(self, name)) for name in ("skipped", "skipped_in")}
-        return {**asdict(self), **lists, "dense": [asdict(layer) for layer in self.dense]}

@@ -1,17 +1,17 @@
 """Settings of task "sparse-embedding": how a text becomes weights of the vocabulary's tokens. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from modelcenter.embedding_settings import SIMILARITIES, check_texts, from_fields
+from modelcenter.embedding_settings import SIMILARITIES, TextSettings, check_texts
 
 SPARSE_POOLINGS = ("max", "sum")
 SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseEmbeddingSettings:
+class SparseEmbeddingSettings(TextSettings):
     """What the files of a SparseEncoder of sentence-transformers say about a model in addition to its config.json.
 
     Attributes:
@@ -22,6 +22,8 @@ class SparseEmbeddingSettings:
         max_length: tokens of the longest text, including the prompt and special tokens; None: the model's own limit.
     """
 
+    field: ClassVar[str] = "sparse_embedding"
+    example: ClassVar[Mapping[str, Any]] = {"pooling": "max"}
     include_prompt: ClassVar[bool] = True
 
     pooling: str = "max"
@@ -37,18 +39,3 @@ class SparseEmbeddingSettings:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"sparse_embedding: {name} is {value!r}, expected {' or '.join(known)}")
         check_texts("sparse_embedding", self)
-
-    @classmethod
-    def of(cls, given: "SparseEmbeddingSettings | Mapping[str, Any] | None") -> Self:
-        """From the fields that a caller gives. Raises ValueError for an unknown field or an invalid value."""
-        return given if isinstance(given, cls) else from_fields(cls, given, "sparse_embedding", {"pooling": "max"})
-
-    @classmethod
-    def over(cls, stored: Mapping[str, Any], given: "SparseEmbeddingSettings | Mapping[str, Any] | None") -> Self:
-        """The stored fields, overridden by those that a caller gives. Raises ValueError as `of`."""
-        cls.of(given)
-        return cls.of({**stored, **(asdict(given) if isinstance(given, SparseEmbeddingSettings) else given or {})})
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable dictionary; `of` restores the same settings from it."""
-        return asdict(self)

@@ -27,7 +27,7 @@ from modelcenter.training.tasks.pair_scores import shown
 from modelcenter.training.tasks.ranked_examples import RankedExamples
 from modelcenter.training.tasks.related_examples import text_ids
 from modelcenter.training.tasks.splits import read_splits
-from modelcenter.training.tasks.text_search import judge, own_part
+from modelcenter.training.tasks.text_search import Search, judge, own_part
 from modelcenter.training.tasks.vector_examples import (
     RankedVectorExamples,
     VectorExamples,
@@ -210,11 +210,11 @@ class MultiVector(Task):
         place = np.arange(len(texts.labels)) - np.repeat(texts.texts.first[:-1], texts.texts.counts)
         positives = np.flatnonzero(place < np.repeat(texts.positives, texts.texts.counts))
 
-        def found(queries: np.ndarray, documents: np.ndarray, excluded: torch.Tensor) -> torch.Tensor:
-            return search.nearest(queries, rows + documents, metrics.depth, excluded)
+        def among(documents: np.ndarray) -> Search:
+            return lambda queries, excluded: search.nearest(queries, rows + documents, metrics.depth, excluded)
 
         ids = examples.text_ids
-        judge(ids[:rows], ids[rows:], texts.row_of[positives], positives, metrics, found)
+        judge(ids[:rows], ids[rows:], texts.row_of[positives], positives, metrics, among)
 
     @staticmethod
     def _rank(search: VectorSearch, examples: Any, metrics: Ranking) -> None:

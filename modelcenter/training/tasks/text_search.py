@@ -18,6 +18,10 @@ from modelcenter.training.tasks.related_examples import RelatedExamples, TextExa
 _QUERIES = 256  # queries processed at a time
 _ELEMENTS = 1 << 24  # similarities held at a time
 
+# Of some queries, by their numbers, the places of the best among the documents searched, best first; (k, 2) pairs of
+# places of a query and a document are excluded.
+Search = Callable[[np.ndarray, Tensor], Tensor]
+
 
 def all_embeddings(model: Model, examples: TextExamples, batch_size: int) -> Tensor:
     """(texts, width) fp32 on the host: the embeddings of all texts of the examples, on every rank. Collective."""
@@ -87,12 +91,16 @@ def find_documents(embeddings: Rows, examples: RelatedExamples, metrics: Retriev
     """
     rows, first = len(examples), examples.first_positive
 
-    def search(queries: np.ndarray, documents: np.ndarray, excluded: Tensor) -> Tensor:
+    def among(documents: np.ndarray) -> Search:
         held = embeddings[torch.from_numpy(rows + documents)]
-        return nearest(embeddings[torch.from_numpy(queries)], held, metrics.depth, excluded)[1]
+
+        def search(queries: np.ndarray, excluded: Tensor) -> Tensor:
+            return nearest(embeddings[torch.from_numpy(queries)], held, metrics.depth, excluded)[1]
+
+        return search
 
     row_of = np.repeat(np.arange(rows), np.diff(first))
-    judge(examples.text_ids[:rows], examples.text_ids[rows:], row_of, np.arange(len(row_of)), metrics, search)
+    judge(examples.text_ids[:rows], examples.text_ids[rows:], row_of, np.arange(len(row_of)), metrics, among)
 
 
 def judge(
@@ -101,7 +109,7 @@ def judge(
     row_of: np.ndarray,
     positives: np.ndarray,
     metrics: Retrieval,
-    search: Callable[[np.ndarray, np.ndarray, Tensor], Tensor],
+    among: Callable[[np.ndarray], Search],
 ) -> None:
     """Search for the positives of queries among all documents, and add this rank's share of the queries to the metrics.
     Equal texts count once, and documents equal to a query are not searched for it.
@@ -109,8 +117,7 @@ def judge(
     Args:
         ids, document_ids: int64, equal for equal texts. row_of, positives: int64 (n,), the numbers of a query and a
             document that answers it.
-        search: of some queries and documents by their numbers, with pairs that are excluded by their places among
-            these, the best documents of each query, best first, as places.
+        among: the search among some documents, by their numbers.
     """
     queries, query_places, query_of_row = np.unique(ids, return_index=True, return_inverse=True)
     documents, places = np.unique(document_ids, return_index=True)
@@ -120,11 +127,12 @@ def judge(
     itself = np.minimum(np.searchsorted(documents, queries), len(documents) - 1)
     stranger = ~np.isin(np.arange(len(queries)) * len(documents) + itself, pairs) & (documents[itself] == queries)
     start, stop = own_part(len(queries))
+    search = among(places)
     for low in range(start, stop, _QUERIES):
         mine = np.arange(low, min(low + _QUERIES, stop))
         hidden = np.flatnonzero(stranger[mine])
         excluded = torch.from_numpy(np.stack([hidden, itself[mine][hidden]], 1))
-        best = search(query_places[mine], places, excluded).cpu().numpy()
+        best = search(query_places[mine], excluded).cpu().numpy()
         found = np.isin(mine[:, None] * len(documents) + best, pairs)
         metrics.update(torch.from_numpy(found), relevant[mine].tolist())
 

@@ -31,7 +31,13 @@ class StopStrings:
 
     def found(self, tokens: Tensor) -> list[bool]:
         """The result for each row of new tokens and the one before them (rows, 1 + n). Needs at least one string."""
-        return [any(text in new for text in self.strings) for new in self._new_texts(tokens[:, -self.reach - 1 :])]
+        texts = self._new_texts(tokens[:, -self.reach - 1 :])
+        # A text cut within a character may lack those after it, too: adjacent tokens of bytes are decoded together.
+        cut = [row for row, text in enumerate(texts) if "\ufffd" in text]
+        if cut and tokens.shape[1] > self.reach + 1:
+            for row, text in zip(cut, self._new_texts(tokens[cut]), strict=True):
+                texts[row] = text
+        return [any(string in text for string in self.strings) for text in texts]
 
     def _new_texts(self, tokens: Tensor) -> list[str]:
         """The text that all but the first token of each row add: decoding them alone would drop a leading space."""

@@ -18,6 +18,7 @@ from modelcenter.generation.arguments import _warn_unused
 from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings, SpecialTokens
 from modelcenter.generation.state import positions_left
+from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.cache import KVCache
 
 VOCAB = 61
@@ -256,6 +257,30 @@ def test_stop_strings_that_begin_with_the_space_before_the_first_new_word(pair):
     first = ours.generate(ids, None, 1, **more)
     stop = f" {Words().decode(first[0, 9:])}"
     assert torch.equal(ours.generate(ids, None, 20, stop_strings=stop, **more), first)
+
+
+@pytest.mark.parametrize("stop", ["\u8336\u5317", "\n", "a\U0001f600", "b c"])
+def test_stop_strings_in_characters_of_byte_tokens(stop):
+    """SentencePiece's tokens of bytes: a run of them is decoded as a whole, or each as U+FFFD."""
+    from tokenizers import Tokenizer, decoders, models
+
+    names = [*"abc ", *(f"<0x{byte:02X}>" for byte in range(256)), "<unk>"]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    for text in (
+        "\u5317\u4eac\u8336" * 8 + "\u5317",
+        "\U0001f600" * 5 + "\u4eac\n",
+        "a" + "\U0001f600" * 9,
+        "\u4eac" * 9 + "b c",
+    ):
+        pieces = [[c] if c in names else [f"<0x{byte:02X}>" for byte in c.encode()] for c in "a" + text]
+        ids = torch.tensor([tokenizer.convert_tokens_to_ids([piece for part in pieces for piece in part])])
+        checks = StopStrings(stop, tokenizer)
+        # A running text contains none, so only the first result counts.
+        found = next((n for n in range(1, ids.shape[1]) if checks.found(ids[:, : n + 1])[0]), None)
+        wanted = next((n for n in range(1, ids.shape[1]) if stop in tokenizer.decode(ids[0, : n + 1])[1:]), None)
+        assert found == wanted, text
 
 
 @pytest.mark.parametrize("beams", [1, 3])

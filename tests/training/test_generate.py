@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -189,20 +190,72 @@ def test_a_warning_is_one_line():
     assert warnings.formatwarning is usual
 
 
-def test_what_is_shown_while_it_comes_is_the_text(capsys):
-    """Tokenizers that clean up spaces join pieces when the next one comes."""
+def streamed(tokenizer, ids, capsys):
+    """What a terminal shows of tokens that come one by one."""
+    terminal = TerminalStreamer(tokenizer, 0)
+    for token in ids:
+        terminal.put(torch.tensor([token]))
+    terminal.end()
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def pieces_tokenizer(words, decoder=None, **options):
+    """A tokenizer with a token for each of the words, without its encoder."""
     from tokenizers import Tokenizer, models
 
-    words = ["<unk>", "it", "'", "s", "do", "n", "t", "n't", "!", "seen"]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True)
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", *words])}, unk_token="<unk>"))
+    if decoder is not None:
+        inner.decoder = decoder
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **options)
+
+
+def test_what_is_shown_while_it_comes_is_the_text(capsys):
+    """Tokenizers that clean up spaces join pieces when the next one comes."""
+    tokenizer = pieces_tokenizer(
+        ["it", "'", "s", "do", "n", "t", "n't", "!", "seen"], clean_up_tokenization_spaces=True
+    )
     for text in ("it ' s seen !", "do n ' t it", "do n't", "seen it '", "do n"):
         ids = tokenizer.convert_tokens_to_ids(text.split())
-        terminal = TerminalStreamer(tokenizer, 0)
-        for token in ids:
-            terminal.put(torch.tensor([token]))
-        terminal.end()
-        assert capsys.readouterr().out == tokenizer.decode(ids) + "\n"
+        assert streamed(tokenizer, ids, capsys) == tokenizer.decode(ids)
+
+
+def test_pieces_of_words_that_are_joined_are_shown_as_the_text(capsys):
+    from tokenizers import decoders
+
+    letters = " 'ntmsvred.,!x"
+    tokenizer = pieces_tokenizer(letters, decoders.Fuse(), clean_up_tokenization_spaces=True)
+    texts = ["re 've", "de 're", "s n't m", "x n' t", "x  ' ", "x  ' m", "!  ' s", "r   ' ' ! '", " n " * 60]
+    rng = random.Random(0)
+    texts += ["".join(rng.choices([*letters, " '", " n", "'", " "], k=rng.randint(3, 12))) for _ in range(300)]
+    for text in texts:
+        ids = tokenizer.convert_tokens_to_ids(list(text))
+        assert streamed(tokenizer, ids, capsys) == tokenizer.decode(ids), text
+
+
+@pytest.mark.parametrize("word", [" ", " n", " '", "a"])
+def test_a_long_run_of_one_word_is_shown_whole(word, capsys):
+    from tokenizers import decoders
+
+    tokenizer = pieces_tokenizer([" ", " n", " '", "a"], decoders.Fuse(), clean_up_tokenization_spaces=False)
+    ids = tokenizer.convert_tokens_to_ids([word] * 300 + ["a"])
+    assert streamed(tokenizer, ids, capsys) == word * 300 + "a"
+
+
+@pytest.mark.parametrize(
+    "after", [b"", "\u6587".encode()[:2], "\u6587".encode(), b"\xff", b"\xff\xe6", "\u4e2d\u6587".encode() * 30]
+)
+@pytest.mark.parametrize("between", [[], ["<s>"], ["a"]])
+def test_characters_of_byte_tokens_are_shown_as_the_text(after, between, capsys):
+    """SentencePiece's: one byte too few or too many, and the whole run of bytes is decoded differently."""
+    from tokenizers import decoders
+
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = pieces_tokenizer(["<s>", "a", *names], decoder, bos_token="<s>")
+    written = ["a", *(names[b] for b in "\u4e2d".encode()), *between, *(names[b] for b in after)]
+    for end in ([], ["a"]):
+        ids = tokenizer.convert_tokens_to_ids(written + end)
+        assert streamed(tokenizer, ids, capsys) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_a_text_ends_at_the_end_of_the_tokenizer_where_the_checkpoint_names_none(folder, tmp_path, capsys):
@@ -224,6 +277,14 @@ def test_a_text_ends_at_the_end_of_the_tokenizer_where_the_checkpoint_names_none
         model.save_pretrained(tmp_path)
         run_generate(config(tmp_path, prompt=PROMPTS[:1] * 2, repetition_penalty=5.0))
         assert capsys.readouterr().out.splitlines() == [wanted] * 2, named
+
+
+def test_what_follows_many_tokens_without_text_is_shown_with_its_space(capsys):
+    from tokenizers import decoders
+
+    tokenizer = pieces_tokenizer(["\u2581a", "<s>"], decoders.Metaspace(), bos_token="<s>")
+    ids = tokenizer.convert_tokens_to_ids(["\u2581a", *["<s>"] * 200, "\u2581a"])
+    assert streamed(tokenizer, ids, capsys) == "a a"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "spaces"])

@@ -98,6 +98,8 @@ class State:
             self.tokens = self.written = input_ids.new_full((len(input_ids), 1), start)
             batch["decoder_input_ids"] = self.tokens
         self.logits = self._run(batch)
+        if self.banned is not None and bool((all_banned := self.banned.all(1)).any()):
+            raise ValueError(f"banned: row {int(all_banned.nonzero()[0])} has no token left; allow at least one")
         self.sharded = _is_sharded(model)
 
     def _make_cache(self, longest: int, settings: Settings) -> KVCache:

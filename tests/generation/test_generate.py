@@ -572,6 +572,7 @@ def test_compiled_units_write_as_they_are_written():
         ({"attention_mask": torch.ones(4, 8, dtype=torch.long)}, "attention_mask: got shape"),
         ({"banned": torch.ones(1, VOCAB) > 0}, rf"banned: got shape \(1, {VOCAB}\) of .*, expected \(4, {VOCAB}"),
         ({"banned": torch.zeros(4, VOCAB)}, "banned: got .* of torch.float32, expected .* of torch.bool"),
+        ({"banned": torch.arange(4)[:, None].expand(4, VOCAB) == 2}, "banned: row 2 has no token left"),
     ],
 )
 def test_arguments_that_cannot_be_followed_are_named(pair, more, message):

@@ -337,7 +337,7 @@ def test_no_two_groups_of_prompts_are_drawn_alike(monkeypatch):
     assert len(set(seeds)) == len(seeds) == 40 * 8 and seeds[0] == 0
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{% for m in messages"])
+@pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{% for m in messages", "{{ 'a' + 1 }}"])
 def test_a_chat_template_that_fails_is_one_error(folder, tmp_path, template):
     tokenizer = mc.AutoTokenizer.from_pretrained(str(folder))
     tokenizer.chat_template = template

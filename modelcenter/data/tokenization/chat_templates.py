@@ -29,6 +29,11 @@ LAYOUTS = {
 _PLACEHOLDER = "\u2e281f3e9\u2e29"  # occurs in no message, so it shows where a template puts the content
 
 
+def is_of_template(error: Exception) -> bool:
+    """Whether a chat template is at fault: its error is Jinja's or, if it adds something else to a text, Python's."""
+    return type(error).__module__.startswith("jinja2") or isinstance(error, TypeError)
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A text and the answers to train on in it, as (start, end) in characters."""
@@ -81,8 +86,7 @@ class ChatTemplate:
         try:
             return self._apply(turns, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:
-            # A template that adds something else to a text raises Python's own error.
-            if not type(error).__module__.startswith("jinja2") and not isinstance(error, TypeError):
+            if not is_of_template(error):
                 raise
             raise ValueError(f"template {self.name}: cannot be applied to this conversation: {error}") from error
 

@@ -15,6 +15,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from modelcenter.data.tokenization.chat_templates import is_of_template
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize
 
 
@@ -136,8 +137,7 @@ class PairTemplate:
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as error:
-            # A template that adds something else to a text raises Python's own error.
-            if not type(error).__module__.startswith("jinja2") and not isinstance(error, TypeError):
+            if not is_of_template(error):
                 raise
             raise ValueError(f"pair_template: cannot be applied to a pair: {error}") from error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
-from modelcenter.data.tokenization.chat_templates import LAYOUTS, ChatTemplate
+from modelcenter.data.tokenization.chat_templates import LAYOUTS, ChatTemplate, is_of_template
 from modelcenter.training.config import DPOConfig, GenerateConfig, LMConfig, Seq2SeqConfig
 from modelcenter.training.inference.loading import load_model, load_tokenizer, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
@@ -118,7 +118,7 @@ class _Generator:
         try:
             return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:
-            if not type(error).__module__.startswith("jinja2"):
+            if not is_of_template(error):
                 raise
             raise ValueError(f"chat: the tokenizer's chat template cannot be applied: {error}") from error
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from modelcenter.models.cpm3 import CPM3 as CPM3
     from modelcenter.models.cpmant import CPMAnt as CPMAnt
     from modelcenter.models.cpmbee import CPMBee as CPMBee
+    from modelcenter.models.deberta import Deberta as Deberta
     from modelcenter.models.deberta_v2 import DebertaV2 as DebertaV2
     from modelcenter.models.distilbert import DistilBert as DistilBert
     from modelcenter.models.electra import Electra as Electra

@@ -104,6 +104,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("cpm2", "CPM2", architectures=tuple(f"CPM2{end}" for end in _T5_TASKS.split())),
         _ours("cpm3", "CPM3"),
         _ours("cpmbee", "CPMBee"),
+        _ours("deberta", "Deberta"),
         _ours("deberta-v2", "DebertaV2", "deberta_v2"),
         _ours("distilbert", "DistilBert"),
         _ours("electra", "Electra"),

@@ -53,6 +53,7 @@ FAMILIES = [
     ("tiny/nomic_bert", "masked-lm"), ("tiny/eurobert", "sequence-classification"),
     ("tiny/esm", "masked-lm"), ("tiny/gemma3_text", "causal-lm"), ("tiny/gemma2", "causal-lm"),
     ("tiny/t5gemma", "seq2seq-lm"), ("tiny/ernie", "pretraining"), ("tiny/gte", "masked-lm"),
+    ("tiny/deberta", "masked-lm"),
     ("tiny/modernbert-decoder", "causal-lm"), ("tiny/bloom", "causal-lm"),
 ]  # fmt: skip
 

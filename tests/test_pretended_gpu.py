@@ -119,6 +119,7 @@ STEPS = [
     ("tiny/eurobert", "sequence-classification"), pytest.param("tiny/pegasus", "seq2seq-lm", marks=pytest.mark.full),
     pytest.param("tiny/ernie", "pretraining", marks=pytest.mark.full),
     pytest.param("tiny/gte", "masked-lm", marks=pytest.mark.full),
+    pytest.param("tiny/deberta", "masked-lm", marks=pytest.mark.full),
     pytest.param("tiny/modernbert-decoder", "causal-lm", marks=pytest.mark.full), ("tiny/bloom", "causal-lm"),
     ("tiny/gemma2", "causal-lm"), pytest.param("tiny/t5gemma", "seq2seq-lm", marks=pytest.mark.full),
     *(("tiny/bert", task) for task in test_gpu.TASKS),

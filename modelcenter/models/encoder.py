@@ -227,15 +227,18 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
 
     def input_states(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
         """(T, hidden_size): the input of the first unit; owner: this model, or the model of which it is a side."""
+        x = self.embed_dropout(self.embed_norm(self.summed_embeddings(batch, ctx, owner)), ctx)
+        return x if self.project_in is None else self.project_in(x)
+
+    def summed_embeddings(self, batch: Batch, ctx: Packed, owner: Model) -> Tensor:
+        """(T, embedding_size): the embeddings of tokens, positions and types, summed; owner: as in `input_states`."""
         if self.position is not None:
             self.check_positions(batch, ctx, self.config.max_positions)
         type_states = self.type_states(batch, ctx)
         x = owner.embedded(batch, ctx, self.embed)
         if self.position is not None:
             x = x + self.look_up(self.position, ctx.positions, ctx.positions, "position_ids", "max_positions")
-        x = x if type_states is None else x + type_states
-        x = self.embed_dropout(self.embed_norm(x), ctx)
-        return x if self.project_in is None else self.project_in(x)
+        return x if type_states is None else x + type_states
 
     def type_states(self, batch: Batch, ctx: Packed) -> Tensor | None:
         """(T, embedding_size): the embeddings of the token types; None: the model has none."""

@@ -13,7 +13,7 @@ from modelcenter.layers.sequences import Sequences
 
 def _swap_k_and_v(model: Any) -> None:
     attn = model.units[1].attn
-    attn.k, attn.v = attn.v, attn.k
+    attn.k.weight, attn.v.weight = attn.v.weight, attn.k.weight
 
 
 def _transpose(model: Any) -> None:

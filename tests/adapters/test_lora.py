@@ -71,6 +71,8 @@ OTHERS = [
     ("modernbert-decoder", "causal-lm"),
     ("modernbert-decoder", "sequence-classification"),
     ("distilbert", "sequence-classification"),
+    ("deberta", "masked-lm"),
+    ("deberta", "sequence-classification"),
     ("deberta-v2", "masked-lm"),
     ("deberta-v2", "sequence-classification"),
     ("electra", "masked-lm"),

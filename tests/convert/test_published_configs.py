@@ -35,6 +35,7 @@ PARAMETERS = {
     "bloom-560m-classifier-4.40": 559_214_592,
     "bloom-7b1-4.21": 7_069_016_064,
     "camembert-base-emotexttokids-5.0": 110_621_952,
+    "deberta-large-3": 405_163_008,
     "deberta-v2-xlarge-4": 884_593_152,
     "deberta-v3-base-4": 183_831_552,
     "deberta-v3-base-nli-4.13": 183_831_552,

@@ -78,7 +78,10 @@ def test_fields_that_change_sizes(changes):
         ("gemma3_text", {"attention_bias": True, "head_dim": 12}),
         ("modernbert", dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)),
         ("modernbert-decoder", dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)),
+        ("deberta", {"relative_attention": False, "position_biased_input": True, "type_vocab_size": 2}),
+        ("deberta", {"embedding_size": 20, "pos_att_type": "p2c", "max_relative_positions": 5}),
         ("deberta-v2", {"relative_attention": False, "position_biased_input": True, "type_vocab_size": 2}),
+        ("deberta-v2", {"embedding_size": 20}),
         (
             "deberta-v2",
             {"share_att_key": False, "pos_att_type": ["p2c"], "position_buckets": -1, "conv_kernel_size": 3}
@@ -108,7 +111,9 @@ def test_fields_of_families(name, changes):
 
 @pytest.mark.parametrize(
     "name",
-    "bert roberta xlm-roberta camembert data2vec-text distilbert electra albert ernie mpnet nomic_bert gte".split(),
+    (
+        "bert roberta xlm-roberta camembert data2vec-text distilbert electra albert ernie deberta mpnet nomic_bert gte"
+    ).split(),
 )
 def test_sizes_that_a_config_leaves_out(name):
     left_out = ["max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups", "inner_group_num"]

@@ -4,14 +4,12 @@ import json
 
 import pytest
 import torch
-from deberta_reference import TheirDiscriminator
+from deberta_reference import LOADS_NEW_HEAD, PLACES, SIZES, TheirDiscriminator, without_kind
 from harness import ArchitectureTests, run_backward
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    DebertaV2Config,
-    DebertaV2ForMaskedLM,
     DebertaV2Model,
 )
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
@@ -19,68 +17,30 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 import modelcenter as mc
 from engine.ops import dropout_key, dropout_rows
 from modelcenter.adapters import add_lora
-from modelcenter.layers.disentangled import DistanceEmbedding, DistanceStates
+from modelcenter.layers.disentangled import DistanceEmbedding
 from modelcenter.models.encoder import READING_TASKS
 from modelcenter.testing import assert_same, randomize_
-
-
-def _spoil_places(change):
-    def spoil(model):
-        distances = model.distances
-        found = distances.forward
-        distances.forward = lambda *args: DistanceStates((states := found(*args)).states, change(states.places))
-
-    return spoil
-
-
-def _without(kind):
-    def spoil(model):
-        for layer in model.layers:
-            layer.attn.kinds = tuple(other for other in layer.attn.kinds if other != kind)
-
-    return spoil
 
 
 def _not_normed(model):
     model.distances.norm = None
 
 
-# transformers 5.17 ties layers of the newer head that it does not have, and so loads none.
-LOADS_NEW_HEAD = not DebertaV2ForMaskedLM(
-    DebertaV2Config(
-        **dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), 8), legacy=False, num_hidden_layers=1
-    )
-)._tied_weights_keys
-
-
 class TestDebertaV3(ArchitectureTests):
     """The products and names of v3: buckets of distances, projections that tokens and distances share."""
 
     tasks = READING_TASKS  # transformers has no class of pretraining: see below
-    hf_config = {
+    hf_config = SIZES | {
         "model_type": "deberta-v2",
-        "vocab_size": 131,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "intermediate_size": 80,
-        "max_position_embeddings": 66,
-        "max_relative_positions": -1,
         "position_buckets": 4,
-        "relative_attention": True,
-        "position_biased_input": False,
         "pos_att_type": "p2c|c2p",
         "share_att_key": True,
         "norm_rel_ebd": "layer_norm",
-        "type_vocab_size": 0,
-        "layer_norm_eps": 1e-2,
-        "pad_token_id": 1,
     }
     mutations = {
-        "query and key exchanged": _spoil_places(lambda places: places.flip(0)),
-        "one place off": _spoil_places(lambda places: places.roll(1)),
-        "no c2p": _without("c2p"),
-        "no p2c": _without("p2c"),
+        **PLACES,
+        "no c2p": without_kind("c2p"),
+        "no p2c": without_kind("p2c"),
         "distances not normed": _not_normed,
     }
 
@@ -107,9 +67,10 @@ class TestDebertaV2(TestDebertaV3):
 
 
 class TestDebertaV2WithConvolution(TestDebertaV3):
-    """The larger models of v2: a convolution beside the first layer, which reads across ranks."""
+    """The larger models of v2: a convolution beside the first layer, which reads across ranks; narrow embeddings."""
 
     hf_config = TestDebertaV3.hf_config | {"conv_kernel_size": 3, "conv_act": "gelu", "pos_att_type": ["p2c"]}
+    hf_config |= {"embedding_size": 20}
     tasks = ("base", "masked-lm")
     mutations = {}
     test_parity_notices = None  # exchanged layers are no DeBERTa

@@ -23,7 +23,7 @@ def weights_of(logits, mask, pooling="max", activation="relu"):
 
 # Heads: tied with a bias, without a transform and bias, narrower than the states, with further layers before.
 FAST = ["bert", "eurobert", "electra"]
-REST = ["albert", "deberta-v2", "distilbert", "ernie", "esm", "modernbert", "mpnet", "roberta"]
+REST = ["albert", "deberta", "deberta-v2", "distilbert", "ernie", "esm", "modernbert", "mpnet", "roberta"]
 
 
 @pytest.mark.parametrize("name", FAST + [pytest.param(name, marks=pytest.mark.full) for name in REST])

@@ -15,7 +15,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     "albert": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128, "num_groups": 1, "group_layers": 1},
     "distilbert": {"max_positions": 512, "type_vocab_size": 0},
-    "deberta-v2": {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True},
+    **dict.fromkeys(
+        ("deberta", "deberta-v2"), {"max_positions": 512, "position_input": True, "type_vocab_size": 0, "legacy": True}
+    ),
     **dict.fromkeys(("modernbert", "modernbert-decoder"), {"decoder_bias": True}),
     "mpnet": {"max_positions": 512, "type_vocab_size": 0, "num_buckets": 32},
     "ernie": {"max_positions": 512, "type_vocab_size": 2, "task_type_vocab_size": 3},

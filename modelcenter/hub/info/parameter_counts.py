@@ -118,14 +118,17 @@ def _albert(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _deberta(c: Fields, kind: str) -> dict[str, int]:
-    d, layers = c.hidden_size, c.num_layers
+    d, narrow, layers = c.hidden_size, c.embedding_size, c.num_layers
     positions = c.max_positions if c.position_input else 0
     distances = 2 * c.position_buckets if c.relative_attention else 0
-    own = 0 if c.share_projections or not c.relative_attention else len(c.relative_kinds)
+    own = [] if c.share_projections or not c.relative_attention else c.relative_kinds
+    # The first DeBERTa's keys, of tokens and of distances, have no bias.
+    unbiased = (1 + ("c2p" in own)) * d if kind == "deberta" else 0
     normed = 1 + 2 * layers + bool(distances and c.norm_distances) + bool(c.conv_width)
+    words = (c.vocab_size + positions + c.type_vocab_size) * narrow
     return {
-        "embeddings": (c.vocab_size + positions + c.type_vocab_size + distances) * d,
-        "attention": layers * (_attention(c, True) + own * linear_size(d, d, True)),
+        "embeddings": words + distances * d + (linear_size(narrow, d, False) if narrow != d else 0),
+        "attention": layers * (_attention(c, True) + len(own) * linear_size(d, d, True) - unbiased),
         "mlp": layers * _mlp(c, True),
         "norms": 2 * d * normed,
         "other": linear_size(d * c.conv_width, d, True) if c.conv_width else 0,
@@ -318,7 +321,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "albert": _albert,
     "ernie": _ernie,
     "esm": _esm,
-    "deberta-v2": _deberta,
+    **dict.fromkeys(("deberta", "deberta-v2"), _deberta),
     **dict.fromkeys(("modernbert", "modernbert-decoder"), _modernbert),
     "mpnet": _mpnet,
     "nomic_bert": _nomic_bert,

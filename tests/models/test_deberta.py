@@ -46,7 +46,7 @@ class TestNarrowDeberta(TestDeberta):
         "hidden_act": "relu",
     }
     no_dropout = TestDeberta.no_dropout | {"cls_dropout": 0.0, "pooler_dropout": 0.0}
-    tasks = ("base", "masked-lm", "sequence-classification")
+    tasks = ("base", "masked-lm", "sequence-classification", "token-classification")
     mutations = {"projected without a norm": lambda model: setattr(model, "embed_norm", torch.nn.Identity())}
     test_gradients_do_not_depend_on_the_cut = test_dropout = test_empty_batch = None
     test_bfloat16 = test_padding_costs_nothing = test_distributed_checkpoint = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from modelcenter.convert import bert
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.pieces import Shape
 from modelcenter.convert.rules import ArchMap, Config, Expansion, Part, Rename, Rule, Task, with_embedding
 
@@ -69,7 +69,7 @@ CONFIG = ConfigMap(
         "inner_group_num": "group_layers",
         "classifier_dropout_prob": "classifier_dropout",
     },
-    required={"position_embedding_type": ("absolute",)},
+    required={**BIDIRECTIONAL, "position_embedding_type": ("absolute",)},
     # In Google's code, but read by no version of transformers; and in BERT's first files.
     ignored=bert.CONFIG.ignored - {"embedding_size"}
     | frozenset("down_scale_factor gap_size net_structure_type num_memory_blocks".split()),

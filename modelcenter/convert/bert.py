@@ -111,7 +111,8 @@ CONFIG = ConfigMap(
         "is_decoder": "is_decoder",
         "add_cross_attention": "cross_attention",
     },
-    required={"position_embedding_type": ("absolute",)},
+    # Only a decoder reads is_causal, so BertStyleConfig checks it.
+    required={"is_causal": (True, False, None), "position_embedding_type": ("absolute",)},
     # embedding_size belongs to ELECTRA, emb_size to TinyBERT's search: transformers' BERT has a single width.
     ignored=frozenset(
         """directionality emb_size embedding_size pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers

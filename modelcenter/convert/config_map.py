@@ -73,11 +73,15 @@ _HINTS = {
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
+    "is_causal": (True,),  # read wherever transformers makes a causal mask, whether or not its config has the field
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
     "tie_encoder_decoder": (False,),
 }
+
+# `is_causal` of the architectures whose tokens see those after them; transformers then reads it nowhere.
+BIDIRECTIONAL: dict[str, tuple[Any, ...]] = {"is_causal": (False, None)}
 
 _QUANTISED = (
     ": quantised weights are not supported; load the float16, bfloat16 or float32 checkpoint they were made from"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert import bert
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, untied, with_embedding
 
 
@@ -157,6 +157,7 @@ CONFIG = ConfigMap(
     # talking_head: matrices that mix the heads' scores and weights, which no published model has. The others are
     # DeBERTa-v2's, which transformers' first DeBERTa passes over.
     required={
+        **BIDIRECTIONAL,
         "talking_head": (False,),
         "position_buckets": (-1, 0),
         "share_att_key": (False,),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelcenter.convert import deberta
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.deberta import SELF
 from modelcenter.convert.rules import Part, Rename, Rule, Task, with_embedding
 
@@ -87,7 +87,7 @@ CONFIG = ConfigMap(
         "conv_kernel_size": "conv_width",
         "conv_act": "conv_act",
     },
-    required={"conv_groups": (1,)},
+    required={**BIDIRECTIONAL, "conv_groups": (1,)},
     translation=_Fields(),
 )
 

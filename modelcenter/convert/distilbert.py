@@ -4,7 +4,7 @@ Files exist with and without the prefix `distilbert.`. Old ones hold the buffer 
 embedding, to which the masked-LM head is tied, as `vocab_projector.weight`.
 """
 
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
@@ -66,6 +66,7 @@ CONFIG = ConfigMap(
         "pad_token_id": "pad_token_id",
         "initializer_range": "initializer_range",
     },
+    required=BIDIRECTIONAL,
     # The name of tie_word_embeddings in the first files, which no version reads.
     ignored=frozenset(("tie_weights_",)),
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert import bert
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rules import ArchMap, Config, Part, Rename, Rule, Task, Tied, tied, untied, with_embedding
 
 _LAYER = "encoder.layer.{i}"
@@ -98,6 +98,7 @@ CONFIG = ConfigMap(
         "token_dropout": "token_dropout",
         "mask_token_id": "mask_token_id",
     },
+    required=BIDIRECTIONAL,
     # Fields of ESMFold, and of BERT, from which the class was copied.
     ignored=frozenset(("classifier_dropout", "esmfold_config", "is_folding_model", "vocab_list")),
     translation=_NoFolding(),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert import llama
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rules import ArchMap, Part, Rename, Task, with_embedding
 
 PARTS = {
@@ -50,7 +50,7 @@ CONFIG = ConfigMap(
         **llama.BIASES,
         "classifier_pooling": "pooling",
     },
-    required={"hidden_dropout": (0.0,), "is_causal": (False,)},
+    required={**BIDIRECTIONAL, "hidden_dropout": (0.0,)},
     # The texts of special tokens, which belong to the tokenizer; a setting of Meta's pretraining.
     ignored=frozenset("bos_token eos_token mask_token pad_token pretraining_tp".split()),
     translation=_Fields({"rope_theta": "rope_theta"}),

@@ -56,7 +56,7 @@ class _Gemma3Fields(llama.LlamaFields):
         """The form of version 4, except for types of layers that it cannot express.
 
         Raises:
-            ValueError: as `RopeFields.read`, or angles of layers with a window are scaled.
+            ValueError: as `RopeFields.read`; or angles of layers with a window are scaled, or yarn's range is exact.
         """
         values = dict(values)
         types, every = values.get("layer_types"), values.get(_EVERY)
@@ -80,7 +80,13 @@ class _Gemma3Fields(llama.LlamaFields):
             theta = (kinds.get(kind) or {}).get("rope_theta")
             if theta is not None and values.setdefault(name, theta) != theta:
                 raise ValueError(f"config field {name!r} is {values[name]!r}, but in rope_parameters {theta!r}")
-        return super().read(values | {"rope_parameters": kinds.get(_FULL)})
+        values = super().read(values | {"rope_parameters": kinds.get(_FULL)})
+        if not (values.get("rope_scaling") or {}).get("truncate", True):
+            raise ValueError(
+                "rope_parameters: got truncate=False, which transformers does not read in a config with rotary "
+                "parameters for each type of layer; leave it out to compute what transformers does"
+            )
+        return values
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The fields in both versions' forms, if version 4 has one."""

@@ -14,7 +14,7 @@ from typing import Any
 from modelcenter.config import ModelConfig
 from modelcenter.convert import nomic_bert
 from modelcenter.convert.bert import FIELDS, OLD_SPELLINGS
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rope import RopeFields
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
@@ -132,6 +132,7 @@ CONFIG = GteConfigMap(
     },
     # Options of the authors' code, for other networks.
     required={
+        **BIDIRECTIONAL,
         "layer_norm_type": ("layer_norm",),
         "logn_attention_scale": (False,),
         "pack_qkv": (True,),

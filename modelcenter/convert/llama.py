@@ -95,7 +95,6 @@ class Qwen2Fields(LlamaFields):
 
 ROPE = LlamaFields({"rope_theta": "rope_theta"})
 REQUIRED = {
-    "is_causal": (True,),
     "partial_rotary_factor": (1.0, None),
     "rope_interleaved": (False,),
     "use_mrope": (False,),

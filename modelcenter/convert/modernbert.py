@@ -8,7 +8,7 @@ version 5 writes `layer_types` and, inside `rope_parameters`, a base for each ty
 from collections.abc import Mapping
 from typing import Any
 
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
 BODY: tuple[Rule, ...] = (
@@ -150,7 +150,7 @@ ARCH = ArchMap(
     tasks=with_embedding(TASKS),
     config=ConfigMap(
         {**FIELDS, "classifier_pooling": "pooling"},
-        required={"causal_mask": (False,), "is_causal": (False,)},
+        required={**BIDIRECTIONAL, "causal_mask": (False,)},
         ignored=IGNORED,
         translation=ModernBertFields(),
     ),

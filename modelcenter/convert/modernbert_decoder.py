@@ -78,7 +78,7 @@ ARCH = ArchMap(
     # Ettin's files have fields of an encoder's classifiers, which a decoder's do not read, and name tokens.
     config=ConfigMap(
         modernbert.FIELDS,
-        required={"causal_mask": (True,), "is_causal": (True,)},
+        required={"causal_mask": (True,)},
         ignored=modernbert.IGNORED | {"classifier_pooling", "bos_token", "eos_token", "unk_token"},
         translation=_Fields(),
     ),

@@ -5,7 +5,7 @@ under `lm_head.decoder`. Those of sentence-transformers are bare models, whateve
 """
 
 from modelcenter.convert import bert, roberta
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rules import CROSS_ATTENTION, ArchMap, Rename, Rule, with_embedding
 
 _LAYER = "encoder.layer.{i}"
@@ -30,7 +30,7 @@ TASKS = {name: task for name, task in roberta.tasks("MPNet").items() if name != 
 CONFIG = ConfigMap(
     fields={hub: ours for hub, ours in bert.FIELDS.items() if ours != "type_vocab_size"},
     # transformers creates a table with this many rows but reads the first 32, or fails.
-    required={"relative_attention_num_buckets": (32,)},
+    required={**BIDIRECTIONAL, "relative_attention_num_buckets": (32,)},
 )
 
 ARCH = ArchMap(

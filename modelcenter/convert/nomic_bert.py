@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelcenter.convert.bert import FIELDS, OLD_SPELLINGS
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rope import RopeFields
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Split, Task, Tied, tied, untied, with_embedding
 
@@ -139,6 +139,7 @@ CONFIG = ConfigMap(
     },
     # Options of the authors' code for other networks, including the experts of nomic-embed-text-v2-moe.
     required={
+        **BIDIRECTIONAL,
         "causal": (False,),
         "embd_pdrop": (0.0,),
         "mlp_fc1_bias": (False,),

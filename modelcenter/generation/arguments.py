@@ -13,6 +13,7 @@ from modelcenter.generation.stopping import StopStrings
 _log = logging.getLogger(__name__)
 # Settings in checkpoint files that change the result of greedy search, with the values at which they do not.
 _NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (20,), "max_length": (20,),
     "num_beams": (1,), "length_penalty": (1.0,), "early_stopping": (False,),
     "repetition_penalty": (1.0,), "encoder_repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],),
@@ -57,6 +58,8 @@ def resolve_settings(
     used |= {name: checkpoint[name] if encodes and given is None else given for name, given in forced.items()}
     if settings.tokens.bans_all:
         used["bad_words_ids"] = checkpoint["bad_words_ids"]
+    if max_new_tokens is not None or max_length is not None:  # the caller's limit would replace the file's anyway
+        used |= {name: _settings_of_file(model)[1].get(name) for name in MOST}
     _warn_unused(*_unused_settings(model, used))
     if settings.min_new_tokens > settings.max_new_tokens:
         least, most = LEAST[min_new_tokens is None], MOST[max_new_tokens is None and max_length is not None]

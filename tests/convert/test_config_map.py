@@ -1,6 +1,7 @@
 """config.json there and back: every field is mapped, required to have a value, kept, or refused by name."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import transformers
 
 import modelcenter as mc
 from modelcenter import registry
+from modelcenter._paths import model_configs_dir
 from modelcenter.convert.bert import CONFIG
 from modelcenter.convert.llama import ARCH as LLAMA
 from modelcenter.models.bert import BertConfig
@@ -115,6 +117,31 @@ def test_what_transformers_writes_is_understood(tmp_path):
 def test_refused_fields(field, message):
     with pytest.raises(ValueError, match=message):
         CONFIG.read({**SIZES, **field}, BertConfig)
+
+
+CAUSAL = "bart bloom gemma gemma2 gpt2 gpt_neox gptj llama m2m_100 marian mistral opt pegasus qwen2 t5".split()
+BIDIRECTIONAL = "albert deberta-v2 distilbert esm eurobert modernbert mpnet nomic_bert".split()
+
+
+@pytest.mark.parametrize("kind", CAUSAL + BIDIRECTIONAL)
+def test_is_causal_is_what_the_model_implements(kind):
+    """transformers reads it for every model with a causal mask, also where its config class has no such field."""
+    spec, wanted = registry.get(kind), kind in CAUSAL
+    values = {**json.loads((model_configs_dir() / "tiny" / f"{kind}.json").read_text())["config"], "is_causal": wanted}
+    config = spec.arch_map().config.read(values, spec.config_class())
+    assert spec.arch_map().config.write(config, "", "float32")["is_causal"] is wanted
+    with pytest.raises(ValueError, match=rf"'is_causal': got {not wanted}, but this {kind} implements {wanted}"):
+        spec.arch_map().config.read(values | {"is_causal": not wanted}, spec.config_class())
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_a_decoder_with_berts_fields_is_causal(value):
+    """An encoder does not read it, in transformers neither."""
+    values = SIZES | {"is_causal": value}
+    assert CONFIG.write(CONFIG.read(values, BertConfig), "", "float32")["is_causal"] is value
+    refused = pytest.raises(ValueError, match=f"is_causal is {value}, expected True for a decoder .is_decoder.")
+    with nullcontext() if value else refused:
+        CONFIG.read(values | {"is_decoder": True}, BertConfig)
 
 
 def test_missing_size():

@@ -27,6 +27,7 @@ ANGLES = {
     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
     NEAR: {"rope_type": "default", "rope_theta": 20.0},
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 OLD_ANGLES = {"rope_theta": 500.0, "rope_local_base_freq": 20.0, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 
 
@@ -180,6 +181,16 @@ def test_activations_of_the_first_files(tmp_path):
             "of layers with a window are not scaled here",
         ),
         ("gemma3_text", {"rope_parameters": {FULL: {"rope_type": "spiral"}}}, "rope_type is 'spiral', expected one of"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {FULL: YARN | {"truncate": False}}},
+            "got truncate=False, which transformers",
+        ),
+        (
+            "gemma3_text",
+            {"rope_scaling": YARN | {"truncate": False}},
+            "got truncate=False, which transformers does not",
+        ),
         ("gemma3_text", {"rope_parameters": {FULL: 5.0}}, "expected an object for each type of layer"),
         (
             "gemma3_text",

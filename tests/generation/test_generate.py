@@ -317,6 +317,23 @@ def test_settings_of_the_file_that_are_left_are_said_once(pair, caplog):
     ]
 
 
+def test_a_length_in_the_file_is_said_unless_the_call_has_one(pair, caplog):
+    """Without a limit, 20 tokens are written, where transformers writes as many as the file says."""
+    ours, ids = mc.from_pretrained(pair[1]), prompts("left")[0][:1]
+    for file, more, said in (
+        ({"max_length": 40}, {}, "asks for max_length=40;"),
+        ({"max_new_tokens": 3}, {"eos_token_id": []}, "asks for max_new_tokens=3;"),
+        ({"max_new_tokens": 20, "max_length": 20}, {}, ""),  # the default
+        ({"max_length": 40}, {"max_new_tokens": 2}, ""),
+        ({"max_new_tokens": 3}, {"max_length": ids.shape[1] + 2}, ""),
+    ):
+        _warn_unused.cache_clear()
+        caplog.clear()
+        ours.generation_config = file
+        ours.generate(ids, **more)
+        assert (said in caplog.text) if said else ("asks for" not in caplog.text), file
+
+
 def test_every_setting_of_the_file_that_changes_a_greedy_text_is_said(pair, caplog):
     """Where transformers' text is another one with it, a warning names it."""
     theirs, folder = pair

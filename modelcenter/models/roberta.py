@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from modelcenter.layers.heads import DenseClassifier
+from modelcenter.layers.heads import DenseClassifier, MultipleChoice
 from modelcenter.layers.packing import Packed
 from modelcenter.models.encoder import BertStyleConfig, Encoder, EncoderConfig
 from modelcenter.models.inputs import Batch
@@ -94,6 +94,8 @@ class Roberta(Encoder):
         c = self.config
         if task == "sequence-classification":
             return DenseClassifier(c.hidden_size, c.num_labels, c.head_dropout, c.problem_type)
+        if task == "multiple-choice":  # whose dropout is not classifier_dropout, as in transformers
+            return MultipleChoice(c.hidden_size, c.dropout)
         return super().make_head(task)
 
     def with_position_ids(self, batch: Batch) -> Batch:

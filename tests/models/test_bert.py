@@ -24,6 +24,7 @@ class TestBert(ArchitectureTests):
         "type_vocab_size": 4,
         "layer_norm_eps": 1e-2,
     }
+    no_dropout = {**ArchitectureTests.no_dropout, "classifier_dropout": 0.0}
 
 
 def pair(cls: str, tmp_path, **fields):

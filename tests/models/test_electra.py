@@ -40,7 +40,7 @@ class TestElectra(ArchitectureTests):
         "type_vocab_size": 4,
         "layer_norm_eps": 1e-2,
     }
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "summary_last_dropout": 0.0}
+    no_dropout = {**ArchitectureTests.no_dropout, "classifier_dropout": 0.0, "summary_last_dropout": 0.0}
     read_in_part = ArchitectureTests.read_in_part - {"pretraining"}  # which reads every token
     mutations = {
         "a norm behind the projection": _project_first,

@@ -34,6 +34,7 @@ class TestErnie(ArchitectureTests):
         "task_type_vocab_size": 5,
         "layer_norm_eps": 1e-2,
     }
+    no_dropout = {**ArchitectureTests.no_dropout, "classifier_dropout": 0.0}
     mutations = {"no types of tasks": _no_task_types, "types of tokens for those of tasks": _types_of_tokens}
 
 

@@ -24,6 +24,7 @@ class TestRoberta(RobertaTests):
         "layer_norm_eps": 1e-2,
         "pad_token_id": 2,
     }
+    no_dropout = {**RobertaTests.no_dropout, "classifier_dropout": 0.0}
     padding = 2
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelcenter.config import ModelConfig
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BOTH_SIDES, ConfigMap
 from modelcenter.convert.rules import ArchMap, Part, Rename, Row, Rule, Task, Tied, tied, untied
 
 
@@ -178,7 +178,7 @@ FIELDS = {
     "decoder_start_token_id": "decoder_start_token_id",
     "init_std": "initializer_range",
 }
-SAME = {"is_encoder_decoder": (True,), "encoder_layerdrop": (0.0,), "decoder_layerdrop": (0.0,)}
+SAME = {**BOTH_SIDES, "is_encoder_decoder": (True,), "encoder_layerdrop": (0.0,), "decoder_layerdrop": (0.0,)}
 # Never read by transformers (add_bias_logits), or no longer; the size of the position table is a separate field.
 IGNORED = frozenset(
     """add_bias_logits classif_dropout extra_pos_embeddings force_bos_token_to_be_generated kobart_version

@@ -111,7 +111,7 @@ CONFIG = ConfigMap(
         "is_decoder": "is_decoder",
         "add_cross_attention": "cross_attention",
     },
-    # Only a decoder reads is_causal, so BertStyleConfig checks it.
+    # BertStyleConfig checks that is_causal is what is_decoder says.
     required={"is_causal": (True, False, None), "position_embedding_type": ("absolute",)},
     # embedding_size belongs to ELECTRA, emb_size to TinyBERT's search: transformers' BERT has a single width.
     ignored=frozenset(

@@ -73,15 +73,16 @@ _HINTS = {
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
-    "is_causal": (True,),  # read wherever transformers makes a causal mask, whether or not its config has the field
+    "is_causal": (True,),  # transformers hands it to every attention, whether or not its config class has the field
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
     "tie_encoder_decoder": (False,),
 }
 
-# `is_causal` of the architectures whose tokens see those after them; transformers then reads it nowhere.
+# The same of encoders. Encoder-decoders have none: it would be that of every attention on both sides.
 BIDIRECTIONAL: dict[str, tuple[Any, ...]] = {"is_causal": (False, None)}
+BOTH_SIDES: dict[str, tuple[Any, ...]] = {"is_causal": ()}
 
 _QUANTISED = (
     ": quantised weights are not supported; load the float16, bfloat16 or float32 checkpoint they were made from"
@@ -237,7 +238,7 @@ class ConfigMap:
         required, ignored = {**REQUIRED, **self.required}, IGNORED | self.ignored
         if key in required:
             if value not in required[key]:
-                expected = " or ".join(repr(v) for v in required[key])
+                expected = " or ".join(repr(v) for v in required[key]) or "none; leave it out"
                 raise ValueError(
                     f"{what} {key!r}: got {value!r}, but this {config_class.model_type} implements {expected}"
                 )

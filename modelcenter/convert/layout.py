@@ -47,6 +47,12 @@ class Layout:
         """The parameters that a hub tensor fills."""
         return list(dict.fromkeys(piece.names[NATIVE] for piece in self.pieces[key]))
 
+    def advice_on_repeat(self, name: str) -> str:
+        """A sentence for an error about a tensor of a file that should repeat another and does not."""
+        if any(tie.of_head for key, tie in self.ties.items() if name.endswith(key)):
+            return ". If the checkpoint is meant to be untied, load it with tie_embeddings=False"
+        return "; here the model has one tensor for both"  # whatever tie_embeddings says
+
     @property
     def buffer_names(self) -> set[str]:
         """The keys of tensors that are not parameters, and our names of them."""
@@ -104,7 +110,8 @@ def _apply_rules(layout: Layout, rules: Sequence[Rule], part: str, place: str, p
             for hub in dict.fromkeys(fill(rule.hub, {"i": str(i)}) for i in every):
                 if hub == rule.to:
                     continue
-                layout.ties[hub] = replace(rule, hub=hub, when=None)  # it holds, and a closure cannot be pickled
+                # `when` holds, and a closure cannot be pickled.
+                layout.ties[hub] = replace(rule, hub=hub, when=None, of_head=bool(part))
                 if rule.write:
                     layout.written[hub] = prefix + hub
             continue

@@ -3,6 +3,7 @@ without the position table and the norm of the embeddings; old files hold the si
 """
 
 from modelcenter.convert.bart import FIELDS, SHARED, SIDES, BartStyleConfigMap, final_norm, layers
+from modelcenter.convert.config_map import BOTH_SIDES
 from modelcenter.convert.rules import ArchMap, Part, Rename, Task, Tied, tied, untied
 
 PARTS = {
@@ -16,7 +17,7 @@ TASKS = {
 
 CONFIG = BartStyleConfigMap(
     fields={**FIELDS, "encoder_layerdrop": "encoder_layerdrop", "decoder_layerdrop": "decoder_layerdrop"},
-    required={"is_encoder_decoder": (True,)},
+    required={**BOTH_SIDES, "is_encoder_decoder": (True,)},
     ignored=frozenset(("num_hidden_layers",)),
 )
 

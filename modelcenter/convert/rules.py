@@ -286,13 +286,14 @@ class Tied(Rule):
 
     In reading, it replaces `to` if the file lacks that; if the file has both, they must be equal, unless `compare` is
     False because the network never reads this one. Written only with `write`. With `{i}` there is one name for each of
-    the config's layers, except that of `to`.
+    the config's layers, except that of `to`. of_head: it belongs to a head, set by a layout.
     """
 
     hub: str
     to: str
     compare: bool = True
     write: bool = False
+    of_head: bool = False
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def fill_targets(layout: Layout, match: Match, source: Source, targets: Iterable
     jobs.sort(key=lambda job: source.position(job[0]))
     run_in_threads(lambda job, buffer: _load(source, job[0], destinations_of(job[1]), buffer), jobs, threads)
     for name, key in match.repeats:  # after the tensors that they repeat
-        _compare(source, name, key, match.found[key], destinations_of(key))
+        _compare(source, name, match.found[key], destinations_of(key), layout.advice_on_repeat(name))
 
 
 def run_in_threads(work: Callable[[Job, ReadBuffer], None], jobs: Iterable[Job], threads: int) -> None:
@@ -157,14 +157,11 @@ def _load(source: Source, name: str, destinations: list[_Destination], buffer: R
         copy_values(destination.view_of(piece), values)
 
 
-def _compare(source: Source, name: str, key: str, loaded: str, destinations: list[_Destination]) -> None:
+def _compare(source: Source, name: str, loaded: str, destinations: list[_Destination], advice: str) -> None:
     for destination, piece, values in _stream(source, name, destinations, ReadBuffer()):
         here = destination.view_of(piece)
         if not torch.allclose(here, values.to(here.dtype).to(here.device), rtol=0, atol=0, equal_nan=True):
-            raise ValueError(
-                f"tensor {name!r} should repeat {loaded!r} (they are tied), but its values differ. If the checkpoint "
-                "is meant to be untied, load it with tie_embeddings=False"
-            )
+            raise ValueError(f"tensor {name!r} should repeat {loaded!r} (they are tied), but its values differ{advice}")
 
 
 def _stream(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from modelcenter.config import ModelConfig
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BOTH_SIDES, ConfigMap
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, embedding_task, tied, untied
 
 
@@ -148,7 +148,7 @@ CONFIG = T5ConfigMap(
         "decoder_start_token_id": "decoder_start_token_id",
         "initializer_factor": "initializer_factor",
     },
-    required={"is_encoder_decoder": (True, False)},
+    required={**BOTH_SIDES, "is_encoder_decoder": (True, False)},
     # scalable_attention belongs to the code that umT5 was trained with.
     ignored=frozenset(("n_positions", "scalable_attention")),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from modelcenter.config import ModelConfig
 from modelcenter.convert import gemma2
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BOTH_SIDES, ConfigMap
 from modelcenter.convert.gemma import FIELDS, ROPE_THETA, GemmaFields
 from modelcenter.convert.rules import ArchMap, Part, Rename, Rule, Task, Tied, embedding_task, tied, untied
 from modelcenter.convert.two_configs import TwoConfigsMap
@@ -72,7 +72,7 @@ SIDE = ArchMap(
             "bos_token_id": "bos_token_id",
             "eos_token_id": "eos_token_id",
         },
-        required={"is_decoder": (False, True)},
+        required={**BOTH_SIDES, "is_decoder": (False, True)},
         translation=GemmaFields(ROPE_THETA),
     ),
 )
@@ -133,7 +133,7 @@ CONFIG = T5GemmaMap(
         "eos_token_id": "eos_token_id",
         "initializer_range": "initializer_range",
     },
-    required={"is_encoder_decoder": (True, False)},
+    required={**BOTH_SIDES, "is_encoder_decoder": (True, False)},
 )
 
 ARCH = ArchMap(

@@ -234,8 +234,8 @@ class FileWeights:
             if (shape := tuple(tensors[name].shape)) != layout.shapes[key]:
                 raise ValueError(
                     f"{self._files.origin}: tensor {name!r} in {tensors[name].file.name} has shape {shape}, but it "
-                    f"should repeat {match.found[key]!r} (they are tied), which has {layout.shapes[key]}. If the "
-                    "checkpoint is meant to be untied, load it with tie_embeddings=False"
+                    f"should repeat {match.found[key]!r} (they are tied), which has {layout.shapes[key]}"
+                    f"{layout.advice_on_repeat(name)}"
                 )
 
     def _check_missing(self, head_requested: bool) -> None:

@@ -114,8 +114,8 @@ class BertStyleConfig(EncoderConfig):
         self.require_probabilities("classifier_dropout")
         decides = self.is_decoder or not self.cross_attention
         self.require(decides, "is_decoder", "True beside cross_attention: an encoder has none")
-        if self.is_decoder:
-            self.require_extra("a decoder (is_decoder)", {"is_causal": True})
+        if self.is_decoder or self.extra.get("is_causal"):
+            self.require_extra(f"is_decoder={self.is_decoder}", {"is_causal": self.is_decoder})
 
     @property
     def head_dropout(self) -> float:

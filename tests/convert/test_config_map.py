@@ -1,7 +1,6 @@
 """config.json there and back: every field is mapped, required to have a value, kept, or refused by name."""
 
 import json
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -119,15 +118,20 @@ def test_refused_fields(field, message):
         CONFIG.read({**SIZES, **field}, BertConfig)
 
 
-CAUSAL = "bart bloom gemma gemma2 gpt2 gpt_neox gptj llama m2m_100 marian mistral opt pegasus qwen2 t5".split()
+CAUSAL = "bloom gemma gemma2 gpt2 gpt_neox gptj llama mistral opt qwen2".split()
+BOTH_SIDES = "bart m2m_100 marian mbart pegasus t5 t5gemma umt5".split()
 BIDIRECTIONAL = "albert deberta-v2 distilbert esm eurobert modernbert mpnet nomic_bert".split()
+
+
+def tiny(kind):
+    return json.loads((model_configs_dir() / "tiny" / f"{kind}.json").read_text())["config"]
 
 
 @pytest.mark.parametrize("kind", CAUSAL + BIDIRECTIONAL)
 def test_is_causal_is_what_the_model_implements(kind):
-    """transformers reads it for every model with a causal mask, also where its config class has no such field."""
+    """transformers hands it to every attention of a model, also where its config class has no such field."""
     spec, wanted = registry.get(kind), kind in CAUSAL
-    values = {**json.loads((model_configs_dir() / "tiny" / f"{kind}.json").read_text())["config"], "is_causal": wanted}
+    values = tiny(kind) | {"is_causal": wanted}
     config = spec.arch_map().config.read(values, spec.config_class())
     assert spec.arch_map().config.write(config, "", "float32")["is_causal"] is wanted
     with pytest.raises(ValueError, match=rf"'is_causal': got {not wanted}, but this {kind} implements {wanted}"):
@@ -135,13 +139,22 @@ def test_is_causal_is_what_the_model_implements(kind):
 
 
 @pytest.mark.parametrize("value", [True, False, None])
-def test_a_decoder_with_berts_fields_is_causal(value):
-    """An encoder does not read it, in transformers neither."""
-    values = SIZES | {"is_causal": value}
-    assert CONFIG.write(CONFIG.read(values, BertConfig), "", "float32")["is_causal"] is value
-    refused = pytest.raises(ValueError, match=f"is_causal is {value}, expected True for a decoder .is_decoder.")
-    with nullcontext() if value else refused:
-        CONFIG.read(values | {"is_decoder": True}, BertConfig)
+@pytest.mark.parametrize("kind", BOTH_SIDES)
+def test_no_is_causal_fits_two_sides(kind, value):
+    with pytest.raises(ValueError, match=f"'is_causal': got {value}, but this {kind} implements none; leave it out"):
+        registry.get(kind).arch_map().config.read(tiny(kind) | {"is_causal": value}, registry.get(kind).config_class())
+
+
+@pytest.mark.parametrize("decides", [True, False])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_is_causal_with_berts_fields_is_what_is_decoder_says(value, decides):
+    values = SIZES | {"is_causal": value, "is_decoder": decides}
+    if bool(value) is decides:
+        assert CONFIG.write(CONFIG.read(values, BertConfig), "", "float32")["is_causal"] is value
+    else:
+        said = f"is_causal is {value}, expected {decides} for is_decoder={decides}"
+        with pytest.raises(ValueError, match=said):
+            CONFIG.read(values, BertConfig)
 
 
 def test_missing_size():

@@ -172,6 +172,10 @@ def test_a_vocabulary_with_a_matrix_of_its_own(tmp_path):
     theirs = transformers.BartForConditionalGeneration.from_pretrained(tmp_path).eval()
     assert_same("loss", model(ids, labels=ids).loss, theirs(ids, labels=ids).loss, 1e-5)
     assert_same("loss again", mc.from_pretrained(tmp_path)(ids, labels=ids).loss, theirs(ids, labels=ids).loss, 1e-5)
+    held["model.decoder.embed_tokens.weight"] += 1
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="its values differ; here the model has one tensor for both$"):
+        mc.from_pretrained(tmp_path)
 
 
 def test_the_bias_of_logits_is_not_trained(tmp_path):

@@ -37,6 +37,7 @@ class TestDebertaV3(ArchitectureTests):
         "share_att_key": True,
         "norm_rel_ebd": "layer_norm",
     }
+    no_dropout = {**ArchitectureTests.no_dropout, "cls_dropout": 0.0, "pooler_dropout": 0.0}
     mutations = {
         **PLACES,
         "no c2p": without_kind("c2p"),

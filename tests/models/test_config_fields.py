@@ -54,7 +54,7 @@ VALUES = {
 BY_LAYER = ("gemma3_text", "modernbert", "modernbert-decoder")  # rotary parameters for each type of layer
 
 # Of errors that rightly name another field, which no longer fits, or the tensors.
-OF_OTHER_FIELDS = ("heads", "channels", "width of q", "unexpected tensors", "are tied")
+OF_OTHER_FIELDS = ("heads", "channels", "less than twice the distances", "width of q", "unexpected tensors", "are tied")
 
 
 def values_of(name, given, family):

@@ -8,7 +8,7 @@ import difflib
 import functools
 import importlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,8 +165,28 @@ _SPELLINGS = {
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """A sentence that suggests the names closest to a mistyped one; empty if none is close."""
-    close = difflib.get_close_matches(name.lower(), list(dict.fromkeys(names)), n=count, cutoff=0.55)
-    return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return _did_you_mean(difflib.get_close_matches(name.lower(), list(dict.fromkeys(names)), n=count, cutoff=0.55))
+
+
+def nearest_preset(name: str) -> str:
+    """A sentence that suggests presets for a mistyped or shortened name of a model; empty if none is close.
+
+    Presets that begin with the name come first ("bert-base"). A name that is close to no whole one, because most are
+    longer than a family's, is compared with their first words ("brt").
+    """
+    shortest_first = sorted(preset_names(), key=len)
+    begun = [preset for preset in shortest_first if preset.startswith(name.lower() + "-")]
+    close = difflib.get_close_matches(name.lower(), shortest_first, n=3, cutoff=0.55)
+    if not begun and not close:
+        first_words: dict[str, str] = {}
+        for preset in shortest_first:
+            first_words.setdefault(preset.partition("-")[0], preset)
+        close = [first_words[word] for word in difflib.get_close_matches(name.lower(), first_words, n=3, cutoff=0.75)]
+    return _did_you_mean(list(dict.fromkeys([*begun, *close]))[:3])
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    return f" Did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def get(model_type: str, architectures: Iterable[str] | None = None) -> ArchSpec:

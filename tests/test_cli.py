@@ -168,6 +168,20 @@ def test_a_full_disk_behind_the_output_is_an_error(monkeypatch, capsys):
     assert end.value.code == 2 and "No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("encoding", "fix"),
+    [("utf-8", "rename it"), ("ascii", "set PYTHONUTF8=1, because this locale's encoding is ascii")],
+)
+def test_a_path_that_is_not_utf_8_is_named_with_a_fix(encoding, fix, monkeypatch, capsys):
+    """torch encodes paths itself, without the escapes that Python has for bytes of another encoding."""
+    from modelcenter.command_line import errors
+
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    with pytest.raises(SystemExit), errors.user_errors():
+        os.fsdecode(b"out/\xe4").encode()
+    assert f"not valid UTF-8; {fix}\n" in capsys.readouterr().err
+
+
 def test_closed_streams(monkeypatch):
     """`modelcenter list >&- 2>&-`"""
     for name in ("stdin", "stdout", "stderr"):

@@ -3,17 +3,20 @@
 import pytest
 from text_toys import make_decoder_tokenizer
 from toydata import write_jsonl
+from transformers.utils.logging import is_progress_bar_enabled
 
 import modelcenter as mc
 from modelcenter.compare import compare_checkpoints
 
 
 @pytest.mark.parametrize("pad, rows", [(1, 6), (None, 1)])
-def test_a_decoder_that_classifies(pad, rows, tmp_path):
+def test_a_decoder_that_classifies(pad, rows, tmp_path, capfd):
     """transformers takes the last token that is not padding, wherever the padding's number stands."""
+    assert is_progress_bar_enabled()
     mc.from_config("tiny/opt", "sequence-classification", seed=2, pad_token_id=pad).save_pretrained(tmp_path)
     found = compare_checkpoints(str(tmp_path))
     assert found.equal and found.rows == rows and {"loss", "logits", "gradients"} <= found.values.keys()
+    assert "Loading" not in capfd.readouterr().err and is_progress_bar_enabled()  # transformers' bar
 
 
 @pytest.mark.parametrize(

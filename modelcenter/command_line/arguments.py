@@ -46,7 +46,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        names, _, fault = message.partition(": ")
+        action = self._option_string_actions.get(names.partition("/")[0])
+        if action is not None and re.match("expected (one|at least one) argument", fault):
+            message = f"{names}: its value is missing{self._purpose(action)}"
+        raise ValueError(message)
+
+    def _purpose(self, action: argparse.Action) -> str:
+        """What a flag is for, from its own help or, for an alias, from that of the flag it stands for."""
+        helps = (other.help for other in self._actions if other.dest == action.dest)
+        return next((f": {text.replace('%%', '%')}" for text in helps if text not in (None, argparse.SUPPRESS)), "")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The values of a command line.

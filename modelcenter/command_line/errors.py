@@ -7,11 +7,13 @@ import re
 import select
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from typing import Any
 
 from modelcenter.command_line.launcher import launched_rank
 
@@ -25,6 +27,7 @@ class Stopped(Exception):
 
 
 _SHOW_ANYWAY = "modelcenter.show-anyway"  # how standard output encodes characters that its encoding lacks
+_REPEAT_AFTER = 0.02  # seconds, in which the code that dropped a Ctrl-C ends
 _HEAD_START = 10.0  # seconds for the rank with the most informative error to report it, before the launcher ends all
 
 
@@ -35,12 +38,13 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
     Other errors keep their traceback, and so do these with MODELCENTER_TRACEBACK=1 (or traceback=True). If every rank
     fails alike, only rank 0 reports the error: the others wait until the launcher ends them. An error of a single rank
     is reported with its number. A rank that failed only because it lost another one also waits before its traceback.
-    Ctrl-C, or a closed pipe for the output (`| head`), ends the program without a message. A UserWarning becomes a line
-    that starts with `warning:`, without its place in the code. At the end, output has been flushed, or an error is
-    reported.
+    Ctrl-C, also in code that drops exceptions, or a closed pipe for the output (`| head`), ends the program without a
+    message. A UserWarning becomes a line that starts with `warning:`, without its place in the code. At the end, output
+    has been flushed, or an error is reported.
     """
     _reopen_closed_streams()
     usual, warnings.formatwarning = warnings.formatwarning, _format_warning
+    usual_hook, sys.unraisablehook = sys.unraisablehook, _keep_interrupts
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors=_SHOW_ANYWAY)
     shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
@@ -67,6 +71,7 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
     finally:
         warnings.formatwarning = usual
+        sys.unraisablehook = usual_hook
 
 
 @contextmanager
@@ -78,6 +83,17 @@ def flag_in_errors(field: str) -> Iterator[None]:
         if re.match(r"\w+: ", str(error)):
             raise
         raise ValueError(f"{field}: {error}") from error
+
+
+def _keep_interrupts(unraisable: Any) -> None:
+    """Repeat a Ctrl-C that came in code whose exceptions Python prints and drops, such as a callback of its imports."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        main_thread = threading.main_thread().ident or 0
+        again = threading.Timer(_REPEAT_AFTER, signal.pthread_kill, (main_thread, signal.SIGINT))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _format_warning(
@@ -150,6 +166,11 @@ def _reader_is_gone() -> bool:
 
 
 def _text(error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":  # of torch and tokenizers
+        encoding = sys.getfilesystemencoding()
+        other = f"set PYTHONUTF8=1, because this locale's encoding is {encoding}"
+        name = error.object.encode("utf-8", "backslashreplace").decode()
+        return f"{name}: not valid UTF-8; {'rename it' if encoding == 'utf-8' else other}"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -1,6 +1,8 @@
 """transformers' class and model for one of ours."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,21 @@ def by_written_out_attention(theirs: Any) -> Any:
 
 def load_transformers(folder: str | Path, ours: Model) -> Any:
     """The transformers model of the class that fits one of ours, in fp32 and eval mode."""
-    theirs = hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()
+    with _without_progress_bars():
+        theirs = hub_class(ours.config.model_type, ours.task).from_pretrained(folder, dtype=torch.float32).eval()
     capped = any(getattr(module, "cap", None) is not None for module in ours.modules())
     return by_written_out_attention(theirs) if capped else theirs
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws one for the tensors of a model, also into files."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -24,8 +24,9 @@ _TIME_IS_UP = 1 << 10  # a reason to stop, greater than every signal's number
 class Stopping:
     """A context manager: the first SIGTERM, SIGUSR1 or SIGINT, or the end of the time, stops the run after a step.
 
-    Only the main thread receives signals. A second SIGINT raises Stopped at once. If a step takes longer than launchers
-    wait, the process ends in the middle of it, and the run resumes from its newest complete checkpoint.
+    Only the main thread receives signals. SIGINT stays ignored where it was. A second SIGINT raises Stopped at once. If
+    a step takes longer than launchers wait, the process ends in the middle of it, and the run resumes from its newest
+    complete checkpoint.
 
     Attributes:
         reason: why the run stops, once all ranks have agreed on that; None: it does not stop.
@@ -59,7 +60,9 @@ class Stopping:
             # should_stop must not wait for the device.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=engine.runtime.current().timeout))
         if threading.current_thread() is threading.main_thread():
-            numbers = [signal.SIGTERM, signal.SIGINT]
+            numbers = [signal.SIGTERM]
+            if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a script's background job: not its Ctrl-C
+                numbers.append(signal.SIGINT)
             if signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN):  # submitit, e.g., has a handler
                 numbers.append(signal.SIGUSR1)  # SLURM is often told to send it
             self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in numbers}

@@ -100,7 +100,10 @@ def test_other_spellings(words, name, value, tmp_path):
         ("--lr fast", "lr: got 'fast', expected a number"),
         ("--lr nan", "lr: got 'nan', expected a number"),
         ("--lr -1", "lr: got -1.0, expected 0 or more"),
-        ("--lr", "--lr: expected one argument"),
+        ("--lr", "--lr: its value is missing: peak learning rate"),
+        ("--lr --epochs 3", "--lr: its value is missing"),
+        ("--push_to_hub", r"--push_to_hub: its value is missing: Hub repository \(owner/name\) to push"),
+        ("--hub_model_id", r"--hub_model_id: its value is missing: Hub repository \(owner/name\) to push"),
         ("--zero 4", "zero: got '4', expected one of 0, 1, 2, 3"),
         ("--precision fp61", "precision: got 'fp61', expected one of auto, fp32, bf16, fp16, bf16-params, bf16-sr"),
         (

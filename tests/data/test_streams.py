@@ -46,6 +46,29 @@ def test_the_rows_of_the_reader(folder, name):
     assert everything(FileRows([folder / name])) == expected
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        'text\tlabel\n"say ""a"" to\tb"\t1\nplain\t0\n',
+        '"text"\t"label"\r\n"a\u2028b"\t"1"\r\n""\t"0"\r\n',  # not a line end to csv
+        "text\tlabel\n" + "a\t0\n" * 998 + '"b ""c""\nd\n"\t1\nlast\t0\n',  # a field that line 1,000 begins
+        'text\tlabel\n"from the start\t1\nthe "middle" of it\t0\n"\t1\n',
+        "text\tlabel\n" + "a\t0\n" * 998 + '"b\t1\nlast\t0\n',  # a stray quote in line 1,000
+        'text\tlabel\n"a"\t 1\n',
+        'text\tlabel\n"a, b"\t1\n \t \nc\t0\n',
+        "\n",
+    ],
+)
+def test_quotes_of_tsv_are_those_of_the_reader(content, tmp_path):
+    (tmp_path / "a.tsv").write_bytes(content.encode())
+    columns = read_file(tmp_path / "a.tsv").columns if content.strip() else {}
+    expected = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    files = FileRows([tmp_path / "a.tsv"])
+    assert everything(files) == expected
+    rows = list(files.read())
+    assert all(list(files.read(cursor)) == rows[i:] for i, (_, cursor) in enumerate(rows, 1) if i % 200 == 1)
+
+
 @pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "no bytes"])
 def test_from_every_cursor_on(folder, unit, plain):

@@ -208,6 +208,20 @@ def test_names_of_presets(name, hub):
         assert resolve(name, weights=False).repo == hub
 
 
+@pytest.mark.parametrize(
+    ("typed", "suggested"),
+    [
+        ("brt", "'bert-base-cased' or 'bart-base' or 'mbart-large-50'"),  # by their first words
+        ("Bert-base", "'bert-base-cased' or 'bert-base-chinese' or 'bert-base-uncased'"),  # what begins so
+        ("bert-base-casd", "'bert-base-cased' or 'bert-base-uncased' or 'distilbert-base-cased'"),
+        ("llama", "'llama2-7b' or 'tiny/llama'"),
+        ("data.csv", None),
+    ],
+)
+def test_presets_close_to_a_name(typed, suggested):
+    assert registry.nearest_preset(typed) == ("" if suggested is None else f" Did you mean {suggested}?")
+
+
 def test_names_of_the_bert_family():
     hubs = {info.name: info.hub for info in list_models() if info.family == "bert"}
     assert hubs.pop("labse") == "sentence-transformers/LaBSE"

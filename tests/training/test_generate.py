@@ -175,7 +175,12 @@ def test_a_session_outlives_a_bad_prompt_and_ctrl_c(folder, capsys, monkeypatch)
 def test_an_interrupt_and_a_closed_pipe_end_quietly(folder):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
     script = "import sys; from modelcenter.command_line.errors import user_errors\n"
-    for body, status in (("raise KeyboardInterrupt", 130), ("for _ in range(99999): print('x' * 99)", 141)):
+    dropped = """import time, weakref
+    def stop(_): raise KeyboardInterrupt
+    kept = weakref.ref(type('Held', (), {})(), stop)  # Python drops what a callback raises
+    time.sleep(60)"""
+    bodies = (("raise KeyboardInterrupt", 130), (dropped, 130), ("for _ in range(99999): print('x' * 99)", 141))
+    for body, status in bodies:
         words = [sys.executable, "-c", f"{script}with user_errors():\n    {body}"]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
         process.stdout.close()

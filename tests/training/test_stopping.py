@@ -91,6 +91,17 @@ def test_a_second_ctrl_c_ends_the_run_at_once(folder, monkeypatch):
     assert (summary["status"], summary["steps"]) == ("stopped", 3)
 
 
+def test_an_ignored_ctrl_c_stays_ignored():
+    """A shell starts a script's background jobs so; Ctrl-C at the terminal reaches them too."""
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stopping(None) as told:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not told.should_stop()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
 def _long_step(path, number):
     """A step that does not end, in a process that is told to stop."""
 

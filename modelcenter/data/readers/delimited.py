@@ -35,24 +35,44 @@ def read_tsv(path: Path, raw: bytes) -> ParsedFile:
     Corpora such as SST-2 contain stray quotes, which a CSV reader would take for the start of a field, merging rows.
     """
     text = decode_text(path, raw)
+    rows, numbers = _rows_between_tabs(text)
+    if (quoted := _rows_of_quoted_tsv(path, text, rows)) is not None:
+        rows, numbers = quoted
+    return _named_columns(path, rows, numbers)
+
+
+def is_quoted_tsv(path: Path, text: str) -> bool:
+    """Whether a tsv file, of which this is the beginning or all, quotes its fields like CSV."""
+    return _rows_of_quoted_tsv(path, text, _rows_between_tabs(text)[0]) is not None
+
+
+def _rows_between_tabs(text: str) -> tuple[list[list[str]], list[int]]:
+    """(the non-empty lines, split at tabs, the number of each)."""
     rows, numbers = [], []
     for number, line in enumerate(text.split("\n"), 1):
         line = line.rstrip("\r")
         if line and not line.isspace():
             rows.append(line.split("\t"))
             numbers.append(number)
+    return rows, numbers
+
+
+def _rows_of_quoted_tsv(path: Path, text: str, rows: list[list[str]]) -> tuple[list[list[str]], list[int]] | None:
+    """(the rows of a tsv text that clearly quotes like CSV, the line at which each begins); None if it does not.
+
+    rows: those of the text if quotes are ordinary characters.
+    """
     opened = [value for row in rows for value in row if value[:1] == '"']
     closed = [v[1:-1] for v in opened if len(v) > 1 and v[-1] == '"' and '"' not in v[1:-1].replace('""', "")]
     ragged = len({len(row) for row in rows}) > 1
     plainly = len(closed) == len(opened) and (any('""' in v for v in closed) or len(opened) == sum(map(len, rows)))
-    if opened and (ragged or plainly):
-        try:
-            as_csv = _quoted_rows(path, text, "\t")
-        except ValueError:
-            as_csv = None
-        if as_csv is not None and len({len(row) for row in as_csv[0]}) == 1:
-            rows, numbers = as_csv
-    return _named_columns(path, rows, numbers)
+    if not opened or not (ragged or plainly):
+        return None
+    try:
+        as_csv = _quoted_rows(path, text, "\t")
+    except ValueError:
+        return None
+    return as_csv if len({len(row) for row in as_csv[0]}) == 1 else None
 
 
 def find_delimiter(first_line: str) -> tuple[str, str]:

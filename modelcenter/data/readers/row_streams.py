@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from modelcenter.data.readers.compression import COMPRESSED, open_bytes, suffix_of
-from modelcenter.data.readers.delimited import MAX_FIELD_SIZE, csv_rows, find_delimiter, has_space_before_quotes
+from modelcenter.data.readers.delimited import (
+    MAX_FIELD_SIZE,
+    csv_rows,
+    find_delimiter,
+    has_space_before_quotes,
+    is_quoted_tsv,
+)
 from modelcenter.data.readers.headers import column_names, is_header, repeated_header_error
 from modelcenter.data.readers.literals import parse_json
 from modelcenter.data.readers.parquet import rows_from
@@ -109,14 +115,19 @@ def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | 
     """csv and tsv. Quoted fields may contain line ends, so csv rows before the cursor are read and discarded."""
     lines: Iterator[str] = (text for text, _ in _lines(path, Cursor(at.file), keep_ends=True))  # quoted ones are text
     rows: Iterator[list[str]]
+    start = _first_lines(lines)
+    delimiter, quoted = "\t", True
     if suffix_of(path) == ".tsv":
-        rows = (line.rstrip("\r\n").split("\t") if line.strip() else [] for line in lines)
-    else:
-        delimiter, first = find_delimiter(next(lines, ""))
-        start = [first, *itertools.islice(lines, 999)]
+        quoted = is_quoted_tsv(path, "".join(start))
+    elif start:
+        delimiter, start[0] = find_delimiter(start[0])
+    lines = itertools.chain(start, lines)
+    if quoted:
         csv.field_size_limit(MAX_FIELD_SIZE)
-        skip_space = has_space_before_quotes("".join(start), delimiter)
-        rows = (row for row, _ in csv_rows(path, itertools.chain(start, lines), delimiter, skip_space))
+        skip_space = delimiter != "\t" and has_space_before_quotes("".join(start), delimiter)
+        rows = (row for row, _ in csv_rows(path, lines, delimiter, skip_space))
+    else:
+        rows = (line.rstrip("\r\n").split("\t") if line.strip() else [] for line in lines)
     rows = _check_width(path, rows)
     head = list(itertools.islice(rows, 1001))
     filled = [row for row in head if row]
@@ -133,6 +144,16 @@ def _delimited_rows(path: Path, at: Cursor, unit: Unit) -> Iterator[tuple[Row | 
             raise repeated_header_error(path, f"row {number}")
         if number > at.row:
             yield (dict(zip(names, row, strict=True)) if row else None), Cursor(at.file, number)
+
+
+def _first_lines(lines: Iterator[str]) -> list[str]:
+    """The lines by which the format of a file is told: 1,000, and those up to the end of a quoted field in the last."""
+    first = list(itertools.islice(lines, 1000))
+    quotes = sum(line.count('"') for line in first)
+    while quotes % 2 and len(first) < 10_000 and (line := next(lines, None)) is not None:
+        first.append(line)
+        quotes += line.count('"')
+    return first
 
 
 def _check_width(path: Path, rows: Iterator[list[str]]) -> Iterator[list[str]]:

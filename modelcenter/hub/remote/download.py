@@ -18,7 +18,7 @@ from modelcenter.hub.access_tokens import without_tokens
 from modelcenter.hub.files.adapter_files import describe_adapter
 from modelcenter.hub.files.names import ADAPTER_CONFIG_FILE, CONFIG_FILE, WEIGHT_FILES
 from modelcenter.hub.files.weight_index import index_files
-from modelcenter.registry import list_models, nearest, preset_names
+from modelcenter.registry import list_models, nearest_preset
 
 log = logging.getLogger("modelcenter")
 
@@ -180,11 +180,11 @@ def is_offline(options: HubOptions) -> bool:
 
 def _nearest_preset(name: str) -> str:
     known = any(name == info.hub for info in list_models())  # it is not misspelt then
-    return "" if known else nearest(name, preset_names())
+    return "" if known else nearest_preset(name)
 
 
 def _nearest(name: str) -> str:
-    return nearest(name, preset_names()) or nearest_beside(Path(name))
+    return nearest_preset(name) or nearest_beside(Path(name))
 
 
 def hub_address(repo: str | None = None) -> str:

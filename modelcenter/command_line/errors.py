@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import TextIOWrapper
 from typing import Any
 
@@ -44,7 +45,8 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
     """
     _reopen_closed_streams()
     usual, warnings.formatwarning = warnings.formatwarning, _format_warning
-    usual_hook, sys.unraisablehook = sys.unraisablehook, _keep_interrupts
+    usual_hook = sys.unraisablehook
+    sys.unraisablehook = partial(_keep_interrupts, usual_hook)
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors=_SHOW_ANYWAY)
     shown = traceback or os.environ.get("MODELCENTER_TRACEBACK", "") not in ("", "0")
@@ -85,7 +87,7 @@ def flag_in_errors(field: str) -> Iterator[None]:
         raise ValueError(f"{field}: {error}") from error
 
 
-def _keep_interrupts(unraisable: Any) -> None:
+def _keep_interrupts(usual_hook: Callable[[Any], Any], unraisable: Any) -> None:
     """Repeat a Ctrl-C that came in code whose exceptions Python prints and drops, such as a callback of its imports."""
     if unraisable.exc_type is KeyboardInterrupt:
         main_thread = threading.main_thread().ident or 0
@@ -93,7 +95,7 @@ def _keep_interrupts(unraisable: Any) -> None:
         again.daemon = True
         again.start()
     else:
-        sys.__unraisablehook__(unraisable)
+        usual_hook(unraisable)
 
 
 def _format_warning(

@@ -54,7 +54,8 @@ def test_the_rows_of_the_reader(folder, name):
         "text\tlabel\n" + "a\t0\n" * 998 + '"b ""c""\nd\n"\t1\nlast\t0\n',  # a field that line 1,000 begins
         'text\tlabel\n"from the start\t1\nthe "middle" of it\t0\n"\t1\n',
         "text\tlabel\n" + "a\t0\n" * 998 + '"b\t1\nlast\t0\n',  # a stray quote in line 1,000
-        'text\tlabel\n"a"\t 1\n',
+        'text\tlabel\n"say ""a"""\t 1\n',  # a space after a tab is text
+        "text\tlabel\na\u2028b\t1\n",
         'text\tlabel\n"a, b"\t1\n \t \nc\t0\n',
         "\n",
     ],

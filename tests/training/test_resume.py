@@ -125,6 +125,31 @@ def test_a_broken_checkpoint_is_passed_over(folder, whole, monkeypatch, capfd):
     assert_same_end(folder, "run", whole / "dropped")
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint passed over")
+def test_a_run_whose_checkpoints_are_all_damaged_removes_none(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        die_at(patch, 3, signal.SIGTERM)
+        main(command(run_values(folder, "run", keep=1)))
+    home = folder / "run" / "checkpoints"
+    (only,) = home.glob("step-*")
+    victim = next(p for p in (only / "optim").iterdir() if p.suffix == ".distcp")
+    content = victim.read_bytes()
+    victim.unlink()
+    left = sorted(home.rglob("*"))
+    wrong = f"{only.name} is incomplete: optim/{victim.name} is missing"
+    says = f"resume: .*no checkpoint that is whole .*{wrong}.*--resume never"
+    for asked in ("auto", str(folder / "elsewhere")):
+        with pytest.raises(ValueError, match=says):
+            main(command(run_values(folder, "run", keep=1, resume=asked)))
+        assert sorted(home.rglob("*")) == left
+    victim.write_bytes(content)
+    main(command(run_values(folder, "run", keep=1)))
+    assert curve(folder, "run")[-1]["step"] == 12 and read_summary(folder)["status"] == "finished"
+    (next(home.glob("step-*")) / "README.md").unlink()
+    main(command(run_values(folder, "run", keep=1, resume="never", overwrite_output_dir=True, max_steps=1)))
+    assert read_summary(folder)["steps"] == 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("zero", [1, 3])
 def test_two_ranks_that_are_killed_go_on_bit_for_bit(folder, monkeypatch, capfd, zero):

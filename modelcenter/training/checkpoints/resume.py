@@ -13,6 +13,7 @@ import torch
 
 import engine
 from engine.checkpoint import latest_checkpoint, load_checkpoint
+from engine.checkpoint.steps import newest as newest_checkpoint
 from engine.collectives import from_rank_0, together
 from engine.optim import OptimManager
 from engine.tensors import local_tensor
@@ -157,13 +158,19 @@ def find_continuation(cfg: TrainConfig) -> Continuation | None:
     so repeating the same command after a stop loses nothing.
 
     Raises:
-        ValueError: there is no complete checkpoint where --resume says, or output_dir holds checkpoints of another run,
-            which would be mixed up with this run's.
+        ValueError: there is no complete checkpoint where --resume says, output_dir holds checkpoints of another run,
+            which would be mixed up with this run's, or all of its checkpoints are damaged: starting over would remove
+            what may be repaired.
     """
     if cfg.resume == "never" or cfg.overwrite_output_dir or cfg.dry_run or cfg.output_dir is None:
         return None
     home = Path(cfg.output_dir).absolute() / CHECKPOINTS
-    newest = latest_checkpoint(home)
+    newest, damaged = newest_checkpoint(home, verify=False)
+    if newest is None and damaged:
+        raise ValueError(
+            f"resume: {home} has no checkpoint that is whole ({damaged[0]}). Restore the file, give another "
+            "--output_dir, or start over with --resume never, which removes these checkpoints"
+        )
     if cfg.resume == "auto":
         return None if newest is None else _read(newest, cfg, forced=False, in_output_dir=True)
     root = Path(expanduser(cfg.resume))

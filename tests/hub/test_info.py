@@ -103,8 +103,8 @@ def test_fields_that_change_sizes(changes):
 def test_fields_of_families(name, changes):
     config = {**preset(f"tiny/{name}")["config"], **changes}
     assert body_sizes(config) == counted(mc.from_config(config))
-    if name in ("eurobert", "modernbert", "modernbert-decoder"):
-        config |= {} if name == "eurobert" else {"decoder_bias": False}
+    if name in ("deberta", "deberta-v2", "eurobert", "modernbert", "modernbert-decoder"):
+        config |= {"decoder_bias": False} if name.startswith("modernbert") else {}
         task = "causal-lm" if name == "modernbert-decoder" else "masked-lm"
         assert task_sizes(config, task) == counted(mc.from_config(config, task))
 

@@ -93,3 +93,16 @@ def test_only_the_projections_of_the_products_exist(kinds):
     named = {name for name, _ in model.layers[0].attn.named_parameters() if "distance" in name}
     wanted = {"c2p": {"distance_k.weight"}, "p2c": {"distance_q.weight", "distance_q.bias"}}
     assert named == set().union(*(wanted[kind] for kind in kinds))
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_only_a_table_of_positions_bounds_a_text(positions):
+    """A text of 70 tokens, where max_position_embeddings is 66: farther distances share the vector of the farthest."""
+    model = mc.from_config(TestDeberta.hf_config | {"position_biased_input": positions})
+    assert model.bounded is positions
+    ids = torch.arange(2, 72)[None]
+    if positions:
+        with pytest.raises(ValueError, match="66"):
+            model(ids)
+    else:
+        assert model(ids).last_hidden_state.isfinite().all()

@@ -111,6 +111,7 @@ CHANGED = {"legacy": False, "cls_dropout": 0.3}
         ("deberta", CHANGED),
         ("deberta", {"embedding_size": 20, "max_relative_positions": 5, "pos_att_type": ["p2c"]}),
         ("deberta", {"pos_att_type": None, "relative_attention": False}),
+        ("deberta", {"pos_att_type": "C2P | p2c", "max_relative_positions": 1}),
         ("deberta-v2", {}),
         ("deberta-v2", CHANGED | {"conv_kernel_size": 3, "conv_act": "gelu"}),
         ("deberta-v2", {"embedding_size": 20, "max_relative_positions": 5, "pos_att_type": ["p2c"]}),

@@ -111,7 +111,7 @@ CHANGED = {"legacy": False, "cls_dropout": 0.3}
         ("deberta", CHANGED),
         ("deberta", {"embedding_size": 20, "max_relative_positions": 5, "pos_att_type": ["p2c"]}),
         ("deberta", {"pos_att_type": None, "relative_attention": False}),
-        ("deberta", {"pos_att_type": "C2P | p2c", "max_relative_positions": 1}),
+        ("deberta", {"max_relative_positions": 1}),
         ("deberta-v2", {}),
         ("deberta-v2", CHANGED | {"conv_kernel_size": 3, "conv_act": "gelu"}),
         ("deberta-v2", {"embedding_size": 20, "max_relative_positions": 5, "pos_att_type": ["p2c"]}),
@@ -179,6 +179,12 @@ def test_the_newer_head_has_the_width_of_the_layers(family):
     ):
         with pytest.raises(ValueError, match=said):
             mc.from_config({"model_type": family, **PUBLISHED[family], "legacy": False, **changes})
+
+
+@each_family
+def test_names_of_products_in_one_text(family):
+    config = {"model_type": family, **PUBLISHED[family], "pos_att_type": "C2P | p2c"}
+    assert mc.from_config(config).config.relative_kinds == theirs_of(family, "Config")(**config).pos_att_type
 
 
 def test_names_of_products_that_are_empty():

@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from modelcenter.models.nomic_bert import NomicBert as NomicBert
     from modelcenter.models.opt import OPT as OPT
     from modelcenter.models.pegasus import Pegasus as Pegasus
+    from modelcenter.models.phi3 import Phi3 as Phi3
     from modelcenter.models.qwen import Qwen2 as Qwen2
     from modelcenter.models.qwen import Qwen3 as Qwen3
     from modelcenter.models.roberta import Camembert as Camembert

@@ -134,6 +134,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("gpt_neox", "GPTNeoX"),
         _ours("gptj", "GPTJ"),
         _ours("opt", "OPT"),
+        _ours("phi3", "Phi3"),
         _ours("t5", "T5"),
         _ours("mt5", "MT5", "t5", "t5:MT5"),
         _ours("encoder-decoder", "Composed", "composed"),

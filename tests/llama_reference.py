@@ -43,3 +43,10 @@ class LlamaTests(DecoderTests):
     }
     no_dropout = {"attention_dropout": 0.0, "classifier_dropout": 0.0}
     mutations = {"attention to later tokens": _see_the_future, "default theta": _turn_at_the_default_speed}
+
+
+class RelativeTests(LlamaTests):
+    """Of models that share Llama's body: what depends on the body alone is tested with Llama."""
+
+    test_two_ranks_equal_one = test_gradients_do_not_depend_on_the_cut = None
+    test_dropout = test_empty_batch = test_bfloat16 = test_distributed_checkpoint = None

@@ -1,6 +1,7 @@
 """The state of a model that generates: it reads the prompts once, then one token of each sequence per step."""
 
 import functools
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -97,6 +98,8 @@ class State:
                 )
             self.tokens = self.written = input_ids.new_full((len(input_ids), 1), start)
             batch["decoder_input_ids"] = self.tokens
+        # (rows, n) the tokens so far as in `written`, if their keys may have to be computed anew.
+        self.texts = self.written if math.isfinite(model.rereads_beyond) else None
         self.logits = self._run(batch)
         if self.banned is not None and bool((all_banned := self.banned.all(1)).any()):
             raise ValueError(f"banned: row {int(all_banned.nonzero()[0])} has no token left; allow at least one")
@@ -163,13 +166,28 @@ class State:
             self.tokens, self.written, self.logits = self.tokens[index], self.written[index], self.logits[index]
             self.last_inputs = {name: value[index] for name, value in self.last_inputs.items()}
             self.banned = None if self.banned is None else self.banned[index]
+            self.texts = None if self.texts is None else self.texts[index]
             self.cache.reorder(index)
 
     def step(self, tokens: Tensor, order: Tensor | None = None) -> None:
         """Append a token (rows,) to each sequence; `order` (rows,): the sequence that each one continues."""
         if order is not None:
             self.cache.reorder(order)
+        if self.texts is not None:
+            texts = self.texts if order is None else self.texts[order]
+            self.texts = torch.cat((texts, tokens[:, None]), 1)
+            if len(self.cache) <= self.model.rereads_beyond < len(self.cache) + 1:
+                self.logits = self._run(self._whole_texts(self.texts))
+                return
         self.logits = self._run(self._next(tokens[:, None]))
+
+    def _whole_texts(self, texts: Tensor) -> dict[str, Any]:
+        """The inputs of a forward that reads texts (rows, n) again, with -1 before them, into an empty cache."""
+        assert not self.last_inputs and not self.is_encoder_decoder
+        self.cache = self.cache.emptied()
+        kept = texts >= 0
+        longest = int(kept.sum(1).max())
+        return self._packed_prompts(texts, kept.long(), longest, {})
 
     def all_done(self, done: bool) -> bool:
         """Whether all ranks that share the model are done; such ranks must take every step together."""

@@ -110,6 +110,10 @@ class KVCache:
         other._memory = {memo.get(id(layer), layer): kept for layer, kept in self._memory.items()}
         return other
 
+    def emptied(self) -> "KVCache":
+        """An empty cache for as many tokens."""
+        return KVCache(self._capacity, self._max_tokens)
+
     def next(
         self, rows: int, tokens: int, device: torch.device, mask: Tensor | None = None, prefix: str = ""
     ) -> Packed:

@@ -9,6 +9,7 @@ x holds the hidden states (T, hidden_size) of all tokens of the batch, without p
 Sharding, recomputation, compilation and pipelining need nothing else from a model.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -47,6 +48,8 @@ class Model(TrainerProtocol, EmbeddingMixin, MultiVectorMixin, ModelInputs):
     is_encoder_decoder: ClassVar[bool] = False
     # Positions come from a table, so a sequence has at most config.max_tokens tokens (`check_positions`).
     bounded: ClassVar[bool] = False
+    # Generation reads a text again, without its cache, when it grows beyond this many tokens.
+    rereads_beyond: float = math.inf
     embed: nn.Embedding
     # Where the model was loaded from: the Hub id or directory, and the commit.
     base_name: str | None = None

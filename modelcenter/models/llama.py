@@ -72,7 +72,7 @@ class LlamaConfig(LlamaBodyConfig):
 class LlamaBody(Decoder):
     """Grouped-query attention with rotary positions and a gated feed-forward network, each preceded by an RMSNorm.
 
-    Subclasses override `attention` and `mlp` where theirs differ.
+    Subclasses override `attention`, `mlp` and `make_rotary` where theirs differ.
     """
 
     config: LlamaBodyConfig
@@ -80,9 +80,8 @@ class LlamaBody(Decoder):
     def __init__(self, config: LlamaBodyConfig, task: str = "base"):
         super().__init__(config, task)
         c, width = config, config.hidden_size
-        assert c.head_dim is not None
         self.embed = Embedding(c.vocab_size, width, padding_idx=c.pad_token_id)
-        self.rotary = Rotary(c.head_dim, c.rope_theta, c.rope_scaling, c.max_positions)
+        self.rotary = self.make_rotary()
         self.layers = nn.ModuleList(self.block(i) for i in range(c.num_layers))
         self.final_norm = self.norm(width)
         self.head = self.make_head(
@@ -103,6 +102,12 @@ class LlamaBody(Decoder):
     def logit_scale(self) -> float:
         """Factor of the hidden states that enter the vocabulary projection."""
         return 1.0
+
+    def make_rotary(self) -> Rotary:
+        """The rotary angles of a head."""
+        c = self.config
+        assert c.head_dim is not None
+        return Rotary(c.head_dim, c.rope_theta, c.rope_scaling, c.max_positions)
 
     def norm(self, width: int) -> nn.Module:
         """A norm over `width` channels."""

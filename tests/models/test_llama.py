@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from harness import assert_same, randomize_
-from llama_reference import LlamaTests
+from llama_reference import LlamaTests, RelativeTests
 
 import modelcenter as mc
 from modelcenter.layers.cache import KVCache
@@ -53,13 +53,6 @@ class TestLlama(LlamaTests):
         },
     }
     mutations = LlamaTests.mutations | {"unscaled rotary": _unscaled}
-
-
-class RelativeTests(LlamaTests):
-    """Of models that share Llama's body: what depends on the body alone is tested there."""
-
-    test_two_ranks_equal_one = test_gradients_do_not_depend_on_the_cut = None
-    test_dropout = test_empty_batch = test_bfloat16 = test_distributed_checkpoint = None
 
 
 class TestQwen2(RelativeTests):

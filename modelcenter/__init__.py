@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from modelcenter.models.modernbert_decoder import ModernBertDecoder as ModernBertDecoder
     from modelcenter.models.mpnet import MPNet as MPNet
     from modelcenter.models.nomic_bert import NomicBert as NomicBert
+    from modelcenter.models.olmo2 import Olmo2 as Olmo2
     from modelcenter.models.opt import OPT as OPT
     from modelcenter.models.pegasus import Pegasus as Pegasus
     from modelcenter.models.phi3 import Phi3 as Phi3

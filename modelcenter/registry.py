@@ -133,6 +133,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("bloom", "Bloom"),
         _ours("gpt_neox", "GPTNeoX"),
         _ours("gptj", "GPTJ"),
+        _ours("olmo2", "Olmo2"),
         _ours("opt", "OPT"),
         _ours("phi3", "Phi3"),
         _ours("t5", "T5"),

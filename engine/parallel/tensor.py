@@ -33,6 +33,7 @@ STYLES = {
     "colwise_gather": "the same, with the outputs gathered",
     "rowwise": "nn.Linear whose inputs are split over the ranks; gives whole outputs",
     "vocab": "nn.Embedding, or a parameter (vocabulary, ...), whose rows are split over the ranks",
+    "norm": "a root-mean-square norm (weight, eps) over channels that are split over the ranks",
     "partial": "any module that each rank applies to its own part of the activations",
 }
 _HEAD_COUNTS = ("num_heads", "num_kv_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head")
@@ -146,6 +147,9 @@ def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallel
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         raise ValueError(f"embedding {name} has max_norm or scale_grad_by_freq, which style 'vocab' does not support")
     assert isinstance(module.weight, Tensor)
+    if style == "norm":
+        _check_norm(name, module)
+        module._width = module.weight.shape[0]  # type: ignore[assignment]
     placement = Shard(1) if style == "rowwise" else Shard(0)
     first = local_box(module.weight.shape, group.mesh, [placement])[1][0]
     _place(module, "weight", group.mesh, placement, placed)
@@ -154,6 +158,16 @@ def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallel
     module.__class__ = split_class(layer, type(module))
     assert isinstance(module, SplitLayer)
     module.tp_group, module._first = group, first
+
+
+def _check_norm(name: str, module: nn.Module) -> None:
+    """Raise ValueError unless a module has the parameters of a root-mean-square norm, and no others."""
+    own = {key: tuple(p.shape) for key, p in module.named_parameters()}
+    if list(own) != ["weight"] or len(own["weight"]) != 1 or not hasattr(module, "eps"):
+        raise ValueError(
+            f"tp_plan gives {name} the style 'norm', which is for a root-mean-square norm with a weight (channels,) "
+            f"and eps, but it is a {type(module).__name__} with {own or 'no parameters'}"
+        )
 
 
 _Placed = dict[int, tuple[nn.Parameter, nn.Parameter]]  # id of a parameter: it, what took its place

@@ -141,12 +141,31 @@ class Vocab(SplitLayer):
         return f.reduce_from(out, self.tp_group.group)
 
 
+class WideNorm(SplitLayer):
+    """A root-mean-square norm split by channels: (..., n / ranks), as ``Colwise`` returns, -> the same.
+
+    The mean is that of all n channels; the product with the weight is rounded once.
+    """
+
+    eps: float
+    _width: int  # n
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = self.tp_group.group
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        # Each rank divides by the sum, so the gradient of the sum is that of all ranks.
+        squares = f.copy_to(f.reduce_from(wide.square().sum(-1, keepdim=True), group), group)
+        normed = wide * torch.rsqrt(squares / self._width + self.eps)
+        return (normed * local(self.weight)).to(x.dtype)
+
+
 #: {style: (the class of module that it splits, the layer that computes with a part of one)}
 LAYERS: dict[str, tuple[type[nn.Module], type[SplitLayer]]] = {
     "colwise": (nn.Linear, Colwise),
     "colwise_gather": (nn.Linear, ColwiseGather),
     "rowwise": (nn.Linear, Rowwise),
     "vocab": (nn.Embedding, Vocab),
+    "norm": (nn.Module, WideNorm),
 }
 
 

@@ -91,12 +91,16 @@ class SelfAttention(MultiHeadAttention):
         """q (T, heads * head_dim), k and v (T, kv_heads * head_dim); rotated."""
         q, k, v = each(x, self.q, self.k, self.v)
         if self.norms:
-            q = self.q_norm(q.unflatten(1, (-1, self.head_dim))).flatten(1)
-            k = self.k_norm(k.unflatten(1, (-1, self.head_dim))).flatten(1)
+            q, k = self.normed(q, k)
         local = self.window is not None and ctx.local_rotary is not None
         if (angles := ctx.local_rotary if local else ctx.rotary) is not None:
             q, k = rotate(q, k, *angles, self.head_dim, self.interleaved)
         return q, k, v
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k with each head normalised."""
+        q, k = q.unflatten(1, (-1, self.head_dim)), k.unflatten(1, (-1, self.head_dim))
+        return self.q_norm(q).flatten(1), self.k_norm(k).flatten(1)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
         return self.out(ctx.scaled(ctx.narrow(self.mix(*self.project(x, ctx), ctx))))

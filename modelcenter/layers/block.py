@@ -132,6 +132,22 @@ class SandwichNormBlock(PreNormBlock):
         return normed
 
 
+class BranchNormBlock(nn.Module):
+    """x + norm(attn(x)), then x + norm(mlp(x)), as in OLMo 2. x: (T, hidden_size) -> the same.
+
+    `norm` makes the norms.
+    """
+
+    def __init__(self, attn: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module]):
+        super().__init__()
+        self.attn, self.mlp = attn, mlp
+        self.attn_post_norm, self.mlp_post_norm = norm(), norm()
+
+    def forward(self, x: Tensor, ctx: Packed) -> Tensor:
+        x = ctx.narrow(x) + self.attn_post_norm(self.attn(x, ctx))
+        return ctx.widen(x + self.mlp_post_norm(self.mlp(x, ctx)))
+
+
 class ParallelBlock(nn.Module):
     """x + attn(norm(x)) + mlp(norm(x)), with one norm as in GPT-J, or with `mlp_norm` two as in GPT-NeoX."""
 

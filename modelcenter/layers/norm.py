@@ -49,6 +49,14 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, eps)
 
 
+class WideRMSNorm(RMSNorm):
+    """RMSNorm whose product with the weight is rounded only once, as transformers' Olmo2RMSNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype in _SIXTEEN_BITS else x
+        return rms_norm(wide, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
 class UnitOffsetRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * (1 + weight), computed in fp32, as transformers' GemmaRMSNorm."""
 

@@ -1,4 +1,4 @@
-"""Files of Llama, Qwen2, Qwen3 and Mistral: names of today and of old, config of both versions of transformers."""
+"""Files of Llama, Qwen2, Qwen3, Mistral and OLMo 2: names of all times, config of both versions of transformers."""
 
 import json
 
@@ -14,7 +14,8 @@ from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
 from modelcenter.layers.rotary import Rotary
 
-KINDS = ("llama", "qwen2", "qwen3", "mistral")
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "olmo2")
+TASKS = ("base", "causal-lm", "sequence-classification", "question-answering")
 SIZES = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -24,7 +25,11 @@ SIZES = {
     "intermediate_size": 80,
     "max_position_embeddings": 64,
 }
-BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
+BIASED = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"attention_bias": True},
+    "olmo2": {"attention_bias": True},
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -40,8 +45,9 @@ def saved(kind, task, folder, **fields):
     return model
 
 
-@pytest.mark.parametrize("task", ["base", "causal-lm", "sequence-classification", "question-answering"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "task"), [(kind, task) for kind in KINDS for task in TASKS if (kind, task) != ("olmo2", TASKS[3])]
+)
 def test_every_element_is_covered_once(kind, task, tmp_path):
     saved(kind, task, tmp_path)
     theirs = {name: tuple(x.shape) for name, x in load_file(tmp_path / "model.safetensors").items()}
@@ -83,18 +89,19 @@ def test_defaults_are_those_of_transformers(kind):
     for name, field in spec.arch_map().config.fields.items():
         if kind.startswith("qwen") and field == "num_kv_heads":
             continue  # every published file says it
-        if kind == "qwen2" and field == "head_dim":
+        if kind in ("qwen2", "olmo2") and field == "head_dim":
             continue  # no published file says it
         if field not in ("rope_theta", "rope_scaling", "classifier_dropout"):
             assert getattr(config, field) == getattr(theirs, name), name
     assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_scaling is None
 
 
-def test_heads_of_qwen2_may_have_another_size(tmp_path):
+@pytest.mark.parametrize("kind", ["qwen2", "olmo2"])
+def test_heads_may_have_another_size(kind, tmp_path):
     """As in pruned ones; a config.json says so only where it is not hidden_size / num_heads."""
     ids = torch.randint(131, (2, 9))
     for size, said in ((10, 10), (8, None)):
-        theirs = saved("qwen2", "causal-lm", tmp_path / f"{size}", head_dim=size)
+        theirs = saved(kind, "causal-lm", tmp_path / f"{size}", head_dim=size)
         model = mc.from_pretrained(tmp_path / f"{size}")
         assert model.config.head_dim == size and torch.allclose(model(ids).logits, theirs(ids).logits, atol=1e-5)
         model.save_pretrained(tmp_path / f"again{size}")

@@ -358,6 +358,8 @@ def refused(what):
             engine.shard(toys.build(), tp_plan={"layer.*.up": "colwise"})
         if what == "kind":
             engine.shard(toys.build(), tp_plan={"layers.*.norm": "rowwise"})
+        if what == "norm":
+            engine.shard(toys.build(), tp_plan={"layers.*.norm": "norm"})
         if what == "sequence":
             engine.shard(toys.build(), tp_plan=toys.TP_PLAN, policy=engine.Policy(sequence_parallel=True))
         if what in ("too large", "negative"):
@@ -389,6 +391,7 @@ def refused(what):
         ("style", "tp_plan has the style 'diagonal' for embed, expected one of: colwise"),
         ("name", "tp_plan names 'layer.*.up', but no module or parameter of Toy matches"),
         ("kind", "tp_plan gives layers.0.norm the style 'rowwise', which is for Linear, but it is a LayerNorm"),
+        ("norm", "tp_plan gives layers.0.norm the style 'norm', which is for a root-mean-square norm with a weight"),
         ("sequence", "sequence_parallel is True, but Toy has no attribute token_split"),
         ("too large", "input_ids: got numbers from 1000000 to 1000000, expected 0 to"),
         ("negative", "input_ids: got numbers from -1 to -1, expected 0 to"),

@@ -33,6 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_embeddings": False},
     "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},
     "mistral": {"num_kv_heads": 8, "tie_embeddings": False},
+    "olmo2": {"tie_embeddings": False},
     "phi3": {"tie_embeddings": False},
     "qwen3": {"head_dim": 128, "tie_embeddings": False},
     "gemma": {"num_kv_heads": 16, "head_dim": 256},

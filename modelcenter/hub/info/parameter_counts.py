@@ -222,7 +222,8 @@ def _llama(c: Fields, kind: str) -> dict[str, int]:
     elif kind == "qwen2":
         attention = _attention(c, True, out_bias=False)
     else:
-        attention = _attention(c, c.attention_bias) + (2 * c.head_dim if kind in _NORMS_HEADS else 0)
+        normed = 2 if kind in _NORMS_HEADS else c.num_heads + c.num_kv_heads if kind == "olmo2" else 0
+        attention = _attention(c, c.attention_bias) + normed * c.head_dim
     return {
         "embeddings": c.vocab_size * d,
         "attention": layers * attention,
@@ -328,7 +329,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     "gte": _gte,
     **dict.fromkeys(("gpt2", "gptj", "gpt_neox"), _gpt2),
     **dict.fromkeys(("eurobert", "llama", "qwen2", "qwen3", "mistral", "minicpm", "minicpm3", "phi3"), _llama),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _llama),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "olmo2"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
     "bloom": _bloom,

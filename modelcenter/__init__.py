@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from modelcenter.models.gpt2 import GPT2 as GPT2
     from modelcenter.models.gpt_neox import GPTNeoX as GPTNeoX
     from modelcenter.models.gptj import GPTJ as GPTJ
+    from modelcenter.models.granite import Granite as Granite
     from modelcenter.models.gte import Gte as Gte
     from modelcenter.models.llama import Llama as Llama
     from modelcenter.models.m2m_100 import M2M100 as M2M100

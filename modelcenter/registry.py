@@ -132,6 +132,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("gemma3_text", "Gemma3", "gemma", "gemma:GEMMA3"),
         _ours("bloom", "Bloom"),
         _ours("gpt_neox", "GPTNeoX"),
+        _ours("granite", "Granite"),
         _ours("gptj", "GPTJ"),
         _ours("olmo2", "Olmo2"),
         _ours("opt", "OPT"),

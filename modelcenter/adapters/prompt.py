@@ -109,7 +109,8 @@ def _refused(model: Model) -> str | None:
     """Why a prompt before this model's inputs would differ from peft's; None: it would not."""
     if model.prefix_tokens:
         return "has a prompt of its own"
-    if getattr(model, "embedding_scale", 1.0) != 1.0 or getattr(model, "structured", False):
+    scaled = getattr(model, "embedding_scale", 1.0) != 1.0 and not getattr(model, "scales_given", False)
+    if scaled or getattr(model, "structured", False):
         return "scales its embeddings, which peft does not"
     if model.task == "embedding" and not model.config.embedding.include_prompt:
         return "excludes prompts from its pooling, but would include a learned one"

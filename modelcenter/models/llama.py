@@ -76,6 +76,8 @@ class LlamaBody(Decoder):
     """
 
     config: LlamaBodyConfig
+    # Whether embedding_scale also applies to embeddings that the caller gives, and to a tuned prompt's.
+    scales_given: ClassVar[bool] = False
 
     def __init__(self, config: LlamaBodyConfig, task: str = "base"):
         super().__init__(config, task)
@@ -90,7 +92,7 @@ class LlamaBody(Decoder):
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of the embeddings. This scale and the two below are 1 except in MiniCPM."""
+        """Factor of the embeddings. This scale and the two below are 1 except in MiniCPM and Granite."""
         return 1.0
 
     @property
@@ -139,7 +141,7 @@ class LlamaBody(Decoder):
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         ctx = self.pack(batch)
         x = self.embedded(batch, ctx, self.embed)
-        if self.embedding_scale != 1.0 and batch.get("inputs_embeds") is None:
+        if self.embedding_scale != 1.0 and (self.scales_given or batch.get("inputs_embeds") is None):
             x = x * self.embedding_scale
         self.check_length(ctx.longest)
         length = self.rotary.length(batch.get("position_ids"), ctx.longest)

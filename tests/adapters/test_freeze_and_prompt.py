@@ -120,6 +120,7 @@ PROMPTED = [
     ("gemma2", "causal-lm"),
     pytest.param("modernbert-decoder", "causal-lm", marks=pytest.mark.full),
     pytest.param("bloom", "causal-lm", marks=pytest.mark.full),
+    pytest.param("granite", "causal-lm", marks=pytest.mark.full),
     pytest.param("olmo2", "causal-lm", marks=pytest.mark.full),
     pytest.param("phi3", "causal-lm", marks=pytest.mark.full),
 ]

@@ -60,6 +60,7 @@ OTHERS = [
     ("gemma2", "causal-lm"),
     ("t5gemma", "seq2seq-lm"),
     ("minicpm3", "causal-lm"),
+    ("granite", "causal-lm"),
     ("olmo2", "causal-lm"),
     ("phi3", "causal-lm"),
     ("phi3", "sequence-classification"),

@@ -92,6 +92,7 @@ def test_fields_that_change_sizes(changes):
         ("eurobert", {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "tie_word_embeddings": True}),
         ("nomic_bert", {"head_dim": 10, "type_vocab_size": 3}),
         ("gte", {"type_vocab_size": 0}),
+        ("granite", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
         ("olmo2", {"attention_bias": True, "head_dim": 10}),
         ("phi3", {"head_dim": 10, "rope_scaling": None, "partial_rotary_factor": 0.6}),
         ("gemma2", {"attention_bias": True, "head_dim": 12, "num_key_value_heads": 3}),

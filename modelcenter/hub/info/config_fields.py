@@ -29,6 +29,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"max_positions": 1024},
     "gptj": {"tie_embeddings": False},
     "gpt_neox": {"attention_bias": True, "tie_embeddings": False},
+    "granite": {"tie_embeddings": False},
     "llama": {"tie_embeddings": False},
     "qwen2": {"tie_embeddings": False},
     "opt": {"max_positions": 2048, "bias": True, "pre_norm": True},

@@ -114,6 +114,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("gpt2", "GPT2"),
         _ours("gte", "Gte"),
         _ours("roberta", "Roberta"),
+        _ours("longformer", "Longformer"),
         _ours("modernbert", "ModernBert"),
         _ours("modernbert-decoder", "ModernBertDecoder", "modernbert_decoder"),
         _ours("mpnet", "MPNet"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Train BERT, RoBERTa, XLM-R, CamemBERT, data2vec-text, DistilBERT, ALBERT, ERNIE, DeBERTa, MPNet, ModernBERT,
-NomicBERT, GTE, EuroBERT, ESM or an ELECTRA generator to predict masked tokens.
+"""Train BERT, RoBERTa, XLM-R, CamemBERT, data2vec-text, DistilBERT, ALBERT, ERNIE, DeBERTa, MPNet, Longformer,
+ModernBERT, NomicBERT, GTE, EuroBERT, ESM or an ELECTRA generator to predict masked tokens.
 
 --whole_word masks whole words. --next_sentence also trains BERT or ERNIE to predict whether two texts follow each
 other, --sentence_order trains ALBERT to predict whether they are in their original order. The data are text (txt,

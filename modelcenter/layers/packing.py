@@ -52,6 +52,7 @@ class Packed:
         output_tokens: (m,) indices of the tokens whose states the next unit has to compute (`with_outputs`); None: all.
         branch_scale: factor of the branches that a unit adds to its hidden states, applied before their last product.
         labelled: the labels, and the indices of the tokens that have one, cached for the vocabulary's head.
+        globals: the tokens with global attention (layers.global_tokens.GlobalTokens); None: there are none.
         attended: (k,) indices of the tokens that others attend to, and which sequences they make up; None: all.
     """
 
@@ -73,6 +74,7 @@ class Packed:
     output_tokens: Tensor | None = None
     branch_scale: float = 1.0
     labelled: tuple[Tensor, Tensor] | None = None
+    globals: Any = None
     attended: tuple[Tensor, Sequences] | None = None
 
     @classmethod

@@ -153,6 +153,8 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
 
     # Whether the model accepts token_type_ids, even if its table of types has one row or none.
     tells_types: ClassVar[bool] = True
+    # Whether it accepts global_attention_mask.
+    marks_global: ClassVar[bool] = False
 
     embed_norm: nn.Module
     position: Embedding | None  # None: positions enter in attention only
@@ -336,6 +338,11 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
                 f"task_type_ids: this {type(self).__name__} has no table of types of tasks, which only an ERNIE with "
                 "use_task_id has; leave them out"
             )
+        if not self.marks_global and "global_attention_mask" in batch:
+            raise ValueError(
+                f"global_attention_mask: in {type(self).__name__} no token has global attention, which only Longformer "
+                "has; leave it out"
+            )
         if not self.tells_types and "token_type_ids" in batch:
             raise ValueError(
                 f"token_type_ids: {type(self).__name__} does not tell types of tokens apart; leave them out (a "
@@ -349,6 +356,7 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
         *,
         token_type_ids: Tensor | None = None,
         task_type_ids: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -381,6 +389,8 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens; multiple choice: (batch, choices, seq).
             attention_mask: (batch, seq), 1 at tokens and 0 at padding. token_type_ids, position_ids: as input_ids.
             task_type_ids: as input_ids, for an ERNIE with use_task_id; default 0.
+            global_attention_mask: as input_ids, for a Longformer: 1 at tokens with global attention, else 0; None: see
+                there.
             inputs_embeds: (batch, seq, embedding_size) in place of input_ids.
             encoder_hidden_states: (batch, encoder seq, hidden_size), or packed (1, T, hidden_size) with
                 encoder_cu_seqlens: what a decoder with cross_attention attends to; a cache keeps them. Without them
@@ -406,7 +416,8 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids,
-            task_type_ids=task_type_ids, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            task_type_ids=task_type_ids, global_attention_mask=global_attention_mask, position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
             encoder_hidden_states=encoder_hidden_states, encoder_attention_mask=encoder_attention_mask, labels=labels,
             next_sentence_label=next_sentence_label, sentence_order_label=sentence_order_label,
             start_positions=start_positions, end_positions=end_positions, past_key_values=past_key_values, cache=cache,

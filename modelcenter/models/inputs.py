@@ -17,8 +17,9 @@ from modelcenter.layers.packing import Packed
 
 Batch = Mapping[str, Any]
 _TENSORS = {
-    "input_ids", "attention_mask", "token_type_ids", "task_type_ids", "position_ids", "inputs_embeds", "cu_seqlens",
-    "labels", "start_positions", "end_positions", "decoder_input_ids", "decoder_attention_mask", "prompt_lengths",
+    "input_ids", "attention_mask", "token_type_ids", "task_type_ids", "global_attention_mask", "position_ids",
+    "inputs_embeds", "cu_seqlens", "labels", "start_positions", "end_positions", "decoder_input_ids",
+    "decoder_attention_mask", "prompt_lengths",
 }  # fmt: skip
 
 

@@ -6,7 +6,10 @@ from torch import Tensor
 
 from modelcenter.models.inputs import Batch
 
-TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "task_type_ids", "position_ids", "inputs_embeds")
+TOKEN_INPUTS = (
+    "input_ids", "attention_mask", "token_type_ids", "task_type_ids", "global_attention_mask", "position_ids",
+    "inputs_embeds",
+)  # fmt: skip
 
 
 def count_choices(batch: Batch) -> int:

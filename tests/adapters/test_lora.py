@@ -91,6 +91,8 @@ OTHERS = [
     ("mpnet", "sequence-classification"),
     ("nomic_bert", "masked-lm"),
     ("nomic_bert", "sequence-classification"),
+    ("longformer", "masked-lm"),
+    ("longformer", "sequence-classification"),
     ("gte", "masked-lm"),
     ("gte", "sequence-classification"),
     ("esm", "masked-lm"),

@@ -11,7 +11,8 @@ OF_TWO = (COMPOSED, "t5gemma")  # their config has a config for each side
 # Defaults of fields that published configs omit.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text"), {"max_positions": 512, "type_vocab_size": 2}
+        ("bert", "roberta", "xlm-roberta", "camembert", "data2vec-text", "longformer"),
+        {"max_positions": 512, "type_vocab_size": 2},
     ),
     "albert": {"max_positions": 512, "type_vocab_size": 2, "embedding_size": 128, "num_groups": 1, "group_layers": 1},
     "distilbert": {"max_positions": 512, "type_vocab_size": 0},

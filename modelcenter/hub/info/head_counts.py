@@ -72,7 +72,7 @@ _ENCODER_DECODER: Heads = {"seq2seq-lm": _words}
 HEADS: dict[str, Heads] = {
     **dict.fromkeys(("bert", "ernie"), {**_ROBERTA, "pretraining": _words_and_next_sentence}),
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "data2vec-text"), _ROBERTA),
-    **dict.fromkeys(("distilbert", "esm", "gte", "mpnet", "nomic_bert"), {"masked-lm": _masked_words}),
+    **dict.fromkeys(("distilbert", "esm", "gte", "longformer", "mpnet", "nomic_bert"), {"masked-lm": _masked_words}),
     **dict.fromkeys(("deberta", "deberta-v2"), {"masked-lm": _narrow_masked_words}),
     "modernbert": {"masked-lm": _modernbert_words},
     "modernbert-decoder": {"causal-lm": _modernbert_words},

@@ -100,6 +100,12 @@ def _mpnet(c: Fields, kind: str) -> dict[str, int]:
     return {**sizes, "embeddings": sizes["embeddings"] + c.num_buckets * c.num_heads}
 
 
+def _longformer(c: Fields, kind: str) -> dict[str, int]:
+    """BERT, with a second set of projections in each layer, for global tokens."""
+    sizes, d = _bert(c, kind), c.hidden_size
+    return sizes | {"attention": sizes["attention"] + c.num_layers * 3 * linear_size(d, d, True)}
+
+
 def _ernie(c: Fields, kind: str) -> dict[str, int]:
     sizes = _bert(c, kind)
     task_types = c.task_type_vocab_size * c.hidden_size if c.use_task_id else 0
@@ -321,6 +327,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta", "camembert", "data2vec-text"), _bert),
     "albert": _albert,
     "ernie": _ernie,
+    "longformer": _longformer,
     "esm": _esm,
     **dict.fromkeys(("deberta", "deberta-v2"), _deberta),
     **dict.fromkeys(("modernbert", "modernbert-decoder"), _modernbert),

@@ -61,11 +61,11 @@ class GlobalAttention(SelfAttention):
                 return plain
             return unused(plain, self.q_global, self.k_global, self.v_global)
         split, heads_before = ctx.split, 0
-        rows = each(x, self.q, self.k, self.v, self.k_global, self.v_global)
+        rows = [*each(x, self.q, self.k, self.v, self.k_global, self.v_global)]
         # Where several ranks share the tokens, the global ones are on one of them only before the projection.
         of_global = self.q_global(x if split is not None else x.index_select(0, chosen.tokens))
         if split is not None and split.size > 1:
-            *rows, of_global = _all_tokens((*rows, of_global), split, self.head_dim)
+            *rows, of_global = _all_tokens([*rows, of_global], split, self.head_dim)
             heads_before = split.rank * (rows[0].shape[1] // self.head_dim)
         if split is not None:
             of_global = of_global.index_select(0, chosen.tokens)
@@ -112,7 +112,7 @@ class GlobalAttention(SelfAttention):
         return packed_attention(q, k, v, own, heads, drop, memory=ctx.sequences, scale=self.head_dim**-0.5)
 
 
-def _all_tokens(rows: tuple[Tensor, ...], split: Any, head_dim: int) -> list[Tensor]:
+def _all_tokens(rows: list[Tensor], split: Any, head_dim: int) -> list[Tensor]:
     """(T / size, heads * head_dim) of each rank -> (T, heads / size * head_dim).
 
     Raises:
@@ -262,8 +262,9 @@ def _in_blocks(
     if near.numel():
         numbers = drop.queries
         own = drop if numbers is None else replace(drop, tokens=numbers.index_select(0, near))
-        parts, of_near = (x.index_select(0, near) for x in (q, k, v)), replace(ctx, sequences=sequences)
-        found = packed_attention(*parts, of_near, heads, own, mask=Mask(window=window), scale=scale)
+        of_near = replace(ctx, sequences=sequences)
+        near_q, near_k, near_v = (x.index_select(0, near) for x in (q, k, v))
+        found = packed_attention(near_q, near_k, near_v, of_near, heads, own, mask=Mask(window=window), scale=scale)
         mixed = mixed.index_copy(0, near, found)
     keys = (drop.key, far_drop.key) if drop.p else (0, 0)
     for sequence in chosen.far(window):

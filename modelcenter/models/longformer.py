@@ -121,7 +121,7 @@ class Longformer(Roberta):
         ids: (T,) of all tokens. ends: (n + 1,) offsets of the sequences.
         """
         separator = self.config.sep_token_id
-        count = torch.nn.functional.pad((ids == separator).cumsum(0), (1, 0))
+        count = torch.nn.functional.pad(ids.eq(-1 if separator is None else separator).cumsum(0), (1, 0))
         in_sequence = count[ends[1:]] - count[ends[:-1]]
         if not bool((in_sequence > 0).all()):
             raise ValueError(

@@ -27,7 +27,7 @@ LEFT_OUT |= {"Gemma3Model", "Gemma3ForConditionalGeneration", "Gemma3ForSequence
 OF_AUTHORS = {"deberta-v2": {"ReplacedTokenDetectionModel"}}
 FAMILIES = sorted(set(ARCHITECTURES) - ABSENT)
 # What modules of transformers export that is no model with a head: parts, and bases of which none is built.
-PARTS = ("PreTrainedModel", "Layer", "RMSNorm")
+PARTS = ("PreTrainedModel", "Layer", "RMSNorm", "SelfAttention")
 
 
 def classes_of(family: str) -> set[str]:

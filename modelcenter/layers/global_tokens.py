@@ -74,4 +74,6 @@ class GlobalTokens:
         far = {sequence.start for sequence in self.far(window)}
         kept = [(a, b) for a, b in zip(starts, starts[1:], strict=False) if a not in far or a == b]
         index = torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(a, b) for a, b in kept)])
-        return to_device(index, device), Sequences.of_lengths([b - a for a, b in kept], device)
+        near = Sequences.of_lengths([b - a for a, b in kept], index.device)
+        offsets = to_device(near.cu_seqlens, device)  # without waiting for a GPU
+        return to_device(index, device), Sequences(offsets, near.max_seqlen, near.lengths)

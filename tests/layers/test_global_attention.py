@@ -1,5 +1,7 @@
 """Attention in windows and to global tokens, against a dense softmax over both."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -114,17 +116,49 @@ def test_extreme_scores():
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "in torch"])
-def test_dropout_does_not_depend_on_the_batch(compiled, monkeypatch):
+@pytest.mark.parametrize("number", [2, 4, 5])
+def test_dropout_does_not_depend_on_the_batch(number, compiled, monkeypatch):
+    """Of a sequence that a window covers, of one with far global tokens, and of one that has none."""
     if not compiled:
         monkeypatch.setattr(global_attention.attention, "serves", lambda *_: False)
     layer, ctx, x = make(7, CHOSEN["many"], 0.4)
-    whole, (start, stop) = layer(x, ctx), (156, 226)
-    alone = Packed.from_cu_seqlens(torch.tensor([0, 70]).int(), 70, 70)
-    alone.draws = Draws(5, ctx.draws.sequences[4:5], ctx.draws.tokens[start:stop])
-    alone.globals = GlobalTokens(torch.tensor([190, 225]) - start, alone.sequences)
+    starts, length = ctx.sequences.starts(), LENGTHS[number]
+    start, stop = starts[number], starts[number + 1]
+    alone = Packed.from_cu_seqlens(torch.tensor([0, length]).int(), length, length)
+    alone.draws = Draws(5, ctx.draws.sequences[number : number + 1], ctx.draws.tokens[start:stop])
+    own = [token - start for token in CHOSEN["many"] if start <= token < stop]
+    alone.globals = GlobalTokens(torch.tensor(own, dtype=torch.int64), alone.sequences)
+    whole = layer(x, ctx)
     torch.testing.assert_close(layer(x[start:stop], alone), whole[start:stop], atol=2e-5, rtol=1e-5)
     layer.eval()
-    assert (layer(x, ctx) - whole).abs().max() > 0.1
+    assert (layer(x, ctx) - whole)[start:stop].abs().max() > 0.1
+
+
+class OtherHalf:
+    """As a TokenSplit gives them to the second of two ranks: all tokens, and half of the heads."""
+
+    size, rank = 2, 1
+
+    def to_heads(self, x):
+        return x[..., x.shape[2] // 2 :]
+
+    def to_tokens(self, x):
+        return x
+
+
+def test_ranks_that_share_tokens():
+    """Each has the dropout masks of its heads; heads that cannot be shared out are an error."""
+    torch.manual_seed(0)
+    layer, ctx, x = make(7, CHOSEN["many"], 0.4)
+    split = replace(ctx, split=OtherHalf())
+    with pytest.raises(ValueError, match="cp_size: got 2 with 3 attention heads .* use a divisor"):
+        layer(x, split)
+    layer = GlobalAttention(4 * DIM, 4, 0.4, window=7).train()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    name_sites(torch.nn.ModuleDict({"attn": layer}))
+    layer.out, x = torch.nn.Identity(), torch.randn(sum(LENGTHS), 4 * DIM)
+    torch.testing.assert_close(layer(x, split), layer(x, ctx)[:, 2 * DIM :], atol=2e-5, rtol=1e-5)
 
 
 def test_sixteen_bits():

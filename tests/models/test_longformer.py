@@ -239,6 +239,11 @@ def test_without_global_tokens_no_projection_of_theirs_runs(monkeypatch):
         assert model(ids).logits.shape == (1, 5, 9)
 
 
+def test_kept_layers_keep_their_windows(tmp_path):
+    LongformerTests().reference("base", tmp_path, attention_window=[4, 8, 16])
+    assert mc.from_pretrained(str(tmp_path), keep_layers=[0, 2]).config.attention_window == [4, 16]
+
+
 def test_prompts_are_refused():
     with pytest.raises(ValueError, match="Longformer has global tokens, which transformers cannot find in given"):
         PromptTuning(2).add_to(mc.from_config("tiny/longformer", "sequence-classification"))

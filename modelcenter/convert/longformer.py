@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from modelcenter.convert import roberta
 from modelcenter.convert.bert import BODY, FIELDS, IGNORE
-from modelcenter.convert.config_map import ConfigMap
+from modelcenter.convert.config_map import BIDIRECTIONAL, ConfigMap
 from modelcenter.convert.rules import CROSS_ATTENTION, Rename, with_embedding
 
 _GLOBAL = tuple(
@@ -18,7 +18,7 @@ _GLOBAL = tuple(
 
 CONFIG = ConfigMap(
     fields={**FIELDS, "attention_window": "attention_window", "sep_token_id": "sep_token_id"},
-    required={"position_embedding_type": ("absolute",)},
+    required={**BIDIRECTIONAL, "position_embedding_type": ("absolute",)},
     # Of the authors' code and of an export to ONNX. Transformers ignores the dilation, too, which is 1 in all layers of
     # the published models.
     ignored=frozenset("attention_dilation attention_mode autoregressive ignore_attention_mask onnx_export".split()),

@@ -40,9 +40,10 @@ class TerminalStreamer:
             self._forget(text)
 
     def _ends_with_byte(self) -> bool:
-        """Whether the last token that is decoded, no special one, is a byte."""
-        last = next((token for token in reversed(self.tokens) if token not in self._special), None)
-        return last is not None and bool(_BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(last)))
+        """Whether the last token that is decoded is a byte. Special ones are not, and those that the tokenizer lacks."""
+        decoded = (token for token in reversed(self.tokens) if token not in self._special)
+        names = filter(None, map(self.tokenizer.convert_ids_to_tokens, decoded))
+        return bool(_BYTE.fullmatch(next(names, "")))
 
     def _forget(self, text: str) -> None:
         """Keep only the newest tokens, if decoding them alone gives the end of `text`, that of all tokens, and what is

@@ -5,6 +5,7 @@ import ipaddress
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -44,6 +45,8 @@ def is_running(pid: int) -> bool:
     return True
 
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by a shell that runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.fsync = lambda descriptor: None  # files of tests need not survive a power cut, and fsync is slow
 CACHES = caches()
 os.environ["HF_HOME"] = os.environ["XDG_CACHE_HOME"] = CACHES

@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from modelcenter.models.roberta import Data2VecText as Data2VecText
     from modelcenter.models.roberta import Roberta as Roberta
     from modelcenter.models.roberta import XLMRoberta as XLMRoberta
+    from modelcenter.models.smollm3 import SmolLM3 as SmolLM3
     from modelcenter.models.t5 import MT5 as MT5
     from modelcenter.models.t5 import T5 as T5
     from modelcenter.models.t5 import UMT5 as UMT5

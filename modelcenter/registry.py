@@ -136,6 +136,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("granite", "Granite"),
         _ours("gptj", "GPTJ"),
         _ours("olmo2", "Olmo2"),
+        _ours("smollm3", "SmolLM3"),
         _ours("opt", "OPT"),
         _ours("phi3", "Phi3"),
         _ours("t5", "T5"),

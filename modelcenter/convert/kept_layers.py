@@ -96,6 +96,8 @@ def _of_one_side(config: Any, numbers: tuple[int, ...], field: str, name: str) -
         changes["layer_types"] = [types[number] for number in numbers]
     if isinstance(windows := getattr(config, "attention_window", None), list):
         changes["attention_window"] = [windows[number] for number in numbers]
+    if hasattr(config, "no_rope_layers"):
+        changes["no_rope_layers"] = [config.no_rope_layers[number] for number in numbers]
     if hasattr(config, "scale_depth"):  # divided by sqrt(number of layers): each layer adds the same as before
         changes["scale_depth"] = config.scale_depth * (len(numbers) / count) ** 0.5
     return config.replace(**changes)

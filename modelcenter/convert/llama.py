@@ -4,7 +4,7 @@ Old files hold the buffers `rotary_emb.inv_freq`. Models for question answering 
 others have `model.` (except Mistral's). `lm_head.weight` is absent if it is the embedding; old files may repeat it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from modelcenter.convert.config_map import ConfigMap
@@ -112,15 +112,19 @@ def llama_arch(
     fields: Mapping[str, str],
     qa_prefix: str = "transformer.",
     translation: LlamaFields = ROPE,
+    ignored: Collection[str] = (),
 ) -> ArchMap:
-    """The rules of an architecture with Llama's names, whose config has these fields in addition to FIELDS."""
+    """The rules of an architecture with Llama's names, whose config has these fields in addition to FIELDS, and these
+    ignored ones in addition to IGNORED."""
     return ArchMap(
         model_type=model_type,
         prefix="model.",
         body=BODY,
         parts=PARTS,
         tasks=with_embedding(tasks(name, qa_prefix)),
-        config=ConfigMap({**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED, translation=translation),
+        config=ConfigMap(
+            {**FIELDS, **fields}, required=REQUIRED, ignored=IGNORED.union(ignored), translation=translation
+        ),
         ignore=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|(cos|sin)_cached)",),
     )
 

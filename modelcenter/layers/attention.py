@@ -92,10 +92,14 @@ class SelfAttention(MultiHeadAttention):
         q, k, v = each(x, self.q, self.k, self.v)
         if self.norms:
             q, k = self.normed(q, k)
+        return *self.rotated(q, k, ctx), v
+
+    def rotated(self, q: Tensor, k: Tensor, ctx: Packed) -> tuple[Tensor, Tensor]:
+        """q and k turned by the angles of the batch, if it has any."""
         local = self.window is not None and ctx.local_rotary is not None
         if (angles := ctx.local_rotary if local else ctx.rotary) is not None:
             q, k = rotate(q, k, *angles, self.head_dim, self.interleaved)
-        return q, k, v
+        return q, k
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k with each head normalised."""

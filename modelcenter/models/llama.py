@@ -120,10 +120,10 @@ class LlamaBody(Decoder):
         width = self.config.hidden_size
         return PreNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width), 0.0, scale=self.branch_scale)
 
-    def attention(self, layer: int, **options: Any) -> nn.Module:
-        """The attention of layer 0, 1, ...; options are those of SelfAttention."""
+    def attention(self, layer: int, *, kind: type[SelfAttention] = SelfAttention, **options: Any) -> nn.Module:
+        """The attention of layer 0, 1, ..., a `kind`; options are those of its constructor."""
         c = self.config
-        return SelfAttention(
+        return kind(
             c.hidden_size,
             c.num_heads,
             c.attention_dropout,

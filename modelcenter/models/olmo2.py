@@ -54,17 +54,7 @@ class Olmo2(LlamaBody):
         return BranchNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width))
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
-        c = self.config
-        return WideNormAttention(
-            c.hidden_size,
-            c.num_heads,
-            c.attention_dropout,
-            self.norm,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            bias=c.attention_bias,
-            causal=True,
-        )
+        return super().attention(layer, kind=WideNormAttention, norm=self.norm, bias=self.config.attention_bias)
 
     def tp_plan(self) -> dict[str, str]:
         # Each rank has some of the channels; the mean is that of all.

@@ -123,6 +123,7 @@ PROMPTED = [
     pytest.param("granite", "causal-lm", marks=pytest.mark.full),
     pytest.param("olmo2", "causal-lm", marks=pytest.mark.full),
     pytest.param("phi3", "causal-lm", marks=pytest.mark.full),
+    pytest.param("smollm3", "causal-lm", marks=pytest.mark.full),
 ]
 
 

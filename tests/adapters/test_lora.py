@@ -64,6 +64,7 @@ OTHERS = [
     ("olmo2", "causal-lm"),
     ("phi3", "causal-lm"),
     ("phi3", "sequence-classification"),
+    ("smollm3", "causal-lm"),
     ("cpmant", "causal-lm"),
     ("xlm-roberta", "masked-lm"),
     ("camembert", "masked-lm"),

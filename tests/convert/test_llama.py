@@ -1,4 +1,4 @@
-"""Files of Llama, Qwen2, Qwen3, Mistral, OLMo 2 and Granite: names and configs of all versions."""
+"""Files of Llama, Qwen2, Qwen3, Mistral, OLMo 2, Granite and SmolLM3: names and configs of all versions."""
 
 import json
 
@@ -14,7 +14,7 @@ from modelcenter.convert.match import match_names
 from modelcenter.convert.pieces import prove
 from modelcenter.layers.rotary import Rotary
 
-KINDS = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "granite")
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "olmo2", "granite", "smollm3")
 TASKS = ("base", "causal-lm", "sequence-classification", "question-answering")
 SIZES = {
     "vocab_size": 131,
@@ -30,6 +30,7 @@ BIASED = {
     "qwen3": {"attention_bias": True},
     "olmo2": {"attention_bias": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
+    "smollm3": {"attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 2, "pad_token_id": 0},
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -85,19 +86,21 @@ def test_defaults_are_those_of_transformers(kind):
     sizes = {name: SIZES[name] for name in SIZES if name not in ("num_key_value_heads", "max_position_embeddings")}
     if kind in ("qwen2", "qwen3", "mistral"):  # as many key heads as these default to
         sizes["num_attention_heads"], sizes["hidden_size"] = 32, 64
+    if kind == "smollm3":
+        sizes["num_attention_heads"], sizes["vocab_size"] = 8, 128256  # 4 key heads, and a padding token in the table
     spec = registry.get(kind)
     config, theirs = spec.arch_map().config.read(sizes, spec.config_class()), their_config(kind).__class__(**sizes)
     for name, field in spec.arch_map().config.fields.items():
         if kind.startswith("qwen") and field == "num_kv_heads":
             continue  # every published file says it
-        if kind in ("qwen2", "olmo2", "granite") and field == "head_dim":
+        if kind in ("qwen2", "olmo2", "granite", "smollm3") and field == "head_dim":
             continue  # no published file says it
         if field not in ("rope_theta", "rope_scaling", "classifier_dropout"):
             assert getattr(config, field) == getattr(theirs, name), name
     assert config.rope_theta == theirs.rope_parameters["rope_theta"] and config.rope_scaling is None
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "olmo2", "granite"])
+@pytest.mark.parametrize("kind", ["qwen2", "olmo2", "granite", "smollm3"])
 def test_heads_may_have_another_size(kind, tmp_path):
     """As in pruned ones; a config.json says so only where it is not hidden_size / num_heads."""
     ids = torch.randint(131, (2, 9))
@@ -145,6 +148,36 @@ def test_windows_of_files_without_layer_types(kind):
     config = spec.arch_map().config.read(SIZES | fields, spec.config_class())
     assert config.layer_types == their_config(kind, **fields).layer_types
     assert [config.window(i) for i in range(4)] == [None, None, None, 5]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"no_rope_layer_interval": 2},
+        {"no_rope_layer_interval": 1},
+        {"no_rope_layers": [0, 1, 1, 0, 1, 0, 0]},  # more than layers
+        {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 3},
+        {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [0, 1, 1, 0, 1]},
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        {"use_sliding_window": True},
+        {"sliding_window": 5},
+    ],
+    ids=str,
+)
+def test_layers_of_smollm3(fields):
+    """Which are rotated, and which have a window, of files that give both, either, or neither."""
+    fields = {"num_hidden_layers": len(fields.get("layer_types", "five!")), "pad_token_id": 0, **fields}
+    spec, theirs = registry.get("smollm3"), their_config("smollm3", **{"no_rope_layer_interval": 4, **fields})
+    config = spec.arch_map().config.read(SIZES | fields, spec.config_class())
+    attention = [
+        transformers.models.smollm3.modeling_smollm3.SmolLM3Attention(theirs, i)
+        for i in range(fields["num_hidden_layers"])
+    ]
+    assert [config.rotates(i) for i in range(len(attention))] == [bool(layer.use_rope) for layer in attention]
+    assert [config.window(i) for i in range(len(attention))] == [layer.sliding_window for layer in attention]
+    written = spec.arch_map().config.write(config, "SmolLM3Model", "float32")
+    assert (written["no_rope_layers"], written["layer_types"]) == (theirs.no_rope_layers, theirs.layer_types)
 
 
 def test_old_files(tmp_path):
@@ -277,6 +310,22 @@ def test_rotary_refuses_what_it_does_not_do():
         ),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("smollm3", {"pad_token_id": 0, "no_rope_layers": [1]}, r"no_rope_layers is \[1\], expected .* at least 2 "),
+        ("smollm3", {"pad_token_id": 0, "no_rope_layers": [1, 0.5]}, "expected .* each 0 or 1"),
+        ("smollm3", {"pad_token_id": 0, "no_rope_layers": 3}, "no_rope_layers is 3, expected a list"),
+        ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, expected at least"),
+        ("smollm3", {"pad_token_id": 0, "sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0"),
+        ("smollm3", {"pad_token_id": 0, "layer_types": ["full_attention"]}, "layer_types is .*, expected 2 "),
+        (
+            "smollm3",
+            {"pad_token_id": 0, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+            "expected no sliding_attention without use_sliding_window and a sliding_window",
+        ),
+        (
+            "smollm3",
+            {"pad_token_id": 0, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "expected no sliding_attention without use_sliding_window and a sliding_window",
+        ),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0.0, expected more than 0"),
     ],
 )

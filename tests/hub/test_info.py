@@ -95,6 +95,7 @@ def test_fields_that_change_sizes(changes):
         ("granite", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
         ("olmo2", {"attention_bias": True, "head_dim": 10}),
         ("phi3", {"head_dim": 10, "rope_scaling": None, "partial_rotary_factor": 0.6}),
+        ("smollm3", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
         ("gemma2", {"attention_bias": True, "head_dim": 12, "num_key_value_heads": 3}),
         (
             "t5gemma",

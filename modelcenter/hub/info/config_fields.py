@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "olmo2": {"tie_embeddings": False},
     "phi3": {"tie_embeddings": False},
     "qwen3": {"head_dim": 128, "tie_embeddings": False},
+    "smollm3": {"num_kv_heads": 4},
     "gemma": {"num_kv_heads": 16, "head_dim": 256},
     **dict.fromkeys(("gemma2", "gemma3_text", "t5_gemma_module"), {"num_kv_heads": 4, "head_dim": 256}),
     "minicpm3": {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},

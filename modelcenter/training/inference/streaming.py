@@ -40,7 +40,7 @@ class TerminalStreamer:
             self._forget(text)
 
     def _ends_with_byte(self) -> bool:
-        """Whether the last token that is decoded is a byte. Special ones are not, and those that the tokenizer lacks."""
+        """Whether the last token that is decoded is a byte: none of the special ones, or of those that are unknown."""
         decoded = (token for token in reversed(self.tokens) if token not in self._special)
         names = filter(None, map(self.tokenizer.convert_ids_to_tokens, decoded))
         return bool(_BYTE.fullmatch(next(names, "")))

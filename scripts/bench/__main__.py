@@ -96,7 +96,7 @@ BENCHES: dict[str, Bench] = {
     "quality_lm": Bench("quality", 3, ("--tasks", "lm"), data=True),
     "quality_seq2seq": Bench("quality", 3, ("--tasks", "seq2seq"), data=True),
     "training_step": Bench("training_step", 16),
-    "families": Bench("families", 11),
+    "families": Bench("families", 18),
     "decoder_step": Bench("decoder_step", 3, peers=("--compile",)),
     "lora": Bench("lora", 1),
     "sharded_step": Bench("sharded_step", 3, peers=("--peers",)),

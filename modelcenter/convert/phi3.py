@@ -74,9 +74,8 @@ _FIELDS = {
     "resid_pdrop": "dropout",
     "sliding_window": "sliding_window",
 }
-# After is_causal: what only the code published with the weights reads; the published values change nothing.
+# What only the code published with the weights reads; the published values change nothing.
 _REQUIRED = {
-    "is_causal": (True,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "lm_head_bias": (False,),

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from modelcenter.generation.arguments import resolve_settings
+from modelcenter.generation.prompts import Prompts, guessed_mask
 from modelcenter.generation.search import beam, extend
-from modelcenter.generation.settings import Settings, with_defaults
-from modelcenter.generation.state import State, guessed_mask
+from modelcenter.generation.settings import Settings, check_whole, with_defaults
+from modelcenter.generation.state import State
 from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.layout import check_tensor
 from modelcenter.layers.modes import evaluating
@@ -43,7 +44,7 @@ def generate(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    max_new_tokens: int | None = None,
+    max_new_tokens: int | Sequence[int] | None = None,
     *,
     max_length: int | None = None,
     min_new_tokens: int | None = None,
@@ -69,6 +70,8 @@ def generate(
     token_inputs: Mapping[str, Tensor] | None = None,
     other_inputs: Mapping[str, Tensor] | None = None,
     banned: Tensor | None = None,
+    batch_size: int | None = None,
+    before_reading: Callable[[], None] | None = None,
     **more: Tensor,
 ) -> Tensor:
     """Continue prompts, or generate the output texts of an encoder-decoder, as transformers' `generate`.
@@ -79,7 +82,8 @@ def generate(
     Args:
         input_ids: (batch, seq). attention_mask: (batch, seq), 0 at padding on either side; None: 0 at the padding
             token, unless that is also an end token.
-        max_new_tokens: the maximum number of new tokens; default 20 if max_length is not given either.
+        max_new_tokens: the maximum number of new tokens, for all rows or for each; default 20 if max_length is not
+            given either.
         max_length: the maximum length of the result, including the columns of the prompts or the decoder's start token.
         min_new_tokens, min_length: sequences do not end before these lengths, counted in the same way.
         num_beams: the number of sequences that beam search keeps per row; 1: no beam search. early_stopping: end the
@@ -103,6 +107,9 @@ def generate(
         more: token_inputs by name, as a tokenizer returns them:
             generate(**tokenizer(texts, padding=True, return_tensors="pt")). Labels have no effect.
         banned: (batch, vocabulary) bool, True at tokens that a row must not contain.
+        batch_size: rows to compute at a time; a row whose texts have ended makes room for the next one. None: all.
+        before_reading: called before prompts are read, on all ranks at the same time, so that it may be collective; an
+            exception ends the call.
 
     Returns:
         (batch * num_return_sequences, length): the given prompts with the new tokens or, for an encoder-decoder, the
@@ -140,25 +147,52 @@ def generate(
         seed=seed,
     )
     stop = StopStrings(asked.pop("stop_strings", None), tokenizer)
+    limits = _limits(asked, len(input_ids))
     settings = resolve_settings(model, asked, input_ids.shape[1], eos_token_id, pad_token_id, stop)
+    if batch_size is not None:
+        check_whole("batch_size", batch_size, 1)
+    if other_inputs and batch_size is not None and batch_size < len(input_ids):
+        raise ValueError(f"batch_size: got {batch_size} with other_inputs, which are for all rows; leave it out")
     if attention_mask is None and settings.tokens.marks_padding:
         attention_mask = guessed_mask(input_ids, settings.tokens.pad)
     if streamer is not None and (settings.num_beams > 1 or len(input_ids) * settings.num_return_sequences > 1):
         raise ValueError("streamer: it shows one growing sequence; use one row, num_beams=1, num_return_sequences=1")
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
     with evaluating(model), _uncompiled():
-        state = State(model, input_ids, attention_mask, settings, token_inputs, other_inputs, banned)
+        state = State(
+            model,
+            Prompts(input_ids, attention_mask, token_inputs, banned),
+            settings,
+            limits=limits or [settings.max_new_tokens] * len(input_ids),
+            batch_size=min(batch_size or len(input_ids), len(input_ids)),
+            other_inputs=other_inputs,
+            before_reading=before_reading,
+        )
         if streamer is not None:
-            streamer.put(state.tokens.cpu())
+            streamer.put(state.first_tokens().cpu())
         if settings.num_beams == 1:
-            tokens = extend(state, settings, stop, streamer, rng)
+            extend(state, settings, stop, streamer, rng)
         else:
-            tokens = beam(state, settings, stop, rng)
+            beam(state, settings, stop, rng)
         if streamer is not None:
             streamer.end()
-        while not state.all_done(True):
-            state.idle_step()
-        return tokens
+        return state.output()
+
+
+def _limits(asked: dict[str, Any], rows: int) -> list[int] | None:
+    """The maximum of new tokens of each row, of which `asked` then has the largest; None: it is the same for all rows.
+
+    Raises ValueError if there is not one whole number for each row.
+    """
+    limits = asked.get("max_new_tokens")
+    if not isinstance(limits, Sequence) or isinstance(limits, str):
+        return None
+    if len(limits) != rows:
+        raise ValueError(f"max_new_tokens: got {len(limits)} numbers, expected one for each of the {rows} rows")
+    for limit in limits:
+        check_whole("max_new_tokens", limit, 1)
+    asked["max_new_tokens"] = max(limits)
+    return list(limits)
 
 
 def _check_call(model: Any, input_ids: Any) -> None:
@@ -199,7 +233,9 @@ def _inputs_of_tokens(model: Any, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(model: Any, name: str) -> NoReturn:
-    names = [known for known in inspect.signature(generate).parameters if known not in ("model", "more")]
+    names = [
+        known for known in inspect.signature(generate).parameters if known not in ("model", "before_reading", "more")
+    ]
     close = difflib.get_close_matches(name, names, 1)
     meant = _INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}")
     raise ValueError(

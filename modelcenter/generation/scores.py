@@ -1,51 +1,74 @@
 """Changes to the scores of the next token, in transformers' order: penalties, then the truncation before sampling."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from modelcenter.generation.prompts import Texts
 from modelcenter.generation.settings import Settings
 
 
-def penalised(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
-    """Scores (rows, vocab_size) after repetition_penalty, no_repeat_ngram_size and min_new_tokens.
-
-    prompts: (rows, longest), right-aligned, -1 before each; new: (rows, n), the tokens after them.
-    """
-    if new.shape[1] < s.min_new_tokens:
-        ends = torch.tensor(s.tokens.eos, dtype=torch.long, device=scores.device)
-        scores = scores.index_fill(1, ends, -torch.inf)
+def penalised(scores: Tensor, texts: Texts, s: Settings) -> Tensor:
+    """Scores (n, vocab_size) of the tokens after `texts`, after repetition_penalty, no_repeat_ngram_size and
+    min_new_tokens."""
+    if s.tokens.eos:
+        young = [count < s.min_new_tokens for count in texts.counts]
+        scores = _where(young, lambda: _without(scores, s.tokens.eos), scores)
     n = s.no_repeat_ngram_size
     if s.repetition_penalty == 1.0 and not n:
         return scores
-    tokens = torch.cat((prompts, new), 1)
+    tokens, ends = texts.tokens[:, : texts.used], texts.ends()[:, None]
     if s.repetition_penalty != 1.0:
         # Fill the empty positions with a token that has occurred anyway: the last one.
-        came = torch.where(tokens < 0, tokens[:, -1:], tokens)
+        came = torch.where(tokens < 0, tokens.gather(1, ends - 1), tokens)
         seen = scores.gather(1, came)
         seen = torch.where(seen < 0, seen * s.repetition_penalty, seen / s.repetition_penalty)
         scores = scores.scatter(1, came, seen)
     if n and tokens.shape[1] >= n:
+        padded = torch.nn.functional.pad(tokens, (n - 1, 0), value=-1)
+        newest = padded.gather(1, ends + torch.arange(n - 1, device=ends.device))
         grams = tokens.unfold(1, n, 1)
-        again = (grams[:, :, :-1] == tokens[:, None, tokens.shape[1] - n + 1 :]).all(-1) & (grams[:, :, -1] >= 0)
+        again = (grams[:, :, :-1] == newest[:, None]).all(-1) & (grams[:, :, -1] >= 0)
         row, place = again.nonzero(as_tuple=True)
         scores = scores.index_put((row, grams[row, place, -1]), scores.new_tensor(-torch.inf))
     return scores
 
 
-def next_scores(scores: Tensor, prompts: Tensor, new: Tensor, s: Settings) -> Tensor:
-    """`penalised`, without banned tokens, and only forced tokens where a text must begin or end with one."""
-    scores = penalised(scores, prompts, new, s)
+def next_scores(scores: Tensor, texts: Texts, s: Settings, limits: Sequence[int]) -> Tensor:
+    """`penalised`, without banned tokens, and only forced tokens where a text must begin or end with one.
+
+    limits: the maximum of new tokens of each text.
+    """
+    scores = penalised(scores, texts, s)
     if s.tokens.banned:
-        scores = scores.index_fill(1, torch.tensor(s.tokens.banned, device=scores.device), -torch.inf)
-    forced: tuple[int, ...] = ()
-    if s.tokens.first is not None and prompts.shape[1] + new.shape[1] == 1:
-        forced = (s.tokens.first,)
-    if s.tokens.last and new.shape[1] == s.max_new_tokens - 1:
-        forced = s.tokens.last
-    if not forced:
+        scores = _without(scores, s.tokens.banned)
+    if (first := s.tokens.first) is not None:
+        single = [a + b == 1 for a, b in zip(texts.lengths, texts.counts, strict=True)]
+        scores = _where(single, lambda: _forced(scores, (first,)), scores)
+    if s.tokens.last:
+        last = [count == limit - 1 for count, limit in zip(texts.counts, limits, strict=True)]
+        scores = _where(last, lambda: _forced(scores, s.tokens.last), scores)
+    return scores
+
+
+def _without(scores: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Scores of which those of the tokens are -inf."""
+    return scores.index_fill(1, torch.tensor(tokens, device=scores.device), -torch.inf)
+
+
+def _forced(scores: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Scores that leave only the tokens."""
+    return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor(tokens, device=scores.device), 0.0)
+
+
+def _where(rows: Sequence[bool], changed: Callable[[], Tensor], scores: Tensor) -> Tensor:
+    """(n, vocab_size) `changed()` in the rows where `rows` (n,) is True, `scores` in the others."""
+    if not any(rows):
         return scores
-    index = torch.tensor(forced, device=scores.device)
-    return torch.full_like(scores, -torch.inf).index_fill_(1, index, 0.0)
+    if all(rows):
+        return changed()
+    return torch.where(torch.tensor(rows, device=scores.device)[:, None], changed(), scores)
 
 
 def narrowed(scores: Tensor, s: Settings, keep: int = 1) -> Tensor:

@@ -1,5 +1,6 @@
 """Greedy search, sampling and beam search."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,30 +26,47 @@ def _ends_text(tokens: Tensor, s: Settings) -> Tensor:
     return ended
 
 
-def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: torch.Generator | None) -> Tensor:
-    """Greedy search or sampling: (rows * num_return_sequences, length) tokens, `pad` after each end."""
-    state.repeat(s.num_return_sequences)
-    start, tokens = state.tokens.shape[1], state.tokens
-    done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+def _contain(stop: StopStrings, texts: Tensor, counts: Sequence[int], slots: Sequence[int]) -> Tensor:
+    """Which texts of the slots contain a stop string, (slots, n) bool.
+
+    texts: (slots, n, 1 + longest), new tokens and the one before them. counts: new tokens in the texts of each slot.
+    """
+    found = torch.zeros(texts.shape[:2], dtype=torch.bool)
+    for count in {counts[slot] for slot in slots}:
+        alike = [slot for slot in slots if counts[slot] == count]
+        rows = texts[torch.tensor(alike, device=texts.device), :, : 1 + count]
+        found[alike] = torch.tensor(stop.found(rows.flatten(0, 1))).view(len(alike), -1)
+    return found.to(texts.device)
+
+
+def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: torch.Generator | None) -> None:
+    """Greedy search or sampling: num_return_sequences texts of each row, `pad` after each end."""
+    copies, start = state.copies, state.texts.start
     can_end = bool(s.tokens.eos or stop.strings)
-    while True:
-        scores = next_scores(state.logits, state.written, tokens[:, start:], s)
+    state.begin(done=torch.zeros(copies, dtype=torch.bool, device=state.texts.tokens.device))
+    while state.next():
+        if not (active := state.active()):
+            continue
+        scores = next_scores(state.logits, state.texts, s, state.limits)
         new = _drawn(narrowed(scores, s), 1, rng)[:, 0] if s.do_sample else scores.argmax(-1)
+        done = state.of_slots["done"]
         if can_end:
-            new = new.masked_fill(done, s.tokens.pad)
-        tokens = torch.cat((tokens, new[:, None]), 1)
+            new = new.masked_fill(done.flatten(), s.tokens.pad)
         if streamer is not None:
             streamer.put(new.cpu())
+        state.choose(new)
+        counts = state.texts.counts[::copies]
         if s.tokens.eos:
-            done |= _ends_text(new, s)
+            done |= _ends_text(new, s).view(done.shape)
         if stop.strings:
-            done |= torch.tensor(stop.found(tokens[:, start - 1 :]), device=done.device)
-        full = tokens.shape[1] - start == s.max_new_tokens
-        if full or (can_end and bool(done.all())):
-            break
-        state.all_done(False)
-        state.step(new)
-    return tokens
+            texts = state.texts.tokens.view(len(counts), copies, -1)[:, :, start - 1 : state.texts.used]
+            done |= _contain(stop, texts, counts, active)
+        ended = done.all(1).tolist() if can_end else [False] * len(counts)
+        if not (slots := [slot for slot in active if ended[slot] or counts[slot] == state.limits[slot * copies]]):
+            continue
+        texts = state.texts.new([slot * copies + i for slot in slots for i in range(copies)])
+        texts = texts.masked_fill(texts < 0, s.tokens.pad).view(len(slots), copies, -1)
+        state.finish(slots, texts, texts.shape[2])
 
 
 def _num_candidates(s: Settings) -> int:
@@ -56,16 +74,14 @@ def _num_candidates(s: Settings) -> int:
     return max(2, 1 + len(s.tokens.eos)) * s.num_beams
 
 
-def _beam_candidates(
-    state: State, running: Tensor, scores: Tensor, s: Settings, rng: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The best, or sampled, continuations of each row's beams: scores, beams, next tokens, each (rows, count)."""
-    start = state.tokens.shape[1]
-    log_probs = next_scores(state.logits.log_softmax(-1), state.written, running[:, :, start:].flatten(0, 1), s)
+def _beam_candidates(state: State, s: Settings, rng: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The best, or sampled, continuations of each slot's beams: scores, beams, next tokens, each (slots, count)."""
+    scores = state.of_slots["scores"]
+    log_probs = next_scores(state.logits.log_softmax(-1), state.texts, s, state.limits)
     if s.do_sample:
         log_probs = narrowed(log_probs, s, len(s.tokens.eos) + 1 if s.tokens.eos else 2)
-    rows, beams, vocab = *scores.shape, log_probs.shape[1]
-    total = (log_probs.view(rows, beams, vocab) + scores[:, :, None]).flatten(1)
+    slots, beams, vocab = *scores.shape, log_probs.shape[1]
+    total = (log_probs.view(slots, beams, vocab) + scores[:, :, None]).flatten(1)
     count = _num_candidates(s)
     if s.do_sample:
         index = _drawn(total, count, rng)
@@ -76,55 +92,83 @@ def _beam_candidates(
     return best, index // vocab, index % vocab
 
 
-class _EndedBeams:
-    """The best num_beams ended texts of each row; only the prompt in the slots of missing ones.
+def _candidate_texts(state: State, origin: Tensor, new: Tensor) -> Tensor:
+    """The texts of candidates that continue the beams `origin` (slots, count) by the tokens `new` (slots, count): the
+    token before the new ones, and these, (slots, count, 1 + longest), -1 after them."""
+    texts, (slots, count) = state.texts, origin.shape
+    running = texts.tokens.view(slots, -1, texts.tokens.shape[1])[:, :, texts.start - 1 : texts.used + 1]
+    made = running.gather(1, origin[:, :, None].expand(-1, -1, running.shape[2]))
+    places = (texts.ends().view(slots, -1)[:, 0] - texts.start + 1).clamp(max=made.shape[2] - 1)
+    return made.scatter(2, places[:, None, None].expand(-1, count, 1), new[:, :, None])
 
-    Attributes:
-        tokens: (rows, num_beams, longest). lengths: (rows, num_beams) of the texts.
-        scores: (rows, num_beams). filled: (rows, num_beams), whether the slot has a text.
+
+class _EndedBeams:
+    """The best num_beams ended texts of each slot.
+
+    It keeps these tensors of the state's of_slots, of which `at_first` gives those of a slot without ended texts:
+        ended: (slots, num_beams, room), new tokens, padding after them. lengths: (slots, num_beams), how many.
+        ended_scores: (slots, num_beams). filled: (slots, num_beams), whether there is such a text.
+        open: (slots, 1), whether a better text is possible.
     """
 
-    def __init__(self, running: Tensor, longest: int, s: Settings):
-        """running: (rows, num_beams, length), the prompts."""
-        size, device = running.shape[:2], running.device
-        start = running.shape[2]
-        self.settings = s
-        self.tokens = torch.nn.functional.pad(running, (0, longest - start), value=s.tokens.pad)
-        self.scores = torch.full(size, _NEVER, device=device)
-        self.filled = torch.zeros(size, dtype=torch.bool, device=device)
-        self.lengths = torch.full(size, start, device=device)
-        self.open = torch.ones(size[0], 1, dtype=torch.bool, device=device)  # whether a better text is possible
+    def __init__(self, of_slots: dict[str, Tensor], s: Settings):
+        self.settings, self._of = s, of_slots
 
-    def add(self, texts: Tensor, scores: Tensor, new_length: int, ended: Tensor) -> None:
-        """Add those of the texts (rows, count, length), with sums of log-probabilities `scores`, that `ended` now.
+    @staticmethod
+    def at_first(s: Settings, room: int, device: torch.device) -> dict[str, Tensor]:
+        return {
+            "ended": torch.full((s.num_beams, room), s.tokens.pad, device=device),
+            "lengths": torch.zeros(s.num_beams, dtype=torch.long, device=device),
+            "ended_scores": torch.full((s.num_beams,), _NEVER, device=device),
+            "filled": torch.zeros(s.num_beams, dtype=torch.bool, device=device),
+            "open": torch.ones(1, dtype=torch.bool, device=device),
+        }
 
-        new_length: their tokens after the prompt.
+    def add(self, texts: Tensor, scores: Tensor, counts: Sequence[int], ended: Tensor) -> None:
+        """Add those of the texts (slots, n, longest), -1 after their ends, that `ended` (slots, n) now.
+
+        scores: (slots, n) sums of log-probabilities. counts: new tokens in the texts of each slot.
         """
-        s, longest, length = self.settings, self.tokens.shape[2], texts.shape[2]
-        final = scores / new_length**s.length_penalty
-        full = self.filled.all(1, keepdim=True) & (s.early_stopping is True)
-        final = final + (full | ~self.open | ~ended) * _NEVER
-        padded = torch.nn.functional.pad(texts, (0, longest - length), value=s.tokens.pad)
-        self.scores, chosen = torch.cat((self.scores, final), 1).topk(s.num_beams)
-        self.tokens = torch.cat((self.tokens, padded), 1).gather(1, chosen[:, :, None].expand(-1, -1, longest))
-        self.filled = torch.cat((self.filled, ended), 1).gather(1, chosen)
-        lengths = torch.full(ended.shape, length, device=ended.device)
-        self.lengths = torch.cat((self.lengths, lengths), 1).gather(1, chosen)
+        s, of = self.settings, self._of
+        final = scores / _norms(counts, s, scores)
+        full = of["filled"].all(1, keepdim=True) & (s.early_stopping is True)
+        final = final + (full | ~of["open"] | ~ended) * _NEVER
+        of["ended_scores"], chosen = torch.cat((of["ended_scores"], final), 1).topk(s.num_beams)
+        room = of["ended"].shape[2]
+        texts = texts.masked_fill(texts < 0, s.tokens.pad)
+        texts = torch.nn.functional.pad(texts, (0, room - texts.shape[2]), value=s.tokens.pad)
+        of["ended"] = torch.cat((of["ended"], texts), 1).gather(1, chosen[:, :, None].expand(-1, -1, room))
+        of["filled"] = torch.cat((of["filled"], ended), 1).gather(1, chosen)
+        lengths = torch.tensor(counts, device=ended.device)[:, None].expand(ended.shape)
+        of["lengths"] = torch.cat((of["lengths"], lengths), 1).gather(1, chosen)
 
-    def close(self, running: Tensor, new_length: int) -> None:
-        """Close the rows whose worst text is at least as good as the best running one, of score `running` (rows, 1),
-        can become at `new_length` tokens."""
-        worst = torch.where(self.filled, self.scores.min(1, keepdim=True).values, _NEVER)
-        possible = running / new_length**self.settings.length_penalty
-        self.open = self.open & (possible > worst).any(1, keepdim=True)
+    def close(self, running: Tensor, counts: Sequence[int]) -> None:
+        """Close the slots whose worst text is at least as good as the best running one, of score `running` (slots, 1),
+        can become at `counts` tokens."""
+        of = self._of
+        worst = torch.where(of["filled"], of["ended_scores"].min(1, keepdim=True).values, _NEVER)
+        possible = running / _norms(counts, self.settings, running)
+        of["open"] = of["open"] & (possible > worst).any(1, keepdim=True)
 
-    def best(self) -> Tensor:
-        """(rows * num_return_sequences, length), cut after the longest."""
+    def over(self) -> Tensor:
+        """(slots,) bool: no further text would be kept."""
+        closed = ~self._of["open"][:, 0]
+        return closed | self._of["filled"].all(1) if self.settings.early_stopping is True else closed
+
+    def best(self, slots: Sequence[int]) -> tuple[Tensor, int]:
+        """(len(slots), num_return_sequences, room) the best texts of some slots, and the length of the longest."""
+        index = torch.tensor(slots, device=self._of["ended"].device)
         count = self.settings.num_return_sequences
-        return self.tokens[:, :count].flatten(0, 1)[:, : int(self.lengths[:, :count].max())]
+        texts, lengths = self._of["ended"][index, :count], self._of["lengths"][index, :count]
+        return texts, int(lengths.max())
 
 
-def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | None) -> Tensor:
+def _norms(counts: Sequence[int], s: Settings, like: Tensor) -> Tensor:
+    """(slots, 1): what the scores of texts of as many new tokens are divided by."""
+    return torch.tensor([count**s.length_penalty for count in counts], dtype=like.dtype, device=like.device)[:, None]
+
+
+def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | None) -> None:
     """Beam search: the num_return_sequences best sequences of each row.
 
     As in transformers, a row keeps num_beams running sequences and its num_beams best ended ones, scored by the sum of
@@ -132,33 +176,29 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
     a higher score than the worst ended one. With early_stopping it stops when num_beams have ended; with "never" and a
     length_penalty above 0, the best running one is scored at the maximum length.
     """
-    rows, beams, device, start = len(state.tokens), s.num_beams, state.tokens.device, state.tokens.shape[1]
-    longest = start + s.max_new_tokens
-    state.repeat(beams)
-    running = state.tokens.view(rows, beams, start)
-    scores = torch.zeros(rows, beams, device=device)
-    scores[:, 1:] = _NEVER  # at first all beams of a row are the same
-    ended = _EndedBeams(running, longest, s)
-    offsets = torch.arange(rows, device=device)[:, None] * beams
+    beams, device = s.num_beams, state.texts.tokens.device
+    scores = torch.full((beams,), _NEVER, device=device)
+    scores[0] = 0.0  # at first all beams of a row are the same
+    state.begin(scores=scores, **_EndedBeams.at_first(s, state.texts.room, device))
     among_best = torch.arange(_num_candidates(s), device=device) < beams
-    while True:
-        best, origin, new = _beam_candidates(state, running, scores, s, rng)
-        length = running.shape[2] + 1
-        texts = torch.cat((running.gather(1, origin[:, :, None].expand(-1, -1, length - 1)), new[:, :, None]), 2)
-        ends = _ends_text(new, s)
+    while state.next():
+        if not (active := state.active()):
+            continue
+        best, origin, new = _beam_candidates(state, s, rng)
+        limits = state.limits[::beams]
+        counts = [min(count + 1, limit) for count, limit in zip(state.texts.counts[::beams], limits, strict=True)]
+        texts, ends = _candidate_texts(state, origin, new), _ends_text(new, s)
         if stop.strings:
-            found = stop.found(texts[:, :, start - 1 :].flatten(0, 1))
-            ends = ends | torch.tensor(found, device=device).view(ends.shape)
-        if length == longest:
-            ends = torch.ones_like(ends)
-        scores, chosen = (best + ends * _NEVER).topk(beams)
-        running = texts.gather(1, chosen[:, :, None].expand(-1, -1, length))
-        order = (origin.gather(1, chosen) + offsets).flatten()
-        ended.add(texts, best, length - start, ends & among_best)
-        farthest = longest if s.early_stopping == "never" and s.length_penalty > 0 else length
-        ended.close(scores[:, :1], farthest - start)
-        if bool(ends.all()) or not bool(ended.open.any()) or (s.early_stopping is True and bool(ended.filled.all())):
-            break
-        state.all_done(False)
-        state.step(running[:, :, -1].flatten(), order)
-    return ended.best()
+            ends = ends | _contain(stop, texts, counts, active)
+        full = [count == limit for count, limit in zip(counts, limits, strict=True)]
+        ends = ends | torch.tensor(full, device=device)[:, None]
+        state.of_slots["scores"], chosen = (best + ends * _NEVER).topk(beams)
+        ended = _EndedBeams(state.of_slots, s)
+        ended.add(texts[:, :, 1:], best, counts, ends & among_best)
+        at_most = s.early_stopping == "never" and s.length_penalty > 0
+        ended.close(state.of_slots["scores"][:, :1], limits if at_most else counts)
+        offsets = torch.arange(len(counts), device=device)[:, None] * beams
+        state.choose(new.gather(1, chosen).flatten(), (origin.gather(1, chosen) + offsets).flatten())
+        over = (ends.all(1) | ended.over()).tolist()
+        if slots := [slot for slot in active if over[slot]]:
+            state.finish(slots, *ended.best(slots))

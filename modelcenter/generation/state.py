@@ -1,42 +1,25 @@
-"""The state of a model that generates: it reads the prompts once, then one token of each sequence per step."""
+"""The state of a model that generates: it reads prompts, then one token of each of their sequences per step.
+
+Rows are computed in slots. The slot of a row whose texts have ended takes the next prompt or, if none is waiting, is
+given up, so that ended texts cost little.
+"""
 
 import functools
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modelcenter.generation.prompts import Prompts, Texts, packed_rows, positions_left
 from modelcenter.generation.settings import Settings
-from modelcenter.layers.cache import KVCache
+from modelcenter.layers.cache import KVCache, sequences_of
 
 _RESERVE = 256  # new tokens for which a cache is allocated at first: texts often end long before their limit
-
-
-def positions_left(model: Any, longest: int) -> int | None:
-    """The number of positions left after a prompt of `longest` tokens; None: unlimited."""
-    if not model.bounded:
-        return None
-    before = 1 if getattr(model, "is_encoder_decoder", False) else longest + model.prefix_tokens
-    return model.config.max_written_tokens - before
-
-
-def guessed_mask(tokens: Tensor, pad: int) -> Tensor:
-    """(rows, length) 0 at padding, guessed as in transformers; a row of padding only is taken as a prompt."""
-    mask = tokens != pad
-    return (mask | ~mask.any(1, keepdim=True)).long()
-
-
-def right_aligned(tokens: Tensor, kept: Tensor) -> Tensor:
-    """(rows, longest) the tokens where `kept` (rows, length) is True, right-aligned, with -1 before them."""
-    lengths = kept.sum(1)
-    longest = int(lengths.max())
-    result = tokens.new_full((len(tokens), longest), -1)
-    result[torch.arange(longest, device=tokens.device) >= longest - lengths[:, None]] = tokens[kept]
-    return result
+_LEAVING = 0.25  # the share of ended texts at which they leave: moving the others costs about as much as a step
 
 
 def _is_sharded(model: Any) -> bool:
@@ -47,164 +30,291 @@ def _is_sharded(model: Any) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, list[int]]:
-    """(rows, length) 1 at the prompts' tokens, and the number of tokens in each. Raises ValueError if the mask has
-    another shape, or a prompt has no tokens."""
-    mask = torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected {tuple(input_ids.shape)}")
-    lengths: list[int] = mask.sum(1).tolist()
-    if 0 in lengths:
-        raise ValueError(f"attention_mask: row {lengths.index(0)} has no tokens; each prompt needs at least one")
-    return mask, lengths
-
-
 class State:
     """Sequences being generated, their cache, and the logits of their next tokens.
 
     Attributes:
-        tokens: (rows, length) the start of the output: the prompts, or the decoder's start token.
-        written: (rows, longest) `tokens` without padding, right-aligned, with -1 before them.
-        logits: (rows, vocab_size) fp32, of the next token.
+        copies: sequences of each slot, adjacent to each other.
+        rows: the row of each slot; None: its texts have ended.
+        texts: the tokens of the sequences, (slots * copies). limits: the maximum of new tokens of each.
+        logits: (slots * copies, vocab_size) fp32, of the next token.
+        of_slots: what the search knows of its slots, (slots, ...) each.
+        results: (all rows, returned, limit), the new tokens of the texts that have ended, with padding after them.
+        longest: new tokens of the longest of these.
     """
 
     def __init__(
         self,
         model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
+        prompts: Prompts,
         settings: Settings,
-        token_inputs: Mapping[str, Tensor] | None = None,
+        *,
+        limits: Sequence[int],
+        batch_size: int,
         other_inputs: Mapping[str, Tensor] | None = None,
-        banned: Tensor | None = None,
+        before_reading: Callable[[], None] | None = None,
     ):
+        """limits: the maximum of new tokens of each row. batch_size: the number of slots. before_reading: called before
+        prompts are read, at the same time on all ranks.
+
+        Raises ValueError if a text could exceed the model's positions, or the ranks of a pipeline differ in inputs.
+        """
         self.model, self.is_encoder_decoder = model, bool(getattr(model, "is_encoder_decoder", False))
         self.pipeline: Any = getattr(model, "pipeline", None)  # set if this rank has only a part of the model
-        mask, lengths = _checked_mask(input_ids, attention_mask)
-        self.cache = self._make_cache(max(lengths), settings)
+        self._prompts, self._settings, self._batch_size = prompts, settings, batch_size
+        self._other_inputs, self._before_reading = dict(other_inputs or {}), before_reading
+        self._limits, self._waiting = list(limits), list(range(len(prompts)))[::-1]
+        self._most = self._most_tokens()
+        self._ended = self._ended_tokens = 0  # rows whose texts have ended, and the new tokens of these
+        several_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        self._agrees = _is_sharded(model) or (before_reading is not None and several_ranks)
         if self.pipeline is not None:
-            checksum = torch.tensor(zlib.crc32(repr(settings).encode()))
-            given = {"input_ids": input_ids, "attention_mask": mask, "banned": banned, "settings": checksum}
-            self.pipeline.check_same([given, token_inputs, other_inputs])
-        self.other_inputs, self.banned = dict(other_inputs or {}), banned
-        self.last_inputs: dict[str, Tensor] = {}  # (rows, 1) token_inputs of the prompts' last tokens, for new ones
-        batch = self._packed_prompts(input_ids, mask, max(lengths), token_inputs or {})
-        self.classes: int | None = None  # of the logits, once the other stages of a pipeline know it
-        self.tokens, self.written = input_ids, right_aligned(input_ids, mask.bool())
+            checksum = torch.tensor(zlib.crc32(repr((settings, self._limits, batch_size)).encode()))
+            given = {"input_ids": prompts.input_ids, "attention_mask": prompts.mask, "banned": prompts.banned}
+            self.pipeline.check_same([{**given, "settings": checksum}, prompts.token_inputs, other_inputs])
+        self._classes: int | None = None  # of the logits, once the other stages of a pipeline know it
+        self.copies = max(settings.num_beams, settings.num_return_sequences)
+        self.cache, self.rows, self.limits = self._make_cache(), list[int | None](), list[int]()
+        self.texts = Texts(
+            1 if self.is_encoder_decoder else max(prompts.lengths), max(limits), prompts.input_ids.device
+        )
+        self.logits = torch.empty(0)
+        self.of_slots: dict[str, Tensor] = {}
+        self._initial: dict[str, Tensor] = {}
+        self._last_inputs: dict[str, Tensor] = {}  # token_inputs of new tokens
+        self._new: tuple[Tensor, Tensor | None] | None = None  # tokens that wait for a step, and whom they continue
+        size = (len(prompts), settings.num_return_sequences, max(limits))
+        self.results, self.longest = prompts.input_ids.new_full(size, settings.tokens.pad), 0
+
+    def _most_tokens(self) -> int:
+        """The maximum of tokens in the cache of a sequence. Raises ValueError if there are not as many positions."""
+        most = 0
+        for length, limit in zip(self._prompts.lengths, self._limits, strict=True):
+            before = 1 if self.is_encoder_decoder else length + self.model.prefix_tokens
+            left = positions_left(self.model, length)
+            if left is not None and limit > left:
+                raise ValueError(
+                    f"max_new_tokens: a prompt of {before} tokens and {limit} new ones exceed the "
+                    f"{self.model.config.max_written_tokens} positions of this model; generate fewer or shorten the "
+                    "prompt"
+                )
+            most = max(most, before + limit)
+        return most
+
+    def _make_cache(self) -> KVCache:
+        return KVCache(min(self._most, self._most - max(self._limits) + _RESERVE), self._most)
+
+    def first_tokens(self) -> Tensor:
+        """(all rows, length): what the output begins with, the prompts or the decoder's start token."""
         if self.is_encoder_decoder:
-            if (start := settings.tokens.start) is None:
-                raise ValueError(
-                    "decoder_start_token_id: this checkpoint has neither this nor a pad_token_id; pass pad_token_id"
-                )
-            self.tokens = self.written = input_ids.new_full((len(input_ids), 1), start)
-            batch["decoder_input_ids"] = self.tokens
-        # (rows, n) the tokens so far as in `written`, if their keys may have to be computed anew.
-        self.texts = self.written if math.isfinite(model.rereads_beyond) else None
-        self.logits = self._run(batch)
-        if self.banned is not None and bool((all_banned := self.banned.all(1)).any()):
-            raise ValueError(f"banned: row {int(all_banned.nonzero()[0])} has no token left; allow at least one")
-        self.sharded = _is_sharded(model)
+            return self._decoder_start(len(self._prompts))["decoder_input_ids"]
+        return self._prompts.input_ids
 
-    def _make_cache(self, longest: int, settings: Settings) -> KVCache:
-        """A cache for prompts of up to `longest` tokens. Raises ValueError if new tokens would exceed the positions."""
-        before = 1 if self.is_encoder_decoder else longest + self.model.prefix_tokens
-        left = positions_left(self.model, longest)
-        if left is not None and settings.max_new_tokens > left:
-            raise ValueError(
-                f"max_new_tokens: a prompt of {before} tokens and {settings.max_new_tokens} new ones exceed the "
-                f"{self.model.config.max_written_tokens} positions of this model; generate fewer or shorten the prompt"
+    def output(self) -> Tensor:
+        """(all rows * returned, length): the first tokens and the texts that followed, padding after each end."""
+        first = self.first_tokens().repeat_interleave(self.results.shape[1], 0)
+        return torch.cat((first, self.results.flatten(0, 1)[:, : self.longest]), 1)
+
+    def begin(self, **of_slots: Tensor) -> None:
+        """of_slots: what the search knows of a slot at first, (...) each."""
+        self._initial = of_slots
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def choose(self, tokens: Tensor, order: Tensor | None = None) -> None:
+        """Append a token (slots * copies,) to each sequence; `order` (slots * copies,): the one that each continues."""
+        self.texts.append(tokens, order)
+        self._new = tokens, order
+
+    def finish(self, slots: Sequence[int], texts: Tensor, length: int) -> None:
+        """Store the texts (len(slots), returned, n) of slots, of which the longest has `length` tokens."""
+        rows = torch.tensor([self.rows[slot] for slot in slots], device=texts.device)
+        self.results[rows, :, : texts.shape[2]] = texts
+        self.longest = max(self.longest, length)
+        for slot in slots:
+            self._ended, self._ended_tokens = (
+                self._ended + 1,
+                self._ended_tokens + self.texts.counts[slot * self.copies],
             )
-        most = before + settings.max_new_tokens
-        return KVCache(min(most, before + _RESERVE), most)
+            self.rows[slot] = None
 
-    def _packed_prompts(
-        self, input_ids: Tensor, mask: Tensor, longest: int, token_inputs: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        """The prompts as a packed batch. Sets `last_inputs` to the token_inputs of new tokens."""
-        ends, kept = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int(), mask.bool()
-        batch: dict[str, Any] = {"input_ids": input_ids[kept][None], "cu_seqlens": ends, "max_seqlen": longest}
-        for name, value in token_inputs.items():
-            if value.shape != input_ids.shape:
-                raise ValueError(
-                    f"{name}: got shape {tuple(value.shape)}, expected {tuple(input_ids.shape)}, one value per token; "
-                    "pass inputs that are not per token in other_inputs"
-                )
-            batch[name] = value[kept][None]
-            self.last_inputs[name] = batch[name][0, ends[1:].long() - 1, None]
-        return batch
+    def active(self) -> list[int]:
+        """The slots whose texts have not ended."""
+        return [slot for slot, row in enumerate(self.rows) if row is not None]
 
-    def _run(self, batch: dict[str, Any]) -> Tensor:
-        logits = self._next_logits(batch)
-        if self.banned is None:
+    def next(self) -> bool:
+        """Compute the logits after the tokens that were chosen, and read prompts for free slots. Returns whether there
+        are tokens to choose, on this rank or others. Collective on a sharded model."""
+        active, free = self.active(), self._free_slots()
+        steps, reads = self._anywhere(bool(active), free > 0)
+        if not (steps or reads):
+            return False
+        if steps:
+            if active:
+                self._step(active)
+            else:
+                self._idle_step()
+        if reads:
+            if self._before_reading is not None:
+                self._before_reading()
+            rows = [self._waiting.pop() for _ in range(free)]
+            if rows:
+                self._read(rows)
+            else:
+                self._run({**self._prompts.packed([0], most=1), **self._decoder_start(1)}, self._make_cache())
+        return True
+
+    def _free_slots(self) -> int:
+        """The number of prompts to read now."""
+        active = len(self.active())
+        free = min(self._batch_size - active, len(self._waiting))
+        if not active:
+            return free
+        # Keys of texts beyond the length at which a model changes its positions are not like those of short ones.
+        mixes = self._most <= self.model.rereads_beyond
+        return free if mixes and self._batch_size - active >= self._worth_reading() else 0
+
+    def _worth_reading(self) -> float:
+        """The number of free slots at which prompts are read.
+
+        Reading costs up to a step, besides the prompts' own arithmetic. Per text of n tokens in one of s slots, which
+        takes n / s of the steps, waiting for f free slots costs n / s * f / (2 * s) steps, as half of them are free on
+        average, and reading 1 / f. The sum is least at f = s * sqrt(2 / n), where n is estimated by all new tokens so
+        far for each text that has ended.
+        """
+        tokens = self._ended_tokens + sum(self.texts.counts[slot * self.copies] for slot in self.active())
+        return self._batch_size * min(1.0, math.sqrt(2 * self._ended / max(tokens, 1)))
+
+    def _anywhere(self, *flags: bool) -> list[bool]:
+        """Whether each flag is set on any rank that takes the steps together with this one."""
+        if not self._agrees:
+            return list(flags)
+        found = torch.tensor(flags, dtype=torch.int32)
+        if "gloo" not in str(dist.get_backend_config()):
+            found = found.to(self.texts.tokens.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [bool(flag) for flag in found.tolist()]
+
+    def _step(self, active: list[int]) -> None:
+        assert self._new is not None
+        tokens, order = self._new
+        if order is not None:
+            self.cache.reorder(order)
+        if not self._waiting and len(active) <= len(self.rows) * (1 - _LEAVING) and not self._other_inputs:
+            tokens = tokens[self._keep(active)]
+        # Ended sequences go on with the others until they are full: steps of equal sequences are cheaper.
+        self.cache.lengths = [min(length, self._most - 1) for length in self.cache.lengths]
+        before = len(self.cache)
+        if before <= self.model.rereads_beyond < before + 1:
+            self.cache = self._make_cache()
+            texts = self.texts.tokens[:, : self.texts.used]
+            batch = packed_rows(texts, texts >= 0, int((texts >= 0).sum(1).max()))
+        else:
+            batch = self._token_batch(tokens)
+        self.logits = self._masked(self._run(batch, self.cache), self.rows)
+
+    def _token_batch(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The inputs of a step with tokens (slots * copies,)."""
+        name = "decoder_input_ids" if self.is_encoder_decoder else "input_ids"
+        return {name: tokens[:, None], **self._last_inputs}
+
+    def _idle_step(self) -> None:
+        """A step for a rank without texts while others continue; the cache does not grow."""
+        self.cache.lengths = [length - 1 for length in self.cache.lengths]
+        self._run(self._token_batch(self.texts.tokens.new_zeros(len(self.cache.lengths))), self.cache)
+
+    def _keep(self, slots: list[int]) -> Tensor:
+        """Give up all other slots. Returns the indices of the sequences that are kept."""
+        index = sequences_of(slots, self.copies, self.texts.tokens.device)
+        self.cache.keep(slots, self.copies)
+        self.texts.select(index)
+        self.rows, self.limits = [self.rows[slot] for slot in slots], [self.limits[i] for i in index.tolist()]
+        of_slots = torch.tensor(slots, device=index.device)
+        self.of_slots = {name: value[of_slots] for name, value in self.of_slots.items()}
+        self._last_inputs = {name: value[index] for name, value in self._last_inputs.items()}
+        return index
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def _read(self, rows: list[int]) -> None:
+        """Read the prompts of some rows into free slots."""
+        prompts, copies, device = self._prompts, self.copies, self.texts.tokens.device
+        cache, start = self._make_cache(), self._decoder_start(len(rows))
+        logits = self._run({**prompts.packed(rows), **start}, cache)
+        index = torch.tensor(rows, device=device)
+        if self.is_encoder_decoder:
+            texts = self.texts.begun(
+                start["decoder_input_ids"], torch.ones_like(start["decoder_input_ids"] > 0), copies
+            )
+        else:
+            texts = self.texts.begun(prompts.input_ids[index], prompts.mask[index].bool(), copies)
+        logits = self._masked(logits.repeat_interleave(copies, 0), rows)
+        if prompts.banned is not None and bool((all_banned := prompts.banned[index].all(1)).any()):
+            row = rows[int(all_banned.nonzero()[0])]
+            raise ValueError(f"banned: row {row} has no token left; allow at least one")
+        last_inputs = {name: x.repeat_interleave(copies, 0) for name, x in prompts.last_inputs(rows).items()}
+        limits = [self._limits[row] for row in rows for _ in range(copies)]
+        if not self.active():
+            cache.reorder(sequences_of(list(range(len(rows))), 1, device).repeat_interleave(copies))
+            self.cache, self.texts, self.logits, self.limits = cache, texts, logits, limits
+            self.rows, self._last_inputs = list(rows), last_inputs
+            self.of_slots = {name: x[None].repeat(len(rows), *[1] * x.dim()) for name, x in self._initial.items()}
+            return
+        slots = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
+        sequences = sequences_of(slots, copies, device)
+        self.cache.replace(slots, cache, copies)
+        self.texts.replace(sequences, texts)
+        self.logits[sequences] = logits
+        for i, row in zip(slots, rows, strict=True):
+            self.rows[i] = row
+            self.limits[i * copies : (i + 1) * copies] = [self._limits[row]] * copies
+        for name, value in last_inputs.items():
+            self._last_inputs[name][sequences] = value
+        for name, value in self.of_slots.items():
+            value[torch.tensor(slots, device=device)] = self._initial[name]
+
+    def _decoder_start(self, rows: int) -> dict[str, Tensor]:
+        """The first inputs of an encoder-decoder's decoder, {} for other models. Raises ValueError if it has none."""
+        if not self.is_encoder_decoder:
+            return {}
+        if (start := self._settings.tokens.start) is None:
+            raise ValueError(
+                "decoder_start_token_id: this checkpoint has neither this nor a pad_token_id; pass pad_token_id"
+            )
+        return {"decoder_input_ids": self._prompts.input_ids.new_full((rows, 1), start)}
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _masked(self, logits: Tensor, rows: Sequence[int | None]) -> Tensor:
+        """Logits (len(rows) * copies, vocab_size), -inf at the tokens that a row must not contain.
+
+        Raises ValueError if these are of another shape.
+        """
+        if (banned := self._prompts.banned) is None:
             return logits
-        if self.banned.shape != logits.shape or self.banned.dtype != torch.bool:
+        wanted = len(self._prompts), logits.shape[1]
+        if banned.shape != wanted or banned.dtype != torch.bool:
             raise ValueError(
-                f"banned: got shape {tuple(self.banned.shape)} of {self.banned.dtype}, expected {tuple(logits.shape)} "
-                "(batch, vocabulary) of torch.bool: True at tokens that a row must not contain"
+                f"banned: got shape {tuple(banned.shape)} of {banned.dtype}, expected {wanted} (batch, vocabulary) of "
+                "torch.bool: True at tokens that a row must not contain"
             )
-        return logits.masked_fill(self.banned, -torch.inf)
+        # The slot of an ended row gets any tokens.
+        hidden = banned[torch.tensor([row or 0 for row in rows], device=banned.device)]
+        return logits.masked_fill(hidden.repeat_interleave(self.copies, 0), -torch.inf)
 
-    def _next_logits(self, batch: dict[str, Any]) -> Tensor:
-        batch = batch | self.other_inputs
-        call = functools.partial(self.model, **batch, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+    def _run(self, batch: dict[str, Any], cache: KVCache) -> Tensor:
+        batch = batch | self._other_inputs
+        call = functools.partial(self.model, **batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if self.pipeline is None:
             return call().logits[:, -1].float()
         # All stages get the same logits, so they choose the same tokens and reorder their caches alike.
         out = self.pipeline.forward(call)
         self.pipeline.flush()
-        if self.classes is None:  # not always vocab_size: other_inputs may extend the vocabulary
+        if self._classes is None:  # not always vocab_size: other_inputs may extend the vocabulary
             own = 0 if out is None else out.logits.shape[-1]
-            self.classes = int(self.pipeline.from_last(self.tokens.new_tensor(own)))
-        size = len(self.cache.lengths), self.classes
-        logits = self.tokens.new_empty(size, dtype=torch.float32) if out is None else out.logits[:, -1].float()
+            self._classes = int(self.pipeline.from_last(self._prompts.input_ids.new_tensor(own)))
+        size = len(cache.lengths), self._classes
+        logits = (
+            self._prompts.input_ids.new_empty(size, dtype=torch.float32) if out is None else out.logits[:, -1].float()
+        )
         return self.pipeline.from_last(logits)
-
-    def repeat(self, times: int) -> None:
-        """Repeat each sequence `times` times, adjacent to each other."""
-        if times > 1:
-            index = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(times)
-            self.tokens, self.written, self.logits = self.tokens[index], self.written[index], self.logits[index]
-            self.last_inputs = {name: value[index] for name, value in self.last_inputs.items()}
-            self.banned = None if self.banned is None else self.banned[index]
-            self.texts = None if self.texts is None else self.texts[index]
-            self.cache.reorder(index)
-
-    def step(self, tokens: Tensor, order: Tensor | None = None) -> None:
-        """Append a token (rows,) to each sequence; `order` (rows,): the sequence that each one continues."""
-        if order is not None:
-            self.cache.reorder(order)
-        if self.texts is not None:
-            texts = self.texts if order is None else self.texts[order]
-            self.texts = torch.cat((texts, tokens[:, None]), 1)
-            if len(self.cache) <= self.model.rereads_beyond < len(self.cache) + 1:
-                self.logits = self._run(self._whole_texts(self.texts))
-                return
-        self.logits = self._run(self._next(tokens[:, None]))
-
-    def _whole_texts(self, texts: Tensor) -> dict[str, Any]:
-        """The inputs of a forward that reads texts (rows, n) again, with -1 before them, into an empty cache."""
-        assert not self.last_inputs and not self.is_encoder_decoder
-        self.cache = self.cache.emptied()
-        kept = texts >= 0
-        longest = int(kept.sum(1).max())
-        return self._packed_prompts(texts, kept.long(), longest, {})
-
-    def all_done(self, done: bool) -> bool:
-        """Whether all ranks that share the model are done; such ranks must take every step together."""
-        if not self.sharded:
-            return done
-        waiting = torch.tensor(not done, dtype=torch.int32)
-        if "gloo" not in str(dist.get_backend_config()):
-            waiting = waiting.to(self.tokens.device)
-        dist.all_reduce(waiting, dist.ReduceOp.MAX)
-        return not waiting.item()
-
-    def idle_step(self) -> None:
-        """A step for a rank that is done while others continue; the cache does not grow."""
-        self.cache.lengths = [n - 1 for n in self.cache.lengths]
-        rows = len(self.cache.lengths)
-        self._run(self._next(self.tokens.new_zeros(rows, 1)))
-
-    def _next(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The inputs of a step with tokens (rows, 1)."""
-        return {"decoder_input_ids" if self.is_encoder_decoder else "input_ids": tokens, **self.last_inputs}

@@ -95,7 +95,9 @@ class KVCache:
         self._own: dict[nn.Module | None, list[Tensor]] = {}
         # Layers whose tensors have been used with gradients enabled since they were last copied.
         self._needed: set[nn.Module | None] = set()
-        self._memory: dict[nn.Module, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._memory: dict[nn.Module, list[Tensor]] = {}  # k, v: (rows, kv_heads, longest, head_dim)
+        self._sources: list[int] = []  # the encoder's tokens of each row in _memory
+        self._absent: Tensor | None = None  # (rows, 1, 1, longest) bool, True where a row has no token; None: nowhere
         self._step: _Step | None = None
 
     def __len__(self) -> int:
@@ -107,7 +109,8 @@ class KVCache:
         other = KVCache(self._capacity, self._max_tokens)
         other.lengths, other.remembers = list(self.lengths), self.remembers
         other._own = {memo.get(id(layer), layer): [x.clone() for x in kept] for layer, kept in self._own.items()}
-        other._memory = {memo.get(id(layer), layer): kept for layer, kept in self._memory.items()}
+        other._memory = {memo.get(id(layer), layer): list(kept) for layer, kept in self._memory.items()}
+        other._sources, other._absent = list(self._sources), self._absent
         return other
 
     def emptied(self) -> "KVCache":
@@ -172,8 +175,7 @@ class KVCache:
         if kept is None and layer is not None and any(step.past):
             raise ValueError("past_key_values: holds the keys of another model; pass what this one returned")
         if kept is None or kept[0].shape[2] < longest:
-            room = max(self._capacity, longest if kept is None else 2 * kept[0].shape[2], longest)
-            room = room if self._max_tokens is None else max(longest, min(room, self._max_tokens))
+            room = self._room(0 if kept is None else kept[0].shape[2], longest)
             larger = [x.new_zeros(n, kv_heads, room, x.shape[1] // kv_heads) for x in added]
             if kept is not None:
                 for whole, part in zip(larger, kept, strict=True):
@@ -192,6 +194,11 @@ class KVCache:
         for whole, x in zip(kept, added, strict=True):
             whole[row, :, column] = x.view(x.shape[0], kv_heads, -1)
 
+    def _room(self, present: int, longest: int) -> int:
+        """The number of tokens to allocate for, with `present` allocated and `longest` needed."""
+        room = max(self._capacity, 2 * present, longest)
+        return room if self._max_tokens is None else max(longest, min(room, self._max_tokens))
+
     def _as_they_are(self, layer: nn.Module | None) -> bool:
         """Whether a layer's tensors must not be modified: a backward may need them, or torch forbids it."""
         inference = self._own[layer][0].is_inference() and not torch.is_inference_mode_enabled()
@@ -207,7 +214,15 @@ class KVCache:
             whole = x.new_zeros(len(lengths), longest, kv_heads, x.shape[1] // kv_heads)
             whole[inside] = x.view(x.shape[0], kv_heads, -1)
             padded.append(whole.transpose(1, 2).contiguous())
-        self._memory[layer] = (padded[0], padded[1], None if min(lengths) == longest else ~inside)
+        self._memory[layer] = padded
+        if self._sources != lengths:
+            self._set_sources(lengths, k.device)
+
+    def _set_sources(self, lengths: list[int], device: torch.device) -> None:
+        """Store the number of the encoder's tokens of each row."""
+        self._sources, longest = lengths, max(lengths)
+        known = torch.tensor(lengths, device=device)[:, None, None, None]
+        self._absent = None if min(lengths) == longest else torch.arange(longest, device=device) >= known
 
     def attend(
         self, layer: nn.Module, q: Tensor, heads: int, mask: Mask, scale: float | None, cap: float | None = None
@@ -252,8 +267,8 @@ class KVCache:
     ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Segments, Segments] | None]:
         """(keys, values, which keys are hidden from which query, segments of the queries and the keys) of a layer."""
         if layer in self._memory:
-            k, v, absent = self._memory[layer]
-            return k, v, None if absent is None else absent[:, None, None, :], None
+            k, v = (x[:, :, : max(self._sources)] for x in self._memory[layer])
+            return k, v, self._absent, None
         k, v = (x[:, :, : step.width] for x in self._own[layer])
         if mask.segments is None:
             return k, v, step.hidden(mask.window, device), None
@@ -275,9 +290,58 @@ class KVCache:
                 whole[:, :, :filled] = x[:, :, :filled].index_select(0, index)
         self._needed.clear()
 
+    def keep(self, rows: list[int], copies: int) -> None:
+        """Keep the sequences of some rows, in this order. A row has `copies` sequences, which share its encoder's
+        tokens."""
+        if rows == list(range(len(self.lengths) // copies)):
+            return
+        device = next(iter(self._own.values()))[0].device
+        self.reorder(sequences_of(rows, copies, device))
+        if self._memory:
+            index = torch.tensor(rows, device=device)
+            self._memory = {layer: [x[index] for x in kept] for layer, kept in self._memory.items()}
+            self._set_sources([self._sources[row] for row in rows], device)
+
+    def replace(self, rows: list[int], other: "KVCache", copies: int) -> None:
+        """Replace the sequences of some rows by those of another cache of the same layers, `copies` times each."""
+        longest, device = len(other), next(iter(self._own.values()))[0].device
+        index = sequences_of(rows, copies, device)
+        for layer, kept in self._own.items():
+            if kept[0].shape[2] < longest:
+                more = self._room(kept[0].shape[2], longest) - kept[0].shape[2]
+                kept = [torch.nn.functional.pad(x, (0, 0, 0, more)) for x in kept]
+            elif self._as_they_are(layer):
+                kept = [x.clone() for x in kept]
+            self._own[layer] = kept
+            for whole, x in zip(kept, other._own[layer], strict=True):
+                whole[index, :, :longest] = x[:, :, :longest].repeat_interleave(copies, 0)
+                if layer is None:  # empty places are in no context
+                    whole[index, :, longest:] = 0
+        self._needed.clear()
+        for i, row in enumerate(rows):
+            self.lengths[row * copies : (row + 1) * copies] = other.lengths[i : i + 1] * copies
+        if not self._memory:
+            return
+        sources, index = list(self._sources), torch.tensor(rows, device=device)
+        for row, length in zip(rows, other._sources, strict=True):
+            sources[row] = length
+        for layer, kept in self._memory.items():
+            width, needed = kept[0].shape[2], max(other._sources)
+            if width < needed:
+                kept = [torch.nn.functional.pad(x, (0, 0, 0, needed - width)) for x in kept]
+            for whole, x in zip(kept, other._memory[layer], strict=True):
+                whole[index, :, :needed] = x[:, :, :needed]
+            self._memory[layer] = kept
+        self._set_sources(sources, device)
+
     def _segments(self, new: Segments, step: _Step) -> tuple[Segments, Segments]:
         """The segments of the new tokens (n, m) and of all tokens (n, keys)."""
         return new.view(step.num_sequences, -1), Segments(self._own[None][0][:, 0, : step.width])
+
+
+def sequences_of(rows: list[int], copies: int, device: torch.device) -> Tensor:
+    """(len(rows) * copies,) the indices of the sequences of some rows, each of which has `copies` adjacent ones."""
+    return (torch.tensor(rows, device=device)[:, None] * copies + torch.arange(copies, device=device)).flatten()
 
 
 def past_of(batch: Any) -> KVCache | None:

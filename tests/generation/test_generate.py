@@ -9,33 +9,18 @@ import types
 import pytest
 import torch
 import transformers
+from generation_toys import KINDS, MANY, VOCAB, Letters
 from harness import randomize_
 
 import engine
 import modelcenter as mc
 from modelcenter.generation import search
 from modelcenter.generation.arguments import _warn_unused
+from modelcenter.generation.prompts import Texts, positions_left
 from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings, SpecialTokens
-from modelcenter.generation.state import positions_left
 from modelcenter.generation.stopping import StopStrings
 from modelcenter.layers.cache import KVCache
-
-VOCAB = 61
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A randomised GPT-2 of transformers (whose beams mistake a padding token 0 for none), and its folder."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=48, n_layer=2, n_head=6, n_positions=64, bos_token_id=1, eos_token_id=7, pad_token_id=5
-    )
-    theirs = transformers.GPT2LMHeadModel(config)
-    randomize_(theirs, 3)
-    theirs.tie_weights()
-    theirs.eval().save_pretrained(folder)
-    return theirs, str(folder)
 
 
 def prompts(side):
@@ -46,27 +31,6 @@ def prompts(side):
         columns = slice(0, n) if side == "left" else slice(9 - n, 9)
         ids[row, columns], mask[row, columns] = 0, 0
     return ids, mask
-
-
-MANY = [7, 9, 12, 23, 31, 36, 44, 50]  # ends, so that beams do end
-KINDS = {
-    "greedy": {},
-    "no end": {"eos_token_id": []},
-    "repetition": {"repetition_penalty": 1.7},
-    "ngrams": {"no_repeat_ngram_size": 2},
-    "beams": {"num_beams": 4},
-    "several beams": {"num_beams": 5, "num_return_sequences": 3, "length_penalty": 0.4, "eos_token_id": MANY},
-    "long beams": {"num_beams": 3, "length_penalty": 2.0, "no_repeat_ngram_size": 2, "eos_token_id": MANY},
-    "short beams": {"num_beams": 3, "length_penalty": -1.0, "repetition_penalty": 1.3, "eos_token_id": MANY},
-    "early beams": {"num_beams": 3, "num_return_sequences": 3, "early_stopping": True, "eos_token_id": MANY},
-    "never early": {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0, "eos_token_id": MANY},
-    "never early, short": {"num_beams": 3, "early_stopping": "never", "length_penalty": -1.0, "eos_token_id": MANY},
-    "at least": {"min_new_tokens": 9, "eos_token_id": MANY},
-    "beams of at least": {"num_beams": 3, "min_length": 20, "eos_token_id": MANY},
-    "a forced end": {"forced_eos_token_id": 11},
-    "beams with forced ends": {"num_beams": 3, "min_new_tokens": 25, "forced_eos_token_id": [11, 7]},
-    "many ends": {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": MANY},
-}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,9 +103,12 @@ def test_padding_on_the_right_gives_the_same_texts(pair, beams, n):
 
 def test_a_prompt_shorter_than_the_n_grams_bans_no_token_for_its_empty_places():
     scores = torch.zeros(2, 4)
-    prompts = torch.tensor([[2, 1, 3], [-1, -1, 3]])
-    s = types.SimpleNamespace(repetition_penalty=2.0, no_repeat_ngram_size=1, min_new_tokens=0)
-    found = penalised(scores + 1, prompts, torch.zeros(2, 0, dtype=torch.long), s)
+    prompts = torch.tensor([[2, 1, 3], [0, 0, 3]])
+    texts = Texts(3, 5, prompts.device).begun(prompts, torch.tensor([[1, 1, 1], [0, 0, 1]]) > 0, 1)
+    s = types.SimpleNamespace(
+        repetition_penalty=2.0, no_repeat_ngram_size=1, min_new_tokens=0, tokens=SpecialTokens(eos=(1,))
+    )
+    found = penalised(scores + 1, texts, s)
     assert found.tolist() == [[1, -torch.inf, -torch.inf, -torch.inf], [1, 1, 1, -torch.inf]]
 
 
@@ -219,16 +186,6 @@ def test_without_a_seed_torchs_own_decides(pair):
         torch.manual_seed(seed)
         drawn.append(ours.generate(ids, None, 20, do_sample=True, eos_token_id=[]))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
-
-
-class Letters:
-    """A tokenizer of one character for each token."""
-
-    def decode(self, tokens, **_):
-        return "".join(chr(ord("A") + int(t)) for t in tokens)
-
-    def batch_decode(self, rows, **_):
-        return [self.decode(row) for row in rows]
 
 
 def test_stop_strings_end_a_row(pair):

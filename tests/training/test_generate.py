@@ -328,19 +328,25 @@ def test_a_prompt_does_not_end_where_the_tokenizer_would_end_a_text(tmp_path, ca
     assert capsys.readouterr().out == wanted + "\n"
 
 
-def test_no_two_groups_of_prompts_are_drawn_alike(monkeypatch):
-    """Prompts of a batch that may get different numbers of tokens are written in turns, each from a seed of its own."""
-    seeds = []
+def test_no_two_ranks_draw_alike(monkeypatch):
+    """Each rank gets some of the prompts, the longest first, and a seed of its own."""
+    seen = []
 
     def write(model, tokenizer, prompts, *, seed, **search):
-        seeds.append(seed)
-        return [[[]] for _ in prompts]
+        seen.append((seed, [len(prompt) for prompt in prompts], search["batch_size"]))
+        return [[prompt] for prompt in prompts]
 
-    monkeypatch.setattr(text_generation, "_generate", write)
-    for number in range(40):
-        search = text_generation.with_batch_seed({"seed": 0}, number)
-        text_generation.complete_ids(None, None, [[1]] * 8, max_new_tokens=list(range(8)), **search)
-    assert len(set(seeds)) == len(seeds) == 40 * 8 and seeds[0] == 0
+    monkeypatch.setattr(text_generation, "complete_ids", write)
+    monkeypatch.setattr(engine, "data_size", lambda: 3)
+    prompts = [[1] * n for n in (2, 5, 1, 4)]
+    for rank, lengths in enumerate(([5, 1], [4], [2])):
+        monkeypatch.setattr(engine, "data_rank", lambda rank=rank: rank)
+        others = {row: [prompt] for row, prompt in enumerate(prompts)}
+        monkeypatch.setattr(text_generation, "gather_lists", lambda found, others=others: [*others.items(), *found])
+        found = text_generation.complete_ids_of_rows(None, None, prompts, 7, seed=0)
+        assert found == [[prompt] for prompt in prompts]
+        assert seen[-1][1:] == (lengths, 7)
+    assert len({seed for seed, *_ in seen}) == 3 and seen[0][0] == 0
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{% for m in messages", "{{ 'a' + 1 }}"])
@@ -386,14 +392,14 @@ def test_chat_writes_prompts_as_the_run_did(answerer, run, wanted, capsys):
 
 def test_the_same_prompt_in_another_batch_is_drawn_anew(folder, tmp_path):
     said, search = {}, {"do_sample": True, "temperature": 1e3}
-    for seed in (3, 4):
+    for seed in (5, 7):
         for name in ("one", "two"):
             out = tmp_path / name
             run_generate(config(folder, prompt=["a"] * 4, **search, seed=seed, batch_size=2, output=str(out)))
             said[seed, name] = [json.loads(line)["texts"][0] for line in out.read_text().splitlines()]
         assert said[seed, "one"] == said[seed, "two"]
         assert len(set(said[seed, "one"])) == 4
-    assert not set(said[3, "one"]) & set(said[4, "one"])
+    assert not set(said[5, "one"]) & set(said[7, "one"])
 
 
 UNLIKE = [PROMPTS[0], PROMPTS[0], PROMPTS[2], PROMPTS[0]]  # rank 0 has prompts of two lengths, rank 1 of one

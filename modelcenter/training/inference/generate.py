@@ -13,7 +13,7 @@ from modelcenter.training.config import DPOConfig, GenerateConfig, LMConfig, Seq
 from modelcenter.training.inference.loading import load_model, load_tokenizer, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
 from modelcenter.training.inference.streaming import TerminalStreamer
-from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
+from modelcenter.training.inference.text_generation import complete, complete_rows, map_over_ranks, with_batch_seed
 from modelcenter.training.structured import parse_objects, write_answers
 from modelcenter.training.target_tokens import begin_texts, choose_languages
 from modelcenter.training.tasks.base import plain_text_context
@@ -141,8 +141,7 @@ class _Generator:
         search = with_batch_seed(self.cfg.search(), number)
         if self.reads_objects(prompts):
             return write_answers(self.model, self.tokenizer, prompts, **search)
-        plain = plain_text_context(self.model, self.run, self.tokenizer)
-        context = None if plain is None else [plain] * len(prompts)
+        context = self._context(len(prompts))
         return complete(self.model, self.tokenizer, self.encode(prompts), context=context, streamer=streamer, **search)
 
     def generate_all(self, prompts: list[str]) -> list[list[str]]:
@@ -152,11 +151,20 @@ class _Generator:
         """
         if self.reads_objects(prompts):
             parse_objects(prompts)
-        return map_over_ranks(
-            len(prompts),
-            self.cfg.batch_size,
-            lambda numbers: self.generate([prompts[i] for i in numbers], numbers[0]),
+            return map_over_ranks(
+                len(prompts),
+                self.cfg.batch_size,
+                lambda numbers: self.generate([prompts[i] for i in numbers], numbers[0]),
+            )
+        tokens, context = self.encode(prompts), self._context(len(prompts))
+        return complete_rows(
+            self.model, self.tokenizer, tokens, self.cfg.batch_size, context=context, **self.cfg.search()
         )
+
+    def _context(self, prompts: int) -> list[int] | None:
+        """The tokens of each prompt that attend to each other in both directions; None: the model's default."""
+        plain = plain_text_context(self.model, self.run, self.tokenizer)
+        return None if plain is None else [plain] * prompts
 
     def show(self, prompt: str, number: int = 0) -> None:
         """Print the texts for a prompt, streamed if the search allows it."""

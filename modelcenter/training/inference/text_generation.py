@@ -10,8 +10,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import engine
+from modelcenter.generation.prompts import positions_left
 from modelcenter.generation.settings import SpecialTokens
-from modelcenter.generation.state import positions_left
 from modelcenter.models.base import Model
 from modelcenter.training.evaluation import check_stop
 from modelcenter.training.metrics import gather_lists
@@ -62,6 +62,10 @@ def complete(
 ) -> list[list[str]]:
     """The num_return_sequences texts for each prompt, without the prompt: see `complete_ids`."""
     completions = complete_ids(model, tokenizer, prompts, streamer=streamer, **search)
+    return _decoded(tokenizer, completions)
+
+
+def _decoded(tokenizer: Any, completions: Sequence[Sequence[Sequence[int]]]) -> list[list[str]]:
     return [tokenizer.batch_decode(of_prompt, skip_special_tokens=True) for of_prompt in completions]
 
 
@@ -72,7 +76,6 @@ def complete_ids(
     *,
     max_new_tokens: int | Sequence[int] | None = None,
     context: Sequence[int] | None = None,
-    streamer: Any = None,
     **search: Any,
 ) -> list[list[list[int]]]:
     """The tokens of the num_return_sequences texts for each prompt, padded. Collective on a sharded model.
@@ -83,29 +86,6 @@ def complete_ids(
             `context`); None: the model's default, all or none.
         search: other arguments of model.generate.
     """
-    if isinstance(max_new_tokens, int):
-        search |= {"max_new_tokens": max_new_tokens, "context": context}
-        return _generate(model, tokenizer, prompts, streamer=streamer, **search)
-    # Group prompts by their maximum of new tokens, so that the text for one does not depend on the length of others.
-    groups: dict[int, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        limit = new_tokens(model, None, len(prompt)) if max_new_tokens is None else max_new_tokens[i]
-        groups.setdefault(limit, []).append(i)
-    turns = list(groups.items())
-    completions: list[list[list[int]]] = [[] for _ in prompts]
-    for turn in range(max_over_ranks(len(turns))):
-        limit, rows = turns[min(turn, len(turns) - 1)]  # a rank without groups left repeats one: others still generate
-        group_search = with_turn_seed(search, rows[0]) | {"max_new_tokens": limit}
-        group_search["context"] = None if context is None else [context[i] for i in rows]
-        texts = _generate(model, tokenizer, [prompts[i] for i in rows], streamer=streamer, **group_search)
-        for i, of_prompt in zip(rows, texts, strict=True):
-            completions[i] = of_prompt
-    return completions
-
-
-def _generate(
-    model: Model, tokenizer: Any, prompts: Sequence[Prompt], *, context: Sequence[int] | None, **search: Any
-) -> list[list[list[int]]]:
     ids = pad_sequence([torch.tensor(list(prompt)) for prompt in prompts], batch_first=True).long()
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     places = torch.arange(ids.shape[1])
@@ -113,9 +93,46 @@ def _generate(
     ids, mask = ids.to(model.device), mask.to(model.device)
     if context is not None:
         search["context"] = (places < torch.tensor(context)[:, None]).long().to(model.device)
+    if max_new_tokens is None:
+        max_new_tokens = [new_tokens(model, None, len(prompt)) for prompt in prompts]
+    search["max_new_tokens"] = max_new_tokens
     output = model.generate(ids, mask, tokenizer=tokenizer, **_tokenizers_end(model, tokenizer), **search)
     new = output[:, 1:] if model.is_encoder_decoder else output[:, ids.shape[1] :]
     return [part.tolist() for part in new.split(len(new) // len(prompts))]
+
+
+def complete_rows(
+    model: Model, tokenizer: Any, prompts: Sequence[Prompt], batch_size: int, **search: Any
+) -> list[list[str]]:
+    """The num_return_sequences texts for each prompt, without the prompt: see `complete_ids_of_rows`."""
+    return _decoded(tokenizer, complete_ids_of_rows(model, tokenizer, prompts, batch_size, **search))
+
+
+def complete_ids_of_rows(
+    model: Model,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    batch_size: int,
+    *,
+    context: Sequence[int] | None = None,
+    **search: Any,
+) -> list[list[list[int]]]:
+    """As `complete_ids`, for all prompts on every rank. Each rank computes some of them, batch_size at a time, the
+    longest first. Collective, even if the model is not sharded.
+
+    Raises:
+        EvaluationStopped: see `check_stop`, which is asked before prompts are read.
+    """
+    if not prompts:
+        return []
+    order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+    rows = order[engine.data_rank() :: engine.data_size()]
+    read = rows or order[:1]  # ranks of a sharded model must all take part
+    own_context = None if context is None else [context[row] for row in read]
+    search = with_batch_seed(search, engine.data_rank()) | {"batch_size": batch_size, "before_reading": check_stop}
+    completions = complete_ids(model, tokenizer, [prompts[row] for row in read], context=own_context, **search)
+    by_row = dict(gather_lists(list(zip(rows, completions, strict=False))))
+    return [by_row[row] for row in range(len(prompts))]
 
 
 def _tokenizers_end(model: Model, tokenizer: Any) -> dict[str, int]:

@@ -20,6 +20,7 @@ from modelcenter.models.base import Model
 from modelcenter.training.config import LMConfig, TrainConfig
 from modelcenter.training.inference.text_generation import (
     complete,
+    complete_rows,
     map_longest_first,
     map_over_ranks,
     with_batch_seed,
@@ -208,14 +209,15 @@ class LanguageModelling(Task):
         """prompt and completion of each row; if num_return_sequences is above 1, completions."""
         objects = isinstance(examples, StructuredExamples)
 
-        def complete_rows(rows: list[int], number: int) -> list[list[str]]:
-            search = with_batch_seed(cfg.search(), number)
-            if objects:
-                return examples.fill(model, rows, **search)
-            prompts, context = [examples.tokens.row(row) for row in rows], self._context_lengths(model, tokenizer, rows)
-            return complete(model, tokenizer, prompts, context=context, **search)
+        def fill_rows(rows: list[int], number: int) -> list[list[str]]:
+            return examples.fill(model, rows, **with_batch_seed(cfg.search(), number))
 
-        completions = map_longest_first(examples.lengths, cfg.batch_size, complete_rows)
+        if objects:
+            completions = map_longest_first(examples.lengths, cfg.batch_size, fill_rows)
+        else:
+            rows = range(len(examples))
+            prompts, context = [examples.tokens.row(row) for row in rows], self._context_lengths(model, tokenizer, rows)
+            completions = complete_rows(model, tokenizer, prompts, cfg.batch_size, context=context, **cfg.search())
         if engine.rank() != 0:
             return iter(())
         prompt_of = examples.prompt if objects else lambda row: tokenizer.decode(examples.tokens.row(row))

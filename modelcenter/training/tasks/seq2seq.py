@@ -17,7 +17,7 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_targets
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
-from modelcenter.training.inference.text_generation import complete, map_longest_first, with_batch_seed
+from modelcenter.training.inference.text_generation import complete_rows
 from modelcenter.training.metrics import Generation, LossOnly, Score
 from modelcenter.training.target_tokens import begin_texts, check_end, choose_languages
 from modelcenter.training.tasks.base import Task, decoder_token
@@ -209,12 +209,8 @@ class SequenceToSequence(Task):
         self, model: Model, examples: SourceTargetExamples, batch_size: int, search: dict[str, Any]
     ) -> list[list[str]]:
         """The num_return_sequences texts generated for each row, in order, on every rank. Collective."""
-
-        def complete_sources(rows: list[int], number: int) -> list[list[str]]:
-            sources = [examples.tokens.row(row) for row in rows]
-            return complete(model, self.tokenizer, sources, **with_batch_seed(search, number))
-
-        texts = map_longest_first(examples.tokens.lengths, batch_size, complete_sources)
+        sources = [examples.tokens.row(row) for row in range(len(examples))]
+        texts = complete_rows(model, self.tokenizer, sources, batch_size, **search)
         return [[text.strip() for text in of_row] for of_row in texts]
 
     def samples(self, model: Model, tokenizer: Any, examples: Any) -> list[dict[str, Any]]:

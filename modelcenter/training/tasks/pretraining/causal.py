@@ -8,7 +8,7 @@ import engine
 from modelcenter.data.pretraining.objectives import Causal, Objective
 from modelcenter.data.tokenization.special_tokens import SpecialTokens
 from modelcenter.models.base import Model
-from modelcenter.training.inference.text_generation import complete, map_over_ranks, with_batch_seed
+from modelcenter.training.inference.text_generation import complete_rows
 from modelcenter.training.tasks.base import takes_tokens_for_context
 from modelcenter.training.tasks.pretraining.base import Pretraining
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
@@ -43,13 +43,8 @@ class CausalPretraining(Pretraining):
 
     def predict(self, model: Model, tokenizer: Any, examples: Any, cfg: Any) -> Iterator[dict[str, Any]]:
         """The continuation of each row."""
-
-        def complete_rows(rows: list[int]) -> list[list[str]]:
-            context = [0] * len(rows) if self.context else None
-            search = with_batch_seed(cfg.search(), rows[0])
-            return complete(model, tokenizer, [examples[i] for i in rows], context=context, **search)
-
-        texts = map_over_ranks(len(examples), cfg.batch_size, complete_rows)
+        context = [0] * len(examples) if self.context else None
+        texts = complete_rows(model, tokenizer, examples, cfg.batch_size, context=context, **cfg.search())
         several = cfg.num_return_sequences > 1
         predictions = ({"texts": row} if several else {"text": row[0]} for row in texts)
         return predictions if engine.rank() == 0 else iter(())

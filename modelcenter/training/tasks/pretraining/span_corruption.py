@@ -10,7 +10,7 @@ from modelcenter.data.pretraining.objectives import Objective, Spans
 from modelcenter.data.pretraining.span_corruption import SpanCorruption, sentinels_of
 from modelcenter.models.base import Model
 from modelcenter.training.config import SpanCorruptionConfig
-from modelcenter.training.inference.text_generation import complete_ids, map_over_ranks, with_batch_seed
+from modelcenter.training.inference.text_generation import complete_ids_of_rows
 from modelcenter.training.tasks.base import decoder_token
 from modelcenter.training.tasks.pretraining.base import Pretraining, document_end
 from modelcenter.training.tasks.pretraining.prompts import encode_prompts
@@ -46,16 +46,11 @@ class SpanCorruptionPretraining(Pretraining):
         """{sentinel: its text}, and the row with the texts filled in; if num_return_sequences is above 1, predictions,
         a list of these."""
         sentinels = set(sentinels_of(tokenizer).tolist())
-
-        def fill_rows(rows: list[int]) -> list[list[dict[str, Any]]]:
-            search = with_batch_seed(cfg.search(), rows[0])
-            answers = complete_ids(model, tokenizer, [examples[i] for i in rows], **search)
-            return [
-                [fill_spans(tokenizer, sentinels, examples[i], answer) for answer in of_row]
-                for i, of_row in zip(rows, answers, strict=True)
-            ]
-
-        filled = map_over_ranks(len(examples), cfg.batch_size, fill_rows)
+        answers = complete_ids_of_rows(model, tokenizer, examples, cfg.batch_size, **cfg.search())
+        filled = [
+            [fill_spans(tokenizer, sentinels, prompt, answer) for answer in of_row]
+            for prompt, of_row in zip(examples, answers, strict=True)
+        ]
         predictions = (row[0] if len(row) == 1 else {"predictions": row} for row in filled)
         return predictions if engine.rank() == 0 else iter(())
 

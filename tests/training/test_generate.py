@@ -328,8 +328,8 @@ def test_a_prompt_does_not_end_where_the_tokenizer_would_end_a_text(tmp_path, ca
     assert capsys.readouterr().out == wanted + "\n"
 
 
-def test_no_two_ranks_draw_alike(monkeypatch):
-    """Each rank gets some of the prompts, the longest first, and a seed of its own."""
+def test_no_two_calls_draw_alike(monkeypatch):
+    """Each rank gets some of the prompts, the longest first, at most 64 batches in a call, from a seed of its own."""
     seen = []
 
     def write(model, tokenizer, prompts, *, seed, **search):
@@ -338,15 +338,15 @@ def test_no_two_ranks_draw_alike(monkeypatch):
 
     monkeypatch.setattr(text_generation, "complete_ids", write)
     monkeypatch.setattr(engine, "data_size", lambda: 3)
-    prompts = [[1] * n for n in (2, 5, 1, 4)]
-    for rank, lengths in enumerate(([5, 1], [4], [2])):
+    prompts = [[1] * (1 + n % 5) for n in range(200)]
+    for rank in range(3):
         monkeypatch.setattr(engine, "data_rank", lambda rank=rank: rank)
-        others = {row: [prompt] for row, prompt in enumerate(prompts)}
+        others = dict(enumerate([prompt] for prompt in sorted(prompts, key=len, reverse=True)))
         monkeypatch.setattr(text_generation, "gather_lists", lambda found, others=others: [*others.items(), *found])
-        found = text_generation.complete_ids_of_rows(None, None, prompts, 7, seed=0)
-        assert found == [[prompt] for prompt in prompts]
-        assert seen[-1][1:] == (lengths, 7)
-    assert len({seed for seed, *_ in seen}) == 3 and seen[0][0] == 0
+        assert text_generation.complete_ids_of_rows(None, None, prompts, 1, seed=0) == [[prompt] for prompt in prompts]
+    assert [len(lengths) for _, lengths, _ in seen] == [64, 3, 64, 3, 64, 2]
+    assert seen[0][1] == sorted(seen[0][1], reverse=True) and {batch_size for *_, batch_size in seen} == {1}
+    assert len({seed for seed, *_ in seen}) == 6 and seen[0][0] == 0
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{% for m in messages", "{{ 'a' + 1 }}"])

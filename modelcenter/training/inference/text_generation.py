@@ -19,6 +19,7 @@ from modelcenter.training.metrics import gather_lists
 Prompt = Sequence[int] | np.ndarray  # its tokens
 
 _DEFAULT_NEW_TOKENS = 128
+_BATCHES = 64  # whose prompts are padded to one length at a time
 # Distances between the seeds of batches, and between those of the turns of a batch; their multiples do not coincide.
 _BATCH_STRIDE, _TURN_STRIDE = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
@@ -123,16 +124,20 @@ def complete_ids_of_rows(
     Raises:
         EvaluationStopped: see `check_stop`, which is asked before prompts are read.
     """
-    if not prompts:
-        return []
-    order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    rows = order[engine.data_rank() :: engine.data_size()]
-    read = rows or order[:1]  # ranks of a sharded model must all take part
-    own_context = None if context is None else [context[row] for row in read]
-    search = with_batch_seed(search, engine.data_rank()) | {"batch_size": batch_size, "before_reading": check_stop}
-    completions = complete_ids(model, tokenizer, [prompts[row] for row in read], context=own_context, **search)
-    by_row = dict(gather_lists(list(zip(rows, completions, strict=False))))
-    return [by_row[row] for row in range(len(prompts))]
+
+    def complete_some(rows: list[int], number: int) -> list[list[list[int]]]:
+        return complete_ids(
+            model,
+            tokenizer,
+            [prompts[row] for row in rows],
+            context=None if context is None else [context[row] for row in rows],
+            batch_size=batch_size,
+            before_reading=check_stop,
+            **with_batch_seed(search, number),
+        )
+
+    lengths = np.array([len(prompt) for prompt in prompts])
+    return map_longest_first(lengths, batch_size * _BATCHES, complete_some) if len(prompts) else []
 
 
 def _tokenizers_end(model: Model, tokenizer: Any) -> dict[str, int]:

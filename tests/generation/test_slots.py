@@ -10,7 +10,7 @@ import engine
 import modelcenter as mc
 from modelcenter.layers.cache import KVCache
 
-LENGTHS = (9, 2, 7, 5, 1, 8, 3)
+LENGTHS = (5, 2, 7, 9, 1, 8, 3)  # the longest is not among the first ones that are read
 LIMITS = [12, 3, 1, 17, 6, 9, 14]
 
 
@@ -94,6 +94,26 @@ def test_families(name, beams):
     assert len({len(text) for text in alone}) > 2
     for slots in (3, 7):
         same(model.generate(ids, mask, LIMITS, batch_size=slots, **per_token, **how), alone, 3)
+
+
+def test_empty_places_of_a_slot_are_in_no_context():
+    """Where the text before had context."""
+    model = randomize_(mc.from_config("tiny/cpmant", "causal-lm", vocab_size=131)).eval()
+    ids = torch.randint(8, 60, (3, 9), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(9) >= torch.tensor([0, 6, 7])[:, None]).long()
+    context, limits = torch.ones(3, 9, dtype=torch.long), [2, 30, 25]
+    alone = of_rows(model, ids, mask, limits, {"context": context}, eos_token_id=[], pad_token_id=3)
+    same(model.generate(ids, mask, limits, context=context, batch_size=2, eos_token_id=[], pad_token_id=3), alone, 3)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_cache_grows_with_the_prompts_that_are_read(pair, beams, monkeypatch):
+    monkeypatch.setattr("modelcenter.generation.state._RESERVE", 1)
+    model, how = mc.from_pretrained(pair[1]), {"num_beams": beams, "eos_token_id": [], "pad_token_id": 5}
+    ids = torch.randint(8, VOCAB, (3, 30), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(30) >= torch.tensor([28, 27, 0])[:, None]).long()
+    alone = of_rows(model, ids, mask, [2, 14, 12], **how)
+    same(model.generate(ids, mask, [2, 14, 12], batch_size=2, **how), alone, 5)
 
 
 def test_banned_tokens_are_those_of_the_row(pair):

@@ -303,21 +303,18 @@ class KVCache:
             self._set_sources([self._sources[row] for row in rows], device)
 
     def replace(self, rows: list[int], other: "KVCache", copies: int) -> None:
-        """Replace the sequences of some rows by those of another cache of the same layers, `copies` times each."""
+        """Replace the sequences of some rows by those of another cache of the same layers, `copies` times each. No
+        backward may need this cache."""
         longest, device = len(other), next(iter(self._own.values()))[0].device
         index = sequences_of(rows, copies, device)
         for layer, kept in self._own.items():
             if kept[0].shape[2] < longest:
                 more = self._room(kept[0].shape[2], longest) - kept[0].shape[2]
-                kept = [torch.nn.functional.pad(x, (0, 0, 0, more)) for x in kept]
-            elif self._as_they_are(layer):
-                kept = [x.clone() for x in kept]
-            self._own[layer] = kept
+                self._own[layer] = kept = [torch.nn.functional.pad(x, (0, 0, 0, more)) for x in kept]
             for whole, x in zip(kept, other._own[layer], strict=True):
                 whole[index, :, :longest] = x[:, :, :longest].repeat_interleave(copies, 0)
                 if layer is None:  # empty places are in no context
                     whole[index, :, longest:] = 0
-        self._needed.clear()
         for i, row in enumerate(rows):
             self.lengths[row * copies : (row + 1) * copies] = other.lengths[i : i + 1] * copies
         if not self._memory:
@@ -328,10 +325,9 @@ class KVCache:
         for layer, kept in self._memory.items():
             width, needed = kept[0].shape[2], max(other._sources)
             if width < needed:
-                kept = [torch.nn.functional.pad(x, (0, 0, 0, needed - width)) for x in kept]
+                self._memory[layer] = kept = [torch.nn.functional.pad(x, (0, 0, 0, needed - width)) for x in kept]
             for whole, x in zip(kept, other._memory[layer], strict=True):
                 whole[index, :, :needed] = x[:, :, :needed]
-            self._memory[layer] = kept
         self._set_sources(sources, device)
 
     def _segments(self, new: Segments, step: _Step) -> tuple[Segments, Segments]:

@@ -86,7 +86,8 @@ def test_families(name, beams):
     task = "seq2seq-lm" if mc.from_config(name).is_encoder_decoder else "causal-lm"
     model = randomize_(mc.from_config(name, task, **fields)).eval()
     ids, mask = prompts(60)
-    per_token = {"context": (torch.arange(9) < 7).long().expand(7, 9)} if name == "tiny/cpmant" else {}
+    context = torch.arange(9) < torch.tensor([7, 9, 7, 9, 9, 7, 7])[:, None]
+    per_token = {"context": context.long()} if name == "tiny/cpmant" else {}
     how = {"num_beams": beams, "pad_token_id": 3, "eos_token_id": list(range(4, 60, 5))}
     if task == "seq2seq-lm":
         how["forced_eos_token_id"] = [17]
@@ -114,6 +115,27 @@ def test_a_cache_grows_with_the_prompts_that_are_read(pair, beams, monkeypatch):
     mask = (torch.arange(30) >= torch.tensor([28, 27, 0])[:, None]).long()
     alone = of_rows(model, ids, mask, [2, 14, 12], **how)
     same(model.generate(ids, mask, [2, 14, 12], batch_size=2, **how), alone, 5)
+
+
+def test_an_ended_text_goes_on_in_its_place_only_as_far_as_there_are_positions(pair):
+    """It stays in the batch until a quarter of the texts have ended."""
+    model = mc.from_pretrained(pair[1])
+    ids = torch.randint(8, VOCAB, (5, 30), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(30) >= torch.tensor([0, 28, 28, 28, 28])[:, None]).long()
+    limits = [1, 60, 60, 60, 60]
+    for how in ({"eos_token_id": []}, {"eos_token_id": [], "num_beams": 2}):
+        alone = of_rows(model, ids, mask, limits, **how, pad_token_id=5)
+        same(model.generate(ids, mask, limits, **how, pad_token_id=5), alone, 5)
+
+
+def test_inputs_of_all_rows_keep_the_rows():
+    """Of other_inputs it is not known which belong to which text, so that ended ones stay."""
+    model = randomize_(mc.from_config("tiny/gpt2", "causal-lm", add_cross_attention=True, vocab_size=VOCAB)).eval()
+    ids, mask = prompts(60)
+    states = torch.randn(7, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    how = {"eos_token_id": [], "pad_token_id": 5}
+    alone = of_rows(model, ids, mask, per_row={"encoder_hidden_states": states}, **how)
+    same(model.generate(ids, mask, LIMITS, encoder_hidden_states=states, **how), alone, 5)
 
 
 def test_banned_tokens_are_those_of_the_row(pair):
@@ -226,7 +248,7 @@ def test_texts_that_are_read_again_do_not_meet_short_ones(tmp_path):
 
 def of_rank(folder, sizes, task, how):
     """Ranks with other numbers of rows, which end after other numbers of steps, and read at other times."""
-    if sizes:
+    if sizes["zero_level"] is not None:
         engine.init_distributed(**sizes)
     model = mc.from_pretrained(folder, task)
     ids, mask = prompts(60)
@@ -238,7 +260,7 @@ def of_rank(folder, sizes, task, how):
 
 
 @pytest.mark.parametrize("name", ["tiny/gpt2", "tiny/t5"])
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("level", [None, 0, 3])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
 def test_two_ranks_read_together(name, level, how, tmp_path):
     task = "seq2seq-lm" if name == "tiny/t5" else "causal-lm"

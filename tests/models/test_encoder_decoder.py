@@ -1,5 +1,6 @@
 """What encoder-decoders do beside training: cached decoding, inputs of every form, checkpoints of every age."""
 
+import copy
 import json
 
 import pytest
@@ -274,3 +275,14 @@ def test_wrong_inputs_are_named():
         classifier(ids, mask)
     with pytest.raises(ValueError, match="max_distance"):
         from_config("tiny/t5", max_distance=3)
+
+
+def test_a_copied_cache_goes_on_with_the_encoders_tokens():
+    model = randomize_(from_config("tiny/t5", "seq2seq-lm")).eval()
+    ids = torch.randint(8, 60, (2, 6), generator=torch.Generator().manual_seed(3))
+    mask = torch.tensor([[1] * 6, [0] * 2 + [1] * 4])
+    first, then = torch.full((2, 1), 3), torch.full((2, 1), 9)
+    past = model(ids, mask, decoder_input_ids=first, use_cache=True).past_key_values
+    copied = copy.deepcopy(past)
+    found, wanted = (model(ids, mask, decoder_input_ids=then, past_key_values=p).logits for p in (copied, past))
+    assert torch.equal(found, wanted)

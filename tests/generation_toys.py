@@ -1,5 +1,7 @@
 """Settings of `generate` that change texts, ends that occur, and a tokenizer for stop strings."""
 
+from modelcenter.generation.prompts import Texts
+
 VOCAB = 61
 MANY = [7, 9, 12, 23, 31, 36, 44, 50]  # ends, so that beams do end
 KINDS = {
@@ -20,6 +22,14 @@ KINDS = {
     "beams with forced ends": {"num_beams": 3, "min_new_tokens": 25, "forced_eos_token_id": [11, 7]},
     "many ends": {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": MANY},
 }
+
+
+def texts_after(prompts, new):
+    """The Texts of prompts (rows, length), with -1 before each, after new tokens (rows, n)."""
+    texts = Texts(prompts.shape[1], new.shape[1] + 9, prompts.device).begun(prompts, prompts >= 0, 1)
+    for tokens in new.T:
+        texts.append(tokens)
+    return texts
 
 
 class Letters:

@@ -65,8 +65,11 @@ def convert(field: Any, kind: FieldType, value: Any) -> Any:
             return None
         raise ValueError(f"{name}: got nothing, expected a value")
     if kind.container is list:
-        words = [_text(name, v) for v in (value if isinstance(value, (list, tuple)) else [value])]
-        return [means.get(word.lower(), word) for word in words]
+        words = value if isinstance(value, (list, tuple)) else [value]
+        if kind.scalar is not str:
+            return [_SCALARS[kind.scalar](name, word) for word in words]
+        texts = [_text(name, word) for word in words]
+        return [means.get(text.lower(), text) for text in texts]
     if kind.container is dict:
         return _mapping(name, value, kind.scalar)
     if isinstance(value, (str, bool)) and not choices:

@@ -27,7 +27,7 @@ GENERATION = frozenset(
     forced_bos_token_id forced_decoder_ids forced_eos_token_id guidance_scale length_penalty max_length max_new_tokens
     max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_beam_groups num_beams
     num_return_sequences output_scores penalty_alpha remove_invalid_values renormalize_logits repetition_penalty
-    return_dict_in_generate sequence_bias stop_strings suppress_tokens temperature top_k top_p typical_p
+    return_dict_in_generate sequence_bias stop_strings suppress_tokens temperature top_h top_k top_p typical_p
     watermarking_config""".split()
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from modelcenter.generation.settings import FORCED, LEAST, MOST, Settings, SpecialTokens, check_whole
+from modelcenter.generation.settings import BANNED, FORCED, LEAST, MOST, Settings, SpecialTokens, check_whole
 from modelcenter.generation.stopping import StopStrings
 
 _log = logging.getLogger(__name__)
@@ -19,7 +19,12 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,), "min_length": (0,), "min_new_tokens": (0,), "bad_words_ids": ([],),
     "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
     "sequence_bias": ({}, []), "exponential_decay_length_penalty": (), "guidance_scale": (1,), "stop_strings": ([],),
-    "watermarking_config": (),
+    "watermarking_config": (), "renormalize_logits": (False,), "max_time": (),
+}  # fmt: skip
+# The same for settings that change only sampling. 50 is the top_k of transformers where no file has one.
+_NO_EFFECT_ON_SAMPLES: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0,), "top_k": (0, 50), "top_p": (1.0,), "top_h": (None,), "min_p": (0.0,), "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,),
 }  # fmt: skip
 
 
@@ -45,19 +50,18 @@ def resolve_settings(
     encodes = bool(getattr(model, "is_encoder_decoder", False))
     checkpoint = {**model.config.special_tokens(), **model.generation_config}
     checkpoint |= {name: _settings_of_file(model)[1].get(name) for name in (*FORCED, "bad_words_ids")}
-    forced = {name: asked.pop(name, None) for name in FORCED}
+    given = {name: asked.pop(name, None) for name in (*FORCED, *BANNED)}
+    given = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in given.items()}
     max_new_tokens, max_length, min_new_tokens, min_length = (asked.pop(name, None) for name in (*MOST, *LEAST))
     length = 1 if encodes else prompt_length
     settings = Settings(
-        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes, forced),
+        tokens=SpecialTokens.resolve(eos_token_id, pad_token_id, checkpoint, model.config.vocab_size, encodes, given),
         max_new_tokens=_new_tokens(max_new_tokens, max_length, length),
         min_new_tokens=_least_tokens(min_new_tokens, min_length, length),
         **asked,
     )
     used = {**vars(settings), "stop_strings": stop.strings, "min_length": min_length}
-    used |= {name: checkpoint[name] if encodes and given is None else given for name, given in forced.items()}
-    if settings.tokens.bans_all:
-        used["bad_words_ids"] = checkpoint["bad_words_ids"]
+    used |= {name: checkpoint.get(name) if encodes and value is None else value for name, value in given.items()}
     if max_new_tokens is not None or max_length is not None:  # the caller's limit would replace the file's anyway
         used |= {name: _settings_of_file(model)[1].get(name) for name in MOST}
     _warn_unused(*_unused_settings(model, used))
@@ -99,10 +103,19 @@ def _settings_of_file(model: Any) -> tuple[str, Mapping[str, Any]]:
 
 def _unused_settings(model: Any, used: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """The checkpoint's file and its settings that have no effect, as NAME=VALUE; without those that the caller gave
-    when loading the model."""
+    when loading the model and, of sampling, those for which the caller has another value."""
     file, asked = _settings_of_file(model)
-    names = [name for name in _NO_EFFECT if asked.get(name) is not None and name not in model.generation_defaults]
-    left = [name for name in names if asked[name] not in _NO_EFFECT[name] and asked[name] != used.get(name)]
+    asked = {
+        name: value for name, value in asked.items() if value is not None and name not in model.generation_defaults
+    }
+    left = [name for name in _NO_EFFECT if name in asked and asked[name] not in _NO_EFFECT[name]]
+    left = [name for name in left if asked[name] != used.get(name)]
+    if used["do_sample"]:
+        left += [
+            name
+            for name, values in _NO_EFFECT_ON_SAMPLES.items()
+            if name in asked and asked[name] not in values and used[name] in values
+        ]
     return file, tuple(f"{name}={asked[name]!r}" for name in left)
 
 

@@ -2,7 +2,9 @@
 
 import difflib
 import inspect
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -16,6 +18,7 @@ from modelcenter.generation.search import beam, extend
 from modelcenter.generation.settings import Settings, check_whole, with_defaults
 from modelcenter.generation.state import State
 from modelcenter.generation.stopping import StopStrings
+from modelcenter.layers.cache import KVCache
 from modelcenter.layers.layout import check_tensor
 from modelcenter.layers.modes import evaluating
 
@@ -27,8 +30,6 @@ _INSTEAD = {
     "generation_config": "pass its settings as arguments",
     "inputs": "pass the prompts as input_ids",
     "logits_processor": "`banned` are tokens that a row does not get",
-    "bad_words_ids": "`banned` are tokens that a row does not get",
-    "suppress_tokens": "`banned` are tokens that a row does not get",
 }
 # Arguments of transformers' Seq2SeqTrainer that generate ignores, there and here.
 _PASSED_OVER = {"labels", "synced_gpus"}
@@ -54,19 +55,30 @@ def generate(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    top_h: float | None = None,
+    min_p: float | None = None,
+    typical_p: float | None = None,
+    epsilon_cutoff: float | None = None,
+    eta_cutoff: float | None = None,
     repetition_penalty: float | None = None,
     length_penalty: float | None = None,
     no_repeat_ngram_size: int | None = None,
     num_return_sequences: int | None = None,
     early_stopping: bool | str | None = None,
+    renormalize_logits: bool | None = None,
+    max_time: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     forced_bos_token_id: int | None = None,
     forced_eos_token_id: int | Sequence[int] | None = None,
+    bad_words_ids: Sequence[Sequence[int]] | None = None,
+    suppress_tokens: Sequence[int] | None = None,
+    begin_suppress_tokens: Sequence[int] | None = None,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
     seed: int | None = None,
+    past_key_values: KVCache | None = None,
     token_inputs: Mapping[str, Tensor] | None = None,
     other_inputs: Mapping[str, Tensor] | None = None,
     banned: Tensor | None = None,
@@ -89,18 +101,32 @@ def generate(
         num_beams: the number of sequences that beam search keeps per row; 1: no beam search. early_stopping: end the
             search of a row as soon as num_beams sequences have ended; "never": only when no longer one could be better.
             length_penalty: a sequence's score is divided by its length to this power; above 0 favours long ones.
-        do_sample: sample tokens instead of taking the best. temperature divides the scores; top_k keeps this many
-            tokens (0: all); top_p keeps the fewest tokens whose total probability reaches it.
+        do_sample: sample tokens instead of taking the best. temperature divides the scores; then, in this order, top_h
+            keeps, of the 100 best tokens, as many as have this share of their entropy (None: all tokens); top_k keeps
+            this many tokens (0: all); top_p keeps the fewest tokens whose total probability reaches it; min_p keeps
+            those with at least this share of the highest probability; typical_p keeps the tokens whose information is
+            closest to the entropy, until their total probability reaches it; epsilon_cutoff keeps those with at least
+            this probability; eta_cutoff the same, or with sqrt(eta_cutoff) * exp(-entropy) if that is less.
         repetition_penalty: divides the scores of tokens that have occurred. no_repeat_ngram_size: n-grams of this size
             do not occur twice.
+        renormalize_logits: scores that penalties and truncation changed become log-probabilities again, which only
+            beam search notices.
+        max_time: seconds after which sequences end as they are, looked at after each token; counted from the call or,
+            of a prompt that is read later (batch_size), from then on.
         num_return_sequences: sequences per row, adjacent in the result.
         eos_token_id: tokens that end a sequence; []: none. pad_token_id: fills the row after an end. None: the
             checkpoint's.
         forced_bos_token_id: the first token of a text, after the decoder's start token. forced_eos_token_id: the last
             token of a text that reaches the maximum length. []: none; None: an encoder-decoder's checkpoint decides.
+        bad_words_ids: sequences of tokens that do not occur. suppress_tokens: tokens that do not occur.
+            begin_suppress_tokens: tokens with which a text does not begin; a token of forced_bos_token_id comes before
+            it. []: none; None: none or, of bad_words_ids, those of an encoder-decoder's checkpoint.
         stop_strings: strings that end a sequence, found by decoding with `tokenizer`.
         streamer: receives the prompt and then each new token through `put(tensor)`, and a final `end()`; only for one
             row without beams.
+        past_key_values: a cache with the keys of the first tokens of the prompts, which are then not computed again, or
+            an empty one (KVCache()). It is changed: afterwards it has all tokens but the last, for a longer prompt that
+            begins with them. Only for prompts of one length, one text for each, and see `continues`.
         seed: seeds sampling; None: torch's generator is used.
         token_inputs: further inputs of forward for the prompts' tokens, (batch, seq) each; a new token has the value of
             the last. other_inputs: further inputs of each forward.
@@ -120,8 +146,10 @@ def generate(
 
     Raises:
         ValueError: an argument is out of range or has the wrong type, the model has no language-modelling head, a
-            prompt leaves no room in the position table, or another rank of the pipeline has other rows.
+            prompt leaves no room in the position table, another rank of the pipeline has other rows, the model's
+            scores are NaN or infinite, no token is left to choose from, or past_key_values does not fit.
     """
+    began = time.monotonic()
     _check_call(model, input_ids)
     more = {name: value for name, value in more.items() if name not in _PASSED_OVER}
     token_inputs = _inputs_of_tokens(model, {**(token_inputs or {}), **more})
@@ -136,13 +164,23 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        top_h=top_h,
+        min_p=min_p,
+        typical_p=typical_p,
+        epsilon_cutoff=epsilon_cutoff,
+        eta_cutoff=eta_cutoff,
         repetition_penalty=repetition_penalty,
         length_penalty=length_penalty,
         no_repeat_ngram_size=no_repeat_ngram_size,
         num_return_sequences=num_return_sequences,
         early_stopping=early_stopping,
+        renormalize_logits=renormalize_logits,
+        max_time=max_time,
         forced_bos_token_id=forced_bos_token_id,
         forced_eos_token_id=forced_eos_token_id,
+        bad_words_ids=bad_words_ids,
+        suppress_tokens=suppress_tokens,
+        begin_suppress_tokens=begin_suppress_tokens,
         stop_strings=stop_strings,
         seed=seed,
     )
@@ -151,12 +189,15 @@ def generate(
     settings = resolve_settings(model, asked, input_ids.shape[1], eos_token_id, pad_token_id, stop)
     if batch_size is not None:
         check_whole("batch_size", batch_size, 1)
-    if other_inputs and batch_size is not None and batch_size < len(input_ids):
-        raise ValueError(f"batch_size: got {batch_size} with other_inputs, which are for all rows; leave it out")
+    for name, value in {"other_inputs": other_inputs, "past_key_values": past_key_values}.items():
+        if value is not None and batch_size is not None and batch_size < len(input_ids):
+            raise ValueError(f"batch_size: got {batch_size} with {name}, which are for all rows; leave it out")
     if attention_mask is None and settings.tokens.marks_padding:
         attention_mask = guessed_mask(input_ids, settings.tokens.pad)
     if streamer is not None and (settings.num_beams > 1 or len(input_ids) * settings.num_return_sequences > 1):
         raise ValueError("streamer: it shows one growing sequence; use one row, num_beams=1, num_return_sequences=1")
+    if past_key_values is not None:
+        _check_past(model, past_key_values, settings, token_inputs)
     rng = _generator(model, settings, input_ids.device) if settings.do_sample else None
     with evaluating(model), _uncompiled():
         state = State(
@@ -167,6 +208,8 @@ def generate(
             batch_size=min(batch_size or len(input_ids), len(input_ids)),
             other_inputs=other_inputs,
             before_reading=before_reading,
+            past=past_key_values,
+            began=began,
         )
         if streamer is not None:
             streamer.put(state.first_tokens().cpu())
@@ -204,6 +247,30 @@ def _check_call(model: Any, input_ids: Any) -> None:
     check_tensor("input_ids", input_ids, "a tensor of shape (batch, seq)")
     if input_ids.dim() != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: got shape {tuple(input_ids.shape)}, expected (batch, seq), none of them 0")
+
+
+def continues(model: Any) -> bool:
+    """Whether `generate` of the model takes past_key_values: a decoder's, whole on this rank, whose keys do not depend
+    on later tokens, on tuned prompts or on inputs besides the tokens."""
+    alone = not getattr(model, "is_encoder_decoder", False) and getattr(model, "pipeline", None) is None
+    plain = not model.prefix_tokens and not getattr(model, "input_defaults", {})
+    return alone and plain and math.isinf(model.rereads_beyond)
+
+
+def _check_past(model: Any, past: Any, settings: Settings, token_inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError if past_key_values has another type, or the model or the other arguments do not allow it."""
+    if not isinstance(past, KVCache):
+        raise ValueError(f"past_key_values: got {type(past).__name__}, expected a modelcenter.layers.cache.KVCache")
+    if not continues(model):
+        raise ValueError(
+            f"past_key_values: {type(model).__name__} reads prompts as a whole here, as encoder-decoders, pipelines, "
+            "tuned prompts, CPM models and some long contexts do; leave it out"
+        )
+    if settings.num_beams > 1 or settings.num_return_sequences > 1 or token_inputs:
+        raise ValueError(
+            "past_key_values: it continues one text for each prompt, of tokens alone; leave it out with num_beams, "
+            "num_return_sequences or inputs per token"
+        )
 
 
 def _generator(model: Any, settings: Settings, device: torch.device) -> torch.Generator:

@@ -108,6 +108,14 @@ class Texts:
         """The number of columns up to the newest token."""
         return self.start + max(self.counts, default=0)
 
+    def newest(self, count: int) -> Tensor:
+        """(n, count) the newest tokens of each sequence, -1 before its first."""
+        even = min(self.counts) == max(self.counts) and count <= self.used
+        if even:
+            return self.tokens[:, self.used - count : self.used]
+        padded = torch.nn.functional.pad(self.tokens, (count, 0), value=-1)
+        return padded.gather(1, self.ends()[:, None] + torch.arange(count, device=padded.device))
+
     def ends(self) -> Tensor:
         """(n,) the column after each sequence's newest token."""
         return torch.tensor([self.start + count for count in self.counts], device=self.tokens.device)

@@ -6,16 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelcenter.generation.scores import narrowed, next_scores
+from modelcenter.generation.scores import best_so_far, drawn, narrowed, next_scores, refuse
 from modelcenter.generation.settings import Settings
 from modelcenter.generation.state import State
 from modelcenter.generation.stopping import StopStrings
 
 _NEVER = -1e9  # below the score of any sequence
-
-
-def _drawn(scores: Tensor, count: int, rng: torch.Generator | None) -> Tensor:
-    return torch.multinomial(scores.softmax(-1), count, generator=rng)
 
 
 def _ends_text(tokens: Tensor, s: Settings) -> Tensor:
@@ -39,17 +35,35 @@ def _contain(stop: StopStrings, texts: Tensor, counts: Sequence[int], slots: Seq
     return found.to(texts.device)
 
 
+def _over(state: State, active: Sequence[int], ended: Tensor) -> list[int]:
+    """The slots whose texts `ended` (slots,) now, of the active ones. Waits for the device once.
+
+    Raises ValueError if an active slot had no token to choose: see `best_so_far`.
+    """
+    best = state.of_slots["best"].view(len(ended), -1)
+    over, finite = torch.stack((ended, best.isfinite().all(1))).tolist()
+    for slot in active:
+        if not finite[slot]:
+            values = best[slot]
+            refuse(state.rows[slot] or 0, float(values[~values.isfinite()][0]))
+    return [slot for slot in active if over[slot]]
+
+
 def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: torch.Generator | None) -> None:
     """Greedy search or sampling: num_return_sequences texts of each row, `pad` after each end."""
-    copies, start = state.copies, state.texts.start
+    copies, start, device = state.copies, state.texts.start, state.texts.tokens.device
     can_end = bool(s.tokens.eos or stop.strings)
-    state.begin(done=torch.zeros(copies, dtype=torch.bool, device=state.texts.tokens.device))
+    state.begin(done=torch.zeros(copies, dtype=torch.bool, device=device), best=torch.zeros(copies, device=device))
     while state.next():
         if not (active := state.active()):
             continue
-        scores = next_scores(state.logits, state.texts, s, state.limits)
-        new = _drawn(narrowed(scores, s), 1, rng)[:, 0] if s.do_sample else scores.argmax(-1)
-        done = state.of_slots["done"]
+        scores, done = next_scores(state.logits, state.texts, s, state.limits), state.of_slots["done"]
+        if s.do_sample:
+            scores = narrowed(scores, s)
+        best, new = scores.max(-1)
+        if s.do_sample:
+            new = drawn(scores, 1, rng)[:, 0]
+        state.of_slots["best"] = best_so_far(state.of_slots["best"], best.view(done.shape), done)
         if can_end:
             new = new.masked_fill(done.flatten(), s.tokens.pad)
         if streamer is not None:
@@ -61,12 +75,13 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
         if stop.strings:
             texts = state.texts.tokens.view(len(counts), copies, -1)[:, :, start - 1 : state.texts.used]
             done |= _contain(stop, texts, counts, active)
-        ended = done.all(1).tolist() if can_end else [False] * len(counts)
-        if not (slots := [slot for slot in active if ended[slot] or counts[slot] == state.limits[slot * copies]]):
+        full = [slot for slot in active if counts[slot] == state.limits[slot * copies] or state.is_late(slot)]
+        if not (can_end or full):
             continue
-        texts = state.texts.new([slot * copies + i for slot in slots for i in range(copies)])
-        texts = texts.masked_fill(texts < 0, s.tokens.pad).view(len(slots), copies, -1)
-        state.finish(slots, texts, texts.shape[2])
+        if slots := sorted({*full, *_over(state, active, done.all(1))}):
+            texts = state.texts.new([slot * copies + i for slot in slots for i in range(copies)])
+            texts = texts.masked_fill(texts < 0, s.tokens.pad).view(len(slots), copies, -1)
+            state.finish(slots, texts, texts.shape[2])
 
 
 def _num_candidates(s: Settings) -> int:
@@ -74,8 +89,9 @@ def _num_candidates(s: Settings) -> int:
     return max(2, 1 + len(s.tokens.eos)) * s.num_beams
 
 
-def _beam_candidates(state: State, s: Settings, rng: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The best, or sampled, continuations of each slot's beams: scores, beams, next tokens, each (slots, count)."""
+def _beam_candidates(state: State, s: Settings, rng: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best score (slots,) of the continuations of each slot's beams, and the best, or sampled, of these: scores,
+    beams, next tokens, each (slots, count)."""
     scores = state.of_slots["scores"]
     log_probs = next_scores(state.logits.log_softmax(-1), state.texts, s, state.limits)
     if s.do_sample:
@@ -84,12 +100,13 @@ def _beam_candidates(state: State, s: Settings, rng: torch.Generator | None) -> 
     total = (log_probs.view(slots, beams, vocab) + scores[:, :, None]).flatten(1)
     count = _num_candidates(s)
     if s.do_sample:
-        index = _drawn(total, count, rng)
+        index = drawn(total, count, rng)
         best, order = total.gather(1, index).sort(descending=True)
-        index = index.gather(1, order)
+        index, top = index.gather(1, order), total.amax(1)
     else:
         best, index = total.topk(count)
-    return best, index // vocab, index % vocab
+        top = best[:, 0]
+    return top, best, index // vocab, index % vocab
 
 
 def _candidate_texts(state: State, origin: Tensor, new: Tensor) -> Tensor:
@@ -179,18 +196,20 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
     beams, device = s.num_beams, state.texts.tokens.device
     scores = torch.full((beams,), _NEVER, device=device)
     scores[0] = 0.0  # at first all beams of a row are the same
-    state.begin(scores=scores, **_EndedBeams.at_first(s, state.texts.room, device))
+    state.begin(scores=scores, best=torch.zeros((), device=device), **_EndedBeams.at_first(s, state.texts.room, device))
     among_best = torch.arange(_num_candidates(s), device=device) < beams
     while state.next():
         if not (active := state.active()):
             continue
-        best, origin, new = _beam_candidates(state, s, rng)
+        top, best, origin, new = _beam_candidates(state, s, rng)
+        closed = ~state.of_slots["open"][:, 0]
+        state.of_slots["best"] = best_so_far(state.of_slots["best"], top, closed)
         limits = state.limits[::beams]
         counts = [min(count + 1, limit) for count, limit in zip(state.texts.counts[::beams], limits, strict=True)]
         texts, ends = _candidate_texts(state, origin, new), _ends_text(new, s)
         if stop.strings:
             ends = ends | _contain(stop, texts, counts, active)
-        full = [count == limit for count, limit in zip(counts, limits, strict=True)]
+        full = [counts[slot] == limits[slot] or state.is_late(slot) for slot in range(len(counts))]
         ends = ends | torch.tensor(full, device=device)[:, None]
         state.of_slots["scores"], chosen = (best + ends * _NEVER).topk(beams)
         ended = _EndedBeams(state.of_slots, s)
@@ -199,6 +218,5 @@ def beam(state: State, s: Settings, stop: StopStrings, rng: torch.Generator | No
         ended.close(state.of_slots["scores"][:, :1], limits if at_most else counts)
         offsets = torch.arange(len(counts), device=device)[:, None] * beams
         state.choose(new.gather(1, chosen).flatten(), (origin.gather(1, chosen) + offsets).flatten())
-        over = (ends.all(1) | ended.over()).tolist()
-        if slots := [slot for slot in active if over[slot]]:
+        if slots := _over(state, active, ends.all(1) | ended.over()):
             state.finish(slots, *ended.best(slots))

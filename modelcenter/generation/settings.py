@@ -14,6 +14,8 @@ from modelcenter.generation.stopping import stop_texts
 
 # Tokens with which a text is forced to begin and, at its maximum length, to end.
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+# Tokens, and sequences of them, that texts do not contain.
+BANNED = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
 # The same limit, counting new tokens and counting the whole result.
 MOST, LEAST = ("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")
 
@@ -42,6 +44,33 @@ def _ids(value: Any, name: str, vocab_size: int) -> list[int]:
     return ids
 
 
+def _sequences(value: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    """Sequences of token ids from a list of lists. Raises ValueError if it is something else."""
+    words = [] if value is None else value
+    listed = isinstance(words, Iterable) and not isinstance(words, (str, Mapping, Tensor))
+    if not listed or not all(isinstance(word, Iterable) and not isinstance(word, str) for word in words):
+        raise ValueError(f"{name}: got {value!r}, expected a list of token ids for each word, such as [[5], [8, 9]]")
+    sequences = tuple(tuple(_numbers(word, name)) for word in words)
+    if () in sequences:
+        raise ValueError(f"{name}: got {value!r}, in which a word has no token; leave it out")
+    return sequences
+
+
+def _bad_words(
+    given: Any, checkpoint: Mapping[str, Any], ends: Sequence[int], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The sequences of bad_words_ids, without those that are an end token, as in transformers. given: the caller's;
+    None: the checkpoint's, in which ids outside the vocabulary come to nothing. Raises ValueError for other values."""
+    name = "bad_words_ids"
+    if given is not None:
+        words = _sequences(given, name)
+        _ids([token for word in words for token in word], name, vocab_size)
+    else:
+        words = _sequences(checkpoint.get(name), f"{name} of the checkpoint's generation_config.json or config.json")
+        words = tuple(word for word in words if all(0 <= token < vocab_size for token in word))
+    return tuple(word for word in words if not (len(word) == 1 and word[0] in ends))
+
+
 def _start(checkpoint: Mapping[str, Any], pads: Sequence[int], vocab_size: int) -> int | None:
     """The decoder's start token: the first one that the checkpoint gives, else the padding token; None: it gives
     neither. Raises ValueError if it is not one token of the vocabulary."""
@@ -67,7 +96,8 @@ class SpecialTokens:
         start: an encoder-decoder's text begins with it; None: it is not given, or the model has no decoder.
         first: the only token that may follow a single token; None: any. last: the only tokens allowed at the maximum
             length; (): any.
-        banned: these never occur. bans_all: they are all of the checkpoint's bad_words_ids.
+        bad_words: these sequences never occur. suppressed: these tokens never occur. suppressed_first: they are not
+            the first token that may be chosen.
     """
 
     eos: tuple[int, ...] = ()
@@ -76,8 +106,9 @@ class SpecialTokens:
     start: int | None = None
     first: int | None = None
     last: tuple[int, ...] = ()
-    banned: tuple[int, ...] = ()
-    bans_all: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
 
     @classmethod
     def resolve(
@@ -87,13 +118,13 @@ class SpecialTokens:
         checkpoint: Mapping[str, Any],
         vocab_size: int,
         starts: bool,
-        forced: Mapping[str, Any] = MappingProxyType({}),
+        given: Mapping[str, Any] = MappingProxyType({}),
     ) -> "SpecialTokens":
         """The tokens that the caller gave, or if None those of the checkpoint.
 
         Args:
-            starts: whether texts begin with a start token, and the checkpoint's forced and banned tokens apply.
-            forced: the caller's arguments of FORCED.
+            starts: whether texts begin with a start token, and the checkpoint's forced tokens and bad words apply.
+            given: the caller's arguments of FORCED and BANNED.
 
         Raises:
             ValueError: a value is not a token id; the message names the argument or the field.
@@ -108,13 +139,12 @@ class SpecialTokens:
 
         ends, pads = tuple(tokens("eos_token_id", eos_token_id)), tokens("pad_token_id", pad_token_id)
         first, last = (
-            tokens(name, given) if (given := forced.get(name)) is not None or starts else [] for name in FORCED
+            tokens(name, value) if (value := given.get(name)) is not None or starts else [] for name in FORCED
         )
         if len(first) > 1:
             raise ValueError(f"{FORCED[0]}: got {first}, expected one token, with which every text begins")
-        # OPUS-MT's checkpoints ban the padding token so. Sequences of several tokens are not banned.
-        bad_words: list[Sequence[int]] = checkpoint.get("bad_words_ids") or []
-        single = [words[0] for words in bad_words if starts and len(words) == 1]
+        suppressed, suppressed_first = (tuple(_ids(given.get(name), name, vocab_size)) for name in BANNED[1:])
+        of_file = checkpoint if starts else {}  # OPUS-MT's checkpoints ban the padding token so
         return cls(
             eos=ends,
             pad=pads[0] if pads else ends[0] if ends else 0,
@@ -122,8 +152,9 @@ class SpecialTokens:
             start=_start(checkpoint, pads, vocab_size) if starts else None,
             first=first[0] if first else None,
             last=tuple(last),
-            banned=tuple(token for token in single if token not in ends and 0 <= token < vocab_size),
-            bans_all=len(single) == len(bad_words),
+            bad_words=_bad_words(given.get("bad_words_ids"), of_file, ends, vocab_size),
+            suppressed=suppressed,
+            suppressed_first=suppressed_first,
         )
 
 
@@ -143,11 +174,18 @@ class Settings:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    top_h: float | None = None
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
     repetition_penalty: float = 1.0
     length_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     num_return_sequences: int = 1
     early_stopping: bool | str = False
+    renormalize_logits: bool = False
+    max_time: float | None = None
     seed: int | None = field(default=None, repr=False)  # may differ between the ranks of a pipeline
 
     def __post_init__(self) -> None:
@@ -158,7 +196,8 @@ class Settings:
                 f"num_return_sequences: got {self.num_return_sequences}, expected at most num_beams={self.num_beams}; "
                 "raise num_beams, or sample with do_sample=True and num_beams=1"
             )
-        numbers = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+        numbers = [f.name for f in fields(self) if f.type is float]
+        numbers += [name for name in ("top_h", "max_time") if getattr(self, name) is not None]
         for name in numbers:
             value = getattr(self, name)
             self._check(name, isinstance(value, Real) and not isinstance(value, bool), "a number")
@@ -166,10 +205,17 @@ class Settings:
             self._check_whole("seed", 0)
         self._check_whole("max_new_tokens", 1)
         self._check_whole("min_new_tokens", 0)
-        self._check("do_sample", isinstance(self.do_sample, bool), "True or False")
+        for name in ("do_sample", "renormalize_logits"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
         self._check("temperature", self.temperature > 0, "a number above 0 (do_sample=False takes the best token)")
         self._check_whole("top_k", 0)
-        self._check("top_p", 0 < self.top_p <= 1, "a probability, 0 < top_p <= 1")
+        for name in ("top_p", "typical_p"):
+            self._check(name, 0 < getattr(self, name) <= 1, f"a probability, 0 < {name} <= 1")
+        self._check("top_h", self.top_h is None or 0 < self.top_h <= 1, "a share of the entropy, 0 < top_h <= 1")
+        self._check("min_p", 0 <= self.min_p <= 1, "a share of the highest probability, 0 <= min_p <= 1")
+        for name in ("epsilon_cutoff", "eta_cutoff"):
+            self._check(name, 0 <= getattr(self, name) < 1, f"a probability, 0 <= {name} < 1")
+        self._check("max_time", self.max_time is None or self.max_time > 0, "a number of seconds above 0")
         self._check("repetition_penalty", self.repetition_penalty > 0, "a number above 0")
         self._check_whole("no_repeat_ngram_size", 0)
         known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
@@ -206,7 +252,7 @@ def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
         ValueError: the model cannot generate text; `generate` has no such argument, or does not accept the value.
     """
     searched = {f.name for f in fields(Settings)} - {"tokens", "seed"}
-    known = searched | {"max_length", "min_length", "stop_strings", *FORCED}
+    known = searched | {"max_length", "min_length", "stop_strings", *FORCED, *BANNED}
     for name in settings:
         if not model.writes_text:
             raise ValueError(f"{name}: a model for the task {model.task!r} cannot generate text; leave it out")
@@ -217,7 +263,7 @@ def set_defaults(model: Any, settings: Mapping[str, Any]) -> None:
     for name, least in (("max_length", 1), ("min_length", 0)):
         check_whole(name, settings.get(name, least), least)
     stop_texts(settings.get("stop_strings"))
-    SpecialTokens.resolve(None, None, {}, model.config.vocab_size, starts=False, forced=settings)
+    SpecialTokens.resolve(None, None, {}, model.config.vocab_size, starts=False, given=settings)
     Settings(tokens=SpecialTokens(), **{name: settings[name] for name in searched & settings.keys()})
     model.generation_defaults = dict(settings)
     if settings:  # a generation_config replaces the tokens in config.json

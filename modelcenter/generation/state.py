@@ -6,6 +6,7 @@ given up, so that ended texts cost little.
 
 import functools
 import math
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,24 @@ def _is_sharded(model: Any) -> bool:
     from torch.distributed.tensor import DTensor  # takes a second to import, and one process does not need it
 
     return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _known_tokens(past: KVCache, lengths: list[int]) -> int:
+    """The number of tokens at the start of each prompt whose keys are known; 0 for an empty cache. Raises ValueError if
+    it is not the same for all prompts, which have `lengths` tokens, or leaves none to read."""
+    if not past.lengths:
+        return 0
+    if len(past.lengths) != len(lengths) or len({*past.lengths}) > 1 or len({*lengths}) > 1:
+        raise ValueError(
+            f"past_key_values: holds {past.lengths} tokens of its sequences, but the prompts have {lengths}; expected "
+            "as many sequences as prompts, of one length, and prompts of one length"
+        )
+    if len(past) >= lengths[0]:
+        raise ValueError(
+            f"past_key_values: holds {len(past)} tokens, but the prompts have {lengths[0]}; expected fewer, so that "
+            "there is a token to read: past_key_values.crop(n) keeps the first n"
+        )
+    return len(past)
 
 
 class State:
@@ -53,9 +72,12 @@ class State:
         batch_size: int,
         other_inputs: Mapping[str, Tensor] | None = None,
         before_reading: Callable[[], None] | None = None,
+        past: KVCache | None = None,
+        began: float = 0.0,
     ):
         """limits: the maximum of new tokens of each row. batch_size: the number of slots. before_reading: called before
-        prompts are read, at the same time on all ranks.
+        prompts are read, at the same time on all ranks. past: the keys of the first tokens of each prompt, or empty; it
+        is changed, and has all rows at the end. began: time.monotonic() at which the time of the first prompts begins.
 
         Raises ValueError if a text could exceed the model's positions, or the ranks of a pipeline differ in inputs.
         """
@@ -65,6 +87,8 @@ class State:
         self._other_inputs, self._before_reading = dict(other_inputs or {}), before_reading
         self._limits, self._waiting = list(limits), list(range(len(prompts)))[::-1]
         self._most = self._most_tokens()
+        # Of other inputs it is not known which rows they are of; the caller's cache has all rows at the end.
+        self._keeps_rows = bool(other_inputs) or past is not None
         self._ended = self._ended_tokens = 0  # rows whose texts have ended, and the new tokens of these
         several_ranks = dist.is_initialized() and dist.get_world_size() > 1
         self._agrees = _is_sharded(model) or (before_reading is not None and several_ranks)
@@ -74,6 +98,8 @@ class State:
             self.pipeline.check_same([{**given, "settings": checksum}, prompts.token_inputs, other_inputs])
         self._classes: int | None = None  # of the logits, once the other stages of a pipeline know it
         self.copies = max(settings.num_beams, settings.num_return_sequences)
+        self._known = 0 if past is None else _known_tokens(past, prompts.lengths)
+        self._past, self._began, self._seconds, self._started = past, began, 0.0, list[float]()
         self.cache, self.rows, self.limits = self._make_cache(), list[int | None](), list[int]()
         self.texts = Texts(
             1 if self.is_encoder_decoder else max(prompts.lengths), max(limits), prompts.input_ids.device
@@ -102,7 +128,9 @@ class State:
         return most
 
     def _make_cache(self) -> KVCache:
-        return KVCache(min(self._most, self._most - max(self._limits) + _RESERVE), self._most)
+        cache = KVCache() if self._past is None else self._past
+        cache.reserve(min(self._most, self._most - max(self._limits) + _RESERVE), self._most)
+        return cache
 
     def first_tokens(self) -> Tensor:
         """(all rows, length): what the output begins with, the prompts or the decoder's start token."""
@@ -154,15 +182,30 @@ class State:
                 self._step(active)
             else:
                 self._idle_step()
+        before = self._seconds
         if reads:
             if self._before_reading is not None:
                 self._before_reading()
             rows = [self._waiting.pop() for _ in range(free)]
             if rows:
-                self._read(rows)
+                self._read(rows, before)
             else:
                 self._run({**self._prompts.packed([0], most=1), **self._decoder_start(1)}, self._make_cache())
+        if self._settings.max_time is not None:
+            self._seconds = self._elapsed()
         return True
+
+    def _elapsed(self) -> float:
+        """The seconds since the call, the same on all ranks that take steps together: they must end texts together."""
+        seconds = torch.tensor(time.monotonic() - self._began, dtype=torch.float64)
+        if self.pipeline is not None:
+            seconds = self.pipeline.from_last(seconds.to(self.texts.tokens.device))
+        return float(self._most_of_ranks(seconds))
+
+    def is_late(self, slot: int) -> bool:
+        """Whether max_time has passed since the prompt of a slot was read."""
+        seconds = self._settings.max_time
+        return seconds is not None and self._seconds - self._started[slot] > seconds
 
     def _free_slots(self) -> int:
         """The number of prompts to read now."""
@@ -189,18 +232,22 @@ class State:
         """Whether each flag is set on any rank that takes the steps together with this one."""
         if not self._agrees:
             return list(flags)
-        found = torch.tensor(flags, dtype=torch.int32)
-        if "gloo" not in str(dist.get_backend_config()):
-            found = found.to(self.texts.tokens.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [bool(flag) for flag in found.tolist()]
+        return [bool(flag) for flag in self._most_of_ranks(torch.tensor(flags, dtype=torch.int32)).tolist()]
+
+    def _most_of_ranks(self, values: Tensor) -> Tensor:
+        """The largest of each of the values on the ranks that take steps together with this one."""
+        if self._agrees:
+            if "gloo" not in str(dist.get_backend_config()):
+                values = values.to(self.texts.tokens.device)
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
 
     def _step(self, active: list[int]) -> None:
         assert self._new is not None
         tokens, order = self._new
         if order is not None:
             self.cache.reorder(order)
-        if not self._waiting and len(active) <= len(self.rows) * (1 - _LEAVING) and not self._other_inputs:
+        if not self._waiting and len(active) <= len(self.rows) * (1 - _LEAVING) and not self._keeps_rows:
             tokens = tokens[self._keep(active)]
         # Ended sequences go on with the others until they are full: steps of equal sequences are cheaper.
         self.cache.lengths = [min(length, self._most - 1) for length in self.cache.lengths]
@@ -229,6 +276,7 @@ class State:
         self.cache.keep(slots, self.copies)
         self.texts.select(index)
         self.rows, self.limits = [self.rows[slot] for slot in slots], [self.limits[i] for i in index.tolist()]
+        self._started = [self._started[slot] for slot in slots]
         of_slots = torch.tensor(slots, device=index.device)
         self.of_slots = {name: value[of_slots] for name, value in self.of_slots.items()}
         self._last_inputs = {name: value[index] for name, value in self._last_inputs.items()}
@@ -236,11 +284,12 @@ class State:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def _read(self, rows: list[int]) -> None:
-        """Read the prompts of some rows into free slots."""
+    def _read(self, rows: list[int], started: float) -> None:
+        """Read the prompts of some rows into free slots. Their time counts from `started`, seconds after the call."""
         prompts, copies, device = self._prompts, self.copies, self.texts.tokens.device
         cache, start = self._make_cache(), self._decoder_start(len(rows))
-        logits = self._run({**prompts.packed(rows), **start}, cache)
+        batch = {"input_ids": prompts.input_ids[:, self._known :]} if self._known else prompts.packed(rows)
+        logits = self._run({**batch, **start}, cache)
         index = torch.tensor(rows, device=device)
         if self.is_encoder_decoder:
             texts = self.texts.begun(
@@ -257,7 +306,7 @@ class State:
         if not self.active():
             cache.reorder(sequences_of(list(range(len(rows))), 1, device).repeat_interleave(copies))
             self.cache, self.texts, self.logits, self.limits = cache, texts, logits, limits
-            self.rows, self._last_inputs = list(rows), last_inputs
+            self.rows, self._last_inputs, self._started = list(rows), last_inputs, [started] * len(rows)
             self.of_slots = {name: x[None].repeat(len(rows), *[1] * x.dim()) for name, x in self._initial.items()}
             return
         slots = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
@@ -266,7 +315,7 @@ class State:
         self.texts.replace(sequences, texts)
         self.logits[sequences] = logits
         for i, row in zip(slots, rows, strict=True):
-            self.rows[i] = row
+            self.rows[i], self._started[i] = row, started
             self.limits[i * copies : (i + 1) * copies] = [self._limits[row]] * copies
         for name, value in last_inputs.items():
             self._last_inputs[name][sequences] = value

@@ -113,6 +113,16 @@ class KVCache:
         other._sources, other._absent = list(self._sources), self._absent
         return other
 
+    def reserve(self, capacity: int, max_tokens: int | None) -> None:
+        """Set how many tokens per sequence memory is reserved for, as the arguments of the constructor."""
+        self._capacity, self._max_tokens = capacity, max_tokens
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens of each sequence, at least 1, as `crop` of transformers' cache."""
+        if length < 1:
+            raise ValueError(f"length: got {length}, expected at least 1 token to keep; begin anew with an empty cache")
+        self.lengths = [min(length, kept) for kept in self.lengths]  # what comes overwrites the keys behind it
+
     def emptied(self) -> "KVCache":
         """An empty cache for as many tokens."""
         return KVCache(self._capacity, self._max_tokens)

@@ -1,6 +1,10 @@
 """Pipelines of encoder-decoders and of the CPM, whose blocks share more than hidden states; and what a split model
 writes and shows: generation and hidden states."""
 
+import itertools
+import types
+from unittest import mock
+
 import engine_toys as toys
 import pytest
 import torch
@@ -281,6 +285,22 @@ def test_pipelines_with_rows_of_their_own(four):
     expected = written("tiny/t5", {}, {"eos_token_id": []}, True)
     for rank, found in enumerate(four.run(written, "tiny/t5", PP, {"eos_token_id": []}, True)):
         assert torch.equal(found[0], expected[rank % 2])
+
+
+def timed():
+    """The tokens of a stage, with a clock that goes on in the last one only."""
+    model, clock = built("tiny/gpt2", "causal-lm", PP, LAST).eval(), itertools.count()
+    time = types.SimpleNamespace(monotonic=lambda: next(clock) * engine.rank())
+    with (
+        mock.patch("modelcenter.generation.state.time", time),
+        mock.patch("modelcenter.generation.generate.time", time),
+    ):
+        return model.generate(torch.full((1, 4), 9), max_new_tokens=9, max_time=3.5, eos_token_id=[])
+
+
+def test_stages_end_texts_at_the_same_time(two):
+    first, second = two.run(timed)
+    assert torch.equal(first, second) and first.shape == (1, 4 + 4)
 
 
 def asked_for_more(rank_has_more):

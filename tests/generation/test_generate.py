@@ -9,14 +9,14 @@ import types
 import pytest
 import torch
 import transformers
-from generation_toys import KINDS, MANY, VOCAB, Letters
+from generation_toys import KINDS, MANY, VOCAB, Letters, texts_after
 from harness import randomize_
 
 import engine
 import modelcenter as mc
 from modelcenter.generation import search
 from modelcenter.generation.arguments import _warn_unused
-from modelcenter.generation.prompts import Texts, positions_left
+from modelcenter.generation.prompts import positions_left
 from modelcenter.generation.scores import narrowed, penalised
 from modelcenter.generation.settings import Settings, SpecialTokens
 from modelcenter.generation.stopping import StopStrings
@@ -103,8 +103,7 @@ def test_padding_on_the_right_gives_the_same_texts(pair, beams, n):
 
 def test_a_prompt_shorter_than_the_n_grams_bans_no_token_for_its_empty_places():
     scores = torch.zeros(2, 4)
-    prompts = torch.tensor([[2, 1, 3], [0, 0, 3]])
-    texts = Texts(3, 5, prompts.device).begun(prompts, torch.tensor([[1, 1, 1], [0, 0, 1]]) > 0, 1)
+    texts = texts_after(torch.tensor([[2, 1, 3], [-1, -1, 3]]), torch.zeros(2, 0, dtype=torch.long))
     s = types.SimpleNamespace(
         repetition_penalty=2.0, no_repeat_ngram_size=1, min_new_tokens=0, tokens=SpecialTokens(eos=(1,))
     )
@@ -143,7 +142,7 @@ def test_beams_that_are_drawn_go_on_by_their_scores(pair, monkeypatch):
     ids, mask = prompts("left")
     more = {"num_beams": 4, "num_return_sequences": 3, "eos_token_id": MANY}
     wanted = ours.generate(ids, mask, 12, **more)
-    monkeypatch.setattr(search, "_drawn", lambda scores, count, rng: scores.topk(count).indices.flip(1))
+    monkeypatch.setattr(search, "drawn", lambda scores, count, rng: scores.topk(count).indices.flip(1))
     assert torch.equal(ours.generate(ids, mask, 12, do_sample=True, **more), wanted)
 
 
@@ -316,16 +315,15 @@ def test_every_setting_of_the_file_that_changes_a_greedy_text_is_said(pair, capl
 
 
 @pytest.mark.parametrize(
-    ("words", "starts", "banned", "bans_all"),
+    ("words", "starts", "banned"),
     [
-        ([[3], [7], [60]], True, (3,), True),  # an end and what the vocabulary lacks come to nothing
-        ([[3], [4, 5]], True, (3,), False),
-        ([[3]], False, (), False),  # of a decoder, as of all its settings
+        ([[3], [7], [60], [4, 60]], True, ((3,),)),  # an end and what the vocabulary lacks come to nothing
+        ([[3], [4, 7]], True, ((3,), (4, 7))),
+        ([[3]], False, ()),  # of a decoder, as of all its settings
     ],
 )
-def test_which_of_the_words_that_a_checkpoint_bans_are_kept_out(words, starts, banned, bans_all):
-    tokens = SpecialTokens.resolve([7], None, {"bad_words_ids": words}, 50, starts)
-    assert (tokens.banned, tokens.bans_all) == (banned, bans_all)
+def test_which_of_the_words_that_a_checkpoint_bans_are_kept_out(words, starts, banned):
+    assert SpecialTokens.resolve([7], None, {"bad_words_ids": words}, 50, starts).bad_words == banned
 
 
 def test_texts_that_are_to_be_longer_than_they_may_are_said_once(pair, caplog):
@@ -537,7 +535,10 @@ def test_compiled_units_write_as_they_are_written():
         ({"max_new_tokens": None, "max_length": 9}, "max_length: got 9, expected more than the 9 tokens"),
         ({"max_new_tokens": None, "max_length": "20"}, "max_length: got '20', expected more than"),
         ({"num_beam": 2}, "num_beam: neither .*; did you mean num_beams?"),
-        ({"min_p": torch.ones(4, 9)}, "min_p: neither an argument of generate nor an input of \\w+ per token"),
+        (
+            {"sequence_bias": torch.ones(4, 9)},
+            "sequence_bias: neither an argument of generate nor an input of \\w+ per token",
+        ),
         ({"position_ids": torch.ones(4, 9)}, "position_ids: neither .*; positions are counted from a prompt's first"),
         ({"token_inputs": {"position_ids": torch.ones(4, 9)}}, "position_ids: neither an argument"),
         ({"input_ids": [[1, 2]]}, "input_ids: got list, expected a tensor"),
@@ -630,7 +631,9 @@ def test_settings_that_the_caller_names_when_loading_are_what_generate_does(pair
         ("causal-lm", {"max_length": "9"}, "max_length: got '9', expected a whole number"),
         ("causal-lm", {"stop_strings": ["a", ""]}, "stop_strings: got .*, none of them empty"),
         ("causal-lm", {"min_length": -4}, "min_length: got -4, expected a whole number of at least 0"),
-        ("causal-lm", {"bad_words_ids": [[4]]}, "bad_words_ids: not an argument of generate here"),
+        ("causal-lm", {"sequence_bias": [[[4], 1.0]]}, "sequence_bias: not an argument of generate here"),
+        ("causal-lm", {"bad_words_ids": [[4, 99]]}, "bad_words_ids: got 99, but the vocabulary has the tokens 0 to 60"),
+        ("causal-lm", {"min_p": 2}, "min_p: got 2, expected a share of the highest probability"),
         ("causal-lm", {"generation_config": {"num_beams": 4}}, "generation_config.*give its settings one by one"),
         ("causal-lm", {"temperatur": 0.5}, "'temperatur' = 0.5.*Did you mean 'temperature'"),
         ("sequence-classification", {"num_beams": 4}, "num_beams: a model for the task .* cannot generate"),

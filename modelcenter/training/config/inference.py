@@ -1,5 +1,6 @@
 """Flags of the verbs that use a trained model. Imports no torch."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -16,8 +17,10 @@ from modelcenter.training.config.common import (
     TrainConfig,
     is_local,
 )
-from modelcenter.training.config.seq2seq import LANGUAGES, ONE_BEAM, check_metrics
+from modelcenter.training.config.seq2seq import EVALUATION_SEARCH, LANGUAGES, ONE_BEAM, check_metrics
 
+# Flags that change only how tokens are sampled.
+SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _model, _data, _output = partial(flag, "model"), partial(flag, "data"), partial(flag, "output")
 _batches, _engine, _search = partial(flag, "batches"), partial(flag, "engine"), partial(flag, "search")
 _answers, _texts = partial(flag, "answers"), partial(flag, "texts")
@@ -48,12 +51,27 @@ class SearchFlags(Flags):
     temperature: float = _search(1.0, "divides the scores before sampling; above 1 is more random, below 1 less")
     top_k: int = _search(0, "sample from this many most probable tokens; 0: all")
     top_p: float = _search(1.0, "sample from the smallest set of tokens whose probabilities add up to this")
+    top_h: float | None = _search(None, "of the 100 most probable tokens, sample from the first that have this share "
+        "of their entropy; if not given, from all tokens")
+    min_p: float = _search(0.0, "sample from tokens with at least this share of the highest probability; 0: all")
+    typical_p: float = _search(1.0, "sample from the tokens whose information is closest to the average, until their "
+        "probabilities add up to this")
+    epsilon_cutoff: float = _search(0.0, "sample from tokens with at least this probability; 0: all")
+    eta_cutoff: float = _search(0.0, "the same, with a lower limit where many tokens are probable; 0: all")
     repetition_penalty: float = _search(1.0, "factor by which tokens that already occurred are made less likely; 1: no "
         "penalty")
     length_penalty: float = _search(1.0, "exponent of the length in beam scores; above 0 favours long texts")
     early_stopping: bool = _search(False, "stop a beam search as soon as num_beams candidates have ended, although "
         "better ones might follow")
     no_repeat_ngram_size: int = _search(0, "let no sequence of this many tokens occur twice; 0: no limit")
+    renormalize_logits: bool = _search(False, "make probabilities of a beam search's scores again after penalties and "
+        "bans")
+    bad_words_ids: list[str] | None = _search(None, "tokens that texts do not contain, as numbers; with commas between "
+        "them, sequences of tokens: 5 8,9", "bad_words")
+    suppress_tokens: list[int] | None = _search(None, "tokens that texts do not contain, as numbers")
+    begin_suppress_tokens: list[int] | None = _search(None, "tokens that texts do not begin with, as numbers")
+    max_time: float | None = _search(None, "seconds after which the texts of a batch end as they are; if not given, no "
+        "limit")
     num_return_sequences: int = _search(1, "number of texts per prompt")
     stop_strings: list[str] | None = _search(None, "strings at which generation stops", "stop")
     seed: int = _search(0, "random seed for sampling")
@@ -61,12 +79,23 @@ class SearchFlags(Flags):
 
     def search(self) -> dict[str, Any]:
         """These flags, as arguments of model.generate."""
-        return {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
+        search = {field.name: getattr(self, field.name) for field in fields(SearchFlags)}
+        return {**search, "bad_words_ids": self._bad_words()}
+
+    def _bad_words(self) -> list[list[int]] | None:
+        words = self.bad_words_ids
+        if words is not None and not all(re.fullmatch(r"\d+(,\d+)*", word) for word in words):
+            raise ValueError(
+                f"bad_words_ids: got {' '.join(words)!r}, expected numbers of tokens, with commas between those of a "
+                "sequence, such as 5 8,9"
+            )
+        return None if words is None else [[int(token) for token in word.split(",")] for word in words]
 
     def check_search(self) -> None:
-        """Raise ValueError for a flag of sampling without do_sample."""
+        """Raise ValueError for a flag of sampling without do_sample, or words that are no numbers of tokens."""
+        self._bad_words()
         for field in fields(SearchFlags):
-            drawn = field.name in ("temperature", "top_k", "top_p") and getattr(self, field.name) != field.default
+            drawn = field.name in SAMPLING and getattr(self, field.name) != field.default
             if drawn and not self.do_sample:
                 raise ValueError(
                     f"{field.name}: changes nothing without do_sample; give that too, or leave {field.name} out"
@@ -185,10 +214,10 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
                 raise ValueError(f"columns: {role}={column} contradicts {role}_column {own!r}")
 
     def search(self, run: Any = None) -> dict[str, Any]:
-        """The arguments of model.generate: the given ones, else those of the run's flags, else the defaults."""
+        """The arguments of model.generate: the given ones, else those of the run's evaluations, else the defaults."""
         given = super().search()
         usual = {field.name: field.default for field in fields(SearchFlags)}
-        of_run = {name: getattr(run, name, None) for name, value in given.items() if value is None}
+        of_run = {name: getattr(run, name, None) for name in EVALUATION_SEARCH if given[name] is None}
         return usual | {n: v for flags in (of_run, given) for n, v in flags.items() if v is not None}
 
     def column(self, role: str) -> str | None:
@@ -236,7 +265,9 @@ class GenerateConfig(SearchFlags, EngineFlags):
     """Flags of generate."""
 
     idle: ClassVar[Mapping[str, Idle]] = {
-        "length_penalty": ONE_BEAM, "early_stopping": ONE_BEAM, "revision": _LOCAL_MODEL
+        "length_penalty": ONE_BEAM, "early_stopping": ONE_BEAM, "renormalize_logits": ONE_BEAM,
+        "revision": _LOCAL_MODEL,
+        "system_prompt": Idle(lambda c: not c.chat, "without chat; give --chat too, or leave it out"),
     }
 
     run: str | None = _model(None, "run folder, checkpoint directory or Hub name", positional=True)
@@ -245,12 +276,14 @@ class GenerateConfig(SearchFlags, EngineFlags):
     revision: str | None = _model(None, "branch, tag or commit of the Hub model", "model_revision")
     prompt: list[str] | None = _data(None, "texts to continue; if not given, lines are read from the keyboard or a "
         "pipe", positional="any")
-    prompts_file: str | None = _data(None, "file with one prompt per line", "prompt_file", "input_file")
+    prompts_file: str | None = _data(None, "file with one prompt per line; with chat, a jsonl, json or parquet file "
+        "has a conversation in each row (column messages), or a prompt", "prompt_file", "input_file")
     source_lang: str | None = _texts(None, "language of the prompts, such as eng_Latn, for multilingual models; the "
         "run's if not given")
     target_lang: str | None = _texts(None, "language to generate, such as deu_Latn; the run's if not given")
     chat: bool = _data(False, "treat each prompt as a user's message, written by the tokenizer's chat template or "
-        "as the run wrote it")
+        "as the run wrote it; at a terminal, one conversation of all messages")
+    system_prompt: str | None = _data(None, "with chat: the system's message, before the others", "system")
     output: str | None = _output(None, "file to write, with a row for each prompt, in the format of its extension: "
         "jsonl, json, csv, tsv or parquet; the terminal if not given", "output_file")
     batch_size: int = _batches(8, "number of prompts per rank and batch", "per_device_eval_batch_size")

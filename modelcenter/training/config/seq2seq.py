@@ -13,6 +13,8 @@ from modelcenter.training.config.teacher import TaughtConfig
 
 GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
 LANGUAGES = ("other", "zh")
+# How evaluations generate texts, and predictions too unless told otherwise.
+EVALUATION_SEARCH = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size")
 NO_TEXTS = Idle(lambda c: not c.eval_generate, "with eval_generate false, which generates no texts; leave one out")
 ONE_BEAM = Idle(lambda c: c.num_beams == 1, "with one beam; give num_beams too, or leave it out")
 _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partial(flag, "search")

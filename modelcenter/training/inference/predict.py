@@ -68,7 +68,8 @@ def _read_task(cfg: PredictConfig, labelled: bool) -> tuple[Task, TrainedModel]:
     cfg.check_task(info.flags(), search_flags(info, labelled))
     one_beam = cfg.search(trained.run)["num_beams"] == 1
     cfg.refuse_idle("length_penalty", one_beam and cfg.length_penalty != 1, ONE_BEAM.remedy)
-    cfg.refuse_idle("early_stopping", one_beam, ONE_BEAM.remedy)
+    for name in ("early_stopping", "renormalize_logits"):
+        cfg.refuse_idle(name, one_beam, ONE_BEAM.remedy)
     task = info.load()
     return task.for_inference(cfg, trained.run, task.read_data(cfg, trained.run, labelled), labelled), trained
 

@@ -17,6 +17,7 @@ from modelcenter.data.table import Table
 from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_targets
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
+from modelcenter.training.config.seq2seq import EVALUATION_SEARCH
 from modelcenter.training.inference.text_generation import complete_rows
 from modelcenter.training.metrics import Generation, LossOnly, Score
 from modelcenter.training.target_tokens import begin_texts, check_end, choose_languages
@@ -34,7 +35,6 @@ from modelcenter.training.tasks.splits import read_splits
 
 log = logging.getLogger("modelcenter")
 
-_SEARCH_FLAGS = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size")
 _INFERENCE_FLAGS = ("source_lang", "target_lang", "prefix", "metrics", "language")
 
 
@@ -128,7 +128,7 @@ class SequenceToSequence(Task):
             check_columns(eval_table, {"group": group})
             eval_table = rows_with_both_texts(eval_table, columns)
             groups_of(eval_table, group)  # only evaluations need it, but errors should come before the first epoch
-        search = {name: getattr(cfg, name) for name in _SEARCH_FLAGS}
+        search = {name: getattr(cfg, name) for name in EVALUATION_SEARCH}
         return cls(cfg=cfg, table=table, columns=columns, search=search, group=group, eval_table=eval_table)
 
     def special_tokens(self, tokenizer: Any) -> dict[str, Any]:

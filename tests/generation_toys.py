@@ -36,6 +36,7 @@ class Letters:
     """A tokenizer of one character for each token."""
 
     def decode(self, tokens, **_):
+        assert all(int(t) >= 0 for t in tokens)
         return "".join(chr(ord("A") + int(t)) for t in tokens)
 
     def batch_decode(self, rows, **_):

@@ -303,16 +303,38 @@ def test_stages_end_texts_at_the_same_time(two):
     assert torch.equal(first, second) and first.shape == (1, 4 + 4)
 
 
-def asked_for_more(rank_has_more):
+def in_slots(name, sizes, beams):
+    """Texts of unequal lengths, two rows at a time."""
+    task, fields = ("seq2seq-lm", SIDES) if "t5" in name else ("causal-lm", LAST)
+    model = built(name, task, sizes, fields).eval()
+    ids = torch.randint(8, 60, (5, 7), generator=torch.Generator().manual_seed(4))
+    mask = (torch.arange(7) >= torch.tensor([3, 0, 2, 6, 1])[:, None]).long()
+    how = {"pad_token_id": 3, "eos_token_id": [9, 20, 31], "num_beams": beams}
+    return model.generate(ids, mask, [9, 2, 7, 5, 3], batch_size=2, **how)
+
+
+@pytest.mark.parametrize("name", ["tiny/gpt2", "tiny/t5"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_rows_take_the_places_of_ended_ones_on_all_stages(two, name, beams):
+    expected = in_slots(name, {}, beams)
+    for found in two.run(in_slots, name, PP, beams):
+        assert torch.equal(found, expected)
+
+
+def asked_for_more(name):
     model = built("tiny/gpt2", "causal-lm", PP, LAST).eval()
+    more = {"max_new_tokens": 3, "batch_size": 2, "limits": [3, 2, 1]}[name]
+    more = [*more, 3 + engine.rank()] if name == "limits" else more + engine.rank()
+    given = {"max_new_tokens": 3} | {"max_new_tokens" if name == "limits" else name: more}
     try:
-        model.generate(torch.full((1, 4), 9), max_new_tokens=3 + rank_has_more * engine.rank())
+        model.generate(torch.full((4, 4), 9), **given)
     except ValueError as error:
         return str(error)
 
 
-def test_other_settings_on_a_stage_are_an_error(two):
-    assert all("different rows or settings" in message for message in two.run(asked_for_more, 1))
+@pytest.mark.parametrize("name", ["max_new_tokens", "batch_size", "limits"])
+def test_other_settings_on_a_stage_are_an_error(two, name):
+    assert all("different rows or settings" in message for message in two.run(asked_for_more, name))
 
 
 def shown(name, task, sizes, fields):

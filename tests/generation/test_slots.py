@@ -12,6 +12,11 @@ from modelcenter.layers.cache import KVCache
 
 LENGTHS = (5, 2, 7, 9, 1, 8, 3)  # the longest is not among the first ones that are read
 LIMITS = [12, 3, 1, 17, 6, 9, 14]
+MORE_KINDS = {
+    "a forced beginning": {"forced_bos_token_id": 11, "begin_suppress_tokens": [20, 33, 41]},
+    "bad words": {"bad_words_ids": [[n, m] for n in range(VOCAB) for m in range(n % 3, VOCAB, 3)]},
+    "beams without bad words": {"num_beams": 3, "bad_words_ids": [[n, m, 50] for n in range(9, 60) for m in range(60)]},
+}
 
 
 def prompts(vocab=VOCAB):
@@ -37,11 +42,11 @@ def same(together, alone, pad):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 7])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_each_text_is_that_of_its_row(pair, kind, slots):
     model = mc.from_pretrained(pair[1])
     ids, mask = prompts()
-    how = {"eos_token_id": MANY, "pad_token_id": 5} | KINDS[kind]
+    how = {"eos_token_id": MANY, "pad_token_id": 5} | (KINDS | MORE_KINDS)[kind]
     if "min_length" in how:  # counts the columns of the prompts, which a row alone has, too
         how["min_length"] += 3
     alone = of_rows(model, ids, mask, **how)

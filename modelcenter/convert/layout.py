@@ -47,10 +47,14 @@ class Layout:
         """The parameters that a hub tensor fills."""
         return list(dict.fromkeys(piece.names[NATIVE] for piece in self.pieces[key]))
 
-    def advice_on_repeat(self, name: str) -> str:
-        """A sentence for an error about a tensor of a file that should repeat another and does not."""
+    def advice_on_repeat(self, name: str, untie: str = "load it with tie_embeddings=False") -> str:
+        """A sentence for an error about a tensor of a file that should repeat another and does not.
+
+        Args:
+            untie: what to do about a checkpoint that is not tied, if the model may be untied.
+        """
         if any(tie.of_head for key, tie in self.ties.items() if name.endswith(key)):
-            return ". If the checkpoint is meant to be untied, load it with tie_embeddings=False"
+            return f". If the checkpoint is meant to be untied, {untie}"
         return "; here the model has one tensor for both"  # whatever tie_embeddings says
 
     @property

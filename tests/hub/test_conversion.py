@@ -32,6 +32,8 @@ from modelcenter.hub.files.dcp import DCPSource
 from modelcenter.hub.remote.download import HubOptions
 from modelcenter.hub.verify import verify
 
+UNTIE = ". If the checkpoint is meant to be untied, set tie_word_embeddings to false in its config.json$"
+
 
 def weights(directory) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face directory, by the safetensors library."""
@@ -163,7 +165,7 @@ def test_a_further_head_comes_whole_and_its_copies_of_tied_tensors_are_compared(
     same_bits({name.removeprefix("bert."): tensor for name, tensor in held.items()}, weights(tmp_path / "back"))
     for name, tensor in copies.items():
         save_file({**held, **copies, name: tensor + 1}, path / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ValueError, match=f"'{name}' should repeat '.*'.*, but its values differ"):
+        with pytest.raises(ValueError, match=f"'{name}' should repeat '.*'.*, but its values differ{UNTIE}"):
             convert(path, tmp_path / "bad", "distributed", workers=1)
     del held["cls.seq_relationship.bias"]
     save_file(held, path / "model.safetensors", {"format": "pt"})
@@ -279,9 +281,26 @@ def test_old_names_and_masks(tmp_path):
     assert result.dropped[str(tmp_path / "old")] == ["h.0.attn.bias", "lm_head.weight"]
     old["lm_head.weight"][0, 0] += 1
     save_file(old, tmp_path / "old" / "model.safetensors")
-    with pytest.raises(ValueError, match="'lm_head.weight' should repeat 'wte.weight'.*values differ"):
+    with pytest.raises(ValueError, match=f"'lm_head.weight' should repeat 'wte.weight'.*values differ{UNTIE}"):
         convert(tmp_path / "old", tmp_path / "bad", "distributed", workers=1)
     assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "copy", "first"),
+    [
+        ("t5", "decoder.embed_tokens.weight", "shared.weight"),
+        ("bart", "decoder.embed_tokens.weight", "shared.weight"),
+        ("cpmbee", "lm_head.weight", "input_embedding.weight"),
+    ],
+)
+def test_what_no_field_unties_has_no_advice(kind, copy, first, tmp_path):
+    """One tensor in the model, whatever tie_word_embeddings says."""
+    mc.from_config(f"tiny/{kind}").save_pretrained(tmp_path / "in")
+    held = weights(tmp_path / "in")
+    save_file({**held, copy: held[first] + 1}, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"'{copy}' should repeat .*differ; here the model has one tensor for both$"):
+        convert(tmp_path / "in", tmp_path / "bad", "distributed", workers=1)
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])

@@ -177,9 +177,10 @@ class Checkpoint:
         for name, key in self.whole.repeats:
             first = self.names[key]
             if not _same_values(self.source, name, first):
+                advice = self.layout.advice_on_repeat(name, "set tie_word_embeddings to false in its config.json")
                 raise ValueError(
-                    f"{self.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values differ. "
-                    "If the checkpoint is meant to be untied, set tie_word_embeddings to false in its config.json"
+                    f"{self.origin}: tensor {name!r} should repeat {first!r} (they are tied), but its values differ"
+                    + advice
                 )
 
 

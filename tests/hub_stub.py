@@ -127,7 +127,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self, method: str) -> None:
         parts = urlsplit(self.path)
-        path, query = unquote(parts.path), parse_qs(parts.query)
+        # Data sets and models share their names here.
+        path = re.sub(
+            r"^(?:(/api/)datasets|/datasets)/", lambda m: f"{m[1]}models/" if m[1] else "/", unquote(parts.path)
+        )
+        query = parse_qs(parts.query)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.requests.append((method, path))
         for verbs, pattern, work in _ROUTES:

@@ -52,6 +52,7 @@ RULES: dict[str, set[str]] = {
     "modelcenter.hub.tokenization_cpm": {"transformers", "rjieba"},  # imported when one of its tokenizers is loaded
     "modelcenter.auto": {"modelcenter.registry", "modelcenter.hub", "modelcenter.models"},
     "modelcenter.data": {"torch", "numpy", "datasets", "pyarrow", "modelcenter._paths"},
+    "modelcenter.data.hub_datasets": {"datasets", "huggingface_hub", "modelcenter._paths"},
     "modelcenter.data.pretraining.masking": {"numpy", "rjieba", "modelcenter.data.characters"},
     "modelcenter.training": TOOLKIT | {"transformers", "yaml", "rich", "accelerate", "matplotlib"},
     "modelcenter.training.inference.row_formats": TOOLKIT | {"pyarrow"},

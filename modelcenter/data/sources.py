@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from modelcenter._paths import nearest_beside
+from modelcenter.data.hub_datasets import hub_error, hub_library, offline_if_unreachable
 from modelcenter.data.readers import READERS, read_files
-from modelcenter.data.readers.compression import suffix_of
+from modelcenter.data.readers.compression import COMPRESSED, suffix_of
 from modelcenter.data.readers.parquet import without_nan
 from modelcenter.data.table import Origin, Table
 
@@ -25,6 +26,11 @@ SPLITS = {
     "test": "test", "testing": "test",
 }  # fmt: skip
 _SPLIT_WORD = re.compile(rf"({'|'.join(SPLITS)})(set|data|split)?")  # devset.csv, as in E2E
+# Suffixes of other files. A name that ends in one is that of a missing file, about which the Hub is not asked.
+_OTHER_FILES = (
+    ".arrow", ".avro", ".db", ".feather", ".h5", ".npy", ".npz", ".ods", ".orc", ".pickle", ".pkl", ".sqlite",
+    ".tar", ".tgz", ".xls", ".xlsx", ".xml", ".yaml", ".yml", ".zip",
+)  # fmt: skip
 _ROWS = re.compile(r"\[(-?\d+%?)?:(-?\d+%?)?\]")  # allowed after the name of a split
 
 
@@ -167,7 +173,8 @@ def hold_out(table: Table, fraction: float, seed: int, groups: np.ndarray | None
 def is_hub_name(spec: str) -> bool:
     """Whether an entry of a data argument names a Hub data set: it is not a local file and does not look like one."""
     path = Path(expanduser(spec))
-    local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or suffix_of(path) in READERS or "\\" in spec
+    file = suffix_of(path) in (*READERS, *_OTHER_FILES) or path.suffix.lower() in COMPRESSED
+    local = path.exists() or glob.has_magic(spec) or spec[:1] in "./~" or file or "\\" in spec
     return not local and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec) is not None
 
 
@@ -229,35 +236,18 @@ def _directory_splits(path: Path) -> dict[str, list[Path]]:
     return splits or {"train": files}
 
 
-def hub_error(name: str, error: Exception) -> ValueError:
-    """The error for a Hub data set that cannot be loaded."""
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    message = f"{name}: neither a local file or directory nor an accessible data set of the Hub: {reason.rstrip('.')}."
-    return ValueError(message + nearest_beside(Path(name)))
-
-
-def hub_library(name: str) -> Any:
-    """The `datasets` library, for a Hub data set. Raises ValueError if it is not installed."""
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(
-            f"{name}: no such file or directory; reading it from the Hub needs `pip install datasets`."
-            + nearest_beside(Path(name))
-        ) from None
-    return datasets
-
-
 def _hub_source(name: str, config: str | None) -> Source:
     datasets = hub_library(name)
     try:
-        splits = tuple(datasets.get_dataset_split_names(name, config))
+        with offline_if_unreachable(datasets, name):
+            splits = tuple(datasets.get_dataset_split_names(name, config))
     except Exception as error:  # the library raises about twenty types of errors here, of several packages
         raise hub_error(name, error) from error
 
     def read(split: str) -> Table:
         try:
-            rows: Any = datasets.load_dataset(name, config, split=split)
+            with offline_if_unreachable(datasets, name):
+                rows: Any = datasets.load_dataset(name, config, split=split)
         except Exception as error:  # as many kinds as above
             reason = str(error.__cause__ or error).strip().split("\n")[0] or type(error).__name__
             raise ValueError(f"{name}: the split {split!r} of this data set cannot be read: {reason}") from error

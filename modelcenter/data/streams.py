@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from modelcenter.data.hub_datasets import hub_error, hub_library, offline_if_unreachable
 from modelcenter.data.readers.compression import suffix_of
 from modelcenter.data.readers.row_streams import ROW_READERS, START, Cursor, Row, Unit
-from modelcenter.data.sources import find_paths, hub_error, hub_library
+from modelcenter.data.sources import find_paths
 
 _NUMBERED_ROWS = (".parquet", ".csv", ".tsv")  # their cursors count rows, without the header, not lines
 
@@ -77,17 +78,16 @@ class FileRows:
 class HubRows:
     """Rows of a Hub data set, streamed by the `datasets` library."""
 
-    def __init__(
-        self, name: str, config: str | None = None, split: str = "train", load: Callable[..., Any] | None = None
-    ):
+    def __init__(self, name: str, config: str | None = None, split: str = "train"):
         self.name = f"{name}{'/' + config if config else ''}:{split}"
-        self._arguments, self._load = (name, config, split), load
+        self._arguments = name, config, split
 
     def _rows(self) -> Any:
         name, config, split = self._arguments
-        load = self._load or hub_library(name).load_dataset
+        datasets = hub_library(name)
         try:
-            return load(name, config, split=split, streaming=True)
+            with offline_if_unreachable(datasets, name):
+                return datasets.load_dataset(name, config, split=split, streaming=True)
         except Exception as error:  # see sources: about twenty types
             raise hub_error(name, error) from error
 

@@ -33,6 +33,7 @@ from modelcenter.hub.remote.download import (
 from modelcenter.registry import model_type_of, own_preset, preset
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_FILE_SUFFIXES = (*WEIGHT_SUFFIXES, ".json")
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,9 @@ def repo_of(name: str) -> tuple[str, str | None]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name may be a Hub id: there is no such local file, and it does not look like a path."""
-    return not Path(name).exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+    """Whether a name may be a Hub id: there is no such local file, and it does not look like a path or a file."""
+    like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((*_FILE_SUFFIXES, "/"))
+    return not like_a_path and not Path(name).exists()
 
 
 def local_directory(name: str) -> Path | None:
@@ -136,7 +138,8 @@ def local_directory(name: str) -> Path | None:
             )
         if is_hub_id(name):
             return None
-        raise ValueError(f"no such directory: {path}.{nearest_beside(path)}")
+        kind = "file" if name.endswith(_FILE_SUFFIXES) else "directory"
+        raise ValueError(f"no such {kind}: {path}.{nearest_beside(path)}")
     return None
 
 

@@ -143,6 +143,7 @@ def fake_hub(monkeypatch, fail: Exception | None = None):
     """The part of the `datasets` library that is used, serving one data set."""
     module = types.ModuleType("datasets")
     module.ClassLabel = ClassLabel
+    module.config = types.SimpleNamespace(HF_HUB_OFFLINE=True)
 
     def split_names(name, config):
         if fail is not None:
@@ -229,13 +230,13 @@ def test_a_split_that_cannot_be_read_is_one_error(monkeypatch):
 
 
 def test_hub_name_that_is_none(monkeypatch, tmp_path):
-    fake_hub(monkeypatch, ConnectionError("Couldn't reach 'nosuch'"))
+    fake_hub(monkeypatch, FileNotFoundError("'nosuch' doesn't exist"))
     (tmp_path / "reviews").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"reveiws: neither .* Couldn't reach 'nosuch'\. Did you mean 'reviews'\?"):
+    with pytest.raises(ValueError, match=r"reveiws: neither .* 'nosuch' doesn't exist\. Did you mean 'reviews'\?"):
         sources.find("reveiws")
     with pytest.raises(
-        ValueError, match="nosuch: neither a local file or directory nor an accessible data set of the Hub: Could"
+        ValueError, match="nosuch: neither a local file or directory nor an accessible data set of the Hub: 'nosuch'"
     ):
         sources.find("nosuch")
     monkeypatch.setitem(sys.modules, "datasets", None)

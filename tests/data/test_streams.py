@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import sys
+import types
 
 import pytest
 
@@ -187,14 +188,16 @@ def test_places_and_fingerprint(folder):
     assert source.fingerprint() != before
 
 
-def test_a_data_set_that_is_not_there():
+def test_a_data_set_that_is_not_there(monkeypatch):
     def load(*_, **__):
         raise ConnectionError("Couldn't reach 'nofile' on the Hub\nmore")
 
+    library = types.SimpleNamespace(config=types.SimpleNamespace(HF_HUB_OFFLINE=True), load_dataset=load)
+    monkeypatch.setitem(sys.modules, "datasets", library)
     with pytest.raises(
-        ValueError, match="nofile: neither a local file or directory nor an accessible .* of the Hub: Couldn't rea"
+        ValueError, match="nofile: neither a local file or directory nor an accessible .* of the Hub: it is not in the"
     ):
-        list(HubRows("nofile", load=load).read())
+        list(HubRows("nofile").read())
 
 
 def test_a_misspelt_folder_without_the_library_of_hub_data_sets(folder, monkeypatch):
@@ -206,14 +209,17 @@ def test_a_misspelt_folder_without_the_library_of_hub_data_sets(folder, monkeypa
         next(open_rows(["corpsu"], None, "train").read())
 
 
-def test_hub_rows_of_the_library_itself(folder):
+def test_hub_rows_of_the_library_itself(folder, monkeypatch):
     datasets = pytest.importorskip("datasets")
+    of_files = datasets.load_dataset
 
     def load(name, config, split, streaming):
         assert (name, config, split, streaming) == ("owner/set", "sub", "train", True)
-        return datasets.load_dataset("parquet", data_files=str(folder / "e.parquet"), split="train", streaming=True)
+        return of_files("parquet", data_files=str(folder / "e.parquet"), split="train", streaming=True)
 
-    source = HubRows("owner/set", "sub", load=load)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    source = HubRows("owner/set", "sub")
     rows = list(source.read())
     assert [row for row, _ in rows] == ROWS
     for i in range(len(rows)):

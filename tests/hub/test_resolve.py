@@ -37,6 +37,9 @@ def test_directories(saved, tmp_path, monkeypatch):
         ("{tmp}/their", "no such directory: .*Did you mean '.*/theirs'"),
         ("a/b/c", "no such directory"),
         ("~/nothing-of-this-name", "no such directory"),
+        ("modle.safetensors", r"no such file: modle.safetensors\.$"),  # the Hub is not asked
+        ("run/config.json", r"no such file: run/config.json\.$"),
+        ("nothing/", "no such directory: nothing"),
         ("{tmp}", "is a directory without config.json, so not a checkpoint. Did you mean '.*/theirs'"),
         ("{tmp}/theirs/config.json", "is a file; give the directory"),
         ("cpm1-large", "weights and sizes of 'cpm1-large' were never published; name a directory"),
@@ -73,6 +76,14 @@ def test_what_a_killed_save_was_replacing_is_named(saved, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="A save that was replacing it was killed"):
         mc.from_pretrained("out")  # it could be a name on the Hub, too
+
+
+def test_what_is_not_on_the_hub_may_be_a_misspelt_folder(saved, tmp_path, monkeypatch):
+    saved("base")
+    monkeypatch.chdir(tmp_path.parent)
+    name = f"{tmp_path.name}/theris"
+    with pytest.raises(ValueError, match=f"not in the cache .* offline .*Did you mean '{tmp_path.name}/theirs'"):
+        resolve(name, HubOptions(local_files_only=True))
 
 
 def test_an_adapter_is_told_from_a_model(saved, tmp_path, caplog):

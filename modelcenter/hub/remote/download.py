@@ -178,13 +178,9 @@ def is_offline(options: HubOptions) -> bool:
     return options.local_files_only or constants.is_offline_mode()
 
 
-def _nearest_preset(name: str) -> str:
-    known = any(name == info.hub for info in list_models())  # it is not misspelt then
-    return "" if known else nearest_preset(name)
-
-
 def _nearest(name: str) -> str:
-    return nearest_preset(name) or nearest_beside(Path(name))
+    known = any(name == info.hub for info in list_models())  # it is not misspelt then
+    return "" if known else nearest_preset(name) or nearest_beside(Path(name))
 
 
 def hub_address(repo: str | None = None) -> str:
@@ -271,7 +267,7 @@ def _unreachable(repo: str, name: str, error: BaseException) -> UnreachableError
     return UnreachableError(
         f"{repo!r} is not a local directory, its {name} is not in the cache, and {endpoint} cannot be reached "
         f"({said}). Check the network, HF_ENDPOINT and proxies, give a directory, or run `modelcenter download` with "
-        f"a network connection.{_nearest_preset(repo)}"
+        f"a network connection.{_nearest(repo)}"
     )
 
 
@@ -283,7 +279,7 @@ def not_cached_error(repo: str, what: str, options: HubOptions) -> ValueError:
     return ValueError(
         f"{repo!r} is not a local directory, and its {what}{at} is not in the cache "
         f"({options.cache_dir or constants.HF_HUB_CACHE}) while offline (local_files_only or HF_HUB_OFFLINE is set)"
-        f". Download it once online, or give a directory.{_nearest_preset(repo)}"
+        f". Download it once online, or give a directory.{_nearest(repo)}"
     )
 
 

@@ -159,13 +159,41 @@ def test_a_reader_that_is_gone_ends_a_verb_without_a_word(monkeypatch, capsys):
     assert end.value.code == 141 and not capsys.readouterr().err
 
 
-def test_a_full_disk_behind_the_output_is_an_error(monkeypatch, capsys):
-    with open("/dev/full", "w") as out:
+FULL = "error: standard output: No space left on device\n"
+
+
+def error_with_output(path: str, work, monkeypatch, capsys, **how) -> str:
+    """What standard error says of a verb whose standard output is this file."""
+    from modelcenter.command_line.errors import user_errors
+
+    with open(path, "w", **how) as out:
         monkeypatch.setattr(sys, "stdout", out)
-        with pytest.raises(SystemExit) as end:
-            cli.main(["list"])
+        with pytest.raises(SystemExit) as end, user_errors():
+            work()
         monkeypatch.undo()
-    assert end.value.code == 2 and "No space left on device" in capsys.readouterr().err
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("buffering", [1, 100_000])  # written line by line, and at the end
+def test_a_full_disk_behind_the_output_is_an_error(buffering, monkeypatch, capsys):
+    assert error_with_output("/dev/full", lambda: cli.run(["list"]), monkeypatch, capsys, buffering=buffering) == FULL
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/full"])
+def test_another_error_is_not_that_of_the_output(path, monkeypatch, capsys):
+    def fail(error: Exception) -> None:
+        print("some output")
+        raise error
+
+    for error, said in ((ValueError("a fault"), "a fault"), (OSError(5, "Input/output error", "x"), "x: Input/output")):
+        assert f"error: {said}" in error_with_output(path, lambda e=error: fail(e), monkeypatch, capsys)
+    disk = OSError(28, "No space left on device", "a file")
+    assert "error: a file: No space" in error_with_output(path, lambda: fail(disk), monkeypatch, capsys)
+    other = "error: [Errno 27] File too large\n"
+    assert error_with_output(path, lambda: fail(OSError(27, "File too large")), monkeypatch, capsys) == other
+    unnamed = error_with_output(path, lambda: fail(OSError(28, "No space left on device")), monkeypatch, capsys)
+    assert (unnamed == FULL) == (path == "/dev/full")
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def user_errors(traceback: bool = False) -> Iterator[None]:
         rank = launched_rank()
         if rank:
             time.sleep(_HEAD_START)
+        error = _naming_output(error, _discard_unwritable_output())
         print(f"{f'[rank {rank}] ' if rank else ''}error: {_printable(_text(error))}", file=sys.stderr, flush=True)
-        _discard_unwritable_output()
         raise SystemExit(128 + error.signal_number if isinstance(error, Stopped) else 2) from None
     finally:
         warnings.formatwarning = usual
@@ -140,13 +140,23 @@ def _flushed_output() -> Iterator[None]:
     sys.stdout.flush()
 
 
-def _discard_unwritable_output() -> None:
+def _discard_unwritable_output() -> int | None:
+    """Flush standard output; if it cannot be written, discard what is left and return the number of the error."""
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         _redirect_to_null(sys.stdout.fileno())
+        return error.errno
     except ValueError:  # the program closed it
         pass
+    return None
+
+
+def _naming_output(error: Exception, unwritable: int | None) -> Exception:
+    """The error, with a name if it is that of standard output, which has none ("No space left on device")."""
+    if isinstance(error, OSError) and error.filename is None and unwritable is not None and error.errno == unwritable:
+        return OSError(error.errno, error.strerror, "standard output")
+    return error
 
 
 def _redirect_to_null(out: int) -> None:

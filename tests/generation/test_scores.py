@@ -128,6 +128,9 @@ def some_settings(rng):
         "eos_token_id": rng.sample(range(VOCAB), 20),
     }
     chosen = {name: known[name] for name in rng.sample(sorted(known), rng.randint(1, 7))}
+    # transformers 5.17 does not look for words as long as the text, which begins with 0 in an encoder-decoder.
+    if "bad_words_ids" in chosen:
+        chosen["bad_words_ids"] = [word for word in chosen["bad_words_ids"] if len(word) == 1 or word[0] != 0]
     # A forced token that is kept out leaves none: transformers then takes the first of the vocabulary.
     forced = {value for name, value in chosen.items() if name.startswith("forced")}
     for name in ("suppress_tokens", "begin_suppress_tokens"):

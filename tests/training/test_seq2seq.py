@@ -225,9 +225,9 @@ def test_predict_and_evaluate(trained, tmp_path, capsys):
 def test_generate_puts_the_prefix_of_the_run_before_prompts(trained):
     generator = _Generator(GenerateConfig(run=str(trained / "run")))
     wanted = make_tokenizer()(f"{PREFIX}eat soup")["input_ids"]
-    assert generator.encode(["eat soup", f"{PREFIX}eat soup"]) == [wanted, wanted]  # not twice
+    assert [generator.encode(text) for text in ("eat soup", f"{PREFIX}eat soup")] == [wanted, wanted]  # not twice
     bare = _Generator(GenerateConfig(run=str(trained / "run" / "model")))  # a checkpoint that no run is known of
-    assert bare.encode(["eat soup"]) == [make_tokenizer()("eat soup")["input_ids"]]
+    assert bare.encode("eat soup") == make_tokenizer()("eat soup")["input_ids"]
 
 
 def test_the_search_is_the_flags_then_the_runs_then_the_usual():

@@ -22,6 +22,7 @@ from modelcenter.cli import main
 from modelcenter.command_line.errors import user_errors
 from modelcenter.testing import randomize_
 from modelcenter.training.config import DPOConfig, GenerateConfig, LMConfig
+from modelcenter.training.evaluation import EvaluationStopped, stoppable
 from modelcenter.training.inference import text_generation
 from modelcenter.training.inference.generate import _read_prompts, run_generate
 from modelcenter.training.inference.streaming import TerminalStreamer
@@ -347,6 +348,13 @@ def test_no_two_calls_draw_alike(monkeypatch):
     assert [len(lengths) for _, lengths, _ in seen] == [64, 3, 64, 3, 64, 2]
     assert seen[0][1] == sorted(seen[0][1], reverse=True) and {batch_size for *_, batch_size in seen} == {1}
     assert len({seed for seed, *_ in seen}) == 6 and seen[0][0] == 0
+
+
+def test_rows_stop_where_prompts_are_read():
+    model, tokenizer, asked = mc.from_config("tiny/gpt2", "causal-lm"), toydata.make_tokenizer(), []
+    with pytest.raises(EvaluationStopped), stoppable(lambda: len(asked) == 3 or asked.append(1)):
+        text_generation.complete_ids_of_rows(model, tokenizer, [[9]] * 6, 1, max_new_tokens=2)
+    assert len(asked) == 3
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{% for m in messages", "{{ 'a' + 1 }}"])

@@ -1,5 +1,8 @@
 """Texts that are written some rows at a time: each is the text of its row alone, and ended ones are not computed."""
 
+import itertools
+import types
+
 import pytest
 import torch
 import transformers
@@ -191,6 +194,20 @@ def test_ended_texts_leave(pair, beams, monkeypatch):
     # Among longer ones, the third prompt does not wait for the first text to end.
     model.generate(ids[:3], None, [20, 2, 18], num_beams=beams, eos_token_id=[], batch_size=2)
     assert seen == [2, *both * 6, 1, *both * 13, *[beams] * 4]
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_time_of_a_text_begins_where_its_prompt_is_read(pair, beams, monkeypatch):
+    """A second passes with each forward. The last prompt takes the place of the text of one token."""
+    model, clock, how = mc.from_pretrained(pair[1]), itertools.count(), {"num_beams": beams, "eos_token_id": []}
+    for module in ("generate", "state"):
+        time = types.SimpleNamespace(monotonic=lambda: next(clock))
+        monkeypatch.setattr(f"modelcenter.generation.{module}.time", time)
+    ids = torch.randint(8, VOCAB, (4, 3), generator=torch.Generator().manual_seed(2))
+    limits = [30, 30, 1, 30]
+    for slots in (1, 3):
+        found = model.generate(ids, None, limits, batch_size=slots, max_time=12.5, pad_token_id=5, **how)
+        same(found, of_rows(model, ids, torch.ones_like(ids), [13, 13, 1, 13], **how), 5)
 
 
 def test_what_is_called_before_prompts_are_read(pair):

@@ -87,8 +87,6 @@ class State:
         self._other_inputs, self._before_reading = dict(other_inputs or {}), before_reading
         self._limits, self._waiting = list(limits), list(range(len(prompts)))[::-1]
         self._most = self._most_tokens()
-        # Of other inputs it is not known which rows they are of; the caller's cache has all rows at the end.
-        self._keeps_rows = bool(other_inputs) or past is not None
         self._ended = self._ended_tokens = 0  # rows whose texts have ended, and the new tokens of these
         several_ranks = dist.is_initialized() and dist.get_world_size() > 1
         self._agrees = _is_sharded(model) or (before_reading is not None and several_ranks)
@@ -247,7 +245,7 @@ class State:
         tokens, order = self._new
         if order is not None:
             self.cache.reorder(order)
-        if not self._waiting and len(active) <= len(self.rows) * (1 - _LEAVING) and not self._keeps_rows:
+        if not self._waiting and len(active) <= len(self.rows) * (1 - _LEAVING) and self._past is None:
             tokens = tokens[self._keep(active)]
         # Ended sequences go on with the others until they are full: steps of equal sequences are cheaper.
         self.cache.lengths = [min(length, self._most - 1) for length in self.cache.lengths]

@@ -64,6 +64,13 @@ def test_an_empty_cache_takes_prompts_of_any_lengths(gpt2):
     assert torch.equal(found, gpt2.generate(ids, mask, 4, eos_token_id=[])) and cache.lengths == [7, 9]
 
 
+def test_the_cache_keeps_rows_that_end_early(gpt2):
+    ids, cache = texts(3, 6), KVCache()
+    ends = gpt2.generate(ids, None, 1, eos_token_id=[])[:2, -1].tolist()
+    found = gpt2.generate(ids, None, 5, past_key_values=cache, eos_token_id=ends)
+    assert torch.equal(found, gpt2.generate(ids, None, 5, eos_token_id=ends)) and cache.lengths == [10] * 3
+
+
 def test_a_copy_continues_one_text_differently(gpt2):
     ids, cache = texts(1, 6), KVCache()
     gpt2.generate(ids, None, 1, past_key_values=cache)

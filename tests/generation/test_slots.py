@@ -96,6 +96,8 @@ def test_families(name, beams):
     ids, mask = prompts(60)
     context = torch.arange(9) < torch.tensor([7, 9, 7, 9, 9, 7, 7])[:, None]
     per_token = {"context": context.long()} if name == "tiny/cpmant" else {}
+    if name == "tiny/gpt2":
+        per_token = {"token_type_ids": torch.randint(0, 9, ids.shape, generator=torch.Generator().manual_seed(5))}
     how = {"num_beams": beams, "pad_token_id": 3, "eos_token_id": list(range(4, 60, 5))}
     if task == "seq2seq-lm":
         how["forced_eos_token_id"] = [17]
@@ -136,8 +138,7 @@ def test_an_ended_text_goes_on_in_its_place_only_as_far_as_there_are_positions(p
         same(model.generate(ids, mask, limits, **how, pad_token_id=5), alone, 5)
 
 
-def test_inputs_of_all_rows_keep_the_rows():
-    """Of other_inputs it is not known which belong to which text, so that ended ones stay."""
+def test_encoders_of_rows_that_leave():
     model = randomize_(mc.from_config("tiny/gpt2", "causal-lm", add_cross_attention=True, vocab_size=VOCAB)).eval()
     ids, mask = prompts(60)
     states = torch.randn(7, 4, model.config.hidden_size, generator=torch.Generator().manual_seed(2))

@@ -323,7 +323,7 @@ def test_rows_take_the_places_of_ended_ones_on_all_stages(two, name, beams):
 
 def asked_for_more(name):
     model = built("tiny/gpt2", "causal-lm", PP, LAST).eval()
-    more = {"max_new_tokens": 3, "batch_size": 2, "limits": [3, 2, 1]}[name]
+    more = {"max_new_tokens": 3, "batch_size": 2, "limits": [9, 2, 1]}[name]
     more = [*more, 3 + engine.rank()] if name == "limits" else more + engine.rank()
     given = {"max_new_tokens": 3} | {"max_new_tokens" if name == "limits" else name: more}
     try:

@@ -16,7 +16,7 @@ from modelcenter.layers.cache import KVCache
 LENGTHS = (5, 2, 7, 9, 1, 8, 3)  # the longest is not among the first ones that are read
 LIMITS = [12, 3, 1, 17, 6, 9, 14]
 MORE_KINDS = {
-    "a forced beginning": {"forced_bos_token_id": 11, "begin_suppress_tokens": [20, 33, 41]},
+    "a forced beginning": {"forced_bos_token_id": 58, "begin_suppress_tokens": [20, 33, 41]},
     "bad words": {"bad_words_ids": [[n, m] for n in range(VOCAB) for m in range(n % 3, VOCAB, 3)]},
     "beams without bad words": {"num_beams": 3, "bad_words_ids": [[n, m, 50] for n in range(9, 60) for m in range(60)]},
 }
@@ -61,13 +61,15 @@ def test_each_text_is_that_of_its_row(pair, kind, slots):
 def test_stop_strings_of_texts_of_unequal_lengths(pair, beams):
     model = mc.from_pretrained(pair[1])
     ids, mask = prompts()
-    free = of_rows(model, ids, mask, num_beams=beams, eos_token_id=[])
-    strings = [Letters().decode(free[row][9 + 2 : 9 + 5]) for row in (0, 3, 5, 6)]
-    how = {"num_beams": beams, "eos_token_id": [], "pad_token_id": 5, "stop_strings": strings, "tokenizer": Letters()}
-    alone = of_rows(model, ids, mask, **how)
-    assert sum(len(a) < len(b) for a, b in zip(alone, free, strict=True)) >= 3
+    limits = [3 * limit for limit in LIMITS]
+    how = {"num_beams": beams, "eos_token_id": [], "pad_token_id": 5, "repetition_penalty": 3.0}
+    free = of_rows(model, ids, mask, limits, **how)
+    strings = [Letters().decode(free[row][9 + n : 9 + n + 2]) for row, n in ((0, 12), (3, 30), (5, 3), (6, 20))]
+    how |= {"stop_strings": strings, "tokenizer": Letters()}
+    alone = of_rows(model, ids, mask, limits, **how)
+    assert sum(len(a) < len(b) for a, b in zip(alone, free, strict=True)) >= 4
     for slots in (2, 7):
-        same(model.generate(ids, mask, LIMITS, batch_size=slots, **how), alone, 5)
+        same(model.generate(ids, mask, limits, batch_size=slots, **how), alone, 5)
 
 
 FAMILIES = {
@@ -145,6 +147,18 @@ def test_encoders_of_rows_that_leave():
     how = {"eos_token_id": [], "pad_token_id": 5}
     alone = of_rows(model, ids, mask, per_row={"encoder_hidden_states": states}, **how)
     same(model.generate(ids, mask, LIMITS, encoder_hidden_states=states, **how), alone, 5)
+
+
+def test_new_tokens_have_the_inputs_of_the_last_one(pair):
+    """As where the whole text is computed at each token."""
+    model = mc.from_pretrained(pair[1])
+    ids, mask = prompts()
+    types = torch.randint(0, 9, ids.shape, generator=torch.Generator().manual_seed(5))
+    found = model.generate(ids, mask, 4, token_type_ids=types, eos_token_id=[])
+    for row, length in enumerate(LENGTHS):
+        text, kinds = found[row : row + 1, 9 - length : 12], types[row : row + 1, 9 - length :]
+        kinds = torch.cat((kinds, kinds[:, -1:].expand(1, 3)), 1)
+        assert torch.equal(model(text, token_type_ids=kinds).logits[0, -1].argmax(), found[row, 12])
 
 
 def test_banned_tokens_are_those_of_the_row(pair):

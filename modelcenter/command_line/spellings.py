@@ -123,6 +123,11 @@ INSTEAD = {
     "use_qlora": _FOUR_BITS,
     "validation_split_percentage": "--eval_fraction 0.05 holds out 5 % of the training rows",
 }
+# Arguments of `generate` of transformers that count the prompt, too.
+_LENGTHS = {
+    "max_length": "--max_new_tokens limits a text, without its prompt",
+    "min_length": "--min_new_tokens is how long a text is at least, without its prompt",
+}
 # Trainer's flags without a counterpart or another way.
 LEFT_OUT = frozenset(
     "accelerator_config activation_checkpointing_kwargs batch_eval_metrics dataloader_in_order "
@@ -149,8 +154,11 @@ def translated(cls: Any) -> list[str]:
 
 
 def what_instead(cls: Any, name: str) -> str | None:
-    """What to do instead of another program's training flag; None: the flag is unknown."""
-    if "epochs" not in all_spellings(cls):
+    """What to do instead of another program's flag; None: the flag is unknown."""
+    known = all_spellings(cls)
+    if "min_new_tokens" in known and name in _LENGTHS:
+        return _LENGTHS[name]
+    if "epochs" not in known:
         return None
     return "there is none like it; leave it out" if name in LEFT_OUT else INSTEAD.get(name)
 

@@ -323,6 +323,19 @@ def test_scores_that_are_not_finite_are_one_clear_error(pair, kind, ends, value)
             weight.copy_(kept)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("beam", [0, 1])
+def test_scores_of_one_beam_that_are_not_finite_are_seen(beam, do_sample):
+    """Whichever tokens are drawn then."""
+    logits = torch.zeros(2, VOCAB)
+    logits[beam] = torch.nan
+    tokens = torch.zeros(2, 1, dtype=torch.long)
+    state = SimpleNamespace(tokens=tokens, written=tokens, logits=logits)
+    s = Settings(tokens=SpecialTokens(), num_beams=2, do_sample=do_sample)
+    top = search._beam_candidates(state, tokens[None], torch.zeros(1, 2), s, torch.Generator().manual_seed(0))[0]
+    assert bool(top.isnan())
+
+
 @pytest.mark.parametrize("kind", SEARCHES)
 def test_a_row_without_a_token_to_choose_is_one_clear_error(pair, kind):
     _, ours = pair

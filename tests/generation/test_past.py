@@ -45,10 +45,12 @@ def test_texts_go_on_as_if_they_were_read_anew(name, rows):
         text = model.generate(text, mask, past_key_values=cache, **more)
         assert torch.equal(text, wanted)
         assert len(cache) == text.shape[1] - 1 and (turn == 0 or read == [5, 1, 1, 1, 1])
+        assert {kept[0].shape[2] for kept in cache._own.values()} == {text.shape[1]}  # reserved at once
         text = torch.cat((text, texts(rows, 4)), 1)
     other = torch.cat((text[:, :9], texts(rows, 3)), 1)
     wanted = model.generate(other, torch.ones_like(other), **more)
-    cache.crop(9)
+    for length in (9, 99):
+        cache.crop(length)
     assert len(cache) == 9
     del read[:]
     assert (

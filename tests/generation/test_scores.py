@@ -332,9 +332,10 @@ def test_scores_of_one_beam_that_are_not_finite_are_seen(beam, do_sample):
     logits = torch.zeros(2, VOCAB)
     logits[beam] = torch.nan
     tokens = torch.zeros(2, 1, dtype=torch.long)
-    state = SimpleNamespace(tokens=tokens, written=tokens, logits=logits)
+    texts, of_slots = texts_after(tokens, tokens[:, :0]), {"scores": torch.zeros(1, 2)}
+    state = SimpleNamespace(texts=texts, logits=logits, limits=[20, 20], of_slots=of_slots)
     s = Settings(tokens=SpecialTokens(), num_beams=2, do_sample=do_sample)
-    top = search._beam_candidates(state, tokens[None], torch.zeros(1, 2), s, torch.Generator().manual_seed(0))[0]
+    top = search._beam_candidates(state, s, torch.Generator().manual_seed(0))[0]
     assert bool(top.isnan())
 
 

@@ -24,8 +24,6 @@ _LEAVING = 0.25  # the share of ended texts at which they leave: moving the othe
 
 
 def _is_sharded(model: Any) -> bool:
-    if not dist.is_initialized():
-        return False
     from torch.distributed.tensor import DTensor  # takes a second to import, and one process does not need it
 
     return any(isinstance(p, DTensor) for p in model.parameters())
@@ -89,7 +87,9 @@ class State:
         self._most = self._most_tokens()
         self._ended = self._ended_tokens = 0  # rows whose texts have ended, and the new tokens of these
         several_ranks = dist.is_initialized() and dist.get_world_size() > 1
-        self._agrees = _is_sharded(model) or (before_reading is not None and several_ranks)
+        self._agrees = several_ranks and (
+            before_reading is not None or self.pipeline is not None or _is_sharded(model)  # the last imports for long
+        )
         if self.pipeline is not None:
             checksum = torch.tensor(zlib.crc32(repr((settings, self._limits, batch_size)).encode()))
             given = {"input_ids": prompts.input_ids, "attention_mask": prompts.mask, "banned": prompts.banned}
@@ -196,8 +196,6 @@ class State:
     def _elapsed(self) -> float:
         """The seconds since the call, the same on all ranks that take steps together: they must end texts together."""
         seconds = torch.tensor(time.monotonic() - self._began, dtype=torch.float64)
-        if self.pipeline is not None:
-            seconds = self.pipeline.from_last(seconds.to(self.texts.tokens.device))
         return float(self._most_of_ranks(seconds))
 
     def is_late(self, slot: int) -> bool:

@@ -149,9 +149,9 @@ def test_encoders_of_rows_that_leave():
     same(model.generate(ids, mask, LIMITS, encoder_hidden_states=states, **how), alone, 5)
 
 
-def test_new_tokens_have_the_inputs_of_the_last_one(pair):
+def test_new_tokens_have_the_inputs_of_the_last_one():
     """As where the whole text is computed at each token."""
-    model = mc.from_pretrained(pair[1])
+    model = randomize_(mc.from_config("tiny/gpt2", "causal-lm", vocab_size=VOCAB), 2).eval()
     ids, mask = prompts()
     types = torch.randint(0, 9, ids.shape, generator=torch.Generator().manual_seed(5))
     found = model.generate(ids, mask, 4, token_type_ids=types, eos_token_id=[])

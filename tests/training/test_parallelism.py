@@ -1,6 +1,7 @@
 """Every task: over 2 ranks that share a model (tp, cp, pp), with the curves of one process; and its checkpoints."""
 
 import datetime
+import functools
 import json
 import shutil
 import time
@@ -126,26 +127,38 @@ def curve(folder, name):
     return [{k: v for k, v in row.items() if "second" not in k and k != "padding"} for row in rows]
 
 
+def run(task, values, folder, **changes):
+    main([*task.split(), *command(values | {"output_dir": str(folder)} | changes)])
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory):
+    """Of a task and a number of layers: its flags, and the folder of a run. Each runs once."""
+
+    @functools.cache
+    def run_of(task, layers):
+        folder = tmp_path_factory.mktemp("task")
+        values = TASKS[task](folder) | QUIET
+        values["model_config"] = values["model_config"] | {"num_layers": layers}
+        run(task, values, folder / "one")
+        return values, folder
+
+    return run_of
+
+
 @pytest.mark.parametrize(("task", "split"), CASES)
-def test_models_over_ranks_change_nothing(tmp_path, monkeypatch, task, split):
+def test_models_over_ranks_change_nothing(tmp_path, monkeypatch, in_one_process, task, split):
     monkeypatch.setenv("MODELCENTER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MODELCENTER_TRACEBACK", "1")
-    values = TASKS[task](tmp_path) | QUIET
     interleaved = (task, split) == ("pretrain lm", "pp")  # the others have the default, 1f1b
-    if interleaved:
-        values["model_config"]["num_layers"] = 4
-
-    def run(name, **changes):
-        main([*task.split(), *command(values | {"output_dir": str(tmp_path / name)} | changes)])
-
-    run("one")
+    values, whole = in_one_process(task, 4 if interleaved else 2)
     parts = {"batch_size": values["batch_size"] // 2, "gradient_accumulation_steps": 2} if split == "pp" else {}
     if interleaved:
         parts["pp_schedule"] = "interleaved"
-    on_ranks(lambda: run("two", **{split: 2}, **parts), 2, timeout=90)
-    one, two = curve(tmp_path, "one"), curve(tmp_path, "two")
+    on_ranks(lambda: run(task, values, tmp_path / "two", **{split: 2}, **parts), 2, timeout=90)
+    one, two = curve(whole, "one"), curve(tmp_path, "two")
     assert len(one) == 3 and len(two) == 3  # two steps, an evaluation
-    sizes = [read_summary(tmp_path, name)["parameters"] for name in ("one", "two")]
+    sizes = [read_summary(folder, name)["parameters"] for folder, name in ((whole, "one"), (tmp_path, "two"))]
     assert sizes[0] == sizes[1]
     for row, expected in zip(two, one, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=1e-4)

@@ -1,9 +1,14 @@
 """What docs/models.md says of each family: 2 ranks train it as one does, and it writes what transformers writes."""
 
+import contextlib
+import importlib
+from pathlib import Path
+
 import engine_toys as toys
 import pytest
 import torch
 import transformers
+from harness import LATER, ArchitectureTests
 
 import engine
 import modelcenter as mc
@@ -64,21 +69,33 @@ def test_each_stage_loads_its_part(two, name, tmp_path):
 
 
 SIZES = {"pipeline": {"pp_size": 2}, "tensor": {"tp_size": 2}, "context": {"cp_size": 2}}
-# Every gradient of the others is compared in the parity tests of their architectures.
-OTHERS = [(name, how) for name in TINY if name != "tiny/cpm2" for how in ("tensor", "context")]
-FAST = [(name, how) for name in TINY for how in SIZES if (name, how) not in OTHERS]
+# Split layers and tokens of the others are in the parity tests of their architectures: test_ranks_that_share_a_batch.
+CASES = [(name, how) for name in TINY for how in SIZES if how == "pipeline" or name == "tiny/cpm2"]
 
 
-@pytest.mark.parametrize(("name", "how"), FAST + [pytest.param(*case, marks=pytest.mark.full) for case in OTHERS])
+@pytest.mark.parametrize(("name", "how"), CASES)
 def test_two_ranks_train_as_one(two, name, how):
-    sizes = SIZES[how]
     loss, wanted = step(name, {})
-    found = two.run(step, name, sizes)
+    found = two.run(step, name, SIZES[how])
     assert [one for one, _ in found] == pytest.approx([loss] * 2, rel=1e-5)
     gradients = [*found[0][1].items(), *found[1][1].items()]
     assert {key for key, _ in gradients} == set(wanted)
     for key, gradient in gradients:
         assert_same(key, gradient, wanted[key], 5e-5)
+
+
+@pytest.mark.full
+def test_every_family_has_its_parity_tests():
+    """With ranks that share a batch, which are not repeated here."""
+    for path in Path(__file__).parent.glob("test_*.py"):
+        with contextlib.suppress(pytest.skip.Exception):  # transformers lacks the family
+            importlib.import_module(f"tests.models.{path.stem}")
+    families, classes = {family for family in LATER if family not in transformers.CONFIG_MAPPING}, [ArchitectureTests]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        if cls.__name__.startswith("Test") and callable(cls.test_ranks_that_share_a_batch):
+            families.add(cls.hf_config["model_type"])
+    assert families >= {registry.preset(name)["config"]["model_type"] for name in TINY}
 
 
 ABSENT = {"tiny/minicpm", "tiny/cpm1", "tiny/cpm3", "tiny/cpmbee"}  # from transformers

@@ -25,6 +25,7 @@ class Way(NamedTuple):
     sizes: dict[str, Any]
     policy: dict[str, Any]
     ranks: int
+    models: tuple[str, ...] = tuple(MODELS)
 
 
 def _ways() -> list[Way]:
@@ -46,7 +47,12 @@ def _ways() -> list[Way]:
         if set(a.sizes) & set(b.sizes):
             continue
         own = 1 if "recompute" in b.policy else 2
-        found.append(Way(f"{a.name} x {b.name}", {**a.sizes, **b.sizes}, {**a.policy, **b.policy}, a.ranks * own))
+        # Two splits cut each model in another way. How units are gathered or computed again is not the model's, so each
+        # of the other pairs has one model, and each way in them has every model once.
+        turn = split.index(a) + (levels + saving).index(b) if b not in split else None
+        models = tuple(MODELS) if turn is None else (tuple(MODELS)[turn % len(MODELS)],)
+        sizes, policy = {**a.sizes, **b.sizes}, {**a.policy, **b.policy}
+        found.append(Way(f"{a.name} x {b.name}", sizes, policy, a.ranks * own, models))
     for way in split[3:]:
         found.append(Way(f"{way.name} x compiled units", way.sizes, {"compile": "aot_eager"}, 2))
     cube = {"pp_size": 2, "tp_size": 2, "zero_level": 3}

@@ -22,12 +22,26 @@ def pools():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.parametrize(
+    ("way", "model"), [pytest.param(way, model, id=f"{way.name}-{model}") for way in WAYS for model in way.models]
+)
 def test_as_one_process(pools, way, model):
     layers = 2 * way.sizes.get("pp_chunks", 1)  # a unit for each stage
     found = pools(way.ranks).run(trained, model, way.sizes, way.policy, layers)
     assert_same_training(found, alone(model, layers))
+
+
+def test_each_way_has_each_model():
+    """Alone; and in its pairs with ZeRO's levels, with the other splits, and with each kind of recomputation."""
+    alone_ = {way.name: set(way.models) for way in WAYS if " x " not in way.name}
+    assert all(models == set(MODELS) for models in alone_.values())
+    kinds = {name: re.match(r"ZeRO|recompute|", name)[0] for name in alone_}
+    met = {}
+    for way in WAYS:
+        if len(parts := way.name.split(" x ")) == 2 and set(parts) <= set(alone_):
+            for one, other in (parts, parts[::-1]):
+                met.setdefault((one, kinds[other]), set()).update(way.models)
+    assert len(met) == 5 * 3 + 4 + 4 and all(models == set(MODELS) for models in met.values()), met
 
 
 def test_the_page_lists_them():

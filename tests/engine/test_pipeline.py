@@ -68,18 +68,21 @@ def test_an_untied_head(two, sizes):
     check(two, "masked-lm", ONE_PART, sizes, tie_embeddings=False)
 
 
+# Each schedule and each level with recomputation, and without.
+SHARDED = [
+    ({**sizes, "zero_level": level}, {"recompute": "full"} if (i // 2 + level) % 2 else {})
+    for i, sizes in enumerate((PP, INTERLEAVED, {**INTERLEAVED, "dp_replicate": 2}))
+    for level in range(4)
+]
+
+
 @pytest.mark.parametrize(
     ("sizes", "policy"),
     [
         ({**PP, "zero_level": 3}, {}),
         ({**INTERLEAVED, "zero_level": 2, "dp_replicate": 2}, {}),
     ]
-    + [
-        pytest.param({**s, "zero_level": level}, p, marks=pytest.mark.full)
-        for s in (PP, INTERLEAVED, {**INTERLEAVED, "dp_replicate": 2})
-        for level in range(4)
-        for p in ({}, {"recompute": "full"})
-    ],
+    + [pytest.param(*case, marks=pytest.mark.full) for case in SHARDED],
 )
 def test_with_sharded_parameters(four, sizes, policy):
     check(four, "pretraining", TWO_PARTS, sizes, policy)
@@ -111,8 +114,11 @@ def test_four_stages(four, sizes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", [{}, {"sequence_parallel": True}, {"recompute": "selective"}])
-@pytest.mark.parametrize("sizes", [PP, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    ("sizes", "policy"),  # test_combinations.py has 1f1b with the first two
+    [(INTERLEAVED, {}), (INTERLEAVED, {"sequence_parallel": True})]
+    + [(sizes, {"recompute": "selective"}) for sizes in (PP, INTERLEAVED)],
+)
 def test_in_three_dimensions(eight, sizes, policy):
     check(eight, "pretraining", TWO_PARTS, {**sizes, "tp_size": 2}, policy)
 

@@ -61,13 +61,27 @@ PAIRS = [("one", "two"), ("four", "2x2"), ("2x2", "one")]
 ALL_PAIRS = [(s, t) for s in LAYOUTS for t in LAYOUTS if s != t]
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    """On a mesh: a checkpoint, which tests only read, and what `save` returned. Each mesh saves once."""
+    made = {}
+
+    def saved(request, layout):
+        if layout not in made:
+            path = tmp_path_factory.mktemp(layout) / "c"
+            made[layout] = path, on(request, LAYOUTS[layout], save, path)[0]
+        return made[layout]
+
+    return saved
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.full) for pair in ALL_PAIRS],
 )
-def test_saved_on_one_mesh_goes_on_on_another(request, tmp_path, source, target):
-    before, after, _ = on(request, LAYOUTS[source], save, tmp_path / "c")[0]
-    for found in on(request, LAYOUTS[target], load, tmp_path / "c"):
+def test_saved_on_one_mesh_goes_on_on_another(request, saved_once, source, target):
+    path, (before, after, _) = saved_once(request, source)
+    for found in on(request, LAYOUTS[target], load, path):
         equal(found[0], before)
         close(found[1], after)
 

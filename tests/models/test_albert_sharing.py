@@ -1,6 +1,8 @@
 """Layers that run several times: in the engine they are the root's, recomputed and compiled by themselves, with dropout
 masks of their own in each run; a pipeline sums their gradients over its stages."""
 
+import itertools
+
 import engine_toys as toys
 import pytest
 import torch
@@ -72,18 +74,27 @@ FAST = [
     ({"pp_size": 2}, {}),
     ({"pp_size": 2, "pp_chunks": 2}, {"recompute": "full"}),
 ]
+RECOMPUTE = ("none", "cheap", "full", "selective", "offload")
+# Each kind of recomputation at both levels, compiled at one of them.
+COMPILED = [
+    ({"zero_level": level}, {"recompute": kind, "compile": "aot_eager" if (number + level) % 2 else False})
+    for level in (0, 3)
+    for number, kind in enumerate(RECOMPUTE)
+]
 MORE = [
-    *(
-        ({"zero_level": level}, {"recompute": recompute, "compile": compiled})
-        for level in (0, 3)
-        for recompute in ("none", "cheap", "full", "selective", "offload")
-        for compiled in (False, "aot_eager")
-    ),
+    *COMPILED,
     ({"zero_level": 2}, {"offload": "all"}),
     ({"tp_size": 2}, {}),
     ({"pp_size": 2, "zero_level": 0}, {"compile": "aot_eager"}),
     ({"pp_size": 2, "pp_chunks": 2, "zero_level": 1}, {}),
 ]
+
+
+def test_each_two_settings_meet():
+    ways = [(sizes["zero_level"], policy["recompute"], policy["compile"]) for sizes, policy in COMPILED]
+    axes = ((0, 3), RECOMPUTE, (False, "aot_eager"))
+    for i, j in itertools.combinations(range(3), 2):
+        assert {(way[i], way[j]) for way in ways} == set(itertools.product(axes[i], axes[j]))
 
 
 @pytest.mark.parametrize("ways", [FAST, pytest.param(MORE, marks=pytest.mark.full)], ids=["fast", "more"])

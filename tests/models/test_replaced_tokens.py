@@ -1,5 +1,6 @@
 """A generator and a discriminator as one model, against transformers' nets in a plain loop over the same draws."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -69,7 +70,8 @@ def check(pair, folder, batch, weight=50.0):
             assert_same(key, ours[key], grad, 2e-5)
 
 
-CASES = [(family, share) for family in toys.SIZES for share in ("tied", "disentangled", "none")]
+FAMILIES, SHARES = tuple(toys.SIZES), ("tied", "disentangled", "none")
+CASES = [(family, share) for family in FAMILIES for share in SHARES]
 FAST = {("electra", "tied"), ("deberta-v2", "disentangled")}
 
 
@@ -194,7 +196,15 @@ MESHES = {
     "context": (3, {"cp_size": 2}),
 }
 QUICK = {("electra", "tied", "level 3"), ("deberta-v2", "disentangled", "tensor"), ("deberta-v2", "tied", "context")}
-OVER_RANKS = [(*case, mesh) for case in CASES for mesh in MESHES]
+# Each way to share embeddings on each mesh with one family, and each family on each mesh.
+OVER_RANKS = [(FAMILIES[(i + j) % 2], share, mesh) for i, share in enumerate(SHARES) for j, mesh in enumerate(MESHES)]
+OVER_RANKS += sorted(QUICK - set(OVER_RANKS))
+
+
+def test_each_two_axes_meet():
+    for i, j in itertools.combinations(range(3), 2):
+        axes = [FAMILIES, SHARES, MESHES]
+        assert {(case[i], case[j]) for case in OVER_RANKS} == set(itertools.product(axes[i], axes[j]))
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,13 @@ def _ways() -> list[Way]:
         found.append(Way(f"{a.name} x {b.name}", sizes, policy, a.ranks * own, models))
     for way in split[3:]:
         found.append(Way(f"{way.name} x compiled units", way.sizes, {"compile": "aot_eager"}, 2))
+    # All models are in their pairs. Here are T5, which has the most parts, and another.
     cube = {"pp_size": 2, "tp_size": 2, "zero_level": 3}
-    found.append(Way("pipeline x tensor x ZeRO 3", cube, {}, 8))
-    found.append(
-        Way("pipeline x tensor + sequence x ZeRO 2", {**cube, "zero_level": 2}, {"sequence_parallel": True}, 8)
-    )
-    found.append(Way("context x tensor x ZeRO 3", {"cp_size": 2, "tp_size": 2, "zero_level": 3}, {}, 8))
+    sequence = {"sequence_parallel": True}
+    found.append(Way("pipeline x tensor x ZeRO 3", cube, {}, 8, ("BERT", "T5")))
+    found.append(Way("pipeline x tensor + sequence x ZeRO 2", {**cube, "zero_level": 2}, sequence, 8, ("GPT-2", "T5")))
+    sizes = {"cp_size": 2, "tp_size": 2, "zero_level": 3}
+    found.append(Way("context x tensor x ZeRO 3", sizes, {}, 8, ("CPM-Ant", "T5")))
     return found
 
 

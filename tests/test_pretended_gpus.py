@@ -84,8 +84,10 @@ PAIRS = [way for way in WAYS if way.name in ("tensor + sequence x ZeRO 3", "pipe
 )
 def test_steps_are_those_of_one_process(two, way):
     layers = 2 * way.sizes.get("pp_chunks", 1)
-    found = two.run(on_gpus, trained, "T5", way.sizes, way.policy, layers)
-    assert_same_training(found, alone("T5", layers))
+    # Faster; the layers of a T5 are split with sequence parallelism.
+    model = "BERT" if way.name.startswith("ZeRO") or way.name == "tensor" else "T5"
+    found = two.run(on_gpus, trained, model, way.sizes, way.policy, layers)
+    assert_same_training(found, alone(model, layers))
 
 
 @pytest.mark.full
@@ -130,10 +132,10 @@ def waiting(name, task, sizes, policy):
     assert loss.isfinite()
 
 
-SIZES = [({}, {}), ({"zero_level": 0}, {}), ({"pp_size": 2}, {}), ({"tp_size": 2}, {}), ({"cp_size": 2}, {})]
-SIZES += [({"tp_size": 2}, {"sequence_parallel": True})]
-STEPS = [("tiny/gpt2", "causal-lm", *how) for how in SIZES]
-STEPS += [("tiny/t5", "seq2seq-lm", *how) for how in SIZES]
+# A stage and shared tokens are of each kind of model its own; the layers of both are gathered, copied and split alike.
+BOTH = [({"pp_size": 2}, {}), ({"cp_size": 2}, {})]
+STEPS = [("tiny/gpt2", "causal-lm", *how) for how in [({"zero_level": 0}, {}), ({"tp_size": 2}, {}), *BOTH]]
+STEPS += [("tiny/t5", "seq2seq-lm", *how) for how in [({}, {}), ({"tp_size": 2}, {"sequence_parallel": True}), *BOTH]]
 STEPS += [("tiny/bert", "pretraining", {}, {"precision": p}) for p in ("bf16", "fp16", "bf16-params", "bf16-sr")]
 
 

@@ -45,15 +45,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def is_repeated(item: pytest.Item, cls: type[ArchitectureTests]) -> bool:
     """Whether a test of the harness proves nothing beside others, and no set has it.
 
-    Levels below 3 of a head that is not the main one and that a family of EACH_LEVEL has, too: level 3 and empty
-    batches are tested with every head of every family. Ranks that split layers alone, but in EACH_SHARE: every family
-    has ranks that split the same layers, and their activations too.
+    Levels below 3 of another form of a family that has them, and of a head that is not the main one and that a family
+    of EACH_LEVEL has, too: level 3 and empty batches are tested with every head of every family. Ranks that split
+    layers alone, but in EACH_SHARE: every family has ranks that split the same layers, and their activations too.
     """
     values, model = item.callspec.params if hasattr(item, "callspec") else {}, cls.hf_config["model_type"]
     if item.originalname == "test_ranks_that_share_a_batch":
         return values["sharing"] == "tensor" and model not in EACH_SHARE
     if item.originalname != "test_two_ranks_equal_one" or len(values["levels"]) == 1:
         return False
+    if any(base.__name__.startswith("Test") and base.hf_config["model_type"] == model for base in cls.__bases__):
+        return True
     if values["task"] == cls.main_task() or model in EACH_LEVEL:
         return False
     return any(values["task"] in registry.get(name).model_class().tasks for name in EACH_LEVEL)

@@ -1,6 +1,7 @@
 """Models of some layers of others: what is loaded, converted and exported computes what transformers' modules do once
 their lists of layers are cut; what cannot be cut is refused by its reason."""
 
+import functools
 import json
 
 import pytest
@@ -137,16 +138,28 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    """Of a family: the folder of a whole model, which tests only read, and its task."""
+
+    @functools.cache
+    def saved(family):
+        folder = tmp_path_factory.mktemp(family)
+        return folder, save_whole(folder, family)
+
+    return saved
+
+
 @pytest.mark.parametrize(("family", "which"), CASES)
-def test_as_transformers_with_its_lists_cut(tmp_path, family, which):
+def test_as_transformers_with_its_lists_cut(tmp_path, saved_once, family, which):
     kept, decoder_kept = CUTS[which]
     two_sides = family in TWO_SIDES
-    task = save_whole(tmp_path / "whole", family)
+    whole, task = saved_once(family)
     numbers = {"keep_layers": kept} | ({"keep_decoder_layers": decoder_kept} if two_sides else {})
-    ours = mc.from_pretrained(tmp_path / "whole", **numbers)
+    ours = mc.from_pretrained(whole, **numbers)
     ours.save_pretrained(tmp_path / "saved")
     request = Request(kept=KeptLayers.of(*(numbers.get(name) for name in ("keep_layers", "keep_decoder_layers"))))
-    convert(tmp_path / "whole", tmp_path / "converted", "hf", request=request, workers=1, verify=True)
+    convert(whole, tmp_path / "converted", "hf", request=request, workers=1, verify=True)
     tensors = [load_file(tmp_path / name / "model.safetensors") for name in ("saved", "converted")]
     assert tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
@@ -154,16 +167,16 @@ def test_as_transformers_with_its_lists_cut(tmp_path, family, which):
     assert configs[0] == configs[1]
     batch = inputs(two_sides)
     if family in OWN:
-        whole = mc.from_pretrained(tmp_path / "whole")
-        lists = [(whole, kept)] if not two_sides else [(whole.encoder, kept), (whole.decoder, decoder_kept)]
+        cut_here = mc.from_pretrained(whole)
+        lists = [(cut_here, kept)] if not two_sides else [(cut_here.encoder, kept), (cut_here.decoder, decoder_kept)]
         for side, chosen in lists:
             if chosen is not None:
                 side.layers = torch.nn.ModuleList(side.layers[number] for number in chosen)
-        torch.testing.assert_close(logits_of(ours, batch), logits_of(whole, batch), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits_of(ours, batch), logits_of(cut_here, batch), atol=1e-5, rtol=1e-5)
         return
     skip_unless_transformers_has(family)
     cls = compare.hub_class(family, task)
-    theirs = cut(_loaded(cls, tmp_path / "whole"), kept, decoder_kept)
+    theirs = cut(_loaded(cls, whole), kept, decoder_kept)
     expected = logits_of(theirs, batch)
     exported = _loaded(cls, tmp_path / "converted")
     rounding = 1e-5 * expected.abs().max().item()

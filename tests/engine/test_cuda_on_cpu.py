@@ -10,8 +10,6 @@ import itertools
 import mmap
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import fused_cases
@@ -19,6 +17,7 @@ import fused_cases_8bit
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from fused_cases import BF16, F16, F32
 
 from engine import ops
@@ -55,7 +54,7 @@ def compile_to(out, sources):
         objects.append(str(out.with_suffix(f".{file.stem}.o")))
         build._run([cxx, *FLAGS, "-c", str(file), "-o", objects[-1]])
     source, bind = str(HERE / "cuda_on_cpu" / "bind.cpp"), str(out.with_suffix(".bind.o"))
-    build._run([cxx, "-O1", "-std=c++17", "-fPIC", *build._include(), f"-I{sources}", "-c", source, "-o", bind])
+    build._run([cxx, "-O0", "-std=c++17", "-fPIC", *build._include(), f"-I{sources}", "-c", source, "-o", bind])
     build._run([cxx, "-shared", *objects, bind, "-o", str(out), *build._link("cpu")])
     return out
 
@@ -66,8 +65,8 @@ def run(library_file, code, *arguments, seed=0, processors=2):
         **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{HERE}", "CUDA_ON_CPU_SEED": str(seed),
         "CUDA_ON_CPU_PROCESSORS": str(processors),
     }  # fmt: skip
-    command = [sys.executable, "-c", LOAD.format(str(library_file)) + code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600)
+    code = LOAD.format(str(library_file)) + code
+    done = warm.run(["-c", *arguments], environment, ROOT, code, timeout=600)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -84,13 +83,12 @@ def test_the_operators_tests_pass_on_the_cuda_kernels(library_file, tmp_path):
 def test_lists_orders_and_processors_do_not_show(compiled, library_file, tmp_path):
     """The CPU operators' bits, on tensors between pages that may not be touched; the norm adds up in its own order."""
     found = []
-    for number, (seed, processors) in enumerate(((1, 1), (2, 3), (3, 50))):
+    for number, (seed, processors) in enumerate(((1, 3), (2, 50))):  # fewer blocks than there is work, and more
         out = str(tmp_path / f"{number}.pt")
         run(library_file, "import test_cuda_on_cpu as t\ntorch.save(t.work(), sys.argv[1])", out, seed=seed,
             processors=processors)  # fmt: skip
         found.append(torch.load(out))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     wanted = work()
     torch.testing.assert_close(found[0].pop(0), wanted.pop(0), rtol=1e-12, atol=0)
     for index, (a, b) in enumerate(zip(found[0], wanted, strict=True)):

@@ -40,6 +40,7 @@ def parse(p: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     """Parse the flags. With --quick, flags that have their default take the values in `quick`, and one round is run."""
     args = p.parse_args()
     if args.quick:
+        machine.FLAGS[:] = ["--seconds", "0"]
         for name, value in {"rounds": 1, **quick}.items():
             if getattr(args, name) == p.get_default(name):
                 setattr(args, name, value)

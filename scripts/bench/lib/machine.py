@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 SEEN: list[dict[str, float]] = []  # limits measured in this run, one entry per round
+FLAGS: list[str] = []  # of the process that measures them
 
 
 def measure(child: Callable[..., dict[str, Any]], threads: int) -> dict[str, float]:
     """The GFLOP/s of fp32 matrix products and of those that may round to bf16, and the GB/s of a copy, counting bytes
     read and written."""
-    found = child(["-m", "scripts.bench.lib.rates"], threads)
+    found = child(["-m", "scripts.bench.lib.rates", *FLAGS], threads)
     SEEN.append({key: found[key] for key in ("gemm_gflops", "rounded_gemm_gflops", "copy_gb_per_s")})
     return SEEN[-1]
 

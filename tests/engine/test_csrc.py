@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
+from compilers import unoptimised
 
 from engine.ops import build, library
 from engine.ops.__main__ import main
@@ -16,11 +18,13 @@ from engine.ops.__main__ import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def environment(**variables):
+    return {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in variables.items()}}
+
+
 def ops(*arguments, **variables):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in variables.items()}}
-    command = [sys.executable, "-m", "engine.ops", *arguments]
     # On two busy cores the CUDA library of all architectures takes more than five minutes.
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=900)
+    return warm.run(["engine.ops", *arguments], environment(**variables), Path("/"), timeout=900)
 
 
 def test_what_is_loaded_is_printed(compiled, capsys):
@@ -50,8 +54,7 @@ def test_without_a_library_one_line_says_so_and_all_works(tmp_path):
         "import torch, engine\np = torch.nn.Parameter(torch.ones(3))\no = engine.optim.AdamOptimizer([p], lr=0.1)\n"
         "for _ in range(3):\n    p.grad = torch.ones(3)\n    o.step()\nassert (p < 0.8).all()"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MODELCENTER_LIBRARY_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = warm.run(["-c"], environment(MODELCENTER_LIBRARY_DIR=tmp_path), tmp_path, code)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the fused CPU operators are not in use") == 1
 
@@ -225,7 +228,8 @@ def test_the_cuda_library_compiles_without_spills_and_loads_here(compiled, tmp_p
     if build.nvcc() is None:
         pytest.skip("nvcc is not here, so the CUDA operators cannot be compiled")
     # The oldest that is compiled for, what the kernels are tuned on, and the newest: each takes half a minute.
-    done = ops("--build", "--cuda", "--verbose", MODELCENTER_LIBRARY_DIR=tmp_path, TORCH_CUDA_ARCH_LIST="7.5;9.0;12.0")
+    variables = {"TORCH_CUDA_ARCH_LIST": "7.5;9.0;12.0", "CXX": unoptimised(tmp_path)}
+    done = ops("--build", "--cuda", "--verbose", MODELCENTER_LIBRARY_DIR=tmp_path, **variables)
     assert done.returncode == 0, done.stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stdout)]
@@ -272,6 +276,5 @@ def test_the_cuda_library_compiles_without_spills_and_loads_here(compiled, tmp_p
         "assert b'differ in size' in said('cast_scale_copy_', [x], [n], None, 0)\n"
         "assert said('cast_scale_copy_', [], [], None, 0) is None\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MODELCENTER_LIBRARY_DIR": str(tmp_path)}
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    loaded = warm.run(["-c"], environment(MODELCENTER_LIBRARY_DIR=tmp_path), tmp_path, code)
     assert loaded.returncode == 0 and "loaded=True" in loaded.stdout, loaded.stdout + loaded.stderr

@@ -62,12 +62,15 @@ def assert_same_run(folder, name, whole):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_two_nodes_are_two_ranks_of_one(folder, whole, rendezvous):
+def test_two_nodes_are_two_ranks_of_one(folder, whole):
     """Each node has a home, caches and temporary files of its own; the output folder is shared."""
-    ended = agents(folder, rendezvous, [MODULE + words(folder, "run")] * 2)
+    ended = agents(folder, "static", [MODULE + words(folder, "run")] * 2)
     assert [node.code for node in ended] == [0, 0], ended
     assert_same_run(folder, "run", whole)
+    assert_two_nodes(folder, ended)
+
+
+def assert_two_nodes(folder, ended):
     assert sorted(node.out.count("step 8/8") for node in ended) == [0, 3]  # rank 0 alone speaks
     for number in range(2):  # each node has tokenised once, for itself
         cached = list((folder / f"node{number}" / ".cache" / "modelcenter" / "tokens").glob("*/about.json"))
@@ -89,6 +92,7 @@ def test_output_folders_that_are_not_shared_are_an_error(folder):
 @pytest.mark.full
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder, whole, nodes):
+    """Nodes that meet over c10d, too, are two ranks of one."""
     script = folder / "dies.py"
     script.write_text(DIES, encoding="utf-8")
     ended = agents(folder, "c10d", [[str(script), *words(folder, "run")]] * nodes, ranks=2 // nodes, restarts=1)
@@ -96,6 +100,8 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(folder, whole, nodes
     out = "".join(node.out for node in ended)  # the agent with the lower process id has rank 0: numbers may start again
     assert "continuing after step 4" in out or "continuing after step 2" in out
     assert_same_run(folder, "run", whole)
+    if nodes == 2:
+        assert_two_nodes(folder, ended)
 
 
 LAUNCH = scripts_dir() / "launch"

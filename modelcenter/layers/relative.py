@@ -15,13 +15,21 @@ class RelativeBias(nn.Module):
         weight: (num_buckets, num_heads).
     """
 
-    def __init__(self, num_buckets: int, num_heads: int, max_distance: int, bidirectional: bool):
+    def __init__(
+        self,
+        num_buckets: int,
+        num_heads: int,
+        max_distance: int,
+        bidirectional: bool,
+        held: ByLength[Tensor] | None = None,
+    ):
         """`max_distance`: distances from this on share one bucket. `bidirectional`: half of the buckets are for keys
-        after the query; if False, such keys share the bucket of distance 0."""
+        after the query; if False, such keys share the bucket of distance 0. `held`: the cache of buckets that modules
+        with the same three numbers share; None: one of its own."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads).normal_(std=0.02))
         self.max_distance, self.bidirectional = max_distance, bidirectional
-        self._buckets: ByLength[Tensor] = ByLength()
+        self._buckets: ByLength[Tensor] = ByLength() if held is None else held
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, the position of a key minus that of its query; integers of any shape."""

@@ -16,6 +16,7 @@ from engine.ops.autocast import product_dtype
 from modelcenter.config import ModelConfig
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.block import PreNormBlock
+from modelcenter.layers.by_length import ByLength
 from modelcenter.layers.dropout import Dropout
 from modelcenter.layers.mask import Mask, shared_rectangles
 from modelcenter.layers.mlp import ACTIVATIONS, MLP, GatedMLP
@@ -139,8 +140,10 @@ class T5(EncoderDecoder):
         def norm() -> RMSNorm:
             return T5Norm(width, c.norm_eps, self.fp16_scale)
 
+        buckets: ByLength[Tensor] = ByLength()  # the same for the biases of all layers
+
         def position() -> RelativeBias:
-            return RelativeBias(c.num_buckets, c.num_heads, c.max_distance, bidirectional=not decodes)
+            return RelativeBias(c.num_buckets, c.num_heads, c.max_distance, bidirectional=not decodes, held=buckets)
 
         layers = nn.ModuleList(
             kind(

@@ -1,5 +1,7 @@
 """T5, mT5 and umT5 against transformers' models of them."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -118,3 +120,15 @@ def test_a_tied_mt5_is_not_scaled(tmp_path):
         wanted = theirs(ids, decoder_input_ids=ids).logits
         found = mc.from_pretrained(tmp_path)(ids, decoder_input_ids=ids).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_with_biases_of_their_own_share_the_buckets(monkeypatch):
+    """Each side of umT5 computes them once for all its layers and texts of about one length; so does a copied model."""
+    made = []
+    monkeypatch.setattr(RelativeBias, "buckets", lambda _, x: made.append(x.numel()) or x.abs().clamp(max=3))
+    ids, model = torch.full((1, 70), 9), mc.from_config("tiny/umt5")
+    for used in (model, copy.deepcopy(model)):
+        made.clear()
+        for length in (7, 9, 70):
+            used(ids[:, :length], decoder_input_ids=ids[:, :length])
+        assert made == [127, 127, 255, 255]

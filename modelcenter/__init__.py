@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from modelcenter.models.gptj import GPTJ as GPTJ
     from modelcenter.models.granite import Granite as Granite
     from modelcenter.models.gte import Gte as Gte
+    from modelcenter.models.led import Led as Led
     from modelcenter.models.llama import Llama as Llama
     from modelcenter.models.longformer import Longformer as Longformer
     from modelcenter.models.m2m_100 import M2M100 as M2M100

@@ -21,7 +21,8 @@ from modelcenter.sparse_settings import SparseEmbeddingSettings
 _LAYERS = ("num_layers", "num_decoder_layers")
 _SIZES = (
     "vocab_size", "hidden_size", "embedding_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
-    "max_positions", "num_groups", "group_layers", "num_decoder_heads", "decoder_intermediate_size", *_LAYERS,
+    "max_positions", "max_decoder_positions", "num_groups", "group_layers", "num_decoder_heads",
+    "decoder_intermediate_size", *_LAYERS,
 )  # fmt: skip
 # Attributes of every config; if an architecture has no such field, they are kept in `extra`.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")

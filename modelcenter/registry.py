@@ -144,6 +144,7 @@ ARCHITECTURES: dict[str, ArchSpec] = {
         _ours("encoder-decoder", "Composed", "composed"),
         _ours("umt5", "UMT5", "t5", "t5:UMT5"),
         _ours("bart", "Bart"),
+        _ours("led", "Led"),
         _ours("mbart", "MBart"),
         _ours("m2m_100", "M2M100"),
         _ours("marian", "Marian"),

@@ -55,7 +55,7 @@ FAMILIES = [
     ("tiny/t5gemma", "seq2seq-lm"), ("tiny/ernie", "pretraining"), ("tiny/gte", "masked-lm"),
     ("tiny/deberta", "masked-lm"),
     ("tiny/modernbert-decoder", "causal-lm"), ("tiny/bloom", "causal-lm"),
-    ("tiny/longformer", "sequence-classification"),
+    ("tiny/longformer", "sequence-classification"), ("tiny/led", "seq2seq-lm"),
 ]  # fmt: skip
 
 

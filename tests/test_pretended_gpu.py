@@ -121,7 +121,7 @@ STEPS = [
     pytest.param("tiny/gte", "masked-lm", marks=pytest.mark.full),
     pytest.param("tiny/deberta", "masked-lm", marks=pytest.mark.full),
     pytest.param("tiny/modernbert-decoder", "causal-lm", marks=pytest.mark.full), ("tiny/bloom", "causal-lm"),
-    ("tiny/longformer", "sequence-classification"),
+    ("tiny/longformer", "sequence-classification"), pytest.param("tiny/led", "seq2seq-lm", marks=pytest.mark.full),
     ("tiny/gemma2", "causal-lm"), pytest.param("tiny/t5gemma", "seq2seq-lm", marks=pytest.mark.full),
     *(("tiny/bert", task) for task in test_gpu.TASKS),
 ]  # fmt: skip

@@ -19,8 +19,11 @@ def _attention(hub: str, native: str) -> list[Rule]:
     return [Rename(f"{hub}.{name}_proj.*", f"{native}.{name}.*") for name in ("q", "k", "v", "out")]
 
 
-def layers(side: str) -> list[Rule]:
-    """The word embeddings and layers of the encoder or the decoder, the same in BART and its derivatives."""
+def layers(side: str, attention: list[Rule] | None = None) -> list[Rule]:
+    """The word embeddings and layers of the encoder or the decoder, the same in BART and its derivatives.
+
+    attention: rules of self-attention; None: BART's.
+    """
     layer = f"{side}.layers.{{i}}"
     across = (
         [
@@ -34,7 +37,7 @@ def layers(side: str) -> list[Rule]:
     return [
         Tied(words, to="shared.weight", when=tied),
         Tied(words, to="shared.weight", write=True, when=untied),
-        *_attention(f"{layer}.self_attn", f"{layer}.attn"),
+        *(_attention(f"{layer}.self_attn", f"{layer}.attn") if attention is None else attention),
         Rename(f"{layer}.self_attn_layer_norm.*", f"{layer}.attn_norm.*"),
         *across,
         Rename(f"{layer}.fc1.*", f"{layer}.mlp.up.*"),

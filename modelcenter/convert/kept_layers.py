@@ -94,7 +94,7 @@ def _of_one_side(config: Any, numbers: tuple[int, ...], field: str, name: str) -
     if hasattr(config, "layer_types"):
         types = config.types_of_layers()
         changes["layer_types"] = [types[number] for number in numbers]
-    if isinstance(windows := getattr(config, "attention_window", None), list):
+    if field == "num_layers" and isinstance(windows := getattr(config, "attention_window", None), list):
         changes["attention_window"] = [windows[number] for number in numbers]
     if hasattr(config, "no_rope_layers"):
         changes["no_rope_layers"] = [config.no_rope_layers[number] for number in numbers]

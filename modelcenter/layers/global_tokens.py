@@ -1,5 +1,5 @@
-"""Tokens with global attention: in the layers of Longformer they attend to all tokens of their sequence, and all attend
-to them, while other tokens attend within a window."""
+"""Tokens with global attention: in the layers of Longformer and LED they attend to all tokens of their sequence, and
+all attend to them, while other tokens attend within a window."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from modelcenter.layers.packing import Packed
 from modelcenter.models.bart_style import NORM_EPS, BartStyle, BartStyleConfig, BartStyleSide
 from modelcenter.models.encoder_decoder import Side
 
-OFFSET = 2  # rows of each position table before the first position
+OFFSET = 2  # rows of each position table before the first position, in BART and mBART
 
 
 @dataclass(kw_only=True)
@@ -49,6 +49,7 @@ class Bart(BartStyle):
     bounded = True
     tasks = ("base", "seq2seq-lm", "sequence-classification", "question-answering")
     reads_input_again = tasks
+    offset: ClassVar[int] = OFFSET
 
     config: BartConfig
 
@@ -56,10 +57,14 @@ class Bart(BartStyle):
         super().__init__(config, task)
         self.head = self.make_head(task, config.classifier_dropout)
 
-    def make_side(self, layers: nn.ModuleList) -> Side:
+    def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         c = self.config
-        position = Embedding(c.max_positions + OFFSET, c.hidden_size)
+        position = Embedding(getattr(c, self.positions_field(decodes)) + self.offset, c.hidden_size)
         return BartSide(layers, nn.Identity(), position, c.hidden_size, c.dropout)
+
+    def positions_field(self, decodes: bool) -> str:
+        """The config field with the number of positions of a side."""
+        return "max_positions"
 
     def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:
         return self.post_norm_block(num_heads, intermediate_size, decodes)
@@ -71,7 +76,8 @@ class Bart(BartStyle):
 
     def before_units(self, x: Tensor, ctx: Packed, side: Side) -> Tensor:
         assert isinstance(side, BartSide)
-        self.check_positions({}, ctx, self.config.max_positions, "decoder_" if side is self.decoder else "")
-        at = ctx.positions
-        x = x + self.look_up(side.position, at + OFFSET, at, "position_ids", "max_positions")
+        decodes, at = side is self.decoder, ctx.positions
+        most = self.positions_field(decodes)
+        self.check_positions({}, ctx, getattr(self.config, most), "decoder_" if decodes else "", most)
+        x = x + self.look_up(side.position, at + self.offset, at, "position_ids", most)
         return side.embed_dropout(side.embed_norm(x), ctx)

@@ -1,7 +1,7 @@
 """The fields, blocks and scaled embeddings that BART and its descendants share.
 
 The descendants differ in the places of norms and in what is added to the token embeddings: see bart.py, mbart.py,
-marian.py, m2m_100.py and pegasus.py.
+marian.py, m2m_100.py, pegasus.py and led.py.
 """
 
 from abc import abstractmethod
@@ -96,12 +96,12 @@ class BartStyle(EncoderDecoder):
         of_encoder = c.num_layers, c.num_heads, c.intermediate_size
         of_decoder = c.num_decoder_layers, c.num_decoder_heads, c.decoder_intermediate_size
         self.encoder, self.decoder = (
-            self.make_side(nn.ModuleList(self.make_block(heads, inner, decodes) for _ in range(depth)))
+            self.make_side(nn.ModuleList(self.make_block(heads, inner, decodes) for _ in range(depth)), decodes)
             for (depth, heads, inner), decodes in ((of_encoder, False), (of_decoder, True))
         )
 
     @abstractmethod
-    def make_side(self, layers: nn.ModuleList) -> Side:
+    def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         """The encoder or the decoder with its blocks."""
 
     @abstractmethod

@@ -106,6 +106,7 @@ class Model(TrainerProtocol, EmbeddingMixin, MultiVectorMixin, ModelInputs):
         Raises ValueError as `run`, and for logits_to_keep, output_hidden_states and inputs of other heads.
         """
         self.refuse_inputs_of_other_heads(batch)
+        self.refuse_idle_mask(batch)
         if (kept := batch.get("logits_to_keep", 0)) not in (0, 1):
             raise ValueError(f"logits_to_keep: got {kept}, expected 0 (all tokens) or 1 (the last)")
         if not isinstance(value := batch.get("output_hidden_states", False), bool):

@@ -153,8 +153,6 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
 
     # Whether the model accepts token_type_ids, even if its table of types has one row or none.
     tells_types: ClassVar[bool] = True
-    # Whether it accepts global_attention_mask.
-    marks_global: ClassVar[bool] = False
 
     embed_norm: nn.Module
     position: Embedding | None  # None: positions enter in attention only
@@ -337,11 +335,6 @@ class Encoder(SparseEmbeddingMixin, CrossAttentionMixin):
             raise ValueError(
                 f"task_type_ids: this {type(self).__name__} has no table of types of tasks, which only an ERNIE with "
                 "use_task_id has; leave them out"
-            )
-        if not self.marks_global and "global_attention_mask" in batch:
-            raise ValueError(
-                f"global_attention_mask: in {type(self).__name__} no token has global attention, which only Longformer "
-                "has; leave it out"
             )
         if not self.tells_types and "token_type_ids" in batch:
             raise ValueError(

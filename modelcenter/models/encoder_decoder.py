@@ -151,7 +151,7 @@ class EncoderDecoder(DecoderInputs):
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         """The encoder's embeddings, or its final states if the caller gives them."""
-        ctx = self._pack_encoder(batch)
+        ctx = self.pack_encoder(batch)
         if (given := batch.get("encoder_outputs")) is not None:
             return ctx.unpad(_encoder_states(given)), ctx
         return self.before_units(self.embedded(batch, ctx, self.table_of(self.encoder)), ctx, self.encoder), ctx
@@ -168,7 +168,8 @@ class EncoderDecoder(DecoderInputs):
         table = self.table_of(self.decoder)
         return self.before_units(self.embedded(batch, ctx, table, "decoder_"), ctx, self.decoder), ctx
 
-    def _pack_encoder(self, batch: Batch) -> Packed:
+    def pack_encoder(self, batch: Batch) -> Packed:
+        """The encoder's tokens, or those of the states that the caller gives."""
         batch = {name: value for name, value in batch.items() if name not in CACHE_INPUTS}
         if (given := batch.pop("encoder_outputs", None)) is not None:
             if self.tuned_prompt is not None:
@@ -213,7 +214,7 @@ class EncoderDecoder(DecoderInputs):
                 x, encoder.ctx = self.begin(batch)
                 encoder.states = [x]
             else:
-                encoder.ctx = self._pack_encoder(batch)
+                encoder.ctx = self.pack_encoder(batch)
         if self.decoder is not None:
             if first:
                 x, decoder.ctx = self.begin_decoder(batch)
@@ -375,6 +376,7 @@ class EncoderDecoder(DecoderInputs):
         *,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
         encoder_outputs: Any = None,
@@ -401,6 +403,7 @@ class EncoderDecoder(DecoderInputs):
         Args:
             input_ids: (batch, seq), or packed (1, T) with cu_seqlens. attention_mask: (batch, seq), 1 at tokens and 0
                 at padding. inputs_embeds: (batch, seq, hidden_size) in place of input_ids.
+            global_attention_mask: as input_ids, for an LED: 1 at tokens with global attention, else 0; None: see there.
             decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds: the same for the decoder; None: derived
                 from the labels or, for classification and question answering, from the input.
             encoder_outputs: (batch, seq, hidden_size), or a sequence with them as its first item, used instead of
@@ -426,8 +429,9 @@ class EncoderDecoder(DecoderInputs):
         """
         batch = given_inputs(
             input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask, inputs_embeds=inputs_embeds,
-            decoder_inputs_embeds=decoder_inputs_embeds, encoder_outputs=encoder_outputs, labels=labels,
+            decoder_attention_mask=decoder_attention_mask, global_attention_mask=global_attention_mask,
+            inputs_embeds=inputs_embeds, decoder_inputs_embeds=decoder_inputs_embeds, encoder_outputs=encoder_outputs,
+            labels=labels,
             start_positions=start_positions, end_positions=end_positions, past_key_values=past_key_values, cache=cache,
             use_cache=use_cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, decoder_cu_seqlens=decoder_cu_seqlens,
             decoder_max_seqlen=decoder_max_seqlen, prompt_lengths=prompt_lengths, loss_counts=loss_counts,

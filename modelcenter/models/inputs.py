@@ -16,8 +16,10 @@ from modelcenter.layers.layout import check_tensor, flat_positions
 from modelcenter.layers.packing import Packed
 
 Batch = Mapping[str, Any]
+# 1 at tokens that attend to all others of their text, and that all attend to, in models with windows.
+GLOBAL_MASK = "global_attention_mask"
 _TENSORS = {
-    "input_ids", "attention_mask", "token_type_ids", "task_type_ids", "global_attention_mask", "position_ids",
+    "input_ids", "attention_mask", "token_type_ids", "task_type_ids", GLOBAL_MASK, "position_ids",
     "inputs_embeds", "cu_seqlens", "labels", "start_positions", "end_positions", "decoder_input_ids",
     "decoder_attention_mask", "prompt_lengths",
 }  # fmt: skip
@@ -95,6 +97,8 @@ class ModelInputs(nn.Module):
     tasks: ClassVar[tuple[str, ...]] = ("base",)
     # By task; a task that is not listed takes all inputs of forward.
     head_inputs: ClassVar[Mapping[str, tuple[str, ...]]] = HEAD_INPUTS
+    # Whether it accepts global_attention_mask.
+    marks_global: ClassVar[bool] = False
     _sites_named = False
     _packed_hooks: Mapping[int, Callable[[Any, Packed], None]] = MappingProxyType({})
 
@@ -113,6 +117,14 @@ class ModelInputs(nn.Module):
                 raise ValueError(
                     f"{name}: {type(self).__name__} of task {self.task!r} does not take it, {known}; or leave it out"
                 )
+
+    def refuse_idle_mask(self, batch: Batch) -> None:
+        """Raise ValueError for a mask of global tokens, if this model has none."""
+        if GLOBAL_MASK in batch and not self.marks_global:
+            raise ValueError(
+                f"{GLOBAL_MASK}: in {type(self).__name__} no token has global attention, which only Longformer and LED "
+                "have; leave it out"
+            )
 
     def pack(self, batch: Batch, prefix: str = "") -> Packed:
         """Pack the tokens in `{prefix}input_ids` or `{prefix}inputs_embeds`, which are padded or packed.
@@ -241,13 +253,16 @@ class ModelInputs(nn.Module):
             f"{getattr(self.config, size) - 1} ({size}){hint}"
         )
 
-    def check_positions(self, batch: Batch, ctx: Packed, most: int, prefix: str = "") -> None:
-        """Raise ValueError for a sequence of `{prefix}input_ids` longer than the table of `most` positions."""
+    def check_positions(
+        self, batch: Batch, ctx: Packed, most: int, prefix: str = "", size: str = "max_positions"
+    ) -> None:
+        """Raise ValueError for a sequence of `{prefix}input_ids` longer than the table of `most` positions. size: the
+        config field with the length of the table."""
         past = 0 if ctx.cache is None else len(ctx.cache)
         columns = not (ctx.layout.packed or past or self.counts_positions)
         longest = past + (ctx.shape[1] + ctx.layout.prefix_length if columns else ctx.max_seqlen)
         if batch.get("position_ids") is None and longest > most:
             raise ValueError(
                 f"{prefix}input_ids: a sequence has {longest} tokens, the position table of this model has {most} "
-                "(max_positions); truncate to that"
+                f"({size}); truncate to that"
             )

@@ -3,30 +3,31 @@ attention in a window, and global tokens, which attend to all tokens and which a
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from modelcenter.layers.block import PostNormBlock
 from modelcenter.layers.global_attention import GlobalAttention
-from modelcenter.layers.global_tokens import GlobalTokens
-from modelcenter.layers.host_copies import host_copy
 from modelcenter.layers.mlp import MLP
 from modelcenter.layers.packing import Packed
 from modelcenter.models.encoder import READING_TASKS
-from modelcenter.models.inputs import Batch
+from modelcenter.models.global_tokens import (
+    WindowFields,
+    ends_of_sequences,
+    marked_tokens,
+    on_host,
+    set_globals,
+)
+from modelcenter.models.inputs import GLOBAL_MASK, Batch
 from modelcenter.models.roberta import Roberta, RobertaStyleConfig
-
-GLOBAL_MASK = "global_attention_mask"
 
 
 @dataclass(kw_only=True)
-class LongformerConfig(RobertaStyleConfig):
+class LongformerConfig(WindowFields, RobertaStyleConfig):
     """Fields of Longformer.
 
-    attention_window: distance between the farthest tokens on both sides of a window, one for all layers or one for
-    each; even.
     sep_token_id: the token after a question, by which the heads for question answering and multiple choice know the
     global tokens.
     """
@@ -35,7 +36,6 @@ class LongformerConfig(RobertaStyleConfig):
 
     type_vocab_size: int = 2
     norm_eps: float = 1e-12
-    attention_window: int | list[int] = 512
     sep_token_id: int | None = 2
 
     def __post_init__(self) -> None:
@@ -43,14 +43,6 @@ class LongformerConfig(RobertaStyleConfig):
         pad = self.pad_token_id
         known = pad is not None and 0 <= pad < min(self.max_positions, self.vocab_size)
         self.require(known, "pad_token_id", "an id below vocab_size and max_positions: positions count on from it")
-        windows = self.windows()
-        even = len(windows) == self.num_layers and all(width > 0 and width % 2 == 0 for width in windows)
-        self.require(even, "attention_window", f"an even number above 0, or {self.num_layers} of them, one per layer")
-
-    def windows(self) -> list[int]:
-        """attention_window of each layer."""
-        given = self.attention_window
-        return list(given) if isinstance(given, list) else [given] * self.num_layers
 
 
 class Longformer(Roberta):
@@ -72,25 +64,23 @@ class Longformer(Roberta):
         c, width = self.config, self.config.hidden_size
         return nn.ModuleList(
             PostNormBlock(
-                GlobalAttention(width, c.num_heads, c.attention_dropout, window=window // 2 + 1),
+                GlobalAttention(width, c.num_heads, c.attention_dropout, window=reach),
                 MLP(width, c.intermediate_size, c.hidden_act),
                 width,
                 c.norm_eps,
                 c.dropout,
             )
-            for window in c.windows()
+            for reach in c.reaches()
         )
 
     def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
         x, ctx = super().begin(batch)
-        tokens = self.global_tokens(batch, ctx)
-        if tokens is not None and tokens.numel():
-            if ctx.attended is not None:
-                raise ValueError(
-                    f"{GLOBAL_MASK}: not beside tokens that no token attends to; expand queries by mask tokens that "
-                    "are attended to (expansion_attended)"
-                )
-            ctx.globals = GlobalTokens(tokens, ctx.sequences)
+        set_globals(ctx, self.global_tokens(batch, ctx))
+        if ctx.globals is not None and ctx.attended is not None:
+            raise ValueError(
+                f"{GLOBAL_MASK}: not beside tokens that no token attends to; expand queries by mask tokens that are "
+                "attended to (expansion_attended)"
+            )
         return x, ctx
 
     def global_tokens(self, batch: Batch, ctx: Packed) -> Tensor | None:
@@ -99,20 +89,14 @@ class Longformer(Roberta):
         Raises:
             ValueError: the mask does not fit the tokens, or the tokens do not show which ones are global.
         """
-        if (mask := batch.get(GLOBAL_MASK)) is not None:
-            chosen = _on_host(mask, ctx, GLOBAL_MASK)
-            if not bool(((chosen == 0) | (chosen == 1)).all()):
-                raise ValueError(
-                    f"{GLOBAL_MASK}: got values from {chosen.min().item()} to {chosen.max().item()}, expected only 1 "
-                    "(global) and 0 (attention within the window)"
-                )
-            return chosen.nonzero().flatten()
-        ends = torch.tensor(ctx.sequences.starts()[: ctx.num_sequences + 1])
+        if (marked := marked_tokens(batch, ctx)) is not None:
+            return marked
+        ends = ends_of_sequences(ctx)
         if self.task == "sequence-classification":
             ctx.first_tokens()  # which raises the error of a row without tokens
             return ends[:-1]
         if self.task in ("question-answering", "multiple-choice") and batch.get("input_ids") is not None:
-            return self._tokens_beside_separator(_on_host(batch["input_ids"], ctx, "input_ids"), ends)
+            return self._tokens_beside_separator(on_host(batch["input_ids"], ctx, "input_ids"), ends)
         return None
 
     def _tokens_beside_separator(self, ids: Tensor, ends: Tensor) -> Tensor:
@@ -137,10 +121,3 @@ class Longformer(Roberta):
 
     def tp_plan(self) -> dict[str, str]:
         return super().tp_plan() | {f"layers.*.attn.{x}_global": "colwise" for x in "qkv"}
-
-
-def _on_host(x: Tensor, ctx: Packed, name: str) -> Tensor:
-    """(T,) on the host: x (batch, seq) or packed (1, T), without padding. A GPU is waited for only if x has no copy."""
-    known = host_copy(x)
-    unpadded: Any = ctx.layout.unpad(known if ctx.layout.indices is None else x, name=name)
-    return unpadded.cpu()

@@ -45,7 +45,7 @@ class Marian(BartStyle):
         super().__init__(config, task)
         self.head = self.make_head(task)
 
-    def make_side(self, layers: nn.ModuleList) -> Side:
+    def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         return BartStyleSide(layers, nn.Identity(), self.config.dropout)
 
     def make_block(self, num_heads: int, intermediate_size: int, decodes: bool) -> nn.Module:

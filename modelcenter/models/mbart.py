@@ -37,7 +37,7 @@ class MBart(Bart):
 
     config: MBartConfig
 
-    def make_side(self, layers: nn.ModuleList) -> Side:
+    def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         c = self.config
         position = Embedding(c.max_positions + OFFSET, c.hidden_size)
         return BartSide(layers, LayerNorm(c.hidden_size, NORM_EPS), position, c.hidden_size, c.dropout)

@@ -51,7 +51,7 @@ class Pegasus(Marian):
         super().__init__(config, task)
         self.constants |= {*TABLES}
 
-    def make_side(self, layers: nn.ModuleList) -> Side:
+    def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         c = self.config
         position = Embedding(c.max_positions, c.hidden_size)
         return PegasusSide(layers, LayerNorm(c.hidden_size, NORM_EPS), position, c.dropout)

@@ -32,7 +32,7 @@ def base_of(folder, family, task="seq2seq-lm"):
         return save_base(folder, SIDES[family], task), "encoder-decoder"
     depth = (
         {"num_decoder_layers": 2}
-        if family in (*T5S, "bart", "mbart", "m2m_100", "marian", "pegasus") and task in ("seq2seq-lm", "base")
+        if family in (*T5S, "bart", "led", "mbart", "m2m_100", "marian", "pegasus") and task in ("seq2seq-lm", "base")
         else {}
     )
     return save_base(folder, family, task, **depth), family

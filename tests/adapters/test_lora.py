@@ -53,6 +53,7 @@ OTHERS = [
     ("umt5", "seq2seq-lm"),
     ("bart", "seq2seq-lm"),
     ("bart", "sequence-classification"),
+    ("led", "seq2seq-lm"),
     ("mbart", "seq2seq-lm"),
     ("m2m_100", "seq2seq-lm"),
     ("marian", "seq2seq-lm"),

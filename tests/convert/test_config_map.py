@@ -119,7 +119,7 @@ def test_refused_fields(field, message):
 
 
 CAUSAL = "bloom gemma gemma2 gpt2 gpt_neox gptj llama mistral opt qwen2".split()
-BOTH_SIDES = "bart m2m_100 marian mbart pegasus t5 t5gemma umt5".split()
+BOTH_SIDES = "bart led m2m_100 marian mbart pegasus t5 t5gemma umt5".split()
 BIDIRECTIONAL = "albert deberta-v2 distilbert esm eurobert modernbert mpnet nomic_bert".split()
 
 

@@ -94,6 +94,7 @@ def same(results, expected):
         torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=2e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
+GLOBALS = {**SIDES, "global_first_token": True}
 BARTS = ("tiny/bart", "tiny/mbart", "tiny/m2m_100", "tiny/marian", "tiny/pegasus")
 CASES = [
     ("tiny/t5", "seq2seq-lm", PP, SIDES),
@@ -111,6 +112,7 @@ MORE = [
         ("tiny/t5", "seq2seq-lm", None),
         ("tiny/cpm2", "seq2seq-lm", None),
         *((name, "seq2seq-lm", None) for name in BARTS),
+        ("tiny/led", "seq2seq-lm", GLOBALS),
         ("tiny/t5gemma", "seq2seq-lm", WIDTHS),
         ("tiny/t5gemma", "sequence-classification", WIDTHS),
         *((f"tiny/{cpm}", "causal-lm", None) for cpm in ("cpm1", "cpm3", "cpmant", "cpmbee")),

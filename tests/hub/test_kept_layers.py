@@ -21,7 +21,8 @@ from modelcenter.hub.conversion.checkpoint import Request, open_checkpoint
 from modelcenter.hub.conversion.run import FORMATS, _Run
 from modelcenter.testing import randomize_
 
-TWO_SIDES = ("bart", "mbart", "marian", "m2m_100", "pegasus", "t5", "mt5", "umt5", "t5gemma", "encoder-decoder", "cpm2")
+BARTS = ("bart", "led", "mbart", "marian", "m2m_100", "pegasus")
+TWO_SIDES = (*BARTS, "t5", "mt5", "umt5", "t5gemma", "encoder-decoder", "cpm2")
 OWN = ("cpm1", "cpm2", "cpm3", "cpmant", "cpmbee", "minicpm", "minicpm3")  # not of transformers, or only a part of them
 SHARED = ("albert",)
 FAMILIES = sorted(set(registry.ARCHITECTURES) - set(SHARED))

@@ -46,6 +46,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mt5": {"head_dim": 64, "num_buckets": 32, "gated": True, "tie_embeddings": False},
     "umt5": {"head_dim": 64, "num_buckets": 32, "gated": True},
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), {"max_positions": 1024}),
+    "led": {"max_positions": 16384, "max_decoder_positions": 1024},
     "cpm1": {"num_buckets": 32, "tie_embeddings": False},
     "cpm3": {"num_buckets": 512, "prompt_types": 32, "prompt_length": 64, "segment_types": 34},
     "cpmbee": {"num_buckets": 256, "num_relations": 256},

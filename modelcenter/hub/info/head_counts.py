@@ -90,7 +90,7 @@ HEADS: dict[str, Heads] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "smollm3"), _DECODER),
     "t5gemma": {"seq2seq-lm": _words_of_decoder},
     **dict.fromkeys(("t5", "mt5", "umt5", "m2m_100"), _ENCODER_DECODER),
-    **dict.fromkeys(("bart", "mbart", "marian", "pegasus"), {"seq2seq-lm": _biased_words}),
+    **dict.fromkeys(("bart", "led", "mbart", "marian", "pegasus"), {"seq2seq-lm": _biased_words}),
     **dict.fromkeys(("cpm1", "cpm3", "cpmbee"), _DECODER),
     "cpmant": {"causal-lm": _own_words},
 }

@@ -78,6 +78,11 @@ def _attention(c: Fields, bias: bool, out_bias: bool | None = None) -> int:
     return inner + linear_size(width, c.hidden_size, bias if out_bias is None else out_bias)
 
 
+def _global_projections(c: Fields) -> int:
+    """The second set of projections in a layer, for global tokens."""
+    return 3 * linear_size(c.hidden_size, c.hidden_size, True)
+
+
 def _mlp(c: Fields, bias: bool, gated: bool = False, inner: int | None = None) -> int:
     inner = c.intermediate_size if inner is None else inner
     return (1 + gated) * linear_size(c.hidden_size, inner, bias) + linear_size(inner, c.hidden_size, bias)
@@ -101,9 +106,8 @@ def _mpnet(c: Fields, kind: str) -> dict[str, int]:
 
 
 def _longformer(c: Fields, kind: str) -> dict[str, int]:
-    """BERT, with a second set of projections in each layer, for global tokens."""
-    sizes, d = _bert(c, kind), c.hidden_size
-    return sizes | {"attention": sizes["attention"] + c.num_layers * 3 * linear_size(d, d, True)}
+    sizes = _bert(c, kind)
+    return sizes | {"attention": sizes["attention"] + c.num_layers * _global_projections(c)}
 
 
 def _ernie(c: Fields, kind: str) -> dict[str, int]:
@@ -298,6 +302,15 @@ def _bart(c: Fields, kind: str) -> dict[str, int]:
     }
 
 
+def _led(c: Fields, kind: str) -> dict[str, int]:
+    """BART, with a position table of its own size on each side, and the encoder's projections for global tokens."""
+    sizes = _bart(c, "bart")
+    return sizes | {
+        "embeddings": (c.vocab_size + c.max_positions + c.max_decoder_positions) * c.hidden_size,
+        "attention": sizes["attention"] + c.num_layers * _global_projections(c),
+    }
+
+
 def _cpm(c: Fields, kind: str) -> dict[str, int]:
     """CPM-1, CPM-3, CPM-Ant and CPM-Bee, with prompts and segment relations besides CPM-1's words and distances."""
     d, layers = c.hidden_size, c.num_layers
@@ -339,6 +352,7 @@ _BODIES: dict[str, Callable[[Fields, str], dict[str, int]]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "olmo2", "smollm3"), _llama),
     **dict.fromkeys(("t5", "mt5", "umt5"), _t5),
     **dict.fromkeys(("bart", "mbart", "m2m_100", "marian", "pegasus"), _bart),
+    "led": _led,
     "bloom": _bloom,
     "opt": _opt,
     **dict.fromkeys(("cpm1", "cpm3", "cpmant", "cpmbee"), _cpm),

@@ -17,7 +17,14 @@ from modelcenter.training.config.common import (
     TrainConfig,
     is_local,
 )
-from modelcenter.training.config.seq2seq import EVALUATION_SEARCH, LANGUAGES, ONE_BEAM, check_metrics
+from modelcenter.training.config.seq2seq import (
+    EVALUATION_SEARCH,
+    GLOBAL_TOKENS,
+    LANGUAGES,
+    NO_TOKEN,
+    ONE_BEAM,
+    check_metrics,
+)
 
 # Flags that change only how tokens are sampled.
 SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -182,6 +189,7 @@ class PredictConfig(ColumnFlags, SearchFlags, EngineFlags):
     source_lang: str | None = _texts(None, "language to translate from; the run's if not given")
     target_lang: str | None = _texts(None, "language to translate to; the run's if not given")
     prefix: str | None = _texts(None, "text put before each source; the run's if not given", "source_prefix")
+    global_tokens: list[str] | None = _texts(None, GLOBAL_TOKENS, means=NO_TOKEN)
     metrics: list[str] | None = _texts(None, "metrics of generated texts: rouge, bleu, chrf, accuracy, squad; the "
         "run's if not given")
     language: str | None = _texts(None, "zh: these metrics treat each Chinese character as a word; the run's if not "
@@ -281,6 +289,7 @@ class GenerateConfig(SearchFlags, EngineFlags):
     source_lang: str | None = _texts(None, "language of the prompts, such as eng_Latn, for multilingual models; the "
         "run's if not given")
     target_lang: str | None = _texts(None, "language to generate, such as deu_Latn; the run's if not given")
+    global_tokens: list[str] | None = _texts(None, GLOBAL_TOKENS, means=NO_TOKEN)
     chat: bool = _data(False, "treat each prompt as a user's message, written by the tokenizer's chat template or "
         "as the run wrote it; at a terminal, one conversation of all messages")
     system_prompt: str | None = _data(None, "with chat: the system's message, before the others", "system")

@@ -15,6 +15,11 @@ GENERATION_METRICS = ("rouge", "bleu", "chrf", "accuracy", "squad")
 LANGUAGES = ("other", "zh")
 # How evaluations generate texts, and predictions too unless told otherwise.
 EVALUATION_SEARCH = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size")
+GLOBAL_TOKENS = (
+    "for LED, the tokens with global attention: first (of each text), tokens of the tokenizer (such as <doc-sep>), or "
+    "none; if not given, those that the model's config names, or else first"
+)
+NO_TOKEN = {"none": "none"}  # not None, which is what the flag is if it is not given
 NO_TEXTS = Idle(lambda c: not c.eval_generate, "with eval_generate false, which generates no texts; leave one out")
 ONE_BEAM = Idle(lambda c: c.num_beams == 1, "with one beam; give num_beams too, or leave it out")
 _data, _output, _search = partial(flag, "data"), partial(flag, "output"), partial(flag, "search")
@@ -47,6 +52,7 @@ class Seq2SeqConfig(TaughtConfig):
         "a column; for mBART, M2M100 and NLLB the tokenizer's code, such as eng_Latn")
     target_lang: str | None = _data(None, "language to translate to, such as de or deu_Latn")
     prefix: str = _data("", "text put before each source, such as 'summarize: '", "source_prefix")
+    global_tokens: list[str] | None = _data(None, GLOBAL_TOKENS, means=NO_TOKEN)
     max_length: int | None = _data(None, "maximum tokens of a source, including special tokens; longer ones are cut; "
         "if not given, as many as the model and the tokenizer support", "max_source_length", "max_seq_length",
         "max_encoder_length")

@@ -13,6 +13,7 @@ from modelcenter.data.readers.compression import suffix_of
 from modelcenter.data.schemas.conversations import TOOLS, Conversation, conversations, find_chat_columns
 from modelcenter.data.tokenization.chat_templates import LAYOUTS, ChatTemplate, is_of_template
 from modelcenter.training.config import DPOConfig, GenerateConfig, LMConfig, Seq2SeqConfig
+from modelcenter.training.global_tokens import choose_global_tokens
 from modelcenter.training.inference.chat import Chat
 from modelcenter.training.inference.loading import load_model, load_tokenizer, start_ranks
 from modelcenter.training.inference.output_file import check_output, write_rows
@@ -113,6 +114,7 @@ class _Generator:
         choose_languages(cfg, self.tokenizer, source, target, "here")
         if self.model.is_encoder_decoder:
             begin_texts(self.model, self.tokenizer)
+        choose_global_tokens(self.model, self.tokenizer, cfg.global_tokens)
 
     def encode(self, prompt: _Prompt) -> list[int]:
         """The tokens of a prompt."""

@@ -18,6 +18,8 @@ from modelcenter.data.tokenization.tokenize import Tokens, tokenize, tokenize_ta
 from modelcenter.models.base import Model
 from modelcenter.training.config import Seq2SeqConfig, TrainConfig
 from modelcenter.training.config.seq2seq import EVALUATION_SEARCH
+from modelcenter.training.distillation.loss import Distillation
+from modelcenter.training.global_tokens import choose_global_tokens
 from modelcenter.training.inference.text_generation import complete_rows
 from modelcenter.training.metrics import Generation, LossOnly, Score
 from modelcenter.training.target_tokens import begin_texts, check_end, choose_languages
@@ -35,7 +37,7 @@ from modelcenter.training.tasks.splits import read_splits
 
 log = logging.getLogger("modelcenter")
 
-_INFERENCE_FLAGS = ("source_lang", "target_lang", "prefix", "metrics", "language")
+_INFERENCE_FLAGS = ("source_lang", "target_lang", "prefix", "global_tokens", "metrics", "language")
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,11 @@ class SequenceToSequence(Task):
         self.model = model
         check_end(self.tokenizer, model)
         begin_texts(model, self.tokenizer)
+        choose_global_tokens(model, self.tokenizer, self.cfg.global_tokens)
+
+    def learn_from(self, distillation: Distillation) -> None:
+        super().learn_from(distillation)
+        choose_global_tokens(distillation.teacher.model, self.tokenizer, None)
 
     def tokenize(self, tokenizer: Any, max_length: int) -> tuple[SourceTargetExamples, SourceTargetExamples | None]:
         train_set = self._examples(self.table, tokenizer, max_length)

@@ -20,7 +20,7 @@ FIELDS = ("global_first_token", "global_token_ids")
 
 
 def _theirs(path, rows, first, named=()):
-    """transformers' loss and texts for rows, with these global tokens; `generation` is greedy."""
+    """transformers' loss and texts for rows, found with these global tokens."""
     from transformers import AutoModelForSeq2SeqLM
 
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(str(path)).eval(), make_tokenizer()
@@ -37,45 +37,44 @@ def _theirs(path, rows, first, named=()):
     return loss, [text.strip() for text in tokenizer.batch_decode(texts[:, 1:], skip_special_tokens=True)]
 
 
-def test_runs_and_what_uses_them(tmp_path, capsys):
+PLUM = make_tokenizer().get_vocab()["plum"]
+# {the flag: whether first tokens are global, other tokens that are}
+CASES = {None: (True, ()), "none": (False, ()), "plum": (False, (PLUM,))}
+
+
+@pytest.mark.parametrize("given", [None, *(pytest.param(word, marks=pytest.mark.full) for word in CASES if word)])
+def test_a_run_and_its_predictions(given, tmp_path):
     """Losses and texts are those of transformers with the same mask; the model's files say which tokens are global."""
     folder, dev = write_folder(tmp_path), make_rows(7, seed=2)
-    plum = make_tokenizer().get_vocab()["plum"]
-    cases = {"usual": (None, True, ()), "none": (["none"], False, ()), "named": (["plum"], False, (plum,))}
-    found, data = {}, write_jsonl(tmp_path / "new.jsonl", [{"mr": row["mr"]} for row in dev])
-    for name, (given, first, named) in cases.items():
-        how = {"model": "tiny/led", "model_config": SIZES, "epochs": 3, "lr": 2e-2, "eval_every": "never"}
-        more = {} if given is None else {"global_tokens": given}
-        rows = run_script(main, flags(folder, **how, **more, output_dir=str(folder / name)), 1, timeout=120)
-        wanted, texts = _theirs(folder / name / "model", dev, first, named)
-        assert rows[-1]["eval_loss"] == pytest.approx(wanted, rel=1e-4)
-        cli(["predict", str(folder / name), str(data), "--output", str(tmp_path / "out.jsonl")])
-        assert [row["prediction"] for row in read_jsonl(tmp_path / "out.jsonl")] == texts
-        found[name] = wanted
-    config = json.loads((folder / "usual/model/config.json").read_text())
-    assert config["global_first_token"] is True and "global_token_ids" not in config
-    capsys.readouterr()
-    # A checkpoint that no run is known of: the flag says what its config does not.
-    model = mc.from_pretrained(str(folder / "none/model"), global_first_token=None, global_token_ids=None)
-    model.save_pretrained(tmp_path / "bare")
-    make_tokenizer().save_pretrained(tmp_path / "bare")
-    told = ["--prefix", "say : ", "--max_new_tokens", "12", "--json"]
-    for given, (first, named) in {"first": (True, ()), "none": (False, ()), "plum": (False, (plum,))}.items():
-        cli(["evaluate", str(tmp_path / "bare"), str(folder / "data"), *told, "--global_tokens", given])
-        wanted, texts = _theirs(tmp_path / "bare", dev, first, named)
-        assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(wanted, rel=1e-4)
-        cli(
-            [
-                "generate",
-                str(tmp_path / "bare"),
-                f"say : {dev[0]['mr']}",
-                "--max_new_tokens",
-                "12",
-                "--global_tokens",
-                given,
-            ]
-        )
-        assert capsys.readouterr().out.strip() == texts[0]
+    how = {"model": "tiny/led", "model_config": SIZES, "epochs": 2, "lr": 2e-2, "eval_every": "never"}
+    rows = run_script(main, flags(folder, **how, **({"global_tokens": [given]} if given else {})), 1, timeout=120)
+    wanted, texts = _theirs(folder / "run/model", dev, *CASES[given])
+    assert rows[-1]["eval_loss"] == pytest.approx(wanted, rel=1e-4)
+    data = write_jsonl(tmp_path / "new.jsonl", [{"mr": row["mr"]} for row in dev])
+    cli(["predict", str(folder / "run"), str(data), "--output", str(tmp_path / "out.jsonl")])
+    assert [row["prediction"] for row in read_jsonl(tmp_path / "out.jsonl")] == texts
+    config = json.loads((folder / "run/model/config.json").read_text())
+    first, named = CASES[given]
+    assert config["global_first_token"] is first
+    assert config.get("global_token_ids") == (None if given is None else list(named))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("given", CASES)
+def test_a_checkpoint_that_no_run_is_known_of(given, tmp_path, capsys):
+    """The flag of evaluate and generate says what the config does not."""
+    folder, dev = write_folder(tmp_path), make_rows(7, seed=2)
+    vocab = len(make_tokenizer())
+    tokens = {"pad_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
+    model = mc.from_config("tiny/led", "seq2seq-lm", vocab_size=vocab, initializer_range=0.4, **SIZES, **tokens)
+    model.save_pretrained(folder / "bare")
+    make_tokenizer().save_pretrained(folder / "bare")
+    more = ["--max_new_tokens", "12", *(["--global_tokens", given] if given else [])]
+    wanted, texts = _theirs(folder / "bare", dev, *CASES[given])
+    cli(["evaluate", str(folder / "bare"), str(folder / "data"), "--prefix", "say : ", "--json", *more])
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(wanted, rel=1e-4)
+    cli(["generate", str(folder / "bare"), f"say : {dev[0]['mr']}", *more])
+    assert capsys.readouterr().out.strip() == texts[0]
 
 
 def _chosen(given, **fields):

@@ -1,6 +1,7 @@
 """Which tokens have global attention in runs of an LED: by default the first of each text, as its authors have it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import modelcenter as mc
 from modelcenter.cli import run as cli
 from modelcenter.models.led import LedConfig
 from modelcenter.training.global_tokens import choose_global_tokens
+from modelcenter.training.tasks.seq2seq import SequenceToSequence
 from scripts.finetune_seq2seq import main
 
 SIZES = {"hidden_size": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 3, "num_decoder_heads": 3}
@@ -100,3 +102,13 @@ def test_the_flag_then_the_config_then_the_first():
         _chosen(["first", "<doc-sep>"])
     with pytest.raises(ValueError, match="global_tokens: in T5 no token has global attention, which only LED has here"):
         choose_global_tokens(mc.from_config("tiny/t5", "seq2seq-lm"), make_tokenizer(), ["first"])
+
+
+def test_a_teacher_is_read_as_its_authors_read_it():
+    teacher = mc.from_config("tiny/led", "seq2seq-lm")
+    task = SequenceToSequence.__new__(SequenceToSequence)
+    task.tokenizer = make_tokenizer()
+    lesson = SimpleNamespace(teacher=SimpleNamespace(model=teacher))
+    task.learn_from(lesson)
+    assert teacher.config.global_first_token and task.loss_fn is lesson
+    task.learn_from(SimpleNamespace(teacher=SimpleNamespace(model=mc.from_config("tiny/t5", "seq2seq-lm"))))

@@ -311,3 +311,19 @@ def test_two_ranks_read_together(name, level, how, tmp_path):
         wanted = [alone[row] for row in rows]
         same(found, wanted, 3)
     assert results[0][2] == results[1][2] > 2
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_where_no_text_can_end_no_token_waits_for_the_device(pair, beams, monkeypatch):
+    """Beam search looks at each token whether its texts can still become better."""
+    model, waits = mc.from_pretrained(pair[1]), []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__"):
+        of_tensor = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, of_tensor=of_tensor: waits.append(1) or of_tensor(self))
+    counts = []
+    for new in (5, 15):
+        waits.clear()
+        model.generate(torch.full((2, 4), 9), None, new, num_beams=beams, eos_token_id=[])
+        counts.append(len(waits))
+    # The cache of a beam search reads the order of its beams.
+    assert counts[1] - counts[0] == (0 if beams == 1 else 2 * 10)

@@ -47,7 +47,7 @@ class Bart(BartStyle):
 
     config_class = BartConfig
     bounded = True
-    tasks = ("base", "seq2seq-lm", "sequence-classification", "question-answering")
+    tasks: ClassVar[tuple[str, ...]] = ("base", "seq2seq-lm", "sequence-classification", "question-answering")
     reads_input_again = tasks
     offset: ClassVar[int] = OFFSET
 

@@ -4,7 +4,7 @@ LED.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,8 @@ class Led(Bart):
     def make_side(self, layers: nn.ModuleList, decodes: bool) -> Side:
         if not decodes:
             for layer, reach in zip(layers, self.config.reaches(), strict=True):
-                layer.attn.window = reach
+                attn: Any = layer.attn
+                attn.window = reach
         return super().make_side(layers, decodes)
 
     def positions_field(self, decodes: bool) -> str:

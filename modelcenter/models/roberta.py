@@ -102,7 +102,9 @@ class Roberta(Encoder):
         """Add positions that count up from first_position in each sequence and skip padding."""
         return with_positions_after_padding(batch, self.config.padding_id)
 
-    def check_positions(self, batch: Batch, ctx: Packed, most: int, prefix: str = "") -> None:
+    def check_positions(
+        self, batch: Batch, ctx: Packed, most: int, prefix: str = "", size: str = "max_positions"
+    ) -> None:
         columns = batch.get("input_ids") is None and not ctx.layout.packed
         past = 0 if ctx.cache is None else len(ctx.cache)
         longest = past + (ctx.shape[1] + ctx.layout.prefix_length if columns and not past else ctx.max_seqlen)
@@ -110,7 +112,7 @@ class Roberta(Encoder):
         if batch.get("position_ids") is None and longest > usable:
             raise ValueError(
                 f"{prefix}input_ids: a sequence has {longest} tokens, this model takes {usable}: its position table "
-                f"has {most} rows (max_positions), of which the first {self.config.first_position} are the padding's; "
+                f"has {most} rows ({size}), of which the first {self.config.first_position} are the padding's; "
                 f"truncate to {usable}"
             )
 

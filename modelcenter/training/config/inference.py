@@ -77,8 +77,8 @@ class SearchFlags(Flags):
         "them, sequences of tokens: 5 8,9", "bad_words")
     suppress_tokens: list[int] | None = _search(None, "tokens that texts do not contain, as numbers")
     begin_suppress_tokens: list[int] | None = _search(None, "tokens that texts do not begin with, as numbers")
-    max_time: float | None = _search(None, "seconds after which the texts of a batch end as they are; if not given, no "
-        "limit")
+    max_time: float | None = _search(None, "seconds after which a text ends as it is, from when its prompt is read; if "
+        "not given, no limit")
     num_return_sequences: int = _search(1, "number of texts per prompt")
     stop_strings: list[str] | None = _search(None, "strings at which generation stops", "stop")
     seed: int = _search(0, "random seed for sampling")

@@ -81,7 +81,7 @@ def init_process_group(init_method: str, rank: int, world_size: int, device: tor
     """Meet the other ranks.
 
     Raises:
-        ValueError: a launcher's variable is missing.
+        ValueError: a launcher's variable is missing, or its port is none.
         RuntimeError: the ranks did not meet within ``seconds``.
     """
     where = init_method
@@ -92,7 +92,13 @@ def init_process_group(init_method: str, rank: int, world_size: int, device: tor
                     f"environment variable {name} is not set on rank {rank} of {world_size}: start the ranks with "
                     "torchrun, or set it to the same value everywhere"
                 )
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        port = os.environ["MASTER_PORT"]
+        if not port.isdecimal() or not 0 < int(port) < 2**16:  # torch would try to connect until the timeout
+            raise ValueError(
+                f"environment variable MASTER_PORT is {port!r} on rank {rank} of {world_size}, expected a port, 1 to "
+                "65535; `torchrun --standalone` chooses a free one"
+            )
+        where = f"{os.environ['MASTER_ADDR']}:{port}"
     try:
         store = launchers_store(rank, world_size, seconds) if init_method == "env://" else None
         dist.init_process_group(

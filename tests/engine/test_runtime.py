@@ -134,6 +134,19 @@ def test_ranks_that_do_not_meet(monkeypatch, rank):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http"])
+def test_a_port_to_which_nobody_can_connect_is_an_error_at_once(monkeypatch, port):
+    # torchrun --master_port 0 is a habit of tools that choose a port for 0, which torchrun does not.
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(
+        ValueError, match=f"MASTER_PORT is '{port}' on rank 1 of 2, expected a port, 1 to 65535; .*alone"
+    ):
+        engine.init_distributed(timeout=1, device="cpu")
+    assert not dist.is_initialized()
+
+
 def collectives():
     rank = engine.rank()
     loss = torch.tensor(float(rank + 1), requires_grad=True)

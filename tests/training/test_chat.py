@@ -1,6 +1,10 @@
 """modelcenter generate --chat: conversations at the terminal and in files."""
 
 import json
+import os
+import pty
+import select
+import sys
 
 import chat_toys
 import pytest
@@ -207,6 +211,87 @@ def test_commands(folder, typed, leave):
     assert err.splitlines() == [HELP, HELP, unknown]
 
 
+PROMPTED = b"\x1b[?2004h"  # readline writes it with each prompt: it can tell what is pasted
+
+
+# Reads lines as a session does; argv[1] is where to write them. null: readline cannot tell what is pasted.
+SESSION = """
+import json, os, readline, sys
+from modelcenter.training.inference.generate import _typed_lines
+
+sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+pastes = "libedit" not in str(readline.__doc__) and readline._READLINE_VERSION >= 0x801
+with open(int(sys.argv[1]), "w", encoding="utf-8") as file:
+    json.dump([*_typed_lines()] if pastes else None, file)
+os._exit(0)
+"""
+
+
+def lines_from_terminal(keys, fresh=False):
+    """What the prompt reads from a real terminal at which keys are pressed, some at each prompt; the last ones end the
+    session. fresh: in a new process, because readline keeps the locale in which it was imported."""
+    receive, send = os.pipe()
+    os.set_inheritable(send, True)
+    child, terminal = pty.fork()
+    if child == 0:
+        sys.argv = [sys.executable, str(send)]
+        if fresh:
+            os.execv(sys.executable, [sys.executable, "-c", SESSION, str(send)])
+        exec(SESSION, {})
+    os.close(send)
+    shown = b""
+    for number, pressed in enumerate(keys, 1):
+        while shown.count(PROMPTED) < number and (more := shown_next(terminal)):
+            shown += more
+        for start in range(0, len(pressed), 1000):  # a terminal takes some thousand bytes at a time, and shows them
+            os.write(terminal, pressed[start : start + 1000])
+            shown += shown_next(terminal)
+    while shown_next(terminal):
+        pass
+    with open(receive, encoding="utf-8") as file:
+        lines = json.load(file)
+    os.waitpid(child, 0)
+    os.close(terminal)
+    if lines is None:
+        pytest.skip("this Python's readline is libedit or older than 8.1: it cannot tell what is pasted")
+    return lines
+
+
+def shown_next(terminal):
+    """What a terminal shows next; nothing once its program has ended."""
+    assert select.select([terminal], [], [], 120)[0], "the terminal shows nothing more"
+    try:
+        return os.read(terminal, 10_000)
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def xterm(monkeypatch):
+    """A terminal that can tell what is pasted."""
+    pytest.importorskip("readline")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("INPUTRC", os.devnull)
+
+
+@pytest.mark.parametrize("locale", [None, pytest.param("C", marks=pytest.mark.full)])
+def test_a_terminal_neither_cuts_long_messages_nor_splits_pasted_ones(xterm, monkeypatch, locale):
+    if locale is not None:
+        monkeypatch.setenv("LC_ALL", locale)
+    long, pasted = "Aromi " * 1000, "eins\n\ndrei"
+    keys = [f"{long}\n", f"\x1b[200~{pasted}\x1b[201~\n", "\n", "你好é\n", "\x04"]
+    assert lines_from_terminal([pressed.encode() for pressed in keys], fresh=locale is not None) == [
+        long,
+        pasted,
+        "你好é",
+    ]
+
+
+@pytest.mark.parametrize("keys", [[b"Aromi\n", b"\x04"], [b"Aromi\n", b"half\x03"]], ids=["end", "interrupt"])
+def test_leaving_at_the_prompt_of_a_terminal(xterm, keys):
+    assert lines_from_terminal(keys) == ["Aromi"]
+
+
 def test_an_answer_that_is_interrupted_stays_as_far_as_it_was_shown(folder, typed, monkeypatch):
     put, seen = TerminalStreamer.put, []
 
@@ -223,6 +308,21 @@ def test_an_answer_that_is_interrupted_stays_as_far_as_it_was_shown(folder, type
     part = reference.answer(turns, max_new_tokens=3)
     turns += [{"role": "assistant", "content": part}, {"role": "user", "content": "Zizzi"}]
     assert out == f"{part}\n{reference.answer(turns)}\n\n" and not err
+
+
+def test_an_interrupt_while_a_message_is_encoded_does_not_end_the_conversation(folder, typed, monkeypatch):
+    check, calls = Chat._check_room, []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return check(self, *args)
+
+    monkeypatch.setattr(Chat, "_check_room", interrupted)
+    out, _ = typed(config(folder), "Aromi", "a pub", "Zizzi")
+    first, second = Reference(folder).conversation(["Aromi", "Zizzi"])
+    assert out == f"{first}\n\n{second}\n\n"
 
 
 def test_an_answer_that_is_interrupted_before_it_begins_leaves_nothing(folder, typed, monkeypatch):

@@ -67,7 +67,7 @@ class Chat:
         self._cache, self._read = KVCache(), list[int]()  # the keys, and their tokens
 
     def run(self, lines: Iterator[str]) -> None:
-        """Answer lines until the user leaves. An error in one does not end the conversation."""
+        """Answer lines until the user leaves. Neither an error in one nor Ctrl-C ends the conversation."""
         print(f"chat: {HELP}", file=sys.stderr, flush=True)
         for line in lines:
             command = _COMMANDS.get(line.strip().lower())
@@ -84,6 +84,8 @@ class Chat:
                     )
                 else:
                     self.answer(line)
+            except KeyboardInterrupt:
+                print()
             except ValueError as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
 
@@ -93,6 +95,7 @@ class Chat:
 
         Raises:
             ValueError: the conversation cannot be written or no longer fits the model; it stays as it was.
+            KeyboardInterrupt: Ctrl-C came before or after the answer was generated; it stays as it was, too.
         """
         turns = [*self.turns, {"role": "user", "content": text}]
         prompt = self._encode(turns)
@@ -114,13 +117,9 @@ class Chat:
             f"exceeds the {self.model.config.max_written_tokens} positions of this model; {remedy}"
         )
 
-    def _print(self, prompt: list[int]) -> str | None:
+    def _print(self, prompt: list[int]) -> str:
         """The first of the texts, all of which are printed."""
-        try:
-            texts = [self._text(tokens) for tokens in self._generate(prompt, self._answers)]
-        except KeyboardInterrupt:
-            print()
-            return None
+        texts = [self._text(tokens) for tokens in self._generate(prompt, self._answers)]
         print("\n".join(texts), flush=True)
         return texts[0]
 

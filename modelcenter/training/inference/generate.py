@@ -325,7 +325,8 @@ def _as_utf8(text: str) -> str:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines typed by the user, until the end of input or Ctrl-C."""
+    """Lines typed by the user, until the end of input or Ctrl-C. Several lines that are pasted at once are one."""
+    _use_readline()
     while True:
         try:
             line = input("> ")
@@ -334,3 +335,17 @@ def _typed_lines() -> Iterator[str]:
             return
         if line.strip():
             yield line
+
+
+def _use_readline() -> None:
+    """Let `input` edit lines, if this Python was built with readline.
+
+    A terminal itself drops what a line has beyond 4,095 bytes without a word, and ends lines at pasted line breaks.
+    """
+    try:
+        import readline
+    except ImportError:
+        return
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    for variable, value in (("input-meta", "on"), ("output-meta", "on"), ("convert-meta", "off")):
+        readline.parse_and_bind(f"set {variable} {value}")  # else bytes beyond ASCII are keys where the locale is C

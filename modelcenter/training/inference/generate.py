@@ -347,5 +347,6 @@ def _use_readline() -> None:
     except ImportError:
         return
     readline.parse_and_bind("set enable-bracketed-paste on")
-    for variable, value in (("input-meta", "on"), ("output-meta", "on"), ("convert-meta", "off")):
-        readline.parse_and_bind(f"set {variable} {value}")  # else bytes beyond ASCII are keys where the locale is C
+    # In the locale C, bytes beyond ASCII would be keys, and shown as numbers.
+    readline.parse_and_bind("set convert-meta off")
+    readline.parse_and_bind("set output-meta on")

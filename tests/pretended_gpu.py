@@ -6,6 +6,7 @@ the host holds NaNs until something waits. Kernels, the order of streams and spe
 run on the CPU, and other asynchronous operations run at once.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.strict = False
         self.on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies to the host: (target, values)
+        self._arriving = threading.RLock()  # a checkpoint's writer waits for its copies in a thread of its own
         self.nccl = Nccl()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,15 +129,17 @@ class _Mode(TorchDispatchMode):
             number.of_host = True
             return number
         if leaves:
-            self.on_their_way.append((found, found.clone()))
-            found.fill_(torch.nan if found.is_floating_point() else torch.iinfo(found.dtype).max)
+            with self._arriving:
+                self.on_their_way.append((found, found.clone()))
+                found.fill_(torch.nan if found.is_floating_point() else torch.iinfo(found.dtype).max)
         return tree_map(there, found)
 
     def arrive(self) -> None:
         """Complete the pending copies to the host."""
-        for target, values in self.on_their_way:
-            target.copy_(values)
-        self.on_their_way.clear()
+        with self._arriving:
+            for target, values in self.on_their_way:
+                target.copy_(values)
+            self.on_their_way.clear()
 
     def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
         masks = func in INDEXING and any(x is not None and x.dtype is torch.bool for x in args[1])

@@ -44,7 +44,7 @@ def same(together, alone, pad):
         assert torch.equal(text[: len(wanted)], wanted) and (text[len(wanted) :] == pad).all()
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 7])
+@pytest.mark.parametrize("slots", [2, 7, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
 @pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_each_text_is_that_of_its_row(pair, kind, slots):
     model = mc.from_pretrained(pair[1])
@@ -297,7 +297,7 @@ def of_rank(folder, sizes, task, how):
 
 
 @pytest.mark.parametrize("name", ["tiny/gpt2", "tiny/t5"])
-@pytest.mark.parametrize("level", [None, 0, 3])
+@pytest.mark.parametrize("level", [None, pytest.param(0, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
 def test_two_ranks_read_together(name, level, how, tmp_path):
     task = "seq2seq-lm" if name == "tiny/t5" else "causal-lm"

@@ -125,9 +125,9 @@ class Texts:
         `copies` sequences."""
         made = Texts(self.start, self.room, tokens.device)
         lengths = kept.sum(1)
-        made.tokens = tokens.new_full((len(tokens), self.start + self.room), -1)
+        made.tokens = tokens.new_full((len(tokens), self.start + self.room), -1, dtype=torch.long)
         places = torch.arange(self.start + self.room, device=tokens.device)
-        made.tokens[(places >= self.start - lengths[:, None]) & (places < self.start)] = tokens[kept]
+        made.tokens[(places >= self.start - lengths[:, None]) & (places < self.start)] = tokens[kept].long()
         made.tokens = made.tokens.repeat_interleave(copies, 0)
         made.lengths = [length for length in lengths.tolist() for _ in range(copies)]
         made.counts = [0] * len(made.lengths)

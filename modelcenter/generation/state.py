@@ -87,9 +87,8 @@ class State:
         self._most = self._most_tokens()
         self._ended = self._ended_tokens = 0  # rows whose texts have ended, and the new tokens of these
         several_ranks = dist.is_initialized() and dist.get_world_size() > 1
-        self._agrees = several_ranks and (
-            before_reading is not None or self.pipeline is not None or _is_sharded(model)  # the last imports for long
-        )
+        together = several_ranks and (before_reading is not None or self.pipeline is not None)
+        self._agrees = together or (several_ranks and _is_sharded(model))
         if self.pipeline is not None:
             checksum = torch.tensor(zlib.crc32(repr((settings, self._limits, batch_size)).encode()))
             given = {"input_ids": prompts.input_ids, "attention_mask": prompts.mask, "banned": prompts.banned}
@@ -108,7 +107,7 @@ class State:
         self._last_inputs: dict[str, Tensor] = {}  # token_inputs of new tokens
         self._new: tuple[Tensor, Tensor | None] | None = None  # tokens that wait for a step, and whom they continue
         size = (len(prompts), settings.num_return_sequences, max(limits))
-        self.results, self.longest = prompts.input_ids.new_full(size, settings.tokens.pad), 0
+        self.results, self.longest = prompts.input_ids.new_full(size, settings.tokens.pad, dtype=torch.long), 0
 
     def _most_tokens(self) -> int:
         """The maximum of tokens in the cache of a sequence. Raises ValueError if there are not as many positions."""

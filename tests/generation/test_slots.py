@@ -149,6 +149,13 @@ def test_encoders_of_rows_that_leave():
     same(model.generate(ids, mask, LIMITS, encoder_hidden_states=states, **how), alone, 5)
 
 
+def test_prompts_of_32_bit_numbers(pair):
+    model = mc.from_pretrained(pair[1])
+    ids, mask = prompts()
+    how = {"batch_size": 2, "eos_token_id": MANY, "pad_token_id": 5}
+    assert torch.equal(model.generate(ids.int(), mask, LIMITS, **how), model.generate(ids, mask, LIMITS, **how))
+
+
 def test_new_tokens_have_the_inputs_of_the_last_one():
     """As where the whole text is computed at each token."""
     model = randomize_(mc.from_config("tiny/gpt2", "causal-lm", vocab_size=VOCAB), 2).eval()

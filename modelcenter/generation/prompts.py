@@ -77,10 +77,6 @@ class Prompts:
         last = (self.mask[index] * places).argmax(1, keepdim=True)
         return {name: value[index].gather(1, last) for name, value in self.token_inputs.items()}
 
-    def banned_of(self, rows: Sequence[int]) -> Tensor | None:
-        """(n, vocabulary) bool: the tokens that some rows must not contain; None: there are none."""
-        return None if self.banned is None else self.banned[torch.tensor(rows, device=self.banned.device)]
-
 
 def packed_rows(tokens: Tensor, kept: Tensor, longest: int) -> dict[str, Any]:
     """The tokens (rows, length) where `kept` (rows, length) is True as a packed batch."""

@@ -57,7 +57,8 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
     while state.next():
         if not (active := state.active()):
             continue
-        scores, done = next_scores(state.logits, state.texts, s, state.limits), state.of_slots["done"]
+        limits, done = state.limits, state.of_slots["done"]
+        scores = next_scores(state.logits, state.texts, s, limits)
         if s.do_sample:
             scores = narrowed(scores, s)
         best, new = scores.max(-1)
@@ -75,7 +76,7 @@ def extend(state: State, s: Settings, stop: StopStrings, streamer: Any, rng: tor
         if stop.strings:
             texts = state.texts.tokens.view(len(counts), copies, -1)[:, :, start - 1 : state.texts.used]
             done |= _contain(stop, texts, counts, active)
-        full = [slot for slot in active if counts[slot] == state.limits[slot * copies] or state.is_late(slot)]
+        full = [slot for slot in active if counts[slot] == limits[slot * copies] or state.is_late(slot)]
         if not (can_end or full):
             continue
         if slots := sorted({*full, *_over(state, active, done.all(1))}):

@@ -53,7 +53,7 @@ class State:
     Attributes:
         copies: sequences of each slot, adjacent to each other.
         rows: the row of each slot; None: its texts have ended.
-        texts: the tokens of the sequences, (slots * copies). limits: the maximum of new tokens of each.
+        texts: the tokens of the sequences, (slots * copies).
         logits: (slots * copies, vocab_size) fp32, of the next token.
         of_slots: what the search knows of its slots, (slots, ...) each.
         results: (all rows, returned, limit), the new tokens of the texts that have ended, with padding after them.
@@ -97,7 +97,7 @@ class State:
         self.copies = max(settings.num_beams, settings.num_return_sequences)
         self._known = 0 if past is None else _known_tokens(past, prompts.lengths)
         self._past, self._began, self._seconds, self._started = past, began, 0.0, list[float]()
-        self.cache, self.rows, self.limits = self._make_cache(), list[int | None](), list[int]()
+        self.cache, self.rows = self._make_cache(), list[int | None]()
         self.texts = Texts(
             1 if self.is_encoder_decoder else max(prompts.lengths), max(limits), prompts.input_ids.device
         )
@@ -157,11 +157,15 @@ class State:
         self.results[rows, :, : texts.shape[2]] = texts
         self.longest = max(self.longest, length)
         for slot in slots:
-            self._ended, self._ended_tokens = (
-                self._ended + 1,
-                self._ended_tokens + self.texts.counts[slot * self.copies],
-            )
+            self._ended += 1
+            self._ended_tokens += self.texts.counts[slot * self.copies]
             self.rows[slot] = None
+
+    @property
+    def limits(self) -> list[int]:
+        """The maximum of new tokens of each sequence; that of all rows where the texts of a slot have ended."""
+        of_slots = [self.texts.room if row is None else self._limits[row] for row in self.rows]
+        return [limit for limit in of_slots for _ in range(self.copies)]
 
     def active(self) -> list[int]:
         """The slots whose texts have not ended."""
@@ -270,7 +274,7 @@ class State:
         index = sequences_of(slots, self.copies, self.texts.tokens.device)
         self.cache.keep(slots, self.copies)
         self.texts.select(index)
-        self.rows, self.limits = [self.rows[slot] for slot in slots], [self.limits[i] for i in index.tolist()]
+        self.rows = [self.rows[slot] for slot in slots]
         self._started = [self._started[slot] for slot in slots]
         of_slots = torch.tensor(slots, device=index.device)
         self.of_slots = {name: value[of_slots] for name, value in self.of_slots.items()}
@@ -286,21 +290,19 @@ class State:
         batch = {"input_ids": prompts.input_ids[:, self._known :]} if self._known else prompts.packed(rows)
         logits = self._run({**batch, **start}, cache)
         index = torch.tensor(rows, device=device)
+        tokens, kept = prompts.input_ids[index], prompts.mask[index].bool()
         if self.is_encoder_decoder:
-            texts = self.texts.begun(
-                start["decoder_input_ids"], torch.ones_like(start["decoder_input_ids"] > 0), copies
-            )
-        else:
-            texts = self.texts.begun(prompts.input_ids[index], prompts.mask[index].bool(), copies)
+            tokens = start["decoder_input_ids"]
+            kept = torch.ones_like(tokens, dtype=torch.bool)
+        texts = self.texts.begun(tokens, kept, copies)
         logits = self._masked(logits.repeat_interleave(copies, 0), rows)
         if prompts.banned is not None and bool((all_banned := prompts.banned[index].all(1)).any()):
             row = rows[int(all_banned.nonzero()[0])]
             raise ValueError(f"banned: row {row} has no token left; allow at least one")
         last_inputs = {name: x.repeat_interleave(copies, 0) for name, x in prompts.last_inputs(rows).items()}
-        limits = [self._limits[row] for row in rows for _ in range(copies)]
         if not self.active():
-            cache.reorder(sequences_of(list(range(len(rows))), 1, device).repeat_interleave(copies))
-            self.cache, self.texts, self.logits, self.limits = cache, texts, logits, limits
+            cache.reorder(torch.arange(len(rows), device=device).repeat_interleave(copies))
+            self.cache, self.texts, self.logits = cache, texts, logits
             self.rows, self._last_inputs, self._started = list(rows), last_inputs, [started] * len(rows)
             self.of_slots = {name: x[None].repeat(len(rows), *[1] * x.dim()) for name, x in self._initial.items()}
             return
@@ -311,7 +313,6 @@ class State:
         self.logits[sequences] = logits
         for i, row in zip(slots, rows, strict=True):
             self.rows[i], self._started[i] = row, started
-            self.limits[i * copies : (i + 1) * copies] = [self._limits[row]] * copies
         for name, value in last_inputs.items():
             self._last_inputs[name][sequences] = value
         for name, value in self.of_slots.items():

@@ -123,10 +123,6 @@ class KVCache:
             raise ValueError(f"length: got {length}, expected at least 1 token to keep; begin anew with an empty cache")
         self.lengths = [min(length, kept) for kept in self.lengths]  # what comes overwrites the keys behind it
 
-    def emptied(self) -> "KVCache":
-        """An empty cache for as many tokens."""
-        return KVCache(self._capacity, self._max_tokens)
-
     def next(
         self, rows: int, tokens: int, device: torch.device, mask: Tensor | None = None, prefix: str = ""
     ) -> Packed:

@@ -9,7 +9,7 @@ import torch
 
 from modelcenter.data.schemas.conversations import Conversation
 from modelcenter.generation.generate import continues
-from modelcenter.generation.state import positions_left
+from modelcenter.generation.prompts import positions_left
 from modelcenter.layers.cache import KVCache
 from modelcenter.models.base import Model
 from modelcenter.training.inference.streaming import TerminalStreamer

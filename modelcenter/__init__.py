@@ -89,16 +89,20 @@ if TYPE_CHECKING:
     from modelcenter.models.minicpm import MiniCPM as MiniCPM
     from modelcenter.models.minicpm3 import MiniCPM3 as MiniCPM3
     from modelcenter.models.mistral import Mistral as Mistral
+    from modelcenter.models.mixtral import Mixtral as Mixtral
     from modelcenter.models.modernbert import ModernBert as ModernBert
     from modelcenter.models.modernbert_decoder import ModernBertDecoder as ModernBertDecoder
     from modelcenter.models.mpnet import MPNet as MPNet
     from modelcenter.models.nomic_bert import NomicBert as NomicBert
     from modelcenter.models.olmo2 import Olmo2 as Olmo2
+    from modelcenter.models.olmoe import Olmoe as Olmoe
     from modelcenter.models.opt import OPT as OPT
     from modelcenter.models.pegasus import Pegasus as Pegasus
     from modelcenter.models.phi3 import Phi3 as Phi3
     from modelcenter.models.qwen import Qwen2 as Qwen2
     from modelcenter.models.qwen import Qwen3 as Qwen3
+    from modelcenter.models.qwen_moe import Qwen2Moe as Qwen2Moe
+    from modelcenter.models.qwen_moe import Qwen3Moe as Qwen3Moe
     from modelcenter.models.roberta import Camembert as Camembert
     from modelcenter.models.roberta import Data2VecText as Data2VecText
     from modelcenter.models.roberta import Roberta as Roberta

@@ -4,7 +4,7 @@
 
     library, build, __main__          finding and loading the compiled operators of csrc/; compiling them
     fused, reference, rounding_bits   optimizer steps on lists of tensors, and their torch reference
-    gemm, activation, attention, distance_attention, norm, rotary, embeddings, cross_entropy, soft_cap
+    gemm, grouped, experts, activation, attention, distance_attention, norm, rotary, embeddings, cross_entropy, soft_cap
                                       the operations of model layers
     dropout_masks, philox, triton_dropout
                                       dropout and its random bits
@@ -32,6 +32,7 @@ from engine.ops.dropout_masks import (
     fresh_key,
 )
 from engine.ops.embeddings import Embedding, embedding
+from engine.ops.experts import Experts
 from engine.ops.gemm import linear, linear_activated, linears, matmul, matmul_nt, multiplies_in_bf16, onednn_linear
 from engine.ops.norm import Added, layer_norm, norm_after, norm_before, rms_norm
 from engine.ops.rotary import rotate
@@ -39,7 +40,7 @@ from engine.ops.soft_cap import soft_capped
 from engine.torch_compat import is_just
 
 __all__ = [
-    "Activation", "Added", "Draws", "Embedding", "cross_entropy_", "drawn_key", "draws_of", "dropout", "dropout_add",
+    "Activation", "Added", "Draws", "Embedding", "Experts", "cross_entropy_", "drawn_key", "draws_of", "dropout", "dropout_add",
     "dropout_key", "dropout_rows", "eager", "embedding", "fresh_key", "gated", "gelu", "gelu_tanh", "host_number",
     "is_just", "layer_norm", "leave_to_eager", "linear", "linear_activated", "linears", "matmul", "matmul_nt",
     "multiplies_in_bf16",

@@ -255,6 +255,23 @@ class Concat(Rule):
 
 
 @dataclass(frozen=True)
+class Stack(Rename):
+    """One hub tensor for each index of our first dimension, whose number is `{e}` in the hub's template: experts."""
+
+    def expand(
+        self, names: Sequence[str], values: Mapping[str, str], shapes: Mapping[str, Shape], config: Config
+    ) -> Expansion:
+        native, (count, *shape) = names[0], shapes[names[0]]
+        axes = tuple(Axis(n, (d, d + 1)) for d, n in enumerate(shape))
+        expansion, zeros = Expansion({}, []), (0,) * len(shape)
+        for number in range(count):
+            hub = fill(self.hub, {**values, "e": str(number)})
+            expansion.shapes[hub] = tuple(shape)
+            expansion.pieces.append(Piece((hub, native), axes, (zeros, (number, *zeros))))
+        return expansion
+
+
+@dataclass(frozen=True)
 class Pad(Rule):
     """Ours is longer than the hub tensor along `dim`: the rest is zero when loaded and left out when exported.
 

@@ -107,7 +107,7 @@ class SandwichBody(GemmaBody):
 
     def block(self, layer: int) -> nn.Module:
         width = self.config.hidden_size
-        return SandwichNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width), 0.0)
+        return SandwichNormBlock(self.attention(layer), self.mlp(layer), lambda: self.norm(width), 0.0)
 
 
 class Gemma(GemmaBody):

@@ -118,7 +118,9 @@ class LlamaBody(Decoder):
     def block(self, layer: int) -> nn.Module:
         """The block of layer 0, 1, ..."""
         width = self.config.hidden_size
-        return PreNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width), 0.0, scale=self.branch_scale)
+        return PreNormBlock(
+            self.attention(layer), self.mlp(layer), lambda: self.norm(width), 0.0, scale=self.branch_scale
+        )
 
     def attention(self, layer: int, *, kind: type[SelfAttention] = SelfAttention, **options: Any) -> nn.Module:
         """The attention of layer 0, 1, ..., a `kind`; options are those of its constructor."""
@@ -132,7 +134,8 @@ class LlamaBody(Decoder):
             **{"causal": True, **options},
         )
 
-    def mlp(self) -> nn.Module:
+    def mlp(self, layer: int) -> nn.Module:
+        """The feed-forward network of layer 0, 1, ..."""
         return GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act)
 
     def check_length(self, longest: int) -> None:
@@ -159,6 +162,6 @@ class Llama(LlamaBody):
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, bias=self.config.attention_bias, **options)
 
-    def mlp(self) -> nn.Module:
+    def mlp(self, layer: int) -> nn.Module:
         c = self.config
         return GatedMLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias)

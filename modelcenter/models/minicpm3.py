@@ -124,7 +124,7 @@ class MiniCPM3(ScaledBody):
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return LatentAttention(self.config)
 
-    def mlp(self) -> nn.Module:
+    def mlp(self, layer: int) -> nn.Module:
         c = self.config
         return GatedMLP(c.hidden_size, c.intermediate_size, c.hidden_act, c.mlp_bias)
 

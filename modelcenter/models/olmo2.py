@@ -51,7 +51,7 @@ class Olmo2(LlamaBody):
 
     def block(self, layer: int) -> nn.Module:
         width = self.config.hidden_size
-        return BranchNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(width))
+        return BranchNormBlock(self.attention(layer), self.mlp(layer), lambda: self.norm(width))
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, kind=WideNormAttention, norm=self.norm, bias=self.config.attention_bias)

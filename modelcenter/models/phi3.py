@@ -72,7 +72,7 @@ class Phi3(LlamaBody):
 
     def block(self, layer: int) -> nn.Module:
         c = self.config
-        return PreNormBlock(self.attention(layer), self.mlp(), lambda: self.norm(c.hidden_size), c.dropout)
+        return PreNormBlock(self.attention(layer), self.mlp(layer), lambda: self.norm(c.hidden_size), c.dropout)
 
     def attention(self, layer: int, **options: Any) -> nn.Module:
         return super().attention(layer, bias=False, window=self.config.sliding_window)

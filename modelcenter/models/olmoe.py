@@ -1,0 +1,42 @@
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060), after transformers' OlmoeModel: a mixture of experts in each layer,
+and queries and keys that are normalised over all heads at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from modelcenter.models.mixture import MixtureBody, MixtureConfig
+from modelcenter.models.olmo2 import WideNormAttention
+
+
+@dataclass(kw_only=True)
+class OlmoeConfig(MixtureConfig):
+    """Fields of OLMoE. attention_bias: q, k, v and out have biases."""
+
+    model_type: ClassVar[str] = "olmoe"
+
+    max_positions: int = 4096
+    norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+    attention_bias: bool = False
+    num_experts: int = 64
+    experts_per_token: int = 8
+    normalize_experts: bool = False
+
+
+class Olmoe(MixtureBody):
+    """OLMoE with the head of `task`."""
+
+    config_class = OlmoeConfig
+    tasks = ("base", "embedding", "multi-vector", "causal-lm")
+
+    config: OlmoeConfig
+
+    def attention(self, layer: int, **options: Any) -> nn.Module:
+        return super().attention(layer, kind=WideNormAttention, norm=self.norm, bias=self.config.attention_bias)
+
+    def tp_plan(self) -> dict[str, str]:
+        # Each rank has some of the channels; the mean is that of all.
+        return super().tp_plan() | {"layers.*.attn.q_norm": "norm", "layers.*.attn.k_norm": "norm"}

@@ -40,10 +40,9 @@ from engine.ops.soft_cap import soft_capped
 from engine.torch_compat import is_just
 
 __all__ = [
-    "Activation", "Added", "Draws", "Embedding", "Experts", "cross_entropy_", "drawn_key", "draws_of", "dropout", "dropout_add",
-    "dropout_key", "dropout_rows", "eager", "embedding", "fresh_key", "gated", "gelu", "gelu_tanh", "host_number",
-    "is_just", "layer_norm", "leave_to_eager", "linear", "linear_activated", "linears", "matmul", "matmul_nt",
-    "multiplies_in_bf16",
-    "norm_after", "norm_before", "onednn_linear", "rms_norm", "rotate", "silu",
+    "Activation", "Added", "Draws", "Embedding", "Experts", "cross_entropy_", "drawn_key", "draws_of", "dropout",
+    "dropout_add", "dropout_key", "dropout_rows", "eager", "embedding", "fresh_key", "gated", "gelu", "gelu_tanh",
+    "host_number", "is_just", "layer_norm", "leave_to_eager", "linear", "linear_activated", "linears", "matmul",
+    "matmul_nt", "multiplies_in_bf16", "norm_after", "norm_before", "onednn_linear", "rms_norm", "rotate", "silu",
     "soft_capped",
 ]  # fmt: skip

@@ -38,6 +38,11 @@ def route(logits: Tensor, k: int, normalized: bool) -> Routing:
     return Routing(weights / weights.sum(-1, keepdim=True) if normalized else weights, experts)
 
 
+def _by_token(x: Tensor, places: Tensor, k: int) -> Tensor:
+    """x (T k, H), sorted by expert -> (T, k, H)."""
+    return x.index_select(0, places).view(x.shape[0] // k, k, x.shape[1])
+
+
 class _Dispatch(Function):
     """x (T, H) -> (T k, H): a copy of each token for each of its experts, sorted by expert.
 
@@ -54,7 +59,7 @@ class _Dispatch(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        return grad.index_select(0, places).view(-1, ctx.k, grad.shape[1]).sum(1), None, None, None
+        return _by_token(grad, places, ctx.k).sum(1), None, None, None
 
 
 class _Combine(Function):
@@ -64,7 +69,7 @@ class _Combine(Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
         weights = weights.to(y.dtype)
         ctx.save_for_backward(y, weights, order, places)
-        by_token = y.index_select(0, places).view(*weights.shape, -1)
+        by_token = _by_token(y, places, weights.shape[1])
         return torch.bmm(weights.unsqueeze(1), by_token).squeeze(1)
 
     @staticmethod
@@ -76,7 +81,7 @@ class _Combine(Function):
         if need_y:
             dy = grad.index_select(0, order // weights.shape[1]).mul_(weights.view(-1, 1).index_select(0, order))
         if need_weights:
-            by_token = y.index_select(0, places).view(*weights.shape, -1)
+            by_token = _by_token(y, places, weights.shape[1])
             dweights = torch.bmm(by_token, grad.unsqueeze(2)).squeeze(2).float()
         return dy, dweights, None, None
 

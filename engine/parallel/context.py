@@ -52,6 +52,10 @@ class TokenSplit:
         """The sum of x over the ranks, differentiable, for losses over tokens."""
         return f.sum_over(x, self._group) if self.size > 1 else x
 
+    def sum_of_units(self, x: Tensor) -> Tensor:
+        """The sum of x, which each rank computed from its rows in the units, over the ranks; differentiable."""
+        return self.sum(x if self._tp is None else f.reduce_from(x, self._tp))
+
     def to_heads(self, x: Tensor) -> Tensor:
         """(T / size, n, heads * d) -> (T, n, heads / size * d): from some tokens of all heads to all tokens of some."""
         parts = x.unflatten(2, (self.size, -1)).movedim(2, 0)

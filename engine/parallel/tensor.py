@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from engine import runtime
 from engine.names import clean_name
+from engine.ops import Experts
 from engine.parallel.tensor_layers import LAYERS, Rowwise, SplitLayer, TensorParallelGroup, partial_class, split_class
 from engine.tensors import as_shard, local_box, part_of
 
@@ -33,6 +34,7 @@ STYLES = {
     "colwise_gather": "the same, with the outputs gathered",
     "rowwise": "nn.Linear whose inputs are split over the ranks; gives whole outputs",
     "vocab": "nn.Embedding, or a parameter (vocabulary, ...), whose rows are split over the ranks",
+    "experts": "engine.ops.Experts, each of which is split over the ranks by its intermediate channels",
     "norm": "a root-mean-square norm (weight, eps) over channels that are split over the ranks",
     "partial": "any module that each rank applies to its own part of the activations",
 }
@@ -137,13 +139,18 @@ def _place_as_declared(model: nn.Module, mesh: DeviceMesh, placed: _Placed) -> s
 
 
 def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallelGroup, placed: _Placed) -> None:
-    """Keep this rank's part of a linear layer or an embedding, and give the module the class that computes with it."""
+    """Keep this rank's part of a linear layer, an embedding or experts, and give it the class that computes with it."""
     kind, layer = LAYERS[style]
     if not isinstance(module, kind):
         raise ValueError(
             f"tp_plan gives {name} the style {style!r}, which is for {kind.__name__}, but it is a "
             f"{type(module).__name__}"
         )
+    if isinstance(module, Experts):
+        for own, dim in {"gate": 1, "up": 1, "down": 2}.items():
+            _place(module, own, group.mesh, Shard(dim), placed)
+        _compute_with_part(module, layer, group)
+        return
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         raise ValueError(f"embedding {name} has max_norm or scale_grad_by_freq, which style 'vocab' does not support")
     assert isinstance(module.weight, Tensor)
@@ -155,9 +162,14 @@ def _split_layer(name: str, module: nn.Module, style: str, group: TensorParallel
     _place(module, "weight", group.mesh, placement, placed)
     if style in ("colwise", "colwise_gather") and module.bias is not None:
         _place(module, "bias", group.mesh, Shard(0), placed)
+    _compute_with_part(module, layer, group)
+    module._first = first  # type: ignore[assignment]
+
+
+def _compute_with_part(module: nn.Module, layer: type[SplitLayer], group: TensorParallelGroup) -> None:
+    """Give a module the class that computes with its part."""
     module.__class__ = split_class(layer, type(module))
-    assert isinstance(module, SplitLayer)
-    module.tp_group, module._first = group, first
+    module.tp_group = group  # type: ignore[assignment]
 
 
 def _check_norm(name: str, module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from engine.ops import embedding, linear
+from engine.ops import Experts, embedding, linear
 from engine.ops.embeddings import check_ids
 from engine.parallel import functional as f
 from engine.parallel.rng import rng_streams
@@ -159,12 +159,32 @@ class WideNorm(SplitLayer):
         return (normed * local(self.weight)).to(x.dtype)
 
 
+class SplitExperts(SplitLayer):
+    """Experts split by their intermediate channels: (T, H) and logits (T, experts) -> (T, H), summed over ranks.
+
+    Every rank chooses each token's experts by the same logits, of which it adds to the gradient only its part.
+    """
+
+    gate: Any
+    up: Any
+    down: Any
+    mix: Callable[..., Tensor]
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        t = self.tp_group
+        parts = local(self.gate), local(self.up), local(self.down)
+        out = self.mix(t.whole_input(x), t.whole_input(logits), *parts)
+        t.forget_input()
+        return t.summed_output(out)
+
+
 #: {style: (the class of module that it splits, the layer that computes with a part of one)}
 LAYERS: dict[str, tuple[type[nn.Module], type[SplitLayer]]] = {
     "colwise": (nn.Linear, Colwise),
     "colwise_gather": (nn.Linear, ColwiseGather),
     "rowwise": (nn.Linear, Rowwise),
     "vocab": (nn.Embedding, Vocab),
+    "experts": (Experts, SplitExperts),
     "norm": (nn.Module, WideNorm),
 }
 

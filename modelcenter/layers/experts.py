@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from engine.ops import Experts, linear
+from engine.ops import Experts, eager, linear
 from modelcenter.layers.linear import Linear
 from modelcenter.layers.mlp import ACTIVATIONS, GatedMLP
 from modelcenter.layers.packing import Packed
@@ -18,6 +18,49 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
+
+
+class Balance:
+    """How often the tokens of a batch choose each expert, and how probable each is, over all layers with a mixture.
+
+    Their product is smallest if all experts are used equally (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).
+    The chosen numbers have no gradient, so only the probabilities pull.
+    """
+
+    def __init__(self, ctx: Packed):
+        self.split, self._real = ctx.split, None
+        if ctx.sequences.dummy:
+            tokens = ctx.num_tokens * ctx.split.size  # of all ranks, with the dummy sequence
+            real = torch.arange(tokens, device=ctx.positions.device) < tokens - ctx.sequences.dummy
+            self._real = ctx.split.of_units(ctx.split.local(real)).unsqueeze(1)
+        self._chosen: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
+        self._open = True
+
+    @eager
+    def add(self, logits: Tensor, experts_per_token: int) -> None:
+        """Add one layer. logits: (T, experts), of this rank's tokens."""
+        probabilities = logits.float().softmax(-1)
+        chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.detach().topk(experts_per_token).indices, 1)
+        if self._real is not None:
+            probabilities, chosen = probabilities * self._real, chosen * self._real
+        chosen, probabilities = chosen.sum(0), probabilities.sum(0)
+        if self._open:  # not when backward recomputes the layer: they would keep its activations
+            self._chosen.append(chosen)
+            self._probabilities.append(probabilities)
+
+    def sums(self) -> tuple[Tensor, Tensor, int]:
+        """(experts,) how often all tokens of the batch have chosen each expert; (experts,) the sums of their
+        probabilities, differentiable; the number of layers. Ends the collection."""
+        self._open = False
+        pair = torch.stack((sum_of(self._chosen), sum_of(self._probabilities)))
+        chosen, probabilities = pair if self.split is None else self.split.sum_of_units(pair)
+        return chosen.detach(), probabilities, len(self._chosen)
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    """The sum of tensors of one shape."""
+    return torch.stack(tensors).sum(0)
 
 
 class SparseMLP(nn.Module):
@@ -49,7 +92,10 @@ class SparseMLP(nn.Module):
             self.shared_gate = Linear(hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor, ctx: Packed) -> Tensor:
-        out: Tensor = self.experts(x, self.router(x))
+        logits = self.router(x)
+        if ctx.balance is not None:
+            ctx.balance.add(logits, self.experts.experts_per_token)
+        out: Tensor = self.experts(x, logits)
         if self.shared is not None:
             out = out + self.shared_gate(x).sigmoid() * self.shared(x, ctx)
         return out

@@ -54,6 +54,7 @@ class Packed:
         labelled: the labels, and the indices of the tokens that have one, cached for the vocabulary's head.
         globals: the tokens with global attention (layers.global_tokens.GlobalTokens); None: there are none.
         attended: (k,) indices of the tokens that others attend to, and which sequences they make up; None: all.
+        balance: collects how the tokens use experts (layers.experts.Balance); None: the loss does not depend on it.
     """
 
     sequences: Sequences
@@ -76,6 +77,7 @@ class Packed:
     labelled: tuple[Tensor, Tensor] | None = None
     globals: Any = None
     attended: tuple[Tensor, Sequences] | None = None
+    balance: Any = None
 
     @classmethod
     def from_cu_seqlens(

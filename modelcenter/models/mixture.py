@@ -2,12 +2,18 @@
 mixtures share.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
-from modelcenter.layers.experts import SparseMLP
+from modelcenter.layers.experts import Balance, SparseMLP
+from modelcenter.layers.packing import Packed
+from modelcenter.models.inputs import Batch
 from modelcenter.models.llama import LlamaBody, LlamaBodyConfig
+from modelcenter.models.outputs import ModelOutput
+
+BALANCE = "aux_loss"  # the term of the loss, by transformers' name of the output
 
 
 @dataclass(kw_only=True)
@@ -42,9 +48,17 @@ class MixtureConfig(LlamaBodyConfig):
 
 
 class MixtureBody(LlamaBody):
-    """LlamaBody with a mixture of experts in the layers for which the config says so."""
+    """LlamaBody with a mixture of experts in the layers for which the config says so.
+
+    In training with `output_router_logits`, the loss of a language model has a second term, for the balance of the
+    experts, as in transformers, whose evaluation has it too. Its value for a global batch depends on how often all
+    tokens of it choose each expert: see `expert_totals`.
+    """
 
     config: MixtureConfig
+    # (experts,) how often a batch chooses each expert -> the same of its global batch. None: they are the same. Set
+    # where a global batch consists of several (modelcenter.training.expert_balance).
+    expert_totals: Callable[[Tensor], Tensor] | None = None
 
     def mlp(self, layer: int) -> nn.Module:
         return self.mixture() if self.config.is_sparse(layer) else super().mlp(layer)
@@ -69,3 +83,55 @@ class MixtureBody(LlamaBody):
         networks["layers.*.mlp.experts"] = "experts"
         found = {f"layers.*.{name.split('.', 2)[2]}" for name, _ in self.named_modules() if name.count(".") > 2}
         return plan | {name: style for name, style in networks.items() if name in found}
+
+    # -- the balance of the experts ------------------------------------------------------------------------------------
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether the loss has a term for the balance of the experts now."""
+        return self.config.output_router_logits and self.task == "causal-lm" and self.training
+
+    def _balances(self, batch: Batch) -> bool:
+        return self.balances_experts and batch.get("labels") is not None and not batch.get("output_log_probs")
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Packed]:
+        x, ctx = super().begin(batch)
+        return x, replace(ctx, balance=Balance(ctx)) if self._balances(batch) else ctx
+
+    def without_unneeded(self, ctx: Packed, batch: Batch) -> Packed:
+        return ctx if self._balances(batch) else super().without_unneeded(ctx, batch)
+
+    def reads(self, ctx: Packed, batch: Batch) -> Tensor | None:
+        return None if self._balances(batch) else super().reads(ctx, batch)
+
+    def loss_counts(self, batch: Batch) -> dict[str, int]:
+        counts = super().loss_counts(batch)
+        return counts | {BALANCE: self._count_tokens(batch)} if self.balances_experts else counts
+
+    def _count_tokens(self, batch: Batch) -> int:
+        """The number of tokens that pass through the layers, which is known on the host if the batch is there."""
+        if (cu := batch.get("cu_seqlens")) is not None:
+            return int(cu[-1]) + self.prefix_tokens * (len(cu) - 1)
+        rows, columns = batch["labels"].shape
+        mask = batch.get("attention_mask")
+        return (rows * columns if mask is None else int((mask != 0).sum())) + self.prefix_tokens * rows
+
+    def end(self, x: Tensor, ctx: Packed, batch: Batch) -> ModelOutput:
+        out = super().end(x, ctx, batch)
+        if ctx.balance is None:
+            return out
+        chosen, probabilities, layers = ctx.balance.sums()
+        totals = chosen if self.expert_totals is None else self.expert_totals(chosen)
+        rows = max(self.counts(batch)[BALANCE], 1) * layers
+        term = (totals * probabilities).sum() * (self.config.num_experts / rows**2)
+        out["loss"] = out["loss"] + self.config.router_aux_loss_coef * term
+        out[BALANCE], out["expert_counts"] = term.detach(), chosen
+        return out
+
+    def stage_homes(self) -> dict[str, Sequence[int]]:
+        if self.config.output_router_logits and self.task == "causal-lm":
+            raise ValueError(
+                "output_router_logits: with pipeline stages (pp_size) no rank sees all layers, whose experts are "
+                "balanced together; load the model with output_router_logits=False, or use pp_size=1"
+            )
+        return super().stage_homes()

@@ -1,5 +1,5 @@
-"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060), after transformers' OlmoeModel: a mixture of experts in each layer,
-and queries and keys that are normalised over all heads at once.
+"""OLMoE (Muennighoff et al. 2024, arXiv:2409.02060), after transformers' OlmoeModel: a mixture of experts in each
+layer, and queries and keys that are normalised over all heads at once.
 """
 
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ class ModelOutput(OrderedDict):
     FIELDS: ClassVar[tuple[str, ...]] = ("loss", "logits", "seq_relationship_logits", "start_logits", "end_logits")
     FIELDS += ("last_hidden_state", "pooler_output", "hidden_states", "past_key_values", "encoder_last_hidden_state")
     FIELDS += ("sop_logits",)
-    FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits")
+    FIELDS += ("encoder_hidden_states", "decoder_hidden_states", "mc_loss", "mc_logits", "aux_loss")
     # Never produced: kernels without them are faster.
     FIELDS += ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
     # Names of transformers from 5.24 on -> ours; both work.

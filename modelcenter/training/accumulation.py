@@ -9,6 +9,7 @@ import engine
 from engine.ops import dropout_rows
 from modelcenter.layers.host_copies import batch_to_device
 from modelcenter.models.base import Model
+from modelcenter.training.expert_balance import balanced
 from modelcenter.training.joint_loss import JointLoss, accumulate_jointly
 
 Batch = Mapping[str, Any]
@@ -115,4 +116,5 @@ def accumulate(
         return loss(out, batch, totals)
 
     batches: Sequence[Batch] = list(microbatches)
-    return engine.accumulate(model, batches, forward, loss.counts, model.empty_batch, backward)
+    with balanced(model, batches, loss.inputs) as batches:
+        return engine.accumulate(model, batches, forward, loss.counts, model.empty_batch, backward)

@@ -98,7 +98,7 @@ def accumulate_jointly(
         gradient = torch.zeros_like(outputs) if number is None else found.gradients[number]
         return _WithGradient.apply(outputs, found.value * (own / totals["loss"]), gradient)
 
-    with _same_masks(model, batches) if most > first else nullcontext():
+    with same_masks(model, batches) if most > first else nullcontext():
         held = _outputs(model, batches[first:], most - first, loss)
         if model.pipeline is not None:
             found = join(held)
@@ -186,7 +186,7 @@ def _gather(items: tuple[Tensor, Tensor | None] | None, device: torch.device) ->
     return gathered[0], gathered[1].cpu(), starts
 
 
-def _same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextManager[Any]:
+def same_masks(model: Model, batches: list[dict[str, Any]]) -> AbstractContextManager[Any]:
     """Inside, dropout draws the same masks each time a batch runs. Adds row ids to batches without."""
     if not model.training:
         return nullcontext()

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 import engine
 from engine.names import clean_name
+from engine.ops import Experts
 from modelcenter.config import ModelConfig
 from modelcenter.hub.architecture import find_spec, on_meta
 from modelcenter.layers.attention import CrossAttention, SelfAttention
 from modelcenter.layers.convolution import TokenConvolution
+from modelcenter.layers.experts import Router
 from modelcenter.layers.heads import ExtractiveQA, LateClassifier, ReplacedTokens, TokenClassifier, VocabularyHead
 from modelcenter.models.base import Model
 from modelcenter.training.metrics import sum_over_ranks
@@ -114,9 +116,10 @@ class Arithmetic:
                 scores = module.head_dim * getattr(module, "products", 1)
                 width = module.num_heads * (scores + getattr(module, "value_dim", module.head_dim))
                 attention.append((_pairs(name, module), width * (3.0 if below else 1.0)))
-            if isinstance(module, nn.Linear | TokenConvolution) and f"{name}.weight" not in model.constants:
-                passes = 1 + (f"{name}.weight" in own) + reached
-                weights[_place(name, modules, _has_decoder(model))] += module.weight.numel() * passes
+            for part, numbers in _products(module).items():
+                if f"{name}.{part}" not in model.constants:
+                    passes = 1 + (f"{name}.{part}" in own) + reached
+                    weights[_place(name, modules, _has_decoder(model))] += numbers * passes
             if isinstance(module, VocabularyHead):
                 table = model.embed.weight if module.weight is None else module.weight
                 tied = next(name for name, parameter in model.named_parameters() if parameter is table)
@@ -169,6 +172,16 @@ def _in_passing(model: Model) -> Iterator[tuple[str, nn.Module]]:
             begun = True
             for unit in units:
                 yield from unit.named_modules(prefix=names[unit])
+
+
+def _products(module: nn.Module) -> dict[str, int]:
+    """{name of a parameter that is a matrix of a product: multiplications at each place}."""
+    if isinstance(module, Experts):
+        parts = ("gate", "up", "down")
+        return {part: getattr(module, part)[0].numel() * module.experts_per_token for part in parts}
+    if isinstance(module, nn.Linear | TokenConvolution | Router):
+        return {"weight": module.weight.numel()}
+    return {}
 
 
 def _has_decoder(model: Model) -> bool:

@@ -79,6 +79,21 @@ def test_windows_latents_and_what_stands_before_a_sequence():
     assert moved.operations(Sizes(TOKENS, NONE, 1)) == plain.operations(Sizes(TOKENS + 4, NONE, 1))
 
 
+def test_experts_count_where_a_token_passes():
+    """Through two of five, a router, and a network for all tokens; the layer without experts is a wider network."""
+    shape = {"vocab_size": 50, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+    shape |= {"intermediate_size": 20, "expert_intermediate_size": 6, "shared_intermediate_size": 10}
+    shape |= {"model_type": "qwen2_moe", "num_experts": 5, "experts_per_token": 2, "dense_layers": [0]}
+    found = Arithmetic.of_model(mc.from_config(shape, "causal-lm"))
+    attention, dense = 2 * 8 * 8 + 2 * 8 * 4, 3 * 8 * 20
+    mixture = 5 * 8 + 2 * 3 * 8 * 6 + 3 * 8 * 10 + 8
+    body = 8 * (2 * attention + dense + mixture) + 2 * 2 * 8 * PAIRS / 2
+    assert found.operations(Sizes(TOKENS, NONE, 6)) == 2 * 3 * (body + 50 * 8 * 6)
+    frozen = mc.from_config(shape, "causal-lm", adapter=[Freeze(["layers.1.mlp.experts"])])
+    less = found.operations(Sizes(TOKENS, NONE, 6)) - Arithmetic.of_model(frozen).operations(Sizes(TOKENS, NONE, 6))
+    assert less == 2 * 8 * 2 * 3 * 8 * 6
+
+
 def test_a_classifier_of_tokens_whose_mean_counts():
     """The dense layer reads every token, the last one what is made of each sequence."""
     shape = {"num_kv_heads": 1, "head_dim": 4, "num_labels": 3, "pad_token_id": 0}
